@@ -5,11 +5,13 @@ No request may fail, as each waits for the next runtime. No process may grow fro
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import time
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
 from statistics import median
@@ -86,19 +88,28 @@ def summary(records: Iterable[Record], deaths: Sequence[Death], end: float) -> I
 
 
 class Usage(NamedTuple):
-    """Memory of its own in MB, and descriptors, of a process or of several."""
+    """Memory of its own in MB, and descriptors by what they are open on, of a process or of several."""
 
-    megabytes: float = 0.0
-    descriptors: int = 0
+    megabytes: float
+    descriptors: Counter[str]
 
     def grew(self, before: Usage) -> bool:
         return (
             self.megabytes > before.megabytes * (1 + _PART) + _MARGIN_MB
-            or self.descriptors > before.descriptors * (1 + _PART) + _MARGIN_DESCRIPTORS
+            or self.descriptors.total() > before.descriptors.total() * (1 + _PART) + _MARGIN_DESCRIPTORS
         )
 
     def __str__(self) -> str:
-        return f"{self.megabytes:.0f} MB, {self.descriptors} descriptors"
+        return f"{self.megabytes:.0f} MB, {self.descriptors.total()} descriptors"
+
+
+def _descriptors(pid: int) -> Counter[str]:
+    """Return the number of a process's descriptors for each kind: a file's path, or socket, pipe, memfd and others."""
+    kinds: Counter[str] = Counter()
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # It was closed meanwhile.
+            kinds[os.readlink(entry.path).partition(":[")[0]] += 1
+    return kinds
 
 
 def usage(house: House) -> dict[str, Usage]:
@@ -108,9 +119,8 @@ def usage(house: House) -> dict[str, Usage]:
         roles[control] = "control"
     found: dict[str, Usage] = {}
     for pid, role in roles.items():
-        before = found.get(role, Usage())
-        descriptors = len(os.listdir(f"/proc/{pid}/fd"))
-        found[role] = Usage(before.megabytes + memory(pid).anonymous, before.descriptors + descriptors)
+        before = found.get(role, Usage(0.0, Counter()))
+        found[role] = Usage(before.megabytes + memory(pid).anonymous, before.descriptors + _descriptors(pid))
     return found
 
 
@@ -214,7 +224,9 @@ class _Deaths(Fault):
         yield from self._problems
         for role, after in self._after.items():
             if after.grew(self._before[role]):
-                yield f"{role} grew"
+                more = after.descriptors - self._before[role].descriptors
+                kinds = ", ".join(f"{count} more of {kind}" for kind, count in more.most_common())
+                yield f"{role} grew: {self._before[role]}, then {after} ({kinds or 'no more descriptors'})"
 
     def notes(self) -> Iterable[str]:
         yield from summary(self._records, self._deaths, self._end)

@@ -43,10 +43,11 @@ from rsrv.client.transport import (
     is_local,
 )
 
-#: Default seconds for a request, all its attempts together.
+#: Default limit in seconds for a request with all its attempts.
 TIMEOUT_S = 60.0
 
-#: Answers that may wait for those of earlier rows, as a multiple of the limit of requests in flight.
+#: Send no further request while this many answers wait for the answers to earlier rows, as a multiple of the limit of
+#: requests in flight.
 EARLY = 4
 #: Bytes of rows in flight after which no further request is sent.
 IN_FLIGHT_BYTES = 256 << 20
@@ -75,7 +76,7 @@ class Outputs(dict[str, Array]):
         return self[tensor]
 
     def labels(self) -> list[str]:
-        """Return the label with the largest score, of each row. The model's task has to name labels."""
+        """Return for each row the label with the largest score. Raises InputError if the model's task names no labels."""
         labels = self._signature.task.labels
         if not labels:
             raise InputError(f"{self._signature.model} has no labels: the task of its bundle names none")
@@ -83,7 +84,7 @@ class Outputs(dict[str, Array]):
         return [labels[column] for column in best]
 
     def parsed(self, role: str) -> list[Any]:
-        """Return an output of JSON, such as the entities of a text, as values; one of each row."""
+        """Parse an output of JSON texts, such as the entities of a text. Return one value for each row."""
         return [json.loads(value) for value in self[role].reshape(-1)]
 
     def row(self, at: int) -> "Outputs":
@@ -121,8 +122,8 @@ class AsyncClient:
         """Make a client. It connects with its first request.
 
         Args:
-            url: HOST:PORT of gRPC, or grpc://, grpcs:// (with TLS), http:// or https:// before it.
-            timeout_s: seconds for each request, all its attempts together.
+            url: HOST:PORT for gRPC, which may follow grpc:// or grpcs:// (with TLS); or http://HOST:PORT, https://HOST:PORT.
+            timeout_s: limit in seconds for each request with all its attempts.
             headers: sent with each request, such as {"authorization": "Bearer TOKEN"}.
             root_certificates: file of the authorities to trust (PEM); for gRPC, it also switches TLS on.
             shared_memory: use it for large requests if the server is on this machine and allows it.
@@ -151,11 +152,11 @@ class AsyncClient:
 
     @property
     def transport(self) -> str:
-        """How large requests travel: `shared memory`, or `bytes` and why."""
+        """How large requests travel: `shared memory`, or `bytes (REASON)`."""
         return "shared memory" if self._regions.is_used else f"bytes ({self._regions.reason})"
 
     async def probe(self) -> str:
-        """Try shared memory, unless a request has done so. Return how large requests travel, and why."""
+        """Try shared memory, unless a request has already tried it. Return `transport`."""
         if region := await self._regions.take(LEAST_BYTES):
             self._regions.give_back(region)
         return self.transport
@@ -191,9 +192,9 @@ class AsyncClient:
 
         Args:
             model: name of the model.
-            inputs: the inputs by name; needed for inputs whose names are also arguments of this method.
-            timeout_s: seconds for the answer, all attempts together; default: the client's.
-            parameters: of the request, such as {"rsrv_priority": 1}. With `sequence_id`, the request is a step of a
+            inputs: the inputs by name. Use it for inputs whose names are also arguments of this method.
+            timeout_s: limit in seconds for the request with all its attempts; default: the client's limit.
+            parameters: the request's parameters, such as {"rsrv_priority": 1}. With `sequence_id`, the request is a step of a
             sequence.
             request_id: name under which `rsrv why` finds the request.
             arrays: the inputs by name.
@@ -218,7 +219,7 @@ class AsyncClient:
     ) -> AsyncGenerator[Outputs, None]:
         """Send one request over gRPC, and yield the outputs of each answer. Raises InputError or RequestError, as `infer` does.
 
-        The arguments are those of `infer`. The deadline is that of the last answer. The client repeats a failed request only
+        The arguments are those of `infer`. `timeout_s` includes the last answer. The client repeats a failed request only
         before its first answer.
         """
         deadline = self._deadline(timeout_s)
@@ -250,18 +251,18 @@ class AsyncClient:
         timeout_s: float | None = None,
         ranges: Iterable[tuple[int, int]] | None = None,
     ) -> "AsyncMapResults":
-        """Return the answers to all rows of a data set, which are sent while the answers are read.
+        """Send all rows of a data set, and return their answers. The client sends further rows while the caller reads answers.
 
         Args:
             model: name of the model.
             rows: columns (a mapping of arrays or lists, or a data frame), an array or a file (.npy, .npz, .parquet) for
                 the only input, or an iterable of rows, also an asynchronous one. A row is a mapping, or the value of the only
                 input. Paths and pictures of Pillow in rows are sent as files.
-            rows_per_request: default: as many as the model takes, up to some megabytes.
-            in_flight: requests at a time, at most; default: as many as raise the throughput.
-            ordered: False: each answer as it comes.
-            timeout_s: seconds for each request, all its attempts together; default: the client's.
-            ranges: of columns, send only these rows: the first row of each range, and the row after its last one.
+            rows_per_request: rows of a request; default: as many as the model takes, up to some megabytes.
+            in_flight: maximum number of requests at a time; default: the client increases it while the throughput grows.
+            ordered: True for answers in the order of the rows, False for answers in the order in which they arrive.
+            timeout_s: limit in seconds for each request with all its attempts; default: the client's limit.
+            ranges: send only these rows of columns. A range is its first row, and the row after its last one.
         """
 
         async def requests() -> AsyncIterator[RowBatch]:
@@ -271,14 +272,14 @@ class AsyncClient:
                 async for row in rows:
                     if batch := grouping.add(row):
                         yield batch
-                if batch := grouping.rest():
+                if batch := grouping.flush():
                     yield batch
                 return
             if isinstance(rows, (Mapping, np.ndarray)):
                 for batch in batches(signature, rows, rows_per_request, ranges):
                     yield batch
                 return
-            # A file or an iterable may be slow. It is read on a thread, so that nothing else of the loop waits for it.
+            # A file or an iterable may be slow. Read it on a thread, so that nothing else in the loop waits for it.
             read = partial(asyncio.get_running_loop().run_in_executor, None)
             made = await read(batches, signature, rows, rows_per_request, ranges)
             while (batch := await read(next, made, None)) is not None:
@@ -302,11 +303,12 @@ class AsyncClient:
         ended: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
         running: dict[asyncio.Task[Any], int] = {}
         reading: asyncio.Task[Any] | None = None
-        #: Early answers by their first row (earlier rows have no answer yet), and the first rows in order.
+        #: Answers that wait for the answers to earlier rows, by their first row.
         early: dict[int, Answered] = {}
+        #: First rows of the requests whose answers were not yielded yet, in the order of the rows.
         order: deque[int] = deque()
         exhausted = False
-        #: The error of the source of rows, which follows the answers to the rows before it.
+        #: Error of the source of rows. The caller gets it after the answers to all earlier rows.
         failure: Exception | None = None
 
         def start(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -381,7 +383,7 @@ class AsyncClient:
     ) -> Sequence[InferOutput]:
         """Send a request, in shared memory if that works, and return the outputs. Raises RequestError.
 
-        `refused` is called with the time of each answer that says that the queue is full.
+        `refused` is called with the time of each answer that reports a full queue.
         """
         placement = Placement(signature, request)
         region: Region | None = None
@@ -410,7 +412,7 @@ class AsyncClient:
             except AttemptFailed as error:
                 if region is None or "shared memory region" not in str(error):
                     raise
-            # The server has restarted, and knows no regions. It has done no work for the request, so even a step of a sequence
+            # The server has restarted, and has no regions any more. It did no work for the request. So even a step of a sequence
             # may be sent again, in a new region.
             self._regions.forget(region)
             region, encoded, unanswered = None, None, False
@@ -542,7 +544,7 @@ async def _ended(answers: AsyncGenerator[Any, None]) -> None:
 
 
 def joined(answers: Sequence[Answered]) -> dict[str, Array]:
-    """Return all rows of each output in their order."""
+    """Return all rows of each output as one array, in the order of the rows."""
     parts = sorted(answers, key=lambda answered: answered.start)
     if not parts:
         return {}
@@ -553,7 +555,7 @@ def joined(answers: Sequence[Answered]) -> dict[str, Array]:
 def _synchronous(
     method: Callable[Concatenate[AsyncClient, P], R], waiting: Callable[["Client", R], T]
 ) -> Callable[Concatenate["Client", P], T]:
-    """Return the method of Client that calls this one of AsyncClient, and waits for what it returns."""
+    """Return a method of Client that calls `method` of AsyncClient, and waits for its result with `waiting`."""
 
     @wraps(method)
     def call(self: "Client", /, *arguments: P.args, **options: P.kwargs) -> T:
@@ -581,7 +583,7 @@ class Client:
         except BaseException:
             self._end()
             raise
-        # A program that ends without closing its client leaves no memory with the server either.
+        # Also release the memory that the server shares if the program ends without closing its client.
         atexit.register(self.close)
 
     def __enter__(self) -> Self:
@@ -621,7 +623,7 @@ class Client:
             while (value := self._wait(_next(values))) is not None:
                 yield value
         finally:
-            # `close` cancels the tasks of the generator, and the loop runs no further ones after that.
+            # `close` has cancelled the generator's tasks, and the loop runs no further ones.
             if not self._is_closed:
                 self._wait(_ended(values))
 

@@ -20,7 +20,7 @@ class RequestError(Exception):
         self.rows: tuple[int, int] | None = None
 
     def add_rows(self, start: int, stop: int) -> None:
-        """Name the rows of the data set that the request had."""
+        """Record which rows of the data set the request had, and put them before the text."""
         self.rows = start, stop
         self.args = (f"rows {start} to {stop - 1}: {self}",)
 

@@ -7,7 +7,7 @@ time, and halves when the server's queue is full.
 from enum import Enum
 from typing import Final
 
-#: The first limit, and the highest.
+#: Initial limit, and maximum limit.
 FIRST, MOST = 4, 256
 #: A larger limit is worth it if the throughput grows by this factor.
 GAIN: Final = 1.08
@@ -42,9 +42,11 @@ class InFlightLimit:
         self._best_limit = self.limit
         self._rounds = 0
         self._refused_at = -1.0
-        #: The round: its start, its answers and their rows. `_settled`: all requests sent under the previous limit are answered.
+        #: Time at which the round began.
         self._start = now
+        #: Numbers of answers and of their rows in this round.
         self._answers = self._rows = 0
+        #: True once all requests that were sent under the previous limit are answered.
         self._settled = False
 
     def answered(self, rows: int, now: float) -> None:
@@ -61,7 +63,7 @@ class InFlightLimit:
             self._end(self._rows / seconds, now)
 
     def refused(self, now: float) -> None:
-        """Count an answer that says that the server's queue is full. Refusals of the same moment count once."""
+        """Count an answer that reports a full queue of the server. Refusals of the same moment count once."""
         if now - self._refused_at < ROUND_S:
             return
         self._refused_at = now
@@ -79,7 +81,7 @@ class InFlightLimit:
                 self.limit = self._best_limit
                 self._hold(now)
         elif self._rounds >= HOLD_ROUNDS:
-            # The load of the server may have changed: compare with what it does now.
+            # The load of the server may have changed, so compare with its present throughput.
             self._best, self._best_limit = throughput, self.limit
             self._raise(now)
         else:

@@ -10,7 +10,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
 #: Largest random share added to a pause, so that clients that were refused together do not return together.
 SPREAD: Final = 0.25
 
-#: The tag need not come first: ensembles and models that call others put their own names there.
+#: An error's tag. Ensembles and models that call other models put their own names before it.
 _TAG = re.compile(r"\[rsrv:([A-Z_]+)\]")
 _AFTER = re.compile(r"retry after (\d+) ms")
 #: Triton's text about a model that it does not serve at the moment, which some of its releases send as INVALID_ARGUMENT.
@@ -65,7 +65,7 @@ class Failure:
 
     @property
     def is_full(self) -> bool:
-        """True if the server has more requests than it takes."""
+        """True if the server refused the request because its queue is full."""
         return self.tag == "QUEUE_FULL"
 
 
@@ -80,7 +80,9 @@ def decide(
     served: bool = True,
     chance: float = 0.0,
 ) -> float | str:
-    """Return when to send a request again whose latest attempt has failed, or why not; empty if the failure itself says why.
+    """Return the time at which to send a failed request again, or the reason not to repeat it.
+
+    The reason is empty if the failure itself explains it.
 
     Args:
         failure: the failure of the latest attempt.

@@ -13,14 +13,14 @@ from rsrv.client.errors import InputError
 from rsrv.client.signature import Array, ModelSignature, as_array
 from rsrv.extras import install_command
 
-#: Maximum number of bytes of a request whose number of rows the caller leaves open. Larger ones gain nothing, and
-#: delay others.
+#: Maximum number of bytes of a request if the caller does not set its number of rows. Larger requests are no faster, and
+#: delay other clients.
 REQUEST_BYTES: Final = 4 << 20
 
 
 @dataclass(frozen=True)
 class RowBatch:
-    """The rows of a data set from `start` to before `stop`: the values of a request by input."""
+    """The rows of a data set from `start` up to, but not including, `stop`, as the values of a request by input."""
 
     start: int
     stop: int
@@ -36,11 +36,11 @@ def batches(
     """Yield the requests of a data set. Raises InputError if the rows do not fit the model.
 
     Args:
-        signature: of the model.
+        signature: the model's signature.
         rows: columns (a mapping of arrays or lists, or a data frame), one array for the only input, the path of a file
             for `read_columns`, or an iterable of rows. A row is a mapping, or the value of the only input.
-        rows_per_request: default: as many as the model takes, up to some megabytes.
-        ranges: of columns, only these rows.
+        rows_per_request: rows of a request; default: as many as the model takes, up to some megabytes.
+        ranges: yield only these rows of columns. A range is its first row, and the row after its last one.
     """
     grouping = RowGrouping(signature, rows_per_request)
     columns = columns_of(signature, rows)
@@ -95,10 +95,10 @@ def _column_batches(
 
 
 class RowGrouping:
-    """Makes requests of single rows. Neighbours of the same shapes share a request."""
+    """Groups single rows into requests. Consecutive rows with the same shapes share a request."""
 
     def __init__(self, signature: ModelSignature, rows_per_request: int | None) -> None:
-        """Raises InputError if the model or the number does not allow it."""
+        """Raises InputError if the model keeps state or streams, or if it does not take `rows_per_request` rows."""
         if signature.stateful or signature.streams:
             raise InputError(
                 f"{signature.model} keeps state or streams: its rows are not independent requests"
@@ -112,7 +112,7 @@ class RowGrouping:
         self._most = rows_per_request
         #: Number of rows so far.
         self._count = 0
-        #: Latest rows. They are in no request yet.
+        #: Latest rows, which are not in a request yet.
         self._pending: list[dict[str, Array]] = []
 
     def add(self, row: Any) -> RowBatch | None:
@@ -122,13 +122,13 @@ class RowGrouping:
             self._most = _fitting(self._signature, {name: array[None] for name, array in arrays.items()})
         batch = None
         if self._pending and _shapes(self._pending[0]) != _shapes(arrays):
-            batch = self.rest()
+            batch = self.flush()
         self._pending.append(arrays)
         self._count += 1
-        return self.rest() if len(self._pending) == self._most else batch
+        return self.flush() if len(self._pending) == self._most else batch
 
-    def rest(self) -> RowBatch | None:
-        """Return the request of the rows that are in none yet; None if there are none."""
+    def flush(self) -> RowBatch | None:
+        """Return a request with the rows that are not in a request yet, or None if there are no such rows."""
         rows, self._pending = self._pending, []
         if not rows:
             return None
@@ -140,7 +140,7 @@ def _row_batches(grouping: RowGrouping, rows: Iterable[Any]) -> Iterator[RowBatc
     for row in rows:
         if batch := grouping.add(row):
             yield batch
-    if batch := grouping.rest():
+    if batch := grouping.flush():
         yield batch
 
 
@@ -206,19 +206,19 @@ def _shapes(arrays: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
 def read_columns(path: Path) -> Any:
     """Return the columns of a file, or an array for the only input. Raises InputError, OSError.
 
-    They are .npy, .npz, .parquet, .txt (a text per line), or a folder (a row per file, in the order of names).
+    `path` is a .npy, .npz, .parquet or .txt file (a text per line), or a folder (a row per file, in the order of names).
     """
     if path.is_dir():
         return _objects(sorted(entry for entry in path.iterdir() if entry.is_file()))
     match path.suffix:
         case ".npy":
-            # Mapped, so that a data set larger than the memory is read while it is sent.
+            # Map the file, so that a data set larger than the memory is read while it is sent.
             return np.load(path, mmap_mode="r", allow_pickle=False)
         case ".npz":
             with np.load(path, allow_pickle=False) as arrays:
                 return dict(arrays)
         case ".txt":
-            # Not `splitlines`, which also divides texts at form feeds and other characters that end no line of a file.
+            # `splitlines` would also divide a line at form feeds and some other characters.
             *lines, last = path.read_text("utf-8").split("\n")
             return _objects([*lines, last] if last else lines)
         case ".parquet":

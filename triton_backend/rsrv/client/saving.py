@@ -1,6 +1,6 @@
 """The answers to a data set on disk. After an interruption, the written answers stay, and the job can go on.
 
-Answers go to the file OUT.partial in the order in which they come. When all are there, OUT is made of them at once.
+Answers are written to the file OUT.partial in the order in which they arrive. OUT is written once all answers are there.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ GROUP_ROWS: Final = 1 << 16
 
 
 class _StoredAnswer(NamedTuple):
-    """Where an answer is in the file."""
+    """Place of an answer in the file."""
 
     start: int
     stop: int
@@ -33,12 +33,12 @@ class _StoredAnswer(NamedTuple):
 
 
 class PartialFile:
-    """The file with the answers so far. A context manager that closes it."""
+    """The file with the answers so far. As a context manager, it closes the file."""
 
     def __init__(self, path: Path, job: Mapping[str, Any], *, resume: bool) -> None:
         """Open the file for a new job, or to continue this job.
 
-        Raises InputError if the file belongs to another job or is in use, OSError.
+        Raises OSError, and InputError if the file belongs to another job or is in use.
         """
         self.path = path
         self._records: list[_StoredAnswer] = []
@@ -136,7 +136,7 @@ class PartialFile:
 
 
 def _encoded(array: Array) -> tuple[str, bytes]:
-    """Return an array's type and bytes. Types that files of numpy do not have become float32."""
+    """Return an array's type and bytes. Types that numpy's files cannot hold become float32."""
     if array.dtype == object:
         return "BYTES", bytes(serialize_byte_tensor(array).item()) if array.size else b""
     if array.dtype.kind == "V":

@@ -1,7 +1,8 @@
 """Requests in shared memory, for a server on this machine that allows it.
 
-A region is a file below /dev/shm that loses its name once the server has mapped it: whatever ends this process then leaves no file behind. The
-server keeps its mapping until somebody unregisters the region: `close`, or, if this process was killed, the next client.
+A region is a file in /dev/shm. The client removes the file once the server has mapped it, so that a killed client leaves no
+file behind. The server keeps its mapping until a client unregisters the region. `close` does this, or, if this process was
+killed, the next client on this machine.
 """
 
 import asyncio
@@ -33,16 +34,21 @@ from rsrv.client.transport import (
 
 #: Requests of fewer bytes travel as bytes, which is as fast.
 LEAST_BYTES: Final = 64 << 10
-#: Sizes of regions are multiples of the first number, so that a region fits requests of similar sizes. Tensors begin at
-#: multiples of the second number.
-STEP_BYTES, ALIGN_BYTES = 1 << 20, 64
-#: Largest share of the free space in /dev/shm that a region takes: the server's models need some, too.
+#: Sizes of regions are multiples of this, so that a region fits requests of similar sizes.
+STEP_BYTES: Final = 1 << 20
+#: Tensors begin at multiples of this offset in a region.
+ALIGN_BYTES: Final = 64
+#: Maximum size of a region's request as a share of the free space in /dev/shm. The server's models also need space there.
 SHARE: Final = 0.25
-#: Seconds for each call about a region, and pause until a region that is in use is tried again.
-CALL_S, IN_USE_S = 5.0, 0.05
-#: Abandoned regions that are unregistered before a new one is made, and most of them before there is no new one.
-_RELEASED, _MOST_ABANDONED = 2, 64
-#: What failures to register a region say about the server. After other failures, the server has answered.
+#: Limit in seconds for each call about a region.
+CALL_S: Final = 5.0
+#: Seconds before `close` tries again to unregister a region that is in use.
+IN_USE_S: Final = 0.05
+#: Number of abandoned regions that the client tries to unregister before it makes a new one.
+_RELEASED: Final = 2
+#: Make no new region while more regions than this are abandoned.
+_MOST_ABANDONED: Final = 64
+#: Reasons for failures to register a region that are no answer of the server.
 _WITHOUT_ANSWER: Final = {
     Code.CONNECTION: "no connection to the server",
     Code.DEADLINE_EXCEEDED: "no answer from the server",
@@ -50,7 +56,7 @@ _WITHOUT_ANSWER: Final = {
 
 _FOLDER: Final = Path("/dev/shm")
 _NAME: Final = "rsrv-client"
-#: Numbers of regions. All clients of this process count together, because the server knows a region by its name.
+#: Numbers in the names of regions. All clients of this process share the counter, because a name must be unique.
 _numbers = count()
 
 
@@ -62,7 +68,7 @@ class Region:
         self.size = size
         file = os.open(_FOLDER / name, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
-            # Otherwise, a full file system would end this process when it writes.
+            # Reserve the memory now. Otherwise, a write to a full file system would kill this process.
             os.posix_fallocate(file, 0, size)
             self.memory = mmap.mmap(file, size)
         except OSError:
@@ -98,9 +104,9 @@ class Regions:
         return bool(self._registered)
 
     async def take(self, size: int, seconds: float = CALL_S) -> Region | None:
-        """Return a region of at least `size` bytes; None if the request travels as bytes.
+        """Return a region of at least `size` bytes, or None if the request must travel as bytes.
 
-        `seconds`: the time that the request has left.
+        `seconds` is the time that the request has left.
         """
         if self._off or size < LEAST_BYTES:
             return None
@@ -114,7 +120,7 @@ class Regions:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             region = Region(f"{_owner()}-{next(_numbers)}", -(-size // STEP_BYTES) * STEP_BYTES)
         except OSError as error:
-            # A /dev/shm that became full may have room again later.
+            # If regions fitted before, /dev/shm may have room again later.
             self._off = self._off or not self._registered
             self.reason = f"/dev/shm: {error.strerror}"
             return None
@@ -127,7 +133,7 @@ class Regions:
             if len(self._abandoned) > _MOST_ABANDONED:
                 return None
             if not self._registered:
-                await self._remove_those_of_the_dead(seconds)
+                await self._unregister_ownerless(seconds)
             self._registered[region.name] = region
             await self._connection.register(region.name, f"/{region.name}", region.size, seconds)
         except AttemptFailed as error:
@@ -154,12 +160,12 @@ class Regions:
         self._abandoned.append(region)
 
     def forget(self, region: Region) -> None:
-        """Drop a region that the server does not know: it has restarted, and knows none of the free ones either."""
+        """Abandon all regions, because the server did not know `region`: it has restarted, and has no regions any more."""
         self._abandoned += [region, *self._free]
         self._free.clear()
 
     async def close(self) -> None:
-        """Unregister all regions. The regions of unanswered requests stay in use for a while."""
+        """Unregister all regions. Regions of unanswered requests may still be in use; wait up to `CALL_S` for them."""
         self.reason, self._off = "the client is closed", True
         self._free.clear()
         self._abandoned.clear()
@@ -175,7 +181,7 @@ class Regions:
             del self._registered[name]
 
     async def _unregister_abandoned(self, seconds: float) -> None:
-        """Unregister some abandoned regions: more than one for each new region, so that their number stays small."""
+        """Unregister `_RELEASED` abandoned regions. More than one for each new region keeps their number small."""
         tried, self._abandoned = self._abandoned[:_RELEASED], self._abandoned[_RELEASED:]
         for region in tried:
             try:
@@ -186,8 +192,8 @@ class Regions:
                     continue
             self._registered.pop(region.name, None)
 
-    async def _remove_those_of_the_dead(self, seconds: float) -> None:
-        """Unregister regions of processes that ended without doing so."""
+    async def _unregister_ownerless(self, seconds: float) -> None:
+        """Unregister the regions of processes that ended without doing so."""
         for name in await self._connection.regions(seconds):
             if name.startswith(f"{_NAME}-") and not _is_alive(name):
                 with suppress(AttemptFailed):
@@ -195,12 +201,12 @@ class Regions:
 
 
 def _owner() -> str:
-    """Return a name for this process that no other process has, now or later."""
+    """Return a name for this process that no other process on this machine ever gets."""
     return f"{_NAME}-{_namespace()}-{os.getpid()}-{_start_time(os.getpid())}"
 
 
 def _is_alive(name: str) -> bool:
-    """Return False if the owner of a region has certainly ended. Processes of other containers cannot be seen."""
+    """Return False if the owner of a region has certainly ended. Owners in other containers count as alive."""
     try:
         namespace, pid, start, _ = map(int, name.removeprefix(f"{_NAME}-").split("-"))
     except ValueError:

@@ -19,7 +19,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class ModelTensor:
-    """A tensor of a model. `dims` are without the axis of rows; -1 stands for any length."""
+    """A tensor of a model. `dims` leaves out the axis of rows; -1 stands for any length."""
 
     name: str
     #: Triton's name of the type, such as FP32.
@@ -30,10 +30,10 @@ class ModelTensor:
 
 @dataclass(frozen=True)
 class ModelTask:
-    """What a model is for, by the section `task` of its bundle."""
+    """The section `task` of a model's bundle."""
 
     kind: str = ""
-    #: Tensors by role.
+    #: Names of tensors by role.
     inputs: Mapping[str, str] = field(default_factory=dict)
     outputs: Mapping[str, str] = field(default_factory=dict)
     #: Names of the columns of `scores`.
@@ -42,22 +42,22 @@ class ModelTask:
 
 @dataclass(frozen=True)
 class ModelSignature:
-    """What a model takes and returns."""
+    """The inputs and outputs of a model, and the requests that it takes."""
 
     model: str
     inputs: Mapping[str, ModelTensor]
     outputs: Mapping[str, ModelTensor]
-    #: Maximum number of rows of a request. 0: the model's tensors have no axis of rows.
+    #: Maximum number of rows of a request, or 0 if the model's tensors have no axis of rows.
     max_rows: int
     #: True if a request is a step of a sequence.
     stateful: bool
-    #: True if an answer comes in pieces.
+    #: True if the model answers a request with a stream of answers.
     streams: bool
     task: ModelTask
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelSignature":
-        """Read Triton's configuration of a model, as JSON has it."""
+        """Return the signature in Triton's configuration of a model, which is given in its JSON form."""
         task = json.loads(config.get("parameters", {}).get("task", {}).get("string_value", "{}"))
         return cls(
             config["name"],
@@ -72,7 +72,7 @@ class ModelSignature:
         )
 
     def named(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return values by the names of their tensors. The given names may also be roles of the model's task."""
+        """Return the inputs by the names of their tensors. The names in `values` may also be roles of the model's task."""
         named = {}
         for name, value in values.items():
             tensor = name if name in self.inputs else self.task.inputs.get(name, name)
@@ -113,7 +113,8 @@ def _tensor(tensor: Mapping[str, Any]) -> ModelTensor:
 def as_array(spec: ModelTensor, value: Any, has_rows: bool) -> Array:
     """Return one input as an array of the model's type. Raises InputError.
 
-    Lists, numbers and texts become the model's type. Arrays have to have it, so that no digit is lost unnoticed.
+    Lists, numbers and texts are converted to the model's type. An array must already have this type, so that no conversion
+    loses digits unnoticed.
     """
     expected = np.dtype(triton_to_np_dtype(spec.datatype))
     if spec.datatype == "BYTES":
@@ -158,7 +159,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def _converted(value: Any, expected: np.dtype[Any]) -> Array:
-    """Return numbers in a type. Raises ValueError if that would cut a fraction, TypeError, OverflowError."""
+    """Convert numbers to a type. Raises ValueError if that would cut a fraction, and numpy's TypeError and OverflowError."""
     array = np.asarray(value, expected)
     if (
         expected.kind in "iu"

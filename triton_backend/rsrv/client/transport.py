@@ -1,7 +1,7 @@
-"""One request over gRPC or HTTP: a single attempt, which raises `AttemptFailed` if it fails. `rsrv.client.client` repeats it.
+"""Single attempts to send a request over gRPC or HTTP. A failure raises `AttemptFailed`; `rsrv.client.client` repeats attempts.
 
-gRPC's messages are tritonclient's. Its own `infer` would build the request again for each attempt; here the tensors are
-encoded once.
+The messages for gRPC are those of tritonclient. tritonclient's own `infer` would encode the tensors again for each attempt,
+so this module encodes them once.
 """
 
 import json
@@ -17,12 +17,12 @@ from rsrv.client.errors import InputError
 from rsrv.client.retries import Code, Failure
 from rsrv.client.signature import Array, from_bytes
 
-#: gRPC's texts about failed connections. Their code is also that of a server's own UNAVAILABLE.
+#: gRPC's texts about failed connections. Their code is UNAVAILABLE, which servers also send.
 _NO_ANSWER = re.compile(
     r"(?i)failed to connect|errors resolving|socket closed|connection reset|recvmsg|sendmsg|goaway|broken pipe|"
     r"ping timeout|transport closed"
 )
-#: Bodies of fewer bytes are sent at once.
+#: Bodies of fewer bytes are joined, and sent with one write.
 JOINED_BYTES = 128 << 10
 LATE = "no answer before the deadline"
 
@@ -40,7 +40,7 @@ class RegionPart:
 
     @property
     def parameters(self) -> dict[str, str | int]:
-        """Parameters of a tensor that is there."""
+        """Parameters of a request's tensor that lies in this part."""
         return {
             "shared_memory_region": self.region,
             "shared_memory_byte_size": self.size,
@@ -64,7 +64,7 @@ class InferRequest:
 
     model: str
     inputs: Sequence[InferTensor]
-    #: The outputs that the client wants, with their places if they shall go to shared memory; empty: all.
+    #: Requested outputs, or empty for all. The server writes an output to its part of a region, if it has one.
     outputs: Mapping[str, RegionPart | None] = field(default_factory=dict)
     parameters: Mapping[str, Any] = field(default_factory=dict)
     id: str = ""
@@ -77,7 +77,7 @@ class InferRequest:
 
 @dataclass(frozen=True)
 class InferOutput:
-    """An output as it was received. `content` is empty if the output is in shared memory."""
+    """An output as the server sent it. `content` is empty if the output is in shared memory."""
 
     name: str
     datatype: str
@@ -124,7 +124,7 @@ class ServerConnection(Protocol):
 def connect(
     url: str, headers: Mapping[str, str], root_certificates: str | os.PathLike[str] | None
 ) -> ServerConnection:
-    """Return a transport by the scheme of `url`; without one, it is HOST:PORT of gRPC. Raises ValueError."""
+    """Return a connection for the scheme of `url`. Without a scheme, `url` is HOST:PORT for gRPC. Raises ValueError."""
     scheme, _, address = url.rpartition("://")
     if scheme in ("", "grpc", "grpcs"):
         return _Grpc(address, headers, scheme == "grpcs" or root_certificates is not None, root_certificates)
@@ -153,14 +153,15 @@ class _Grpc:
         options = [
             ("grpc.max_receive_message_length", -1),
             ("grpc.max_send_message_length", -1),
-            # Only this client's own rules repeat requests, and a restarted server is found within a second.
+            # Only the client's own rules repeat requests.
             ("grpc.enable_retries", 0),
+            # Find a restarted server within a second.
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.min_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 1000),
         ]
         if is_local(address):
-            # A proxy of the environment cannot reach this machine's loopback addresses.
+            # A proxy that the environment names cannot reach this machine's loopback addresses.
             options.append(("grpc.enable_http_proxy", 0))
         if tls:
             content = None
@@ -358,7 +359,7 @@ class _Http:
         import aiohttp
 
         if self._session is None:
-            # Requests in flight are limited elsewhere.
+            # `client` already limits the requests in flight.
             connector = aiohttp.TCPConnector(limit=0, ssl=self._ssl())
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         try:
@@ -367,7 +368,7 @@ class _Http:
                 self._url + path,
                 data=data,
                 headers=headers,
-                # 0 would be no limit.
+                # aiohttp takes 0 for no limit.
                 timeout=aiohttp.ClientTimeout(total=max(timeout_s, 0.001)),
             ) as answer:
                 content = await answer.read()

@@ -33,8 +33,8 @@ class Sounds:
 def decode(files: Array, rate: int, *, most: int) -> list[Array]:
     """Decode WAV files to samples from -1 to 1, f32 each. The channels of a file are averaged.
 
-    files: strings [n] or [n, 1]. rate: samples per second that a file must have. most: maximum number of samples of a sound, as
-    the file's header has it. Raises BadInput for files of other types, damaged files, and other rates, because rsrv does not
+    files: strings [n] or [n, 1]. rate: samples per second that a file must have. most: maximum number of samples of a sound, which
+    the file's header states. Raises BadInput for files of other types, damaged files, and other rates, because rsrv does not
     resample.
     """
     return [_samples(row, bytes(file), rate, most) for row, file in enumerate(files.reshape(len(files)))]

@@ -1,4 +1,4 @@
-"""Boxes of detectors: (left, top, right, bottom) in pixels on the last axis, right and bottom just outside."""
+"""Boxes of detectors. The last axis is (left, top, right, bottom) in pixels; right and bottom are just outside the box."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def decode(
 ) -> Array:
     """Move and stretch anchors or regions [..., 4] by a network's deltas, [..., 4] (dx, dy, dw, dh).
 
-    centre + (dx, dy) * size, and size * exp(dw, dh): Ren et al. 2015, "Faster R-CNN", equation 2 solved for the box. The deltas
+    The results are centre + (dx, dy) * size, and size * exp(dw, dh): Ren et al. 2015, "Faster R-CNN", equation 2 solved for the box. The deltas
     are first divided by `weights`; dw and dh are then limited to `largest`, as in torchvision's BoxCoder.
     """
     deltas = deltas / np.array(weights, deltas.dtype)
@@ -169,7 +169,7 @@ def best(scores: Array, kept: Array, most: int) -> tuple[Array, Array]:
 def levels(boxes: Array, lowest: int, highest: int, *, size: float = 224, level: int = 4) -> Array:
     """Return the level of a pyramid from which each region [..., 4] is read: i64 [...], 0 for the level `lowest`.
 
-    floor(level + log2(sqrt(width * height) / size)), from `lowest` to `highest`: Lin et al. 2017, "Feature Pyramid Networks for
+    The level is floor(level + log2(sqrt(width * height) / size)), limited to `lowest` and `highest`: Lin et al. 2017, "Feature Pyramid Networks for
     Object Detection", equation 1, with 1e-6 added before the floor, as in torchvision's MultiScaleRoIAlign.
     """
     boxes = _wide(boxes)
@@ -268,7 +268,7 @@ def _linear(points: Array, cells: int) -> Array:
 
 
 def _used(shares: Array) -> tuple[Array, Array]:
-    """Return the first cell of an axis with a weight, and the end behind the last one: [m] each.
+    """Return the first cell of an axis with a weight, and the cell after the last one with a weight: [m] each.
 
     The range has at least one cell.
     """

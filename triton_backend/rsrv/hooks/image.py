@@ -1,4 +1,4 @@
-"""Images: from files to a network's inputs. Pillow decodes and resizes; arrays are u8 [h, w, c], RGB or grey."""
+"""Conversion of image files to a network's inputs. Pillow decodes and resizes. Arrays are u8 [h, w, c], RGB or grey."""
 
 from __future__ import annotations
 
@@ -77,9 +77,8 @@ def decode(files: Array, *, channels: Literal[1, 3] = 3, most_pixels: int = 50_0
     pictures = []
     for row in range(len(opened)):
         with _blame_row(row):
-            pictures.append(
-                _pixels(opened.pop(0), channels)
-            )  # Dropping the image frees Pillow's copy of the pixels.
+            # Remove the image from the list, so that Pillow's copy of the pixels is freed.
+            pictures.append(_pixels(opened.pop(0), channels))
     return pictures
 
 

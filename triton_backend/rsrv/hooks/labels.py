@@ -1,4 +1,4 @@
-"""Classes: from a classifier's numbers to names."""
+"""Conversion of a classifier's numbers to names of classes."""
 
 from __future__ import annotations
 

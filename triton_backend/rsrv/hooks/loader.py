@@ -31,7 +31,7 @@ class HookError(Exception):
 class Hooks:
     """A model's hooks.
 
-    Each takes and returns row-major arrays by name, for one request. If a hook is None, tensors pass unchanged.
+    A hook takes and returns row-major arrays by name, for one request. If a hook is None, tensors pass unchanged.
     """
 
     preprocess: Hook | None = None

@@ -76,7 +76,7 @@ def _open(path: Path | str) -> tokenizers.Tokenizer:
         raise needs("tokenizers") from None
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001 - that is what it raises
+    except Exception as error:  # noqa: BLE001 - tokenizers raises this class itself
         raise ValueError(f"{path} is no tokeniser: {error}") from None
 
 
@@ -293,12 +293,12 @@ class PromptTokeniser:
         return [*ids, *_encode(self._tokenizer, plain, add_special_tokens=False).ids]
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Return the text of tokens; with `special`, also that of special ones."""
+        """Return the text of tokens, without special tokens unless `special` is set."""
         with _no_panics():
             return str(self._tokenizer.decode(tokens, skip_special_tokens=not special))
 
 
-#: Stands for bytes that are not a character, or not a complete one yet.
+#: Character in place of bytes that are not a character, or not yet a complete one.
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 #: After this many tokens without a whole character, their bytes count as no character.
 _MAX_HELD = 16
@@ -321,7 +321,7 @@ class TextStream:
         self._read = 0
         #: Text that is held back, because it may be the beginning of a stop text.
         self._held = ""
-        #: true once a stop text has come
+        #: True once a stop text has arrived.
         self.stopped = False
 
     def feed(self, tokens: Iterable[int]) -> str:

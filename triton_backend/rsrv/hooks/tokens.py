@@ -39,7 +39,7 @@ def entities(
 
 
 def _groups(best: Array, starts: Array, labels: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Return the label and the places of each group of a row's tokens, marks and padding left out."""
+    """Return the label and the places of each group of a row's tokens. Marks and padding are left out."""
     groups: list[tuple[str, list[int]]] = []
     last = None
     for place in np.flatnonzero(starts >= 0).tolist():

@@ -35,18 +35,19 @@ from rsrv.openai.usage import Usage
 
 log = logging.getLogger("rsrv.openai")
 
-#: Bytes of a body.
+#: Maximum number of bytes of a body.
 MAX_BODY: Final = 16 << 20
-#: Bytes of the bodies of all calls in progress.
+#: Maximum number of bytes of the bodies of all calls in progress.
 MAX_BODIES: Final = 256 << 20
-#: Calls at a time; more are refused.
+#: Maximum number of calls in progress. Further calls are refused.
 MAX_CALLS: Final = 1024
-#: Seconds in which a body must arrive, and seconds after which a client that takes nothing of its answer is disconnected.
+#: Seconds within which a body must arrive.
 BODY_S: Final = 60.0
+#: Disconnect a client that reads nothing of its answer for so many seconds.
 STALL_S: Final = 60.0
-#: Bytes of an answer that are written at a time.
+#: Maximum number of bytes of an answer that are written at a time.
 _PIECE = 1 << 18
-#: Seconds in which a stream may still fail with a status of HTTP. Later its error is an event.
+#: Seconds for which the HTTP status of a stream is held back. An error after its status was sent becomes an event.
 STATUS_S: Final = 1.0
 #: Write a comment to a stream that was silent for so many seconds, so that no proxy closes it.
 COMMENT_S: Final = 5.0
@@ -54,20 +55,20 @@ _COMMENT = b": the model has not answered yet\n\n"
 #: Header with the seconds that an answer may take.
 TIMEOUT_HEADER: Final = "X-Timeout-S"
 _MAX_TIMEOUT_S = 86400.0
-#: Characters of a client's X-Request-Id.
+#: Maximum number of characters of a client's X-Request-Id.
 _MAX_ID = 128
 
-#: The request's id, who calls, the model's name once it is known, and the call.
+#: Keys of values that this module keeps with a request: its id, its caller, its model's name once it is known, and its call.
 _ID: Final = "id"
 _CALLER: Final = "caller"
 _MODEL: Final = "model"
 _CALL: Final = "call"
-#: Bytes of the request's body so far.
+#: Key of the number of bytes of the request's body that have arrived.
 _BODY: Final = "body"
 
 Answer = Callable[[ModelCall[Any]], Awaitable[dict[str, Any]]]
 Endpoint = tuple[tuple[str, ...], type[ApiBody], str, Answer]
-#: Paths of an endpoint, its body, the kind of the model's task, and the function that answers.
+#: For each endpoint: its paths, its body, the kind of task that its models need, and the function that answers.
 ENDPOINTS: Final[Sequence[Endpoint]] = (
     (("/v1/embeddings",), EmbeddingsBody, "feature-extraction", embeddings),
     (("/v1/rerank", "/v2/rerank", "/rerank"), RerankBody, "text-ranking", rerank),
@@ -86,7 +87,7 @@ class Api:
     def __init__(
         self, backend: Backend, catalog: TaskCatalog, usage: Usage, keys: Callable[[], Keys] | None
     ) -> None:
-        """`keys` returns the present keys; None: everybody may call every model."""
+        """`keys` returns the present keys. If it is None, everybody may call every model."""
         self._backend, self._catalog, self._usage, self._keys = backend, catalog, usage, keys
         self._templates = ChatTemplates()
         self._calls = 0
@@ -140,7 +141,7 @@ class Api:
     def _count(self, request: web.Request, status: int) -> None:
         caller = request.get(_CALLER)
         key = caller.name if caller else ""
-        # Only names of models: a client may send any name.
+        # The label has only names of existing models, because a client may send any name.
         self._usage.answers.labels(key, request.get(_MODEL, ""), str(status)).inc()
         if (call := request.get(_CALL)) is not None:
             for kind, count in (("prompt", call.prompt_tokens), ("completion", call.completion_tokens)):
@@ -168,7 +169,7 @@ class Api:
     ) -> web.StreamResponse:
         terms = Terms(request[_ID], _deadline(request.headers.get(TIMEOUT_HEADER)), request[_CALLER].priority)
         if request.content_type != "application/json":
-            # A page of another site may send other types without asking (CORS).
+            # Browsers let pages of other sites send some other types without asking the server first (CORS).
             raise ApiError(415, "INVALID", "send the body with `Content-Type: application/json`")
         body = form.read(await self._read(request))
         model = await self._model(request, body.model)
@@ -182,7 +183,7 @@ class Api:
         return await _send(request, await answer(call))
 
     async def _read(self, request: web.Request) -> bytes:
-        """Return the body. Its bytes count until the call ends. Raises ApiError."""
+        """Return the body. Its bytes count towards `MAX_BODIES` until the call ends. Raises ApiError."""
         parts = bytearray()
         try:
             async with asyncio.timeout(BODY_S):
@@ -201,7 +202,7 @@ class Api:
         return bytes(parts)
 
     async def _stream(self, request: web.Request, call: ModelCall[Any]) -> web.StreamResponse:
-        """Stream an answer. An error that comes soon has a status of HTTP, a later one is an event."""
+        """Stream an answer. An error before the first write becomes an HTTP status, and a later error an event."""
         headers = {
             "Content-Type": "text/event-stream",
             "Cache-Control": "no-cache",
@@ -264,7 +265,7 @@ def _described(model: TaskModel) -> dict[str, Any]:
 
 async def _send(request: web.Request, value: Any) -> web.StreamResponse:
     """Send an answer as JSON, and return when the client has taken it. Raises ConnectionError."""
-    # Eight times as fast as the module json, and all other calls wait for it.
+    # `to_json` is eight times as fast as the module json. This matters, because all other calls wait for it.
     text = to_json(value)
     headers = {"X-Request-Id": request[_ID], "Content-Type": "application/json; charset=utf-8"}
     if len(text) <= _PIECE:

@@ -11,9 +11,9 @@ from rsrv.openai.errors import from_validation
 MAX_ITEMS: Final = 2048
 #: Maximum number of token ids in one call.
 MAX_TOKENS: Final = 1 << 20
-#: Messages of a chat; stop texts, and the characters of one.
+#: Maximum numbers of messages of a chat, of stop texts, and of characters of a stop text.
 MAX_MESSAGES, MAX_STOPS, MAX_STOP = 1024, 16, 256
-#: Characters of a model's name.
+#: Maximum number of characters of a model's name.
 MAX_NAME: Final = 256
 
 B = TypeVar("B", bound="ApiBody")
@@ -24,8 +24,8 @@ class ApiObject(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    #: Fields of OpenAI's, Cohere's and vLLM's APIs that rsrv does not support. A field is accepted with the value
-    #: given here, which asks for nothing.
+    #: Fields of OpenAI's, Cohere's and vLLM's APIs that rsrv does not support. A field is accepted only with the value
+    #: given here, which has no effect.
     UNSUPPORTED: ClassVar[Mapping[str, Any]] = {}
 
     @model_validator(mode="before")
@@ -60,7 +60,10 @@ class ApiBody(ApiObject):
 
 
 def _listed(value: Any) -> Any:
-    """Return one text, or the ids of one text, as a list of one. Raises ValueError if there are too many ids."""
+    """Return a list of texts, or of lists of ids. A single text or list of ids becomes a list with one element.
+
+    Raises ValueError if there are too many texts or ids.
+    """
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
@@ -70,7 +73,7 @@ def _listed(value: Any) -> Any:
     return [value] if value and all(type(entry) is int for entry in value) else value
 
 
-# All lists fail at their first wrong element: millions of errors would take gigabytes.
+# Each list fails at its first wrong element, because millions of errors would take gigabytes.
 Items = Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)
 Texts = Annotated[list[str], Items, BeforeValidator(_listed)]
 Ids = Annotated[
@@ -125,7 +128,7 @@ class ClassifyBody(ApiBody):
 
 
 class StreamOptions(ApiObject):
-    """The parts of a stream in addition to its text."""
+    """Options for what a stream has in addition to its text."""
 
     include_usage: bool = False
 
@@ -183,7 +186,7 @@ def _as_parts(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-#: A role or a name. Chat templates put them into the prompt as they are, so they cannot have special tokens.
+#: A role or a name. Chat templates put it into the prompt as it is, so this pattern excludes special tokens.
 Word = Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
 
 

@@ -11,9 +11,9 @@ from rsrv.openai.inference import Backend, TaskModel
 
 log = logging.getLogger("rsrv.openai.catalog")
 
-#: Seconds between two looks at the list of models.
+#: Seconds between two requests for the list of models.
 LOOK_S = 5.0
-#: Configurations that are asked for at a time.
+#: Maximum number of configurations that are requested at a time.
 _AT_ONCE = 8
 
 
@@ -34,17 +34,17 @@ class TaskCatalog:
         return self._models
 
     async def follow(self) -> None:
-        """Keep the list."""
+        """Update the list of models until the task is cancelled."""
         while True:
             await self.look()
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:
-        """Read the list of models, and the configurations of new models and of models with a task."""
+        """Request the list of models, and the configurations of new models and of models with a task."""
         try:
             names, problem = set(await self._backend.names()), ""
         except ApiError as error:
-            # Models that clients have named stay up to date without the list.
+            # Without the list, update at least the models that are known already.
             names, problem = set(self._models), str(error)
         if problem and problem != self.problem:
             log.warning("the models of %s cannot be listed: %s", self._backend.address, problem)

@@ -12,15 +12,16 @@ from typing import Any, Final
 from rsrv.hooks.text import CONTENT_BEGIN, CONTENT_END
 from rsrv.openai.errors import ApiError, invalid
 
-#: Seconds for a template, and characters of its prompt.
+#: Maximum number of seconds for rendering a template.
 MAX_TEMPLATE_S: Final = 1.0
+#: Maximum number of characters of a prompt.
 MAX_PROMPT: Final = 4_000_000
-#: Bytes of an answer of the process: characters may be escaped.
+#: Maximum number of bytes of the process's answer. An escaped character takes six bytes.
 _MAX_ANSWER = 8 * MAX_PROMPT
-#: Seconds for the start of the process that renders templates.
+#: Seconds within which the process that renders templates must start.
 _START_S = 60.0
 _MARKS = re.compile(f"[{CONTENT_BEGIN}{CONTENT_END}]")
-#: A prompt whose marks are whole pairs.
+#: A prompt in which each mark of a content's beginning is followed by the mark of its end.
 _PAIRS = re.compile(
     f"[^{CONTENT_BEGIN}{CONTENT_END}]*(?:{CONTENT_BEGIN}[^{CONTENT_BEGIN}{CONTENT_END}]*{CONTENT_END}"
     f"[^{CONTENT_BEGIN}{CONTENT_END}]*)*"
@@ -28,21 +29,21 @@ _PAIRS = re.compile(
 
 
 class ChatTemplates:
-    """Renders chat templates in a process of their own, one at a time. For one event loop."""
+    """Renders chat templates in a separate process, one at a time. For one event loop."""
 
     def __init__(self) -> None:
         self._process: Process | None = None
         self._free = asyncio.Lock()
 
     async def prompt(self, chat: Mapping[str, str], messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the prompt. Marks stand around what the client has written, where special tokens are plain text.
+        """Return the prompt. Marks enclose the contents that the client has written, in which special tokens are plain text.
 
         Args:
             chat: The Jinja template, as `template`, and texts that it uses, such as `bos_token`.
             messages: Mappings with `role`, `content` and perhaps `name`.
 
         Raises:
-            ApiError: The template refuses the messages, takes too long or makes too much of them.
+            ApiError: The template refuses the messages, takes too long or makes too long a prompt.
         """
         marked = [_marked(index, message) for index, message in enumerate(messages)]
         if sum(len(text) for message in messages for text in message.values()) > MAX_PROMPT:
@@ -65,7 +66,7 @@ class ChatTemplates:
     async def _ask(self, request: bytes) -> Any:
         async with self._free:
             process = self._process or await self._start()
-            # Unless the answer was read as a whole, the next request needs another process.
+            # Unless its whole answer is read, the process is killed below, and the next request starts another one.
             self._process = None
             assert process.stdin is not None
             assert process.stdout is not None
@@ -114,7 +115,7 @@ def _kill(process: Process) -> None:
 
 
 def _marked(index: int, message: Mapping[str, str]) -> dict[str, str]:
-    """Return a message with marks around its content, inside of the blanks at its ends, which templates may remove."""
+    """Return a message with marks around its content. Blanks at its ends stay outside, because templates may remove them."""
     content = message["content"]
     if any(_MARKS.search(text) for text in message.values()):
         raise invalid("U+FDD0 and U+FDD1 are no characters of a text", f"messages[{index}]")

@@ -1,4 +1,4 @@
-"""`rsrv openai`: its command line and its life."""
+"""`rsrv openai`: its command line, its start and its end."""
 
 import argparse
 import asyncio
@@ -30,7 +30,7 @@ from rsrv.triton_command_line import OPERATOR_HEADER, restriction
 
 log = logging.getLogger("rsrv.openai")
 
-#: Seconds for calls in progress when the process is to end.
+#: Seconds that calls in progress get before the process ends.
 _DRAIN_S = 30.0
 #: aiohttp logs requests that it cannot read, with parts of headers and bodies, such as keys. `Api` logs its own faults.
 _SILENT = logging.getLogger(f"{__name__}.aiohttp")
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _operator(key_file: Path | None) -> Metadata:
-    """Return the header with which the server lists its models. Raises TokenError."""
+    """Return the header that the server requires to list its models, or nothing. Raises TokenError."""
     if key_file is not None:
         return (restriction(OPERATOR_HEADER, read_token(key_file, "--operator-key").decode()),)
     # Remove the variable, so that the process of chat templates does not inherit it.
@@ -92,13 +92,13 @@ async def _serve(options: argparse.Namespace, operator: Metadata) -> None:
 
 
 async def listen(app: web.Application, where: Address, stack: AsyncExitStack) -> Address:
-    """Serve an application until the stack ends; return the address. Several processes may share a port. Raises OSError."""
+    """Serve an application until the stack ends, and return its address. Several processes may share a port. Raises OSError."""
     runner = web.AppRunner(
         app, access_log=None, logger=_SILENT, handler_cancellation=True, shutdown_timeout=_DRAIN_S
     )
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
-    # None listens on IPv4 and IPv6.
+    # aiohttp takes None for all addresses of IPv4 and IPv6.
     host = None if where.host in ("", "0.0.0.0", "::") else where.host
     site = web.TCPSite(runner, host, where.port, reuse_port=True, reuse_address=True)
     await site.start()

@@ -32,7 +32,7 @@ _CODES: Final[Mapping[str, tuple[int, str]]] = {
 }
 _TAG = re.compile(r"\[rsrv:([A-Z_]+)\] ?")
 _RETRY = re.compile(r"retry after ([0-9.]+) (ms|s)")
-#: Characters of a value of the client's that a message repeats.
+#: Maximum number of characters of a client's value that a message repeats.
 _MAX_VALUE = 60
 #: Shortens the text of a value of any size.
 _SHORT = Repr()
@@ -80,18 +80,18 @@ def invalid(message: str, param: str | None = None) -> ApiError:
 
 
 def unknown_model(name: str) -> ApiError:
-    """Return the error for a model that does not exist, or that the caller may not call: it cannot tell which."""
+    """Return the error for a model that does not exist, or that the caller may not call. The caller cannot tell which."""
     text = f"there is no model {name!r:.100} with a task, or this key may not call it; GET /v1/models lists the models"
     return ApiError(404, "NOT_FOUND", text, "model")
 
 
 def from_grpc(error: grpc.RpcError) -> ApiError:
-    """Return the error of a call of the server, or of a gateway."""
+    """Return the error for a failed call of the server or of a gateway."""
     return from_status(error.code().name, error.details() or "")
 
 
 def from_status(name: str, text: str) -> ApiError:
-    """Return the error for a status of gRPC, by its name, and its text."""
+    """Return the error for the gRPC status of this name, with this text."""
     status, code = _CODES.get(name, (500, "INTERNAL"))
     if tag := _TAG.search(text):
         text = text[: tag.start()] + text[tag.end() :]
@@ -106,9 +106,9 @@ def from_status(name: str, text: str) -> ApiError:
 
 
 def from_validation(error: ValidationError, unsupported: Collection[str] = ()) -> ApiError:
-    """Return the error for a body that is not what the endpoint takes. `unsupported`: known fields without support in rsrv."""
+    """Return the error for a body that the endpoint does not accept. `unsupported` are known fields that rsrv does not support."""
     first = error.errors(include_url=False, include_context=False)[0]
-    # The path names members of a union by their types, which mean nothing to a client.
+    # For a union, the path also has the type that was tried, which means nothing to a client. Leave it out.
     path = [
         str(part)
         for part in first["loc"]
@@ -122,7 +122,7 @@ def from_validation(error: ValidationError, unsupported: Collection[str] = ()) -
     if kind in ("model_type", "model_attributes_type") and not path:
         return invalid("the body must be a JSON object")
     if kind == "extra_forbidden":
-        # The client's own name of a field.
+        # Cut the name, because it is the client's and may have any length.
         field = str(first["loc"][-1])[:_MAX_VALUE]
         problem = "not supported" if field in unsupported else "an unknown field"
         return invalid(f"`{field}` is {problem}; leave it out", param or field)

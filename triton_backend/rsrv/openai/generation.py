@@ -14,7 +14,7 @@ from rsrv.openai.errors import ApiError, invalid
 from rsrv.openai.inference import Value
 from rsrv.openai.texts import ModelCall
 
-#: Seeds of the runtime are below this.
+#: The runtime takes seeds below this.
 _SEEDS = 1 << 24
 
 
@@ -56,9 +56,9 @@ async def prompt_of(call: ModelCall[Any]) -> tuple[Value, bool]:
 
 
 def parameters(body: GenerationBody, *, of_bytes: bool, chat: bool) -> dict[str, bool | int | str]:
-    """Return the request's parameters. Numbers with a fraction are text, as the protocol has none."""
+    """Return the request's parameters. Numbers with a fraction are sent as texts, because the protocol has no type for them."""
     fields: dict[str, Any] = {
-        # If the model takes no texts, this process looks for the stop texts among its tokens.
+        # If the model's tokens are bytes, this process looks for the stop texts, and ends the stream at the first one.
         "stream": body.stream or (of_bytes and bool(body.stop)),
         "max_tokens": getattr(body, "max_completion_tokens", None) or body.max_tokens,
         "top_k": body.top_k,
@@ -96,7 +96,7 @@ async def pieces(call: ModelCall[Any]) -> AsyncGenerator[Piece, None]:
                 continue
             call.prompt_tokens = int(outputs["prompt_tokens"][0])
             call.completion_tokens = int(outputs["completion_tokens"][0])
-            # Stubs without text send no reason.
+            # The stub of a model without a tokenizer sends no reason.
             reason = "length" if call.completion_tokens == fields.get("max_tokens") else "stop"
             if finish := outputs.get("finish_reason"):
                 reason = finish[0].decode()
@@ -180,7 +180,7 @@ async def detokenize(call: ModelCall[DetokenizeBody]) -> dict[str, Any]:
 
 
 async def _converted(call: ModelCall[Any], value: Value, fields: Mapping[str, bool]) -> str:
-    """Return what the model's tokenizer makes of a text. Raises ApiError."""
+    """Return the text that the model's tokenizer sends for `value` with these parameters. Raises ApiError."""
     if "text" not in call.model.inputs:
         raise invalid(f"{call.model.name} has no tokenizer", "model")
     async with aclosing(call.backend.stream(call.model, value, fields, call.terms)) as responses:

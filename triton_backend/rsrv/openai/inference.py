@@ -1,4 +1,4 @@
-"""Calls of models over KServe v2: a request has one row, so that the server coalesces the rows of all clients."""
+"""Calls of models over KServe v2. Each request has one row, so that the server can batch the rows of all clients."""
 
 import asyncio
 import json
@@ -18,18 +18,18 @@ from rsrv.openai.errors import ApiError, from_grpc, from_status
 T = TypeVar("T")
 #: Headers of calls over gRPC.
 Metadata = tuple[tuple[str, str], ...]
-#: A tensor of a request: a text, or token ids.
+#: The value of an input: a text, or token ids.
 Value = bytes | Sequence[int]
 
-#: Requests that one call has in flight.
+#: Maximum number of requests that one call has in flight.
 IN_FLIGHT: Final = 128
-#: Wait so many seconds after the deadline, because the server itself reports that it has passed.
+#: Wait so many seconds longer than the deadline, because the server itself reports a missed deadline.
 _GRACE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class InputTensor:
-    """An input tensor. `shape` is that of a request with one row, -1 on axes that vary."""
+    """An input tensor. `shape` is its shape in a request with one row, with -1 for axes that vary."""
 
     name: str
     datatype: str
@@ -42,13 +42,14 @@ class TaskModel:
 
     name: str
     kind: str
-    #: Inputs and names of outputs, by role.
+    #: Inputs by role.
     inputs: Mapping[str, InputTensor]
+    #: Names of outputs by role.
     outputs: Mapping[str, str]
     labels: Sequence[str] = ()
     #: Lengths to which an embedding may be cut.
     dimensions: Sequence[int] = ()
-    #: The chat template as Jinja under `template`, and texts that it uses; empty if there is none.
+    #: The chat template in Jinja as `template`, and the texts that it uses; empty if there is no template.
     chat: Mapping[str, str] = field(default_factory=dict)
     #: Unix time at which the model was found.
     created: int = 0
@@ -56,17 +57,17 @@ class TaskModel:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What all requests of one call have in common."""
+    """Terms that all requests of one call have in common."""
 
     request_id: str
-    #: Time of `time.monotonic` until which the answer must come; None: no limit.
+    #: Deadline on the clock `time.monotonic`, or None without a deadline.
     deadline: float | None = None
-    #: 1 goes first; None: the server's default.
+    #: Priority, from 1 for the most urgent; None for the server's default.
     priority: int | None = None
 
 
 def read_task(config: Any, created: int) -> TaskModel | None:
-    """Return the model that Triton's ModelConfig describes; None if it has no task, or one of a form unknown here."""
+    """Return the model that Triton's ModelConfig describes, or None if it has no task that this module can read."""
     try:
         task = json.loads(config.parameters["task"].string_value)
         inputs = {tensor.name: tensor for tensor in config.input}
@@ -112,7 +113,7 @@ def request_for(model: TaskModel, values: Mapping[str, Value], terms: Terms, suf
         left = terms.deadline - time.monotonic()
         if left <= 0:
             raise ApiError(504, "DEADLINE", "the deadline passed before the request was sent")
-        # Triton's own field, in microseconds.
+        # Triton itself reads this parameter, in microseconds.
         message.parameters["timeout"].int64_param = max(1, int(left * 1e6))
     return message
 
@@ -135,7 +136,7 @@ class Backend:
     """A server, or a gateway. For one event loop."""
 
     def __init__(self, address: str, operator: Metadata = ()) -> None:
-        """`operator`: headers of a restricted repository API, as `rsrv serve` has one."""
+        """`operator` are the headers that the server's repository API requires. `rsrv serve` restricts that API."""
         options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
         self.address = address
         self._channel = grpc.aio.insecure_channel(

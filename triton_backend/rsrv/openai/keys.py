@@ -25,7 +25,7 @@ class KeySection(Section):
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     #: Names of models, or patterns with * and ?.
     models: list[str] = Field(["*"])
-    #: 1 goes first; None: the server's default, 5.
+    #: Priority of the owner's requests, from 1 for the most urgent; None for the server's default, 5.
     priority: Annotated[int, Field(ge=1, le=65534)] | None = None
 
 
@@ -56,7 +56,7 @@ def read_keys(path: Path) -> Keys:
         raise KeysError(f"{path}: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]
-        # Not the value: it may be a key that was pasted in place of its SHA-256.
+        # Leave out the value, because it may be a key that was pasted in place of its SHA-256.
         raise KeysError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     if not owners:
         raise KeysError(f"{path} has no key")
@@ -70,7 +70,7 @@ def read_keys(path: Path) -> Keys:
 
 
 def find_caller(keys: Keys, authorization: str) -> Caller | None:
-    """Return the owner of the key in the header `authorization`; None if there is none. The time does not depend on the key."""
+    """Return the owner of the key in the header `authorization`, or None. The search takes the same time for every key."""
     scheme, _, key = authorization.partition(" ")
     digest = sha256(key.strip().encode(errors="surrogateescape")).digest()
     matches = [caller for known, caller in keys.items() if hmac.compare_digest(known, digest)]

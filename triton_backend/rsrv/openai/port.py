@@ -15,7 +15,10 @@ _PARAMETER = f'key: "{TASK}"'.encode()
 
 
 def closed_reason(listen: str, keys_file: Path | None) -> str:
-    """Return why a port must stay closed; empty if it may open. Other machines need keys."""
+    """Return why a port must stay closed, or an empty text if it may open.
+
+    Only a file of keys may open a port that other machines can reach.
+    """
     try:
         if keys_file is not None:
             read_keys(keys_file)

@@ -1,4 +1,4 @@
-"""The process that renders chat templates. It has limits, because a template of a few characters can ask for any time and memory.
+"""The process that renders chat templates. It has limits, because even a short template can use any amount of time and memory.
 
 A message is a line of JSON. A request has `template`, `variables`, `messages` and `most`, the characters of a prompt; the answer
 has `prompt`, or `error`. An empty line says that the process has started.
@@ -16,16 +16,16 @@ from typing import Any, BinaryIO, Final, NoReturn
 from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-#: Bytes of the process's memory.
+#: Maximum number of bytes of the process's memory.
 MAX_MEMORY: Final = 512 << 20
-#: Seconds of a processor for one template, if nobody ends it before.
+#: Maximum number of CPU seconds for one template. The parent process usually stops a slow template earlier.
 MAX_CPU_S: Final = 10
 
 
 def render(
     template: str, variables: Mapping[str, str], messages: Sequence[Mapping[str, str]], most: int
 ) -> str:
-    """Return the prompt. Raises TemplateError if it has more than `most` characters, and whatever the template raises."""
+    """Return the prompt. Raises TemplateError if it has more than `most` characters, and any error of the template."""
     prompt = ""
     for part in _template(template).generate(messages=messages, add_generation_prompt=True, **variables):
         prompt += part

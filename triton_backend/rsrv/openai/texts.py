@@ -28,8 +28,9 @@ class ModelCall(Generic[B]):
     terms: Terms
     created: int
     templates: ChatTemplates
-    #: Tokens that the model has reported; None: it reports none.
+    #: Number of the prompts' tokens, or None if the model has not reported any.
     prompt_tokens: int | None = None
+    #: Number of generated tokens, or None if the model has not reported any.
     completion_tokens: int | None = None
 
     @property
@@ -43,7 +44,7 @@ class ModelCall(Generic[B]):
         return {**counts, "total_tokens": sum(counts.values())}
 
     def answer(self, object: str, **values: Any) -> dict[str, Any]:
-        """Return an answer with what all of them have."""
+        """Return an answer with these values and the fields that all answers have."""
         return {
             "id": self.terms.request_id,
             "object": object,

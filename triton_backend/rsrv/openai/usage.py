@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, disable_created_metrics, generate_latest
 
-# Otherwise, each counter also has the time of its first use.
+# Do not export the time of each counter's first use.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
@@ -28,7 +28,7 @@ class Usage:
         """Return the metrics as a table in Markdown."""
         lines = ["| metric{labels} | meaning |", "|---|---|"]
         for counter in (self.answers, self.tokens):
-            # The library has no public names for these.
+            # The library has no public names for these attributes.
             labels = ",".join(counter._labelnames)
             lines.append(f"| `{counter._name}_total{{{labels}}}` | {counter._documentation} |")
         return "\n".join(lines)

@@ -33,10 +33,10 @@ _ALIAS_PY = MODEL_PY.replace(b"rsrv.stub.model", b"rsrv.stub.alias")
 
 @dataclass(frozen=True, slots=True)
 class AliasRecipe:
-    """Everything that decides the contents of an alias's directory: a model that hands its requests to others.
+    """Everything that decides the contents of an alias's directory.
 
-    The directory contains the bundles of its targets, so that a change of a target also makes Triton load the alias
-    again.
+    An alias is a model that hands its requests to its targets. Its directory contains their bundles, so that Triton also loads
+    the alias again when a target changes.
     """
 
     name: str
@@ -73,10 +73,10 @@ def plan_aliases(
     mode: LinkMode,
     written: Collection[str] = (),
 ) -> tuple[dict[str, AliasRecipe], dict[str, str]]:
-    """Return the aliases that can be served, and why others cannot.
+    """Return the recipes of the aliases that can be served, and the reasons why the others cannot, each by name.
 
     `good` are all valid bundles by name; `broken` are the names of the others. If an alias has the name of a bundle, the bundle
-    is served, and the alias is returned among the others as aliases.NAME. An alias that is `written` keeps its earlier bundles
+    is served, and the reason against the alias has the key aliases.NAME. An alias in `written` keeps its earlier bundles
     if one of them breaks. A new alias starts without the broken bundle.
     """
     recipes, refused = {}, {}

@@ -72,7 +72,10 @@ class Known:
         return facts if facts is not None and signed == same and device == _device(bundle) else None
 
     def learn(self, bundle: Path, signed: Signature, facts: BundleFacts) -> Signature:
-        """Record the facts that were read from a bundle after it had this signature. Return the signature if it is reliable."""
+        """Record the facts of a bundle that was read after it had this signature.
+
+        Return the signature, or None if the bundle has just changed, so that the signature is not reliable.
+        """
         try:
             settled = last_change(bundle) + SETTLED_NS < time.time_ns()
         except OSError:
@@ -107,7 +110,7 @@ class Known:
     def save(self, bundles: Mapping[str, Path]) -> None:
         """Write the file if it has changed. Keep only the notes about these bundles, and the places of the repository's models.
 
-        An error only costs the next run time. This run does not fail.
+        If that fails, this run goes on, and the next run only takes longer.
         """
         if self._repository is None:
             return

@@ -83,7 +83,7 @@ class SourceBundle:
 
 @lru_cache(maxsize=8)
 def _read_once(source: SourceBundle) -> Bundle:
-    """Read a bundle for its plan and for its verification, which follows."""
+    """Read a bundle. The plan reads it first, and the verification then gets the same object."""
     if source.checked is not None and sign(source.path, linked=source.linked) == source.signature:
         return source.checked
     # Do not compute a digest, because that reads every weight.
@@ -98,11 +98,11 @@ class Recipe:
     """Everything that decides the contents of a model's directory."""
 
     source: SourceBundle
-    #: Callees of a meta model. It carries them for both transports, so a change of a callee changes the meta model's
-    #: directory, and Triton loads it again.
+    #: Callees of a meta model. With both transports, the meta model's directory contains their bundles, so that Triton loads the
+    #: meta model again when a callee changes.
     callees: Sequence[SourceBundle] = ()
     mode: LinkMode = "hard"
-    #: True if only meta models call it.
+    #: True if only meta models can call the model.
     internal: bool = False
     limits: config.RowLimits = field(default_factory=config.RowLimits)
     native: bool = False

@@ -194,7 +194,7 @@ class _Generator:
         def stays(name: str) -> str:
             if not self._options.prune:
                 return "its bundle was not given; --prune removes it"
-            # A path without bundles may be a disk that is not mounted: its models stay.
+            # A path without bundles may be a disk that is not mounted, so keep its models.
             return "not all of the given paths hold bundles" if sources.unusable else ""
 
         self.refused = bool(sources.unusable or sources.broken)
@@ -218,7 +218,7 @@ class _Generator:
 
     def _is_wrong(self, step: PlannedAction, sources: Sources) -> bool:
         name = step.name
-        if step.targets:  # The targets were verified before, each by itself.
+        if step.targets:  # Each target was verified before its aliases.
             if wrong := self.failed.intersection(step.targets):
                 self.failed.add(name)
                 _complain(f"{name} is skipped: an alias of {', '.join(sorted(wrong))}, which is broken")
@@ -250,7 +250,7 @@ class _Generator:
 
                 self._change(step.verb, name, put_model, step.note)
             case "removed" if not self.failed.isdisjoint(step.carriers):
-                self._say("kept", name, " (a meta model that shall carry it could not be written)")
+                self._say("kept", name, " (a meta model that must carry it could not be written)")
             case "removed":
                 self._change("removed", name, lambda writer: writer.remove(name), step.note)
             case _:

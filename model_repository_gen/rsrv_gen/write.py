@@ -162,7 +162,7 @@ class RepositoryWriter:
         self._repository = repository
         self._mode: LinkMode = mode
         self._aside = aside
-        #: models that a server was loading when it ended, and that lost their previous version
+        #: Models that a server was loading when it ended. Their previous versions were removed.
         self.lost = lost
 
     def put(self, name: str, plan: ModelPlan, holds: Callable[[], bool]) -> None:
@@ -197,14 +197,14 @@ class RepositoryWriter:
         # Linked files have times of their own. A file that is younger than this one was rewritten later.
         written = newest(new)
         os.utime(new / CONFIG_FILE, ns=(written, written))
-        # Last: copying takes minutes, in which a foreign folder may appear, and the exchange would remove it.
+        # Check this last. Copying may take minutes, in which a foreign folder may appear, and the exchange would remove it.
         target = self._own(name)
         _stamp(new, max(later_than, written, newest(target)))
 
     def remove(self, name: str) -> None:
         """Remove a model that rsrv-gen made."""
         target = self._own(name)
-        # Moved away in one step, so that Triton never sees half of it.
+        # Move the directory away in one step, so that Triton never sees only a part of it.
         aside = self._aside.path / name
         target.rename(aside)
         shutil.rmtree(aside)
@@ -226,7 +226,7 @@ class RepositoryWriter:
             case bytes():
                 target.write_bytes(content)
             case SourceFile(source):
-                # A bundle may hold links to its own files; here they become the files.
+                # A bundle may contain links to its own files. The repository gets the files themselves.
                 if not (_may_link(source, self._mode) and _hard_link(source.resolve(), target)):
                     shutil.copy2(source, target)
             case SharedFile(source):

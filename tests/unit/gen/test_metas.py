@@ -194,7 +194,7 @@ def test_a_callee_stays_while_its_meta_model_cannot_be_written(
         write_bundle(bundles / name, name, internal=True)
     (gen / "chain").mkdir()
     assert run(bundles, "-o", gen) == 1
-    assert "kept one (a meta model that shall carry it could not be written)" in lines(capsys)
+    assert "kept one (a meta model that must carry it could not be written)" in lines(capsys)
     assert {"one", "two"} <= models(gen)
 
 

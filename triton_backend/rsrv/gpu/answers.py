@@ -19,8 +19,9 @@ from rsrv_bundle.numerics import TOLERANCE, Judge, difference
 
 #: Tolerances for TF32, which has as many bits of mantissa as f16.
 _TF32 = {**TOLERANCE, "f32": TOLERANCE["f16"]}
-#: Rows and columns of the matrices, and the largest allowed errors of a product relative to its largest element.
+#: Rows and columns of the matrices.
 _SIDE = 512
+#: Maximum errors of a product relative to its largest element.
 _F32_ERROR, _TF32_ERROR = 1e-5, 5e-3
 
 

@@ -20,8 +20,8 @@ _MEASURING = 0.5
 
 
 def fronts(part_input: PartInput, tell: Tell) -> None:
-    """Ask the models with 1 and 16 clients, one model after the other. The plain model has a tritonserver of its own."""
-    # An installation without the library has the Python front alone.
+    """Measure one model after the other with 1 and with 16 clients. The plain model has a separate tritonserver."""
+    # An installation without the library has only the Python front.
     names = ("native", "python") if LIBRARY.is_file() else ("python",)
     bundle, *_ = export_networks(part_input.folder / BUNDLES, names[:1], _SIZES)
     for front in names[1:]:

@@ -1,4 +1,4 @@
-"""Part `interruptions`: what clients notice of a runtime's death, of `rsrv restart` and of `rsrv sleep`."""
+"""Part `interruptions`: the effects of a runtime's death, of `rsrv restart` and of `rsrv sleep` on clients."""
 
 import itertools
 import os
@@ -27,8 +27,10 @@ _OF_SERVER = 1_000_000_000
 _MODELS = 6
 #: Share of the part's time for each pause: there are two for each of three interruptions.
 _PAUSES = 0.08
-#: Requests before a death without Triton, and seconds between attempts to connect after it.
-_BEFORE, _RETRY_S = 20, 0.02
+#: Number of requests before the runtime is killed without Triton.
+_BEFORE = 20
+#: Seconds between attempts to connect after that.
+_RETRY_S = 0.02
 
 
 def interruptions(part_input: PartInput, tell: Tell) -> None:
@@ -116,17 +118,21 @@ def _sleep(served: ServedModels, before: int | None) -> Finding:
 
 
 class _Load:
-    """Answers that the clients got so far."""
+    """Results of the clients' requests so far."""
 
     def __init__(self) -> None:
         #: Times of the right answers.
         self.right: list[float] = []
         #: Models of the wrong answers.
         self.wrong: list[str] = []
+        #: Errors of the failed requests.
         self.failed: list[str] = []
 
     def through(self, title: str, act: Callable[[], object], pause_s: float) -> Finding:
-        """Interrupt the runtime amid requests; return how long no answer came, and whether any failed."""
+        """Interrupt the runtime with `act` while clients send requests. Wait `pause_s` seconds before and after that.
+
+        Return a finding with the longest time without an answer. It fails if an answer was wrong or a request failed.
+        """
         time.sleep(pause_s)
         began = time.perf_counter()
         act()

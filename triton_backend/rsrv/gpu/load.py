@@ -23,8 +23,10 @@ from rsrv.gpu.server import ask
 from rsrv.triton_command_line import ask_flags
 from rsrv.triton_install import Installation, default_folder
 
-#: Windows that perf_analyzer measures, and additional seconds for its start and for the last requests in flight.
-_WINDOWS, _MORE_S = 3, 30.0
+#: Number of windows that perf_analyzer measures.
+_WINDOWS = 3
+#: Seconds that perf_analyzer gets for its start and for its last requests, in addition to the windows.
+_MORE_S = 30.0
 
 
 class Latency(NamedTuple):

@@ -1,4 +1,4 @@
-"""Parts `budget` and `out-of-memory`: how much memory jax's allocator has, how much models can use, and what happens beyond."""
+"""Parts `budget` and `out-of-memory`: the memory of jax's allocator, the share of it that tensors can fill, and refusals."""
 
 import ctypes
 import time
@@ -19,7 +19,7 @@ from rsrv_bundle.precision import product
 _LARGEST, _SMALLEST = 1 << 30, 1 << 20
 #: Tensors must fill at least this share of the allocator's limit.
 _SHARE = 0.98
-#: Seconds within which a refusal must come. XLA's allocator alone would wait for ten.
+#: Maximum number of seconds until a refusal. XLA's allocator alone would wait for ten seconds.
 _REFUSAL_S = 2.0
 _SIDE = 1024
 _NO_LIMIT = "a CPU has no allocator with a limit"

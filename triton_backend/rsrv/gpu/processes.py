@@ -22,9 +22,9 @@ from rsrv.command import put
 from rsrv.gpu.report import DeviceFacts, Finding, PartInput, PlannedPart
 from rsrv.text import duration
 
-#: Seconds for the runtimes of a part that was killed to leave the device.
+#: Maximum number of seconds to wait until the runtimes of a killed part have left the device.
 _LEAVE_S = 10.0
-#: Name of everything without a verdict when the time of a part is over.
+#: Title of the finding about everything that has no verdict when the time of a part is over.
 LATE = "the rest"
 #: The end of a part's output that is printed if a finding is FAIL or NOT RUN.
 _LOG_CHARACTERS = 4000
@@ -71,7 +71,7 @@ def run(
 ) -> Generator[Any, None, None]:
     """Run `work` in a process of its own, and yield what it passes to `tell`. Kill the process after its time.
 
-    If it failed, also yield a finding.
+    If `work` fails, also yield a finding about that.
     """
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
@@ -133,7 +133,7 @@ def _work(
     os.environ["RSRV_RUNTIME_DIR"] = sockets
     try:
         work(send.send, *arguments)
-    except Exception as error:  # noqa: BLE001 - it is the finding
+    except Exception as error:  # noqa: BLE001 - any error becomes a finding
         traceback.print_exc()
         send.send(Finding("failed", "FAIL", reason=f"{type(error).__name__}: {error}"))
     # End at once, because threads that hang would delay an orderly exit.

@@ -36,21 +36,21 @@ def check(
 
 @dataclass(frozen=True, slots=True)
 class Amounts:
-    """Sizes in bytes, times in seconds."""
+    """Amounts of work of the parts: sizes in bytes, and times in seconds."""
 
     transfer: int = 1_000_000_000
     rounds: int = 5
     #: Rows and columns of the matrices of a long execution.
     side: int = 8192
     latency: Sequence[int] = (10_000_000, 100_000_000, 1_000_000_000, 5_000_000_000)
-    #: A quarter of the models fits.
+    #: Number of models in the part `eviction`. A quarter of their weights fits on the device.
     eviction_models: int = 40
     eviction_each: int = 250_000_000
     eviction_s: float = 20.0
     clients: int = 8
     many: int = 200
     many_each: int = 1_000_000
-    #: Weights of each of the models whose runtime is interrupted.
+    #: Bytes of the weights of each model in the part `interruptions`.
     interrupted_each: int = 25_000_000
     #: Seconds before and after each interruption.
     pause_s: float = 6.0
@@ -88,7 +88,7 @@ class DeviceFacts:
     name: str
     platform: str
     tf32: bool
-    #: Bytes that jax's allocator may take; None: unknown, as on a CPU.
+    #: Bytes that jax's allocator may take, or None if they are unknown, as on a CPU.
     memory: int | None
     #: Versions of the driver, Python, rsrv, jax and its plugins.
     versions: str
@@ -154,7 +154,7 @@ PARTS: Mapping[str, PlannedPart] = {
 }
 #: Characters of a cell of the table.
 _CELL = 300
-#: A part is not started with less than this share of the seconds that it takes.
+#: A part is not started if less than this share of its `seconds` is left.
 _LEAST_SHARE = 0.25
 
 
@@ -171,7 +171,7 @@ def ends_of(names: Sequence[str], seconds: float) -> Mapping[str, float]:
 
 
 def too_late(part: PlannedPart, left_s: float) -> Finding | None:
-    """Return a finding if so few seconds are left that the part is not started."""
+    """Return the finding that too few seconds are left to start the part, or None if they suffice."""
     least = _LEAST_SHARE * part.seconds
     if left_s >= least:
         return None

@@ -31,7 +31,7 @@ from rsrv_bundle.export import export_bundle
 from rsrv_bundle.reader import read_bundle, sha256_of
 from rsrv_bundle.writer import document_of, write_manifest, write_weights
 
-#: Seconds for one answer.
+#: Maximum number of seconds until an answer.
 _ANSWER_S = 120.0
 #: Elements of the input of `make_models`.
 WIDTH = 4
@@ -245,7 +245,7 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
 
 
 def private_bytes(pid: int) -> int:
-    """Return a process's unique memory."""
+    """Return the bytes of memory that a process shares with no other process."""
     fields: Mapping[str, str] = dict(
         line.split(":", 1) for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     )

@@ -28,7 +28,7 @@ from rsrv_bundle.writer import write_manifest
 BUNDLES = "bundles"
 #: Limits in seconds for the start of a server with its models, for its end, and for a command.
 _START_S, _END_S, _COMMAND_S = 120.0, 40.0, 60.0
-#: Flags that make the server without rsrv also listen on loopback alone.
+#: Flags with which the server without rsrv listens only on loopback, as the server of `rsrv serve` does.
 _PRIVATE = ("--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--allow-metrics=false")
 _RSRV = (sys.executable, "-P", "-m", "rsrv.cli.main")
 

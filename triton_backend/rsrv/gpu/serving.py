@@ -1,4 +1,4 @@
-"""Parts `eviction`, `outputs`, `latency` and `many`: models in a runtime process, asked over its socket, without Triton."""
+"""Parts `eviction`, `outputs`, `latency` and `many`: requests over the socket of a runtime process, without Triton."""
 
 import shutil
 import time
@@ -33,9 +33,9 @@ _LEAST = 5
 
 
 def latency(part_input: PartInput, tell: Tell) -> None:
-    """For each size, ask two models in turn although only one fits (cold requests).
+    """For each size of weights, measure cold and warm requests.
 
-    Then ask one of them again (warm requests).
+    Cold requests go to two models in turn, only one of which fits on the device. Warm requests go to the same model again.
     """
     for size in part_input.amounts.latency:
         title = f"weights of {amount(size)}"
@@ -68,7 +68,7 @@ def latency(part_input: PartInput, tell: Tell) -> None:
 
 
 def eviction(part_input: PartInput, tell: Tell) -> None:
-    """From several threads, ask many models whose weights are four times as large as the memory."""
+    """Send requests from several threads to many models whose weights are four times as large as the memory."""
     amounts = part_input.amounts
     total = amounts.eviction_models * amounts.eviction_each
     if reason := _no_room(part_input, device=int(total * _FIT), files=total):
@@ -142,7 +142,7 @@ def outputs(part_input: PartInput, tell: Tell) -> None:
 
 
 def many(part_input: PartInput, tell: Tell) -> None:
-    """Register many small models in one runtime, and ask each in turn.
+    """Register many small models in one runtime, and send a request to each in turn.
 
     Triton's stubs are not measured. Each takes another 25 MB of host memory.
     """

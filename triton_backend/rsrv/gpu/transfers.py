@@ -71,7 +71,7 @@ def bandwidth(part_input: PartInput, tell: Tell) -> None:
 
 
 def overlap(part_input: PartInput, tell: Tell) -> None:
-    """Measure a launch during an execution, and a load of weights during executions."""
+    """Measure a second launch during an execution, and a load of weights during executions."""
     device = JaxDevice(part_input.device.platform)
     execute = _Products(device, part_input.amounts.side)
     execute.once()
@@ -116,7 +116,7 @@ def overlap(part_input: PartInput, tell: Tell) -> None:
 
 
 class _Products:
-    """Executions of one product of matrices. The matrices are on the device."""
+    """Repeated executions of one product of matrices, which are on the device."""
 
     def __init__(self, device: JaxDevice, side: int) -> None:
         self._device = device
@@ -135,7 +135,7 @@ class _Products:
 
     @contextmanager
     def all_the_time(self) -> Iterator[list[float]]:
-        """Keep two executions on the device. The list collects the seconds of each."""
+        """Always have two executions on the device until the block ends. Yield a list that collects their seconds."""
         stop, seconds = threading.Event(), [self.once()]
 
         def work() -> None:

@@ -41,7 +41,7 @@ _LIMIT_S = 120.0
 _MODEL = "unet"
 _INPUT = np.arange(2 * 96 * 96 * 3, dtype=np.uint32).astype(np.uint8).reshape(2, 96, 96, 3)
 _FRONTS = ("python", "native")
-#: Files of the model that reports about its stub.
+#: Name of the model that reports facts about its stub.
 _FACTS = "stub_facts"
 _FACTS_CONFIG = """\
 backend: "python"
@@ -99,7 +99,10 @@ def line(finding: Finding) -> str:
 
 
 def check_triton(tell: Tell, program: str, part_input: PartInput) -> None:
-    """Check the program, then a server of its own with one model in each front, and a model that reports about its stub."""
+    """Check the program, and then a server that it runs.
+
+    The server has a model with each front, and a model that reports facts about its stub.
+    """
     try:
         flags = ask_flags(program)
     except OSError as error:
@@ -118,7 +121,7 @@ def check_triton(tell: Tell, program: str, part_input: PartInput) -> None:
     shutil.copyfile(Path(__file__).with_name(f"{_FACTS}.py"), repository / _FACTS / "1" / "model.py")
     (repository / _FACTS / "config.pbtxt").write_text(_FACTS_CONFIG)
     log = part_input.folder / "serve" / "serve.log"
-    # Other servers of this user are not visible here.
+    # In this folder, the server does not see other servers of this user.
     part_input = replace(
         part_input, environment={**part_input.environment, "RSRV_RUNTIME_DIR": os.environ["RSRV_RUNTIME_DIR"]}
     )
@@ -152,7 +155,7 @@ def check_triton(tell: Tell, program: str, part_input: PartInput) -> None:
 
 
 def flags_finding(known: frozenset[str]) -> Finding:
-    """Compare the flags that a release has with those that `rsrv serve` starts it with."""
+    """Compare the flags that a release knows with the flags that `rsrv serve` uses."""
     planned = plan(
         Settings(), Path("/"), "tritonserver", links=Path("/"), ports={"http": 1, "grpc": 2, "metrics": 3}
     )

@@ -17,7 +17,7 @@ class FrontDevice:
 
     number: int
     state: ServingState = ServingState.UNTRIED
-    #: A runtime has had the model ready here, and the model has not been cold since.
+    #: True if a runtime had the model ready here, and the model has not been cold since then.
     started: bool = False
     #: True if requests or the placement table ask for the model here, even if it may be cold.
     asked: bool = False
@@ -29,7 +29,7 @@ class FrontDevice:
     lost_at: float = 0.0
     #: Number of failed attempts in a row.
     failures: int = 0
-    #: Number of attempts, since the model was ready, in which this process and the runtime did not understand each other.
+    #: Number of attempts since the model was ready in which this process and the runtime did not understand each other.
     misunderstood: int = 0
     #: Latest pause before an attempt, in seconds. 0: there was no pause since the model was ready.
     pause_s: float = 0.0

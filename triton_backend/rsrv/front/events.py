@@ -114,14 +114,14 @@ class RuntimeLost:
 
 @dataclass(frozen=True, slots=True)
 class LoadAsked:
-    """The load of the model tries this device. The runtime may answer that the model is cold."""
+    """Triton loads the model, and the load tries this device next. The runtime may answer that the model is cold."""
 
     device: int
 
 
 @dataclass(frozen=True, slots=True)
 class StartAsked:
-    """A sub-call is for the device of its run: the model starts there if it is cold."""
+    """A sub-call must execute on the device of its run. If the model is cold there, the front starts it."""
 
     device: int
 
@@ -138,7 +138,7 @@ class RequestArrived:
 
 @dataclass(frozen=True, slots=True)
 class NotSubmitted:
-    """No runtime took these requests. They are in their order."""
+    """No runtime took these requests, which are in the order in which they waited."""
 
     requests: tuple[FrontRequest, ...]
 
@@ -152,7 +152,7 @@ class RequestCancelled:
 
 @dataclass(frozen=True, slots=True)
 class RequestAnswered:
-    """A suspect that was submitted has its answer, or the stub has answered a waiting request after its deadline."""
+    """A request that was resubmitted alone as a suspect is answered, or the stub has ended a waiting one after its deadline."""
 
     request: FrontRequest
 
@@ -179,7 +179,7 @@ class PlacementChanged:
 
 @dataclass(frozen=True, slots=True)
 class DevicesKnown:
-    """The server has so many devices."""
+    """The number of the server's devices is known."""
 
     devices: int
 

@@ -2,11 +2,11 @@
 
 A front decides about each request that no runtime answers at once. `handle` takes one event, and does these steps:
 
-1. apply: change the state of a device, or take a request in or out;
+1. apply: change the state of a device, or add or remove a waiting request;
 2. start: while requests wait and no runtime serves the model, start it on one device;
 3. expire: refuse the requests that cannot wait longer;
 4. submit: resubmit the requests that have a runtime now. A request that was executing when a runtime died is a suspect:
-   suspects are resubmitted one after another. If one of them ends the next runtime, no other suspect of the model was there.
+   suspects are resubmitted one after another. So if one of them ends the next runtime, no other suspect is blamed for it.
 
 Inference has no side effects, and Triton keeps a request's inputs until it is answered. So a death costs time, not answers.
 """
@@ -201,7 +201,7 @@ class Front:
             case DevicesKnown(count):
                 self._grow(count)
             case LoadAsked(number):
-                # The first runtime, which has rejected the model, may have found further devices.
+                # The first runtime has rejected the model, and may have found devices that this front does not know yet.
                 self._grow(number + 1)
                 if self._devices[number].state is ServingState.UNTRIED:
                     self._connect(self._devices[number], asked=False)
@@ -257,7 +257,7 @@ class Front:
         self._grow(event.devices)
         if is_again:
             self._out.append(Report(rules.RECONNECTED, is_error=False))
-        # The others find the model's compiled modules in the cache.
+        # Start the model on the other devices only now, because they find its compiled modules in the cache.
         for untried in self._in({ServingState.UNTRIED}):
             self._connect(untried, asked=False)
 
@@ -421,7 +421,8 @@ class Front:
     def _is_given_up(self, device: FrontDevice, now: float) -> bool:
         """Return True if the model should start elsewhere: this device rejects it, or has had no runtime for some time.
 
-        After the death of a runtime, the front waits some seconds. If no runtime can be started, it does not wait.
+        After a runtime's death, the front gives up the device only after some seconds. If no runtime can be started, it does so
+        at once.
         """
         if device.state is ServingState.REJECTED:
             return True

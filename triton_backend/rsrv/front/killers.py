@@ -4,14 +4,14 @@ from collections.abc import Mapping
 
 from rsrv.front.rules import DIGEST_COUNTS_S, MAX_DEATHS, MAX_DIGESTS
 
-#: For each digest of inputs, the number of runtimes that died while they executed them, and the time when this is forgotten.
+#: For each digest of inputs, the number of runtimes that died while they executed them, and the time when the entry expires.
 KillerTable = Mapping[bytes, tuple[int, float]]
 
 
 class Killers:
-    """The inputs that runtimes executed when they died.
+    """The record of inputs that runtimes executed when they died.
 
-    `table` is never changed, only replaced, so any thread may read it.
+    Any thread may read `table`, because it is never changed, only replaced.
     """
 
     def __init__(self) -> None:

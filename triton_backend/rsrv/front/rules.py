@@ -13,7 +13,7 @@ FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 5.0
 MAX_REJECTED_BACKOFF_S = 60.0
 #: Pause after a failed start of a cold model. After it, a request may start the model again. It doubles up to the maximum.
 FIRST_START_PAUSE_S, MAX_START_PAUSE_S = 1.0, 60.0
-#: Attempts of a model's first load while runtimes crash.
+#: Number of attempts that a model's first load makes while runtimes crash.
 FIRST_ATTEMPTS = 10
 #: Longest wait until a new runtime process listens. The process loads jax only after that.
 START_TIMEOUT_S = 60.0
@@ -24,14 +24,14 @@ GREETING_TIMEOUT_S = 60.0
 #: Longest wait of a model's load for the first attempts of further devices.
 JOIN_S = 10.0
 
-#: Longest wait of requests for a runtime that does not read.
+#: Longest time for which a request that is sent waits until the runtime reads.
 SEND_S = 0.1
 #: Time between two checks of a request for cancellation, and for a deadline that the runtime has not enforced.
 CHECK_PERIOD_S = 0.05
 #: Time after a deadline until the front enforces it. A healthy runtime enforces it before.
 DEADLINE_GRACE_S = 0.1
-#: Weight of a longer execution in the learned duration of executions, and the most that it counts for, as a multiple of the
-#: learned duration. Waiting for a processor makes single executions seem far longer.
+#: An execution that took longer than learned changes the learned duration by this weight, and counts as at most this many times
+#: the learned duration. The reason: waiting for a processor makes single executions seem far longer.
 LONGER_WEIGHT, LONGER_CAP = 0.01, 4
 #: Shortest time between two reports of measurements.
 REPORT_PERIOD_S = 1.0
@@ -48,9 +48,9 @@ MAX_DEATHS = 2
 #: Most stored digests of inputs that were executing when runtimes died. A digest is stored for as long as a crash counts
 #: against a model.
 MAX_DIGESTS, DIGEST_COUNTS_S = 64, 3600.0
-#: Time that a runtime is down before its model starts on another device. The next runtime takes less as a rule.
+#: Time that a runtime is down before its model starts on another device. The next runtime usually starts sooner.
 ELSEWHERE_S = 3.0
-#: Time between two looks for a runtime while requests wait.
+#: Time between two checks for a runtime while requests wait.
 TICK_S = 0.02
 
 # --- statuses -----------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ CODES = {
     Status.CANCELLED: "CANCELLED",
     Status.INTERNAL: "INTERNAL",
 }
-#: Statuses that Triton has no code for. A tag before the message names them.
+#: Statuses that Triton has no code for. A tag before the message has the status's name.
 TAGGED = (
     Status.QUEUE_FULL,
     Status.DEADLINE,

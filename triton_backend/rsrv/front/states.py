@@ -5,9 +5,9 @@ change. docs/states.md shows the table as a diagram.
 
 These facts are attributes beside the state (`device.FrontDevice`), because each of them holds in several states:
 
-- started: a runtime has had the model ready here, and the model has not been cold since. The next runtime shall have it, too;
+- started: a runtime had the model ready here, and the model has not been cold since then. The next runtime starts it again;
 - asked: requests or the placement table want the model here, although it may be cold;
-- barred: the model has ended runtimes of this device, or its model.py fails. It starts on no other device then;
+- barred: the model has ended runtimes of this device, or its model.py fails. It then starts on no other device;
 - the pause before the next attempt, which doubles with each failure.
 """
 
@@ -45,7 +45,7 @@ class ServingEvent(StrEnum):
     STEP = "step"
     #: The runtime has the model ready.
     REGISTERED = "registered"
-    #: The runtime need not have the model until a request comes: it says so, or its device sleeps.
+    #: The model is cold until a request comes: the runtime says so, or its device sleeps.
     COOL = "cold"
     #: The runtime that had the model ready has ended.
     LOSE = "lost"

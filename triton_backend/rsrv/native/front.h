@@ -37,11 +37,11 @@ bool device_close(struct device*);
 // it serves elsewhere, and the placement table names this device.
 bool device_retry(struct device*, bool is_wanted, int64_t now);
 
-static inline bool device_is_attempting(const struct device* one) {
-    return one->state == STATE_CONNECTING || one->state == STATE_STARTING;
+static inline bool device_is_attempting(const struct device* device) {
+    return device->state == STATE_CONNECTING || device->state == STATE_STARTING;
 }
-static inline bool device_is_startable(const struct device* one) {
-    return one->state == STATE_UNTRIED || one->state == STATE_COLD;
+static inline bool device_is_startable(const struct device* device) {
+    return device->state == STATE_UNTRIED || device->state == STATE_COLD;
 }
 
 // A model on its devices, in its order of preference. `numbers` are the devices' bits in the placement table.

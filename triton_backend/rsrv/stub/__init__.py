@@ -1,1 +1,1 @@
-"""The front inside Triton's Python stub processes. Imports numpy and nothing heavier, for each model has a process."""
+"""The front in Triton's Python stub processes. It imports numpy and nothing heavier, because each model has a process."""

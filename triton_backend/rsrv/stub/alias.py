@@ -1,10 +1,9 @@
-"""The entry of Triton's Python backend for an alias: a name of its own for clients, with one model behind it or several.
+"""The entry of Triton's Python backend for an alias: a further name for clients, with one or several models behind it.
 
 The stub of an alias attaches to the runtime as the stubs of its targets do, so a request is as fast as under the
-model's own name. Which target answers follows from the shares in config.pbtxt. When they change, the control process
-writes the alias again, and Triton loads it beside the one that serves, as after any other change: so no request is
-lost,
-and there is no second way for settings into a stub.
+model's own name. The shares in config.pbtxt decide which target answers. When the shares change, the control process
+writes the alias again. As after any other change, Triton loads the new version while the old one serves, so no request
+is lost.
 """
 
 import asyncio  # noqa: F401  Triton's stub imports it lazily, as in `model`
@@ -45,7 +44,7 @@ _PARAMETER = "rsrv_alias"
 
 
 class TargetResponses(Responses):
-    """Responses whose errors name the alias and the target. All targets of a process owe their replies together."""
+    """Responses whose errors name the alias and the target. All targets of a process share one list of owed replies."""
 
     def __init__(self, pb_utils: Any, where: str, together: Responses) -> None:
         super().__init__(pb_utils)
@@ -75,7 +74,7 @@ class Split:
         self._draw = draw
 
     def among(self, names: Collection[str]) -> "Split":
-        """Return a choice among these targets only. It divides the requests of the other targets by weight."""
+        """Return a choice among these targets only. It divides the requests of the other targets among these by weight."""
         shares = {name: weight for name, weight in self._shares.items() if name in names}
         return Split(f"{self._salt}\0", shares, self._draw)
 
@@ -103,13 +102,13 @@ class Split:
 class Alias:
     """Answers Triton's requests for one alias by its targets.
 
-    A target that has not loaded gets no requests. The other targets answer its share in addition to their own.
+    A target that is not loaded gets no requests. The other targets answer its share in addition to their own.
     """
 
     def __init__(
         self, split: Split, load: Callable[[str], tuple[Replicas, Shadow | None]], responses: Responses
     ) -> None:
-        """`load` returns a target, with the copies for it if it is a shadow, or raises any error."""
+        """`load` returns a target and, for a shadow target, the object that copies requests for it. It may raise any error."""
         self._responses = responses
         self._split = split
         self._load = load
@@ -120,7 +119,7 @@ class Alias:
         self._instead = split
 
     def load(self, names: Iterable[str]) -> dict[str, str]:
-        """Load targets, and return the reasons of those that do not load; never raises."""
+        """Load targets. Return the reason for each target that does not load. Never raises."""
         failures = {}
         for name in names:
             try:
@@ -141,7 +140,7 @@ class Alias:
             self._close_targets()
 
     def _close_targets(self) -> None:
-        """Close the targets. A thread closes those that it removes, because the loading thread may also call this."""
+        """Close the targets. Two threads may call this at a time, so each closes only the targets that it has removed."""
         for name in list(self._targets):
             if (target := self._targets.pop(name, None)) is not None:
                 target.close()
@@ -174,8 +173,7 @@ class Alias:
             parts.setdefault(name, []).append(request)
         if len(parts) == 1:
             return self._targets[chosen[0]].execute(requests)
-        # Answer in place, as requests of one model. A request that is answered later has no answer if this process
-        # dies.
+        # Each target answers in place if it can, because requests that are answered later get no answer if this process dies.
         answers = {name: self._targets[name].execute(part) for name, part in parts.items()}
         whole = {name: iter(responses) for name, responses in answers.items() if responses is not None}
         if len(whole) == len(parts):
@@ -206,7 +204,7 @@ class AliasStub(ModelStub):
         shares: dict[str, Any] = json.loads(setup.config["parameters"][_PARAMETER]["string_value"])
         dtypes = {wire.name: wire.dtype for wire in setup.outputs}
         tensors, guard, together = Tensors(pb_utils), HookGuard(), Responses(pb_utils)
-        # An import that hangs cannot be ended: each further attempt waits for the same one.
+        # An import that hangs cannot be ended, so each further attempt waits for the same import.
         imports = {target: import_hooks(folder / target) for target in shares}
 
         def load(target: str) -> tuple[Replicas, Shadow | None]:

@@ -55,13 +55,13 @@ def limit(pool: int) -> int:
 
 
 def pool_size(arguments: Sequence[str]) -> int:
-    """Return the number of threads that the Python backend has for each instance, by tritonserver's command line."""
+    """Return the number of threads per instance of the Python backend that tritonserver's command line sets."""
     size = _DEFAULT_POOL
-    # There is --backend-directory, too.
+    # A shorter prefix could also mean --backend-directory.
     for value in Options(arguments).values("backend-config", shortest="backend-c"):
         backend, _, setting = value.partition(",")
         key, _, number = setting.partition("=")
-        match = re.match(r"\s*(\d+)", number)  # Triton, too, ignores what follows the digits
+        match = re.match(r"\s*(\d+)", number)  # Triton also ignores the text after the digits.
         if (backend, key) == ("python", "thread-pool-size") and match:
             size = int(match[1])
     return size
@@ -91,11 +91,11 @@ _PATH = re.compile(r"(?<![\w/])/[\w.-]+(?:/[\w.-]+)+")
 
 
 def failure_of(model: str, message: str, status: Status = Status.INTERNAL) -> RequestFailure:
-    """Return the failure of a call of `model` that ended with Triton's `message`, and the code of `status`.
+    """Return the failure of a call of `model`. `message` is Triton's error text, and `status` has Triton's code.
 
-    Up to release 25.03, Triton makes every code INTERNAL. So tags identify failures of rsrv's stubs, and their words identify
-    Triton's own failures. Other failures keep their code. The places in the callee's code, which Triton adds to an exception,
-    are removed from the text.
+    Up to release 25.03, Triton turns every code into INTERNAL. So failures of rsrv's stubs are recognized by their tags, and
+    Triton's own failures by their texts. Other failures keep their code. Triton adds places in the callee's code to the text of
+    an exception. They are removed.
     """
     tagged = untag(message)
     if tagged is not None:
@@ -129,13 +129,14 @@ class _BlsCall:
     dtypes: Mapping[str, str]
     outputs: Sequence[str]
     deadline_ns: int  # 0: none
+    #: Token of the run.
     run: int
     #: The client's id of the request that makes the call.
     client_id: str
     traceparent: str
-    #: Token of the run.
+    #: Number of the run's device.
     device: int
-    #: End of the time limit of all calls.
+    #: End of the time limit that every call has.
     hung_ns: int
     #: Future that gets the answer, or an error at the end of the call's time.
     future: Future[Arrays] = field(default_factory=Future)
@@ -203,11 +204,19 @@ class Bls:
     ) -> Future[Arrays]:
         """Call `model`. The future gets the `outputs` in their order, or all outputs if none are named.
 
-        `dtypes` has the types of inputs that numpy has no type for (bf16, as its bits). Shapes are Triton's: a scalar
-        per row is [N, 1]. `deadline_ns` is a time of CLOCK_MONOTONIC, 0 for none; `run` is the token of the caller's
-        run, 0 for none, and `device` that run's device; `client_id` is the id of its request, and `traceparent` its
-        trace context, "" for none. The future ends when the call's time is over at the latest, with RequestFailure if
-        there is no answer. Cancelling it has an effect only before Triton has the call.
+        The future ends when the call's time is over at the latest, with RequestFailure if there is no answer. Cancelling it has
+        an effect only before Triton has the call.
+
+        Args:
+            model: Name of the model.
+            inputs: Arrays by name. Shapes are Triton's: a scalar per row is [N, 1].
+            outputs: Names of the outputs.
+            dtypes: Types of inputs for which numpy has no type (bf16, as its bits).
+            deadline_ns: Time of CLOCK_MONOTONIC; 0 for none.
+            run: Token of the caller's run; 0 for none.
+            client_id: Id of the run's request, or "".
+            traceparent: Trace context, or "".
+            device: Number of the run's device.
         """
         now = time.monotonic_ns()
         hung_ns = now + int(self._timeout * 1e9)
@@ -408,7 +417,7 @@ class Bls:
 
 
 def _settle(future: Future[Arrays], outcome: Arrays | RequestFailure) -> None:
-    """Resolve a future unless it is resolved: by the answer, the time limit, a cancellation or `close`."""
+    """Resolve a future unless the answer, the time limit, a cancellation or `close` has resolved it."""
     with suppress(InvalidStateError):
         if isinstance(outcome, RequestFailure):
             future.set_exception(outcome)
@@ -432,7 +441,7 @@ class ThroughTriton:
     """The sub-calls of one run through Triton: tensors travel by value, and none stays on the device."""
 
     def __init__(self, bls: Bls, deadline_ns: int, client_id: str, span: OpenSpan | None = None) -> None:
-        """`client_id` is that of the run's request. Calls become children of `span`."""
+        """`client_id` is the id of the run's request. Spans of calls become children of `span`."""
         self._bls = bls
         self._client_id = client_id
         self._deadline_ns = deadline_ns
@@ -483,10 +492,10 @@ class ThroughTriton:
 
 
 class _TritonCall:
-    """A sub-call through Triton; `Pending`. `Bls` ends it when its time is over."""
+    """A sub-call through Triton that implements `Pending`. `Bls` ends it when its time is over."""
 
     def __init__(self, future: Future[Results], ranks: Mapping[str, int]) -> None:
-        """`ranks` has the numbers of axes of results by name; Triton's may have one more, of extent 1."""
+        """`ranks` is the number of axes of each result, by name. Triton's tensor may have one more axis, of extent 1."""
         self._future = future
         self._ranks = ranks
 

@@ -1,7 +1,7 @@
 """`call` of a meta model's `run(inputs, call)`: the sub-calls of a run.
 
-A sub-call goes straight to the runtime (`direct`) or through Triton (`bls`), and `call` waits for it. In an
-`async def run` it is awaited instead. Models of bundles import `CallError` from here.
+A sub-call goes straight to the runtime (`direct`) or through Triton (`bls`), and `call` waits for its end. An `async def run`
+awaits it instead. A bundle's `model.py` imports `CallError` from here.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class Pending(Protocol):
     """A sub-call in flight."""
 
     def wait(self, until_ns: int) -> Results:
-        """Return the results. Raises RequestFailure, with DEADLINE at `until_ns` (CLOCK_MONOTONIC, 0: never)."""
+        """Return the results. Raises RequestFailure; at the time `until_ns` with DEADLINE (CLOCK_MONOTONIC, 0: never)."""
 
     def when_done(self, loop: asyncio.AbstractEventLoop, until_ns: int) -> Awaitable[Results]:
         """Return an awaitable of the results."""
@@ -58,7 +58,7 @@ class Callees(Protocol):
         """Start a sub-call. Raises RequestFailure."""
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Return a context in which the run waits for its calls, which is not its own time."""
+        """Return a context in which the run waits for its calls. This time does not count as the run's own time."""
 
     def scratch(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array: ...
 
@@ -107,7 +107,7 @@ class LargeCall:
 
     @contextmanager
     def _until_all_ended(self) -> Iterator[None]:
-        """Keep the first failure of a part until the other submitted parts have ended. No further part starts."""
+        """Keep a part's failure until the other submitted parts have ended. No further part starts after the first failure."""
         try:
             yield
         except RequestFailure as failure:
@@ -134,7 +134,7 @@ class LargeCall:
 
 
 class _Calls:
-    """The common part of `SyncCall` and `AsyncCall`. `check` is called before each sub-call, and raises to stop the run."""
+    """The common base of `SyncCall` and `AsyncCall`. `check` is called before each sub-call, and raises to stop the run."""
 
     def __init__(self, callees: Callees, deadline_ns: int, check: Callable[[], None]) -> None:
         self._callees = callees
@@ -143,8 +143,8 @@ class _Calls:
         self._check = check
 
     def scratch(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> Array:
-        """Return an uninitialised array in memory that the runtime sees: sub-calls do not copy it."""
-        # Integers of numpy are extents, too, alone or in a sequence.
+        """Return an uninitialised array in memory that the runtime sees, so sub-calls need not copy it."""
+        # An extent may also be an integer of numpy, alone or in a sequence.
         extents = tuple(int(extent) for extent in np.atleast_1d(shape))
         return self._callees.scratch(extents, np.dtype(dtype))
 
@@ -168,9 +168,10 @@ class SyncCall(_Calls):
         return self._wait(name, self._start(name, inputs, keep_on_device))
 
     def many(self, calls: Iterable[Sequence[Any]]) -> list[Results]:
-        """Make several calls, (name, inputs) or (name, inputs, keep_on_device), side by side. Returns results in order.
+        """Make several calls at the same time, and return their results in order.
 
-        Raises the CallError of the first call that failed, after all have ended.
+        A call is (name, inputs) or (name, inputs, keep_on_device). If calls failed, the CallError of the first of them is
+        raised after all calls have ended.
         """
         started: list[tuple[str, Pending | CallError]] = []
         for call in calls:

@@ -35,7 +35,7 @@ from rsrv.wire.memory import SILENT_S, Arena, Bytes, Place, read_board, read_doc
 from rsrv.wire.socket import Closed, Receiver, send
 from rsrv.wire.traces import Mark, Span, pack_marks, pack_spans
 
-#: SEND_S for frames of a meta model's run on its own connection, which is broken after that
+#: Like SEND_S, for frames of a meta model's run on its own connection. The connection counts as broken after this time.
 _RUN_SEND_S = 1.0
 
 
@@ -49,15 +49,15 @@ class Rejected(Exception):
 
     @property
     def dangerous(self) -> bool:
-        """True if the model has crashed runtimes; only then it has a text for clients."""
+        """True if the model has crashed runtimes. Only then is there a text for clients."""
         return self.client != ""
 
 
 class Cold(Exception):
-    """The model is cold: the runtime starts it when a request waits for it, and needs no connection until then."""
+    """The model is cold. The runtime starts it when a request waits for it; until then, it needs no connection."""
 
     def __init__(self, start_timeout_s: float) -> None:
-        """`start_timeout_s`: how long requests may wait for the start."""
+        """`start_timeout_s` limits how long requests wait for the start."""
         super().__init__("the model starts with its first request")
         self.start_timeout_s = start_timeout_s
 
@@ -132,8 +132,8 @@ class RuntimeConnection:
         self._writable.register(self.sock, select.POLLOUT)
         self._receiver = greeted.receiver
         self._board = greeted.board
-        #: The board's first word when requests were sent that the runtime had not noticed yet. `_sent_at`: the time
-        #: then.
+        #: The board's first word when the earliest requests were sent that the runtime may not have noticed, and the time
+        #: when they were sent.
         self._word_at_send, self._sent_at = -1, 0.0
         self.devices = greeted.devices
         self._blackbox = greeted.blackbox
@@ -160,9 +160,9 @@ class RuntimeConnection:
         registration: dict[str, Any],
         starting: Callable[[frames.StartProgress], object] = lambda progress: None,
     ) -> dict[str, Any]:
-        """Register, and wait until the model is ready, however long compiling takes. Raises Cold, Rejected, Closed, ProtocolError.
+        """Register, and wait until the model is ready, however long compiling takes.
 
-        `starting` is called with each step of the start.
+        `starting` is called with each step of the start. Raises Cold, Rejected, Closed, ProtocolError.
         """
         if not self._send(frames.pack_json(Kind.REGISTER, registration), _RUN_SEND_S):
             raise Closed(DOES_NOT_READ)
@@ -189,11 +189,9 @@ class RuntimeConnection:
                     os.close(fd)
 
     def tell_demand(self, demand: Mapping[str, int]) -> None:
-        """Report to the runtime which requests wait for the answer to `register`, in the form of REGISTER.
+        """Report the requests that wait for the model, in the form of REGISTER, while `register` waits for its answer.
 
-        Thread-safe.
-
-        If the runtime does not read now, it hears of them the next time.
+        Thread-safe. If the runtime does not read now, the next call reports them.
         """
         if self._demand not in (None, demand):
             with suppress(Closed, OSError):
@@ -216,7 +214,8 @@ class RuntimeConnection:
             kind, _ = frames.read_header(frame)
             if kind is Kind.REPORTED:
                 return
-            if kind is not Kind.COLD:  # The connection for answers obeys this, too.
+            # The connection for answers also gets COLD, and leaves the runtime then.
+            if kind is not Kind.COLD:
                 raise ProtocolError(f"{kind.name} where REPORTED was expected")
 
     def report_spans(self, spans: Sequence[Span], dropped: int, patience: float) -> None:
@@ -269,7 +268,10 @@ class RuntimeConnection:
                 self._announce(0)  # The next announcement has the rest.
 
     def locate(self, array: Array) -> tuple[int, int] | None:
-        """Return (segment, offset in bytes) of an array that lies in this connection's memory as the runtime reads it, or None."""
+        """Return (segment, offset in bytes) of an array in this connection's memory.
+
+        None: the array is elsewhere, or lies there in a way that the runtime does not read.
+        """
         if not array.flags.c_contiguous:
             return None
         with self._lock:
@@ -333,7 +335,7 @@ class RuntimeConnection:
             return self._send(frames.pack_ids(Kind.CANCEL, ids), 0)
 
     def _announce(self, patience: float) -> bool:
-        """Send the segments that are new and those that are gone. Returns False if the runtime did not read all of it."""
+        """Announce new and dropped segments. Returns False if the runtime did not read all of the frames."""
         while self._arena.fresh:
             id, fd = self._arena.fresh[0]
             if not self._send(frames.pack_ids(Kind.SEGMENT, [id]), patience, [fd]):
@@ -379,15 +381,14 @@ class RuntimeConnection:
             is_lost = not stat.S_ISSOCK(os.fstat(fd).st_mode)
         except OSError:
             is_lost = True
-        # If another thread of rsrv has closed the socket meanwhile, its number is reset.
+        # If another thread of rsrv has closed the socket meanwhile, fileno() is -1.
         return is_lost and self.sock.fileno() == fd
 
     def receive(self, timeout: float) -> list[Completion]:
         """Return the next completions, within `timeout` seconds.
 
-        There are none after COLD, which sets `dismissed`, and after TOKENS, which `take_tokens` returns.
-
-        Raises TimeoutError, Closed, ProtocolError.
+        The list is empty if the frame is COLD, which sets `dismissed`, or TOKENS, whose tokens `take_tokens` returns. Raises
+        TimeoutError, Closed, ProtocolError.
         """
         if not self._readable.poll(max(0.0, timeout * 1e3)):
             raise TimeoutError
@@ -419,9 +420,10 @@ class RuntimeConnection:
         return abs(word - time.monotonic_ns()) / 1e9 if word & 1 else 0.0
 
     def unnoticed_s(self) -> float:
-        """Return for how many seconds the runtime, one of several, has not responded. 0: it seems to work.
+        """Return for how many seconds the runtime has not responded. 0: it seems to work.
 
-        Either requests sent here were not noticed, or an idle runtime's last round is SILENT_S ago.
+        A runtime does not respond if it has not noticed requests that were sent here, or if it is idle and its last round is
+        more than SILENT_S ago.
         """
         word, now = self._board[0], time.monotonic()
         waiting_s = now - self._sent_at if word == self._word_at_send else 0.0
@@ -432,7 +434,7 @@ class RuntimeConnection:
         return float(self._board[1]) / 1e9
 
     def load_in_s(self, slots: Sequence[int]) -> float:
-        """Return the seconds that loading the weights of these models takes, as the runtime predicts; 0: they are on the device."""
+        """Return the seconds that the runtime predicts for loading the weights of these models. 0: they are on the device."""
         return sum(self._board[slot] for slot in slots) / 1e9
 
     def ended_by(self, key: str = "") -> bool:
@@ -458,7 +460,7 @@ class RuntimeConnection:
             self._arena.close()
 
     def abandon(self) -> None:
-        """Close only the socket, in a process that was forked: the runtime must see the end of its parent."""
+        """Close only the socket. A forked process calls this, so that the runtime can see the end of its parent."""
         with suppress(OSError):  # Other code has closed it.
             self.sock.close()
 

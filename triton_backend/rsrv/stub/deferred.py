@@ -44,7 +44,7 @@ _MAX_LATE_ANSWERS = 64
 #: behind it.
 SENDER_THREADS = 4
 
-#: Client's text if this process may open no further file.
+#: Text for clients if this process may open no further file.
 OUT_OF_DESCRIPTORS = f"the model's process {NO_DESCRIPTORS}"
 
 
@@ -65,7 +65,7 @@ class DeferredRequest:
     id: int  # Unique on its connection.
     request: ClientRequest
     connection: RuntimeConnection
-    #: None until it is made
+    #: Triton's response. None until it is made.
     response: Any = field(default=None, kw_only=True)
     checked: float = field(default=0.0, kw_only=True)  # time.monotonic of the latest check for cancellation.
     cancelling: bool = field(default=False, kw_only=True)
@@ -159,10 +159,10 @@ class DeferredReplies(Generic[W]):
         pending: dict[int, W],
         when_idle: Callable[[], None] | None = None,
     ) -> None:
-        """Read a connection of an attachment, which also detects the runtime's crash at once.
+        """Begin to read a connection of an attachment. Reading also detects a crash of the runtime at once.
 
-        It takes over `pending`, the connection's submitted requests by id. `when_idle` is called when the last of them is
-        answered; from then on the connection is not read here.
+        `pending` has the connection's submitted requests by id, and belongs to this object from now on. When the last of them
+        is answered, `when_idle` is called, and the connection is not read here any more.
         """
         with self._lock:
             self._connections[connection] = pending
@@ -174,7 +174,7 @@ class DeferredReplies(Generic[W]):
         os.eventfd_write(self._wake, 1)
 
     def reply(self, request: ClientRequest) -> Reply:
-        """Give a request its reply. From now on it is checked for its deadline and for cancellation."""
+        """Open the reply of a request. From now on, the reading thread checks the request's deadline and cancellation."""
         reply = request.open_reply(self._responses)
         if self._asleep:
             os.eventfd_write(self._wake, 1)
@@ -356,7 +356,7 @@ class DeferredReplies(Generic[W]):
     def _fail_late(self) -> None:
         """Fail requests whose deadline passed long ago.
 
-        Their executions continue with their memory, but are not answered.
+        Their executions continue and keep their memory, but the results are not sent.
         """
         now = time.monotonic()
         if now - self._late_checked < CHECK_PERIOD_S:
@@ -376,7 +376,7 @@ class DeferredReplies(Generic[W]):
                 for request in pending.values()
                 if not request.cancelling and now - request.checked > CHECK_PERIOD_S
             ]
-        # The requests that were checked longest ago, so that each is checked in turn.
+        # Check the requests whose latest check is longest ago, so that each has its turn.
         for request in heapq.nsmallest(MAX_CHECKS, due, key=attrgetter("checked")):
             request.checked = now
             if request.request.reply is not None and request.request.reply.cancelled():
@@ -411,7 +411,8 @@ class DeferredReplies(Generic[W]):
                 finally:
                     with self._lock:
                         self._unfinished -= 1
-                del work  # Drop the request here, because its reply answers when it is dropped.
+                # Drop the request before the next wait, because a dropped reply sends an error at once.
+                del work
         except Exception:  # noqa: BLE001
             # There is no memory even for the log.
             self._owner.end(_BROKEN)

@@ -75,7 +75,7 @@ class DeviceTensor(Elsewhere):
 
 @dataclass(slots=True, eq=False)
 class DirectCall:
-    """A sub-call that was sent to the runtime; `Pending`."""
+    """A sub-call that was sent to the runtime. It implements `Pending`."""
 
     run: "DirectRun"
     callee: Callee
@@ -98,7 +98,7 @@ class DirectCall:
 
     @property
     def launched(self) -> bool:
-        """False if no device has had the call. For a call without outputs in shared memory that is unknown, so True."""
+        """False if no device has received the call. For a call without outputs in shared memory this is unknown, so True."""
         return self.marker is None or bool(self.marker[0])
 
     def end(self, outcome: Results | RequestFailure) -> None:
@@ -137,15 +137,12 @@ class DirectCall:
 
 
 class DirectRun:
-    """One run of a meta model on a connection of its own. For one thread; `released` is thread-safe."""
+    """One run of a meta model on a connection of its own. Only one thread may use it, except `released`."""
 
     def __init__(
         self, connection: RuntimeConnection, entrance: Entrance, client_id: str, span: OpenSpan | None = None
     ) -> None:
-        """`entrance` is the run's entrance, except that its number is the one on this connection.
-
-        Sub-calls become children of `span`.
-        """
+        """`entrance` describes the run; `enter` replaces its request number. Spans of sub-calls become children of `span`."""
         self._connection = connection
         self.span = span
         self._entrance = entrance
@@ -154,7 +151,7 @@ class DirectRun:
         self.device = 0
         #: The run's device, if the run goes by stage.
         self.stage: int | None = None
-        #: True if its calls execute alone, because a runtime died while it executed one.
+        #: True if the run's calls must execute alone, because a runtime died while it executed one of them.
         self.alone = False
         #: Set if the runtime refused the run.
         self._refused: RequestFailure | None = None
@@ -201,7 +198,7 @@ class DirectRun:
             raise self._refused.copy()
 
     def leave(self, status: Status, until_ns: int) -> None:
-        """End the run, after the calls in flight: the runtime may write to their memory."""
+        """Wait for the calls in flight, because the runtime may write to their memory. Then end the run."""
         if not self.entered:
             return
         if until_ns:
@@ -333,7 +330,7 @@ class DirectRun:
             )
         except RequestFailure as failure:
             return failure
-        except Exception as error:  # noqa: BLE001 - a call without an end would be waited for for ever
+        except Exception as error:  # noqa: BLE001 - the run would wait for ever for a call without an end
             return hook_failed("postprocess", f"its result cannot be read: {error!r}", self._client_id)
         return {wire.name: array for wire, array in zip(wires, results, strict=True)}
 
@@ -376,7 +373,7 @@ class DirectRun:
             self._receive(0)
 
     def suspect_calls(self) -> None:
-        """Suspect a call through Triton, because only the callee's stub knows whether the device had the call."""
+        """Suspect a call through Triton if the runtime crashed. Only the callee's stub knows if the device had the call."""
         self.suspect = self.down and self._connection.ended_by()
 
     def fail(self, failure: RequestFailure) -> None:
@@ -384,8 +381,8 @@ class DirectRun:
         self.broken = True
         self._entering = None
         if self._listening is not None and not self._listening[0].is_closed():
-            # Remove it at once: a lost connection would stay readable, and its number may soon belong to another
-            # file.
+            # Remove the reader at once: a lost connection would stay readable, and its descriptor number may soon belong to
+            # another file.
             self._listening[0].remove_reader(self._listening[1])
         lost, self._calls = self._calls, {}
         self._lost += lost.values()

@@ -44,7 +44,7 @@ _MAX_MESSAGE = 1000
 #: A hook is assumed to take this many seconds until it is measured. If it takes as long or longer, requests are
 #: preprocessed on other threads than execute()'s.
 SLOW_HOOK_S = 0.001
-#: Weight of the latest call in the learned length of a hook.
+#: Weight of the latest call in the learned duration of a hook.
 _HOOK_WEIGHT = 0.1
 
 
@@ -84,7 +84,7 @@ class LearnedDuration:
     measurement may get a larger weight. A longer one counts for at most `cap` times the estimate.
     """
 
-    #: The estimated length.
+    #: The estimate.
     seconds: float
     #: Weight of a shorter measurement.
     fall: float
@@ -133,7 +133,7 @@ def rows_of(planned: PlannedTensor, part: RowRange) -> tuple[slice, ...]:
     return (*[slice(None)] * axis, slice(part.first, part.first + part.rows))
 
 
-#: For clients whose request executed in two versions of a model.
+#: Text for clients whose request executed in two versions of a model.
 OTHER_VERSION = "the model was replaced by a version with other inputs or outputs during this request; send the request again"
 
 
@@ -142,7 +142,7 @@ def copy_rows(
 ) -> None:
     """Copy the results of a part into the outputs of the whole request.
 
-    Raises RequestFailure if a version of the model has answered that has other outputs.
+    Raises RequestFailure if the results come from another version of the model, which has other outputs.
     """
     for planned in plan.outputs:
         name = planned.tensor.name
@@ -165,8 +165,8 @@ def resolve(
 ) -> ExecutionPlan:
     """Return the plan for the shapes of the module's inputs, in the order of registration. Raises BadShape.
 
-    Rows are the extent of the batch axis, the same in every input; 1 if no input has one. `splits` is True if there may be
-    more rows than the largest compiled size has.
+    The number of rows is the extent of the batch axis, which must be the same in every input, or 1 if no input has a batch
+    axis. `splits` is True if there may be more rows than the largest compiled size has.
     """
     for index, variant in _variants(interface, shapes):
         if all(fits(t.dims, s) for t, s in zip(variant.inputs.tensors, shapes, strict=True)):
@@ -273,9 +273,10 @@ class Endpoint:
         span: OpenSpan | None = None,
         rows: int | None = None,
     ) -> tuple[list[Any], ExecutionPlan]:
-        """Return the module's inputs, in its order, and their plan; hooks become children of `span`. Raises RequestFailure.
+        """Return the module's inputs, in its order, and their plan. Raises RequestFailure.
 
-        `rows` is the number of rows of each tensor of the client, if all have the same.
+        The preprocess hook's span becomes a child of `span`. `rows` is the number of rows of the client's tensors, or None if
+        the model is not batched.
         """
         if self.hooks.preprocess is not None:
             hook = partial(_on_copies, self.hooks.preprocess)
@@ -315,7 +316,7 @@ class Endpoint:
     ) -> tuple[list[Any], ExecutionPlan]:
         """Return inputs that were prepared before, in the module's order, and their plan for one execution.
 
-        The next runtime may have another version of the model. Raises RequestFailure if that takes no such inputs.
+        The next runtime may have another version of the model. Raises RequestFailure if that version takes other inputs.
         """
         inputs, plan = self._plan(arrays, client_id)
         if len(inputs) < len(arrays):
@@ -348,7 +349,7 @@ class Endpoint:
         client_id: str,
         span: OpenSpan | None = None,
     ) -> list[Array]:
-        """Return the client's tensors made of the module's outputs, as `check_results`. Raises RequestFailure."""
+        """Return the client's tensors, made of the module's outputs and checked by `check_results`. Raises RequestFailure."""
         if self.hooks.postprocess is not None:
             arrays, seconds = self._run(
                 "postprocess", "post", self.hooks.postprocess, arrays, client_id, span
@@ -396,7 +397,7 @@ def read_inputs(tensors: Tensors, request: Any, wires: Mapping[str, WireTensor])
         if array.ndim == len(wire.dims) + 1 and array.shape[-1] == 1:
             # Triton has no tensors without an axis of their own: [N] travels as [N, 1].
             array = array.reshape(array.shape[:-1])
-        # Triton has checked this, but not if the product of extents exceeds 64 bits.
+        # Triton checks the number of axes as well, unless the product of the extents exceeds 64 bits.
         if array.ndim != len(wire.dims):
             raise invalid(WRONG_SHAPE % (repr(name), list(wire.dims), "", list(array.shape)))
         arrays[name] = array
@@ -408,8 +409,8 @@ def check_results(
 ) -> list[Array]:
     """Return the client's tensors in the order of the interface.
 
-    `rows` is the expected number of rows of each, if given. Raises RequestFailure if the function `hook` of model.py
-    returned other tensors for the request `client_id`.
+    `rows` is the expected number of rows of each tensor, or None for any number. Raises RequestFailure if the function `hook`
+    of model.py returned tensors that do not match for the request `client_id`.
     """
     checked = []
     for wire in outputs:
@@ -445,10 +446,7 @@ def check_results(
 
 
 def _on_copies(hook: Hook, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Call a hook with copies, because it may write to its arguments.
-
-    A second try and an alias's shadow read the inputs again.
-    """
+    """Call a hook with copies of the inputs: it may write to them, and a second try or an alias's shadow reads them again."""
     return hook({name: array.copy() for name, array in arrays.items()})
 
 
@@ -519,7 +517,7 @@ def hook_raised(name: str, error: BaseException, client_id: str, guard: HookGuar
 
 
 def message_of(error: BaseException) -> str:
-    """Return the text for the client if a hook raised an error for the client. Triton can send the text."""
+    """Return the text of an error that a hook raised for the client, in a form that Triton can send."""
     try:
         text = str(error)
     except BaseException:  # noqa: BLE001 - the error's class is the hook's own

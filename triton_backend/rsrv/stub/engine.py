@@ -1,8 +1,8 @@
-"""A model's stub inside execute(): requests into shared memory, one frame to the runtime, answers in place or deferred.
+"""A model's stub inside execute(). It copies requests to shared memory, sends one frame to the runtime, and answers.
 
-Waiting inside execute() and returning a list costs a third of the CPU of answering through response
-senders, and lets Triton form batches. But while execute() waits, the rest of Triton's queue is hidden
-from the runtime, which starves a device on long executions. So execute() waits only for short executions.
+If execute() waits and returns a list (an answer in place), that costs a third of the CPU of answering later through response
+senders, and lets Triton form batches. But while execute() waits, the runtime does not see the rest of Triton's queue, so the
+device idles after a long execution. So execute() waits only for short executions.
 """
 
 import logging
@@ -56,7 +56,7 @@ class ModelRequest(DeferredRequest):
     """One request of a model in the stub."""
 
     inputs: Sequence[Array] = ()
-    #: None until the shapes are known
+    #: Execution and memory of the request. None until the shapes are known.
     plan: ExecutionPlan | None = None
     #: Step of a sequence, for a stateful model.
     step: SequenceStep | None = None
@@ -67,9 +67,9 @@ class ModelRequest(DeferredRequest):
     outputs_at: int = 0
     execute_ns: int = 0  # Duration of the request's execution.
     answer_bytes: int = 0
-    #: Parts of the request that are to be submitted; None: there are none, or they were submitted.
+    #: The request in parts, until its first parts are submitted. None: it has no parts, or they were submitted.
     large: LargeRequest | None = None
-    #: Outputs that the parts have left; None: the request was not submitted in parts.
+    #: Outputs collected from the parts. None: the request was not submitted in parts.
     collected: Mapping[str, Array] | None = None
 
     def write(self) -> Submission:
@@ -105,7 +105,7 @@ class ModelRequest(DeferredRequest):
         )
 
     def written(self) -> dict[str, Array]:
-        """Return the module's inputs, where `write` has left them."""
+        """Return the module's inputs in shared memory, as `write` copied them."""
         assert self.plan is not None
         return self._arrays(self.plan.inputs, self.inputs_at)
 
@@ -127,15 +127,15 @@ class ModelRequest(DeferredRequest):
     def nbytes(self) -> int:
         """Approximate size of the answer.
 
-        It is 0 for a sub-call, whose answer must not be sent in two steps (`Reply.send`), because the second step
-        would end the server. If the answer then finds no room, the caller waits until its call times out.
+        It is 0 for a sub-call, because its answer must not be sent in two steps (`Reply.send`): the second step would end the
+        server. So if the answer finds no room, the caller waits until its call times out.
         """
         return 0 if self.request.params.run else self.answer_bytes
 
     @property
     def launched(self) -> bool:
-        """False if the runtime never gave the request to its device: then its outputs are as `write` left them."""
-        # The inputs were not written, so the memory still has an earlier request's outputs.
+        """False if the runtime never gave the request to its device. The outputs are then as `write` left them."""
+        # If the inputs were not written, the memory still has an earlier request's outputs.
         if self.inputs or self.slab is None:
             return False
         return not self.plan or not self.plan.output_bytes or bool(self.slab.segment[self.outputs_at])
@@ -174,8 +174,8 @@ class Engine(ModelReplica[ModelRequest]):
         self._internal = internal
         #: Large requests in progress. Between two parts, they have nothing in the runtime.
         self._large: set[ModelRequest] = set()
-        #: Memory for answers in place. The connection has one batch at a time. When the next one comes, Triton has
-        #: copied the answers.
+        #: Memory for answers in place. The connection has one batch at a time. When the next batch comes, Triton has copied the
+        #: answers of the previous one.
         self._slab: Slab | None = None
         #: Connection for answers in place. None while it is handed over.
         self._direct: RuntimeConnection | None = None
@@ -255,10 +255,10 @@ class Engine(ModelReplica[ModelRequest]):
         return None
 
     def _is_soon(self, attachment: Attachment, count: int) -> bool:
-        """Return whether to wait inside execute(): the executions take at most stub.in_place_ms, and start before long.
+        """Return True if execute() should wait: the executions start soon, and take at most stub.in_place_ms.
 
-        The executions' own length decides: while they run, the runtime sees no further batch of the model. A queue in
-        front of them keeps the device busy meanwhile, so it only bounds how long execute() may be held.
+        The limit for the executions is low, because the runtime sees no further batch of the model while they run. The limit
+        for the work before them is `_QUEUE_FACTOR` times as high: that work keeps the device busy, and only delays execute().
         """
         limit_s = attachment.settings["stub"]["in_place_ms"] / 1e3
         executions = 1 + (count - 1) // self._largest
@@ -273,7 +273,7 @@ class Engine(ModelReplica[ModelRequest]):
         batch = self._receive(connection, requests)
         waiting = self._place(batch, connection, self._take_direct)
         placed = list(waiting.values())
-        # The other requests have failed, have no rows, or are large. If there is a large request, the answers cannot
+        # Requests that were not placed have failed, have no rows, or are large. If there is a large request, the answers cannot
         # be one list.
         has_large = len(placed) < len(batch) and any(
             model_request.large is not None for model_request in batch
@@ -315,7 +315,7 @@ class Engine(ModelReplica[ModelRequest]):
         slab = self._slab
         if slab is None or not nbytes <= slab.place.nbytes <= _KEEP_SLAB_BYTES + 8 * nbytes:
             if slab is not None:
-                self._slab = None  # A returned slab must not be reused if taking another one fails.
+                self._slab = None  # Forget the released slab even if taking another one fails.
                 connection.release(slab, slab.users)
             slab = self._slab = connection.take(max(nbytes, _MIN_SLAB_BYTES), users)
         slab.users = users
@@ -344,7 +344,7 @@ class Engine(ModelReplica[ModelRequest]):
     def _defer(self, batch: list[ModelRequest], waiting: Collection[int]) -> None:
         """Answer a batch after execute() returned.
 
-        Only requests that wait for the runtime are answered later than at once.
+        Requests that do not wait for the runtime are answered at once.
         """
         for model_request in batch:
             self._deferred.reply(model_request.request)
@@ -355,8 +355,8 @@ class Engine(ModelReplica[ModelRequest]):
     def _begin_or_finish(self, model_request: ModelRequest) -> None:
         """Submit the first parts of a large request, or answer a request that has failed or has no rows."""
         if model_request.large is not None:
-            # The parts hold the request now. Clear the reference, because without a cycle its tensors are freed as
-            # soon as it is answered.
+            # The parts refer to the request from now on. Clear the reverse reference: without a cycle, the request's tensors
+            # are freed as soon as it is answered.
             large, model_request.large = model_request.large, None
             self._large.add(model_request)
             large.begin()
@@ -407,7 +407,7 @@ class Engine(ModelReplica[ModelRequest]):
         )
 
     def _remember(self, deaths: int, model_request: ModelRequest) -> None:
-        """Record how many runtimes died during a request, for its inputs, as `FrontLoop.record`."""
+        """Record how many runtimes died while they executed a request's inputs (see `FrontLoop.record`)."""
         with suppress(Exception):
             try:
                 arrays = read_inputs(self._tensors, model_request.request.triton, self._inputs)
@@ -465,7 +465,7 @@ class Engine(ModelReplica[ModelRequest]):
     def _receive(
         self, connection: RuntimeConnection, requests: Sequence[ClientRequest]
     ) -> list[ModelRequest]:
-        """Number the requests of a batch; some of them have failed."""
+        """Return the requests of a batch with their numbers on the connection. Some of them have failed."""
         batch = []
         for id, request in zip(connection.next_ids(len(requests)), requests, strict=True):
             if self._internal and request.failure is None and not request.params.run:
@@ -482,7 +482,7 @@ class Engine(ModelReplica[ModelRequest]):
         connection: RuntimeConnection,
         take: Callable[[RuntimeConnection, int, int], Slab],
     ) -> dict[int, ModelRequest]:
-        """Find a place in shared memory for each request, or fail it. Returns the requests that need the device, by id.
+        """Place each request in shared memory, or fail it. Return the requests that need the device, by id.
 
         Raises Closed if the runtime died.
         """
@@ -524,7 +524,7 @@ class Engine(ModelReplica[ModelRequest]):
         return placed
 
     def _prepare(self, model_request: ModelRequest, at: int) -> int:
-        """Read and check a request's tensors. Return the bytes that it needs. Its inputs start at `at`."""
+        """Read and check a request's tensors. Return the bytes of shared memory that it needs from the offset `at` on."""
         request = model_request.request
         if request.reply is not None and request.reply.sent:
             raise RequestFailure(Status.DEADLINE, LATE)  # The hook's work would be in vain.
@@ -566,7 +566,7 @@ class Engine(ModelReplica[ModelRequest]):
     def _read_step(self, triton: Any) -> SequenceStep:
         """Read a request's parameters about its sequence.
 
-        Raises RequestFailure, also if its state ended with a runtime.
+        Raises RequestFailure, for example if the sequence's state was lost with a runtime.
         """
         step, homes, attachment = read_step(triton), self._process.homes, self.session.attachment
         if step.start or homes is None or attachment is None:

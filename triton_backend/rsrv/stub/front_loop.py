@@ -50,7 +50,7 @@ from rsrv.wire.frames import Status
 
 log = logging.getLogger("rsrv.stub")
 
-#: Seconds between two ticks while a suspect is under way and others wait for its answer.
+#: Seconds between two ticks while a suspect executes and other requests wait for its end.
 _SUSPECT_TICK_S = 0.005
 #: Seconds that `close` waits for the thread.
 _CLOSE_TIMEOUT_S = 5.0
@@ -112,7 +112,7 @@ class FrontLoop:
         #: True if the thread handles no more events. Every request is then refused.
         self._ended = False
         self.snapshot: Snapshot = self._front.snapshot()
-        #: Set at each new snapshot, for one thread that waits for it.
+        #: Set at each new snapshot. Only one thread may wait for it.
         self.changed = threading.Event()
 
     def begin(self, front: Front, effects: Effects) -> None:
@@ -123,7 +123,7 @@ class FrontLoop:
         self._thread.start()
 
     def post(self, item: Event | Callable[[], None]) -> None:
-        """Give the thread an event, or work, which it handles in its turn."""
+        """Put an event, or a function to call, at the end of the thread's inbox."""
         self._inbox.put(item)
         if self._ended:
             self._drain()
@@ -157,7 +157,7 @@ class FrontLoop:
     def add_batch(
         self, requests: Sequence[ClientRequest], reply: Callable[[ClientRequest], object], outcomes: Failing
     ) -> None:
-        """Let requests wait that arrive while there is no runtime. `reply` makes the reply of a request."""
+        """Let requests wait for a runtime. `reply` makes the reply of a request."""
         for request in requests:
             reply(request)
         for request in requests:
@@ -178,8 +178,8 @@ class FrontLoop:
     def record(self, deaths: int, arrays: Mapping[str, Array]) -> None:
         """Record how many runtimes died while they executed these inputs. 0: a request with these inputs was answered.
 
-        The record counts for all requests with equal inputs. For example, a deadline may end a request before its second
-        try, and then the client may send the same inputs again.
+        The record counts for all requests with equal inputs. So it also counts if a deadline ends a request before its second
+        try and the client sends the same inputs again.
         """
         self.post(InputsExecuted(digest_of(arrays), deaths))
 
@@ -239,7 +239,7 @@ class FrontLoop:
             assert isinstance(request, ClientRequest)
             reply, owed = request.reply, self._kept.get(request)
             if owed is None:
-                continue  # The end of another request has let this one be submitted.
+                continue  # The request was submitted after another one ended.
             if reply is None or reply.sent:
                 self.handle(RequestAnswered(request))
             elif checks and now - owed.checked > CHECK_PERIOD_S:
@@ -283,7 +283,7 @@ class FrontLoop:
     def _carry_out(self, instruction: Instruction, refused: list[ClientRequest]) -> Sequence[Event]:
         """Carry out an instruction and return the events that follow at once.
 
-        Collect the requests that no runtime took in `refused`.
+        A request that no runtime took is appended to `refused`.
         """
         effects = self._effects
         assert effects is not None

@@ -1,8 +1,7 @@
 """A generating model's stub. It answers a request in many responses, each with a token or a piece of text.
 
-The runtime sends tokens as they come, and never waits for a client. A slow client can leave at most as many tokens
-unread as the answer's limit allows. Tokens that wait for a sender thread are joined to one piece, and Triton keeps
-sent responses.
+The runtime sends tokens as it generates them, and never waits for a client. The unread tokens of a slow client are bounded by
+the answer's limit. Tokens that wait for a sender thread are joined to one piece; responses that were sent wait in Triton.
 """
 
 import json
@@ -34,7 +33,7 @@ from rsrv.wire.socket import Closed
 #: Seconds that an answer may take if its client sets no deadline. On plain HTTP, Triton does not notice that a client
 #: is gone.
 _DEADLINE_S = 300.0
-#: Bytes of text that are read for each token of the context.
+#: A prompt with more bytes of text than this for each token of the context is refused before it is tokenized.
 _BYTES_PER_TOKEN = 64
 _DIED = "the model runtime ended after a part of this answer was sent; it is being restarted, ask again for a whole answer"
 _SUB_CALL = (
@@ -44,12 +43,12 @@ _SUB_CALL = (
 
 @dataclass(slots=True, eq=False)
 class AnswerStream(DeferredRequest):
-    """One answer while its tokens come. Its lock keeps its responses in order."""
+    """One answer while the runtime generates its tokens. The lock keeps the responses in order."""
 
     prompt: Sequence[int] = ()
     frame: bytes = b""
     params: GenerationParams = field(default_factory=GenerationParams)
-    #: None for clients that get tokens
+    #: Converts tokens to text. None for clients that get tokens.
     text: TextStream | None = None
     lock: Lock = field(default_factory=Lock)
     #: Tokens that wait for a sender thread.
@@ -72,7 +71,7 @@ class AnswerStream(DeferredRequest):
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """The prompt, as `FrontLoop.record` takes inputs."""
+        """The prompt in the form in which `FrontLoop.record` takes inputs."""
         return {"prompt": np.asarray(self.prompt, np.int32)}
 
     def finish(self, done: Completion) -> None:
@@ -104,7 +103,7 @@ class GenerationEngine(ModelReplica[AnswerStream]):
         return frame
 
     def _answers_in_s(self, attachment: Attachment) -> float:
-        # Between two steps a device looks free, so add the answers under way.
+        # A device looks free between two steps, so add some time for each answer in progress.
         return attachment.begins_in_s() + 1e-3 * self._deferred.pending
 
     def _forecast(self, attachment: Attachment) -> None:
@@ -217,7 +216,7 @@ class GenerationEngine(ModelReplica[AnswerStream]):
         stream.latest_at = time.perf_counter()
         stream.first_at = stream.first_at or stream.latest_at
         stream.tokens.append(token)
-        # With more tokens, a sender thread is already asked, and will also find this one.
+        # If more tokens wait, a sender thread was already asked to send them, and will also find this one.
         if len(stream.tokens) == 1 and (stream.params.stream or stream.params.stop_texts):
             self._deferred.run(partial(self._send, stream))
 
@@ -244,7 +243,7 @@ class GenerationEngine(ModelReplica[AnswerStream]):
             response = self._last(stream)
             if stream.request.reply is not None:
                 stream.request.reply.send(response)
-        with suppress(Closed, OSError):  # A runtime that has ended has nothing to end.
+        with suppress(Closed, OSError):  # A runtime that has ended generates nothing any more.
             stream.cancelling = stream.connection.cancel([stream.id])
 
     def _take(self, stream: AnswerStream) -> None:
@@ -254,7 +253,7 @@ class GenerationEngine(ModelReplica[AnswerStream]):
         stream.kept += tokens if stream.text is None else stream.text.feed(tokens)
 
     def respond(self, stream: AnswerStream) -> Any:
-        """Return the last response of an answer. None: it was sent already."""
+        """Return the last response of an answer, or None if it was already sent."""
         with stream.lock:
             return None if stream.over else self._last(stream)
 

@@ -1,4 +1,4 @@
-"""Parameters of a request for generated tokens: the ones that a client may set, and the refusals of others."""
+"""Parameters of a request for generated tokens. A client may set these; others are refused."""
 
 import json
 import math
@@ -16,7 +16,7 @@ _MAX_STOPS, _MAX_STOP_CHARACTERS = 16, 256
 _EXACT = 1 << 24
 _MAX_TEMPERATURE = 100.0
 _MAX_RATE = 1000.0
-#: Parameters of any request that are read elsewhere. `id` is a field of `generate` that Triton takes for a parameter.
+#: Parameters that any request may have, and that other modules read. Triton takes `id`, a field of `generate`, for a parameter.
 _OTHERS = ("id", *OURS, "reactant_timeout_ns")
 #: Headers of one word that Triton may forward. Other headers contain a hyphen or a capital letter.
 _HEADERS = ("traceparent", "tracestate", "authorization", "baggage", "host", "cookie", "accept", "b3")
@@ -42,7 +42,7 @@ class GenerationParams(NamedTuple):
     detokenize: bool = False
 
 
-#: Reader of the number in each parameter.
+#: Type, condition and rule in words of each parameter that is a number.
 _NUMBERS: Mapping[str, tuple[type, Callable[[float], bool], str]] = {
     "max_tokens": (int, lambda value: value >= 1, "a whole number from 1 on"),
     "temperature": (float, lambda value: 0 <= value <= _MAX_TEMPERATURE, "a number from 0 (greedy) to 100"),
@@ -58,9 +58,10 @@ _KNOWN = (*_NUMBERS, "stop", *_FLAGS)
 def read_generation_params(
     parameters: Mapping[str, Any], *, context: int, stop: Sequence[int], text: bool
 ) -> GenerationParams:
-    """Return the parameters of a request, for a model with these facts. Raises RequestFailure for wrong or unknown ones.
+    """Return the parameters of a request. Raises RequestFailure for wrong or unknown ones.
 
-    `text` is true if clients get text, and their `stop` is text, too.
+    `context` and `stop` are the model's context in tokens and its stop tokens. `text` is True if clients send and get text;
+    the parameter `stop` is then also text.
     """
     for name in parameters:
         if name not in _KNOWN and not _is_for_others(name):
@@ -89,7 +90,7 @@ def read_generation_params(
 
 
 def _is_for_others(name: str) -> bool:
-    """Return whether a parameter is not of a generation: Triton's, rsrv's, or a header that Triton forwards."""
+    """Return True if a parameter is not about generation: Triton's own, rsrv's, or a header that Triton forwards."""
     return name.startswith("triton_") or name in (*_OTHERS, *_HEADERS) or "-" in name or name != name.lower()
 
 

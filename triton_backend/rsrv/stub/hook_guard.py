@@ -1,18 +1,18 @@
 """Guards against hooks that go wrong, so that they harm no other model.
 
-A hook that hangs. A thread that executes a hook notes it in a slot, and clears the slot afterwards, which is all that
-a request pays. One thread checks the slots ten times per timeout, and counts in how many checks in a row a thread was
-in the same interval of a hook. Checks are counted, not seconds: a process that was stopped, or got no processor, is
-not blamed for that time. Python cannot end a thread, so the process ends, after all requests are answered
-(`DrainAndExit`). A hook that holds the interpreter's lock prevents even that. Then a thread of C's ends the process
-without answers; each check postpones that while there are hooks to check.
+A hook that hangs: A thread that executes a hook records this in a slot, and clears the slot afterwards. A request costs no
+more than that. The watching thread checks the slots ten times per timeout. It counts in how many consecutive checks a thread
+was in the same interval of a hook. It counts checks and not seconds, because a hook is not to blame for the time in which its
+process was stopped or got no processor. Python cannot end a thread, so the process ends after all requests are answered
+(`DrainAndExit`). A hook that holds the interpreter's lock prevents even that. Then the backstop, a thread in C, ends the
+process without answers. Each check postpones the backstop while there are hooks to check.
 
-A hook that allocates without bound. It gets MemoryError, and its request fails. If its memory is not freed, the
+A hook that allocates without bound: It gets MemoryError, and its request fails. If its memory is not freed, the
 process ends.
 
-A hook that keeps all file descriptors. Its request fails, and the process ends, because it could not reach a runtime again.
+A hook that keeps all file descriptors: Its request fails, and the process ends, because it could not reach a runtime again.
 
-A hook that forks. The child must neither answer requests nor keep the runtime from seeing the end of this process.
+A hook that forks: The child must not answer requests, and must not keep the runtime from seeing the end of this process.
 """
 
 import faulthandler
@@ -41,9 +41,9 @@ log = logging.getLogger("rsrv.stub")
 
 #: Number of checks per timeout.
 CHECKS = 10
-#: Minimum number of seconds between two checks.
+#: Shortest time between two checks, in seconds.
 _MIN_CHECK_PERIOD_S = 0.01
-#: After this many timeouts, the backstop ends a process without checks.
+#: If there was no check for this many timeouts, the backstop ends the process.
 BACKSTOP_TIMEOUTS = 2.0
 #: Share of the hooks' memory that must be free again after a hook got MemoryError.
 _MIN_FREE_SHARE = 1 / 8
@@ -53,8 +53,8 @@ FREE_DESCRIPTORS = 8
 #: Text for clients of a process whose hooks keep all descriptors.
 KEPT_DESCRIPTORS = "the model's hooks keep as many files open as their process may have (ulimit -n); the model is being restarted"
 
-#: Number of threads that may start at any time: the thread here, the backstop's, the log's, and that of an attempt to reach a
-#: runtime.
+#: Number of threads of rsrv that may start at any time, such as the watching thread, the backstop's, the log's, and the one
+#: that reaches a runtime.
 _MORE_THREADS = 5
 #: Seconds that a draining process may take to answer all requests.
 _DRAIN_S = 5.0
@@ -70,14 +70,15 @@ class Backstop(Protocol):
     def cancel(self) -> None: ...
 
 
-#: Guards the process's backstop: who wants it when, and whether a guard has armed it.
+#: Guards the end times of the process's backstop, and the flags that say whether a guard has armed it.
 _backstop_lock = threading.RLock()
 
 
 class Faulthandler:
-    """A thread of C's that writes all stacks to the server's log and ends the process, without the interpreter's lock.
+    """A thread in C that writes all stacks to the server's log and ends the process, without the interpreter's lock.
 
-    The process has one such thread, for the earliest of the times that its guard and its imports of `model.py` want.
+    The guard of hooks and each import of `model.py` have an instance. The process has one such thread, which acts at the
+    earliest end time of all instances.
     """
 
     #: End time of each instance, by time.monotonic.
@@ -105,9 +106,9 @@ class Faulthandler:
 class DrainAndExit:
     """Ends a stub's process that cannot continue, after all its requests are answered.
 
-    When a process ends, Triton answers only its requests inside execute(). So the other requests must be answered
-    first. The control process loads a model whose process has ended again. `stop` refuses further requests, `leave`
-    ends the process.
+    When a stub's process ends, Triton answers only the requests that are inside execute(). So the other requests must be
+    answered first. After the end, the control process loads the model again. `stop` refuses further requests, and `leave` ends
+    the process.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class DrainAndExit:
         self._responses = responses
         self._leave = leave
         self._backstop = backstop or Faulthandler()
-        #: Numbers the calls. Two threads never get the same number.
+        #: Counts the calls. Two threads never get the same number.
         self._calls = count(1)
 
     def __call__(self, text: str) -> None:
@@ -145,10 +146,8 @@ class DrainAndExit:
 def bound_exit(leave: Callable[[int], object] = os._exit, backstop: Backstop | None = None) -> None:
     """Limit the duration of the interpreter's exit, which begins after this call.
 
-    Triton waits for it without a limit.
-
-    The exit calls the exit handlers of model.py, and joins the threads of executors and of the module `threading`. If one
-    of them never returned, the process and its memory would stay for ever.
+    The exit calls the exit handlers of model.py, and joins the threads of executors and of the module `threading`. Triton waits
+    for it without a limit. So if one of them never returned, the process and its memory would stay for ever.
     """
     lift_limit()
     # The thread below cannot run while code holds the interpreter's lock.
@@ -171,7 +170,7 @@ def bound_exit(leave: Callable[[int], object] = os._exit, backstop: Backstop | N
 
 @dataclass(slots=True, eq=False)
 class HookInterval:
-    """A hook's execution without a break. A meta model's run has one before and after each sub-call."""
+    """A part of a hook's execution without a sub-call. A meta model's run has one before, between and after its sub-calls."""
 
     hook: str
     #: The client's id of the hook's request.
@@ -183,7 +182,7 @@ Seen = Mapping[int, tuple[HookInterval, int]]
 
 
 def check(before: Seen, now: Mapping[int, HookInterval | None]) -> Seen:
-    """Return the intervals after one more check of the threads."""
+    """Return the intervals and their numbers of checks after one more check. `now` has each thread's present interval."""
     seen = {}
     for thread, interval in now.items():
         if interval is not None:
@@ -202,7 +201,7 @@ def find_hung(seen: Seen) -> tuple[int, HookInterval] | None:
 
 def frame_of(thread: int) -> FrameType | None:
     """Return the innermost frame of a thread, None if it has ended."""
-    # A garbage collection inside the call would wait for a lock that the call holds (CPython before 3.12).
+    # In CPython before 3.12, a garbage collection inside the call would wait for a lock that the call itself holds.
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -213,7 +212,7 @@ def frame_of(thread: int) -> FrameType | None:
 
 
 class HookGuard:
-    """The guard of one process. Until it is started, it only records which thread is in which hook."""
+    """The guard of one process. Until `start` or `watch`, it only records which thread is in which hook."""
 
     def __init__(self, backstop: Backstop | None = None) -> None:
         #: Interval of each thread. None: the thread is between intervals.
@@ -248,7 +247,7 @@ class HookGuard:
             self._end("the model's hooks keep all memory that they may have; the model is being restarted")
 
     def out_of_descriptors(self, error: BaseException) -> bool:
-        """Return True if `error` is a lack of file descriptors. End the process if its hooks keep them."""
+        """Return True if the cause of `error` is a lack of file descriptors. End the process if hooks keep the descriptors."""
         if not lacks_descriptors(error):
             return False
         traceback.clear_frames(error.__traceback__)
@@ -352,8 +351,8 @@ class _SlotContext(AbstractContextManager[None]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._guard._forked:
-            # This is a fork of the stub that returned from the hook. It must not continue as the stub.
+            # This process is a fork of the stub, and it has returned from the hook. It must not continue as the stub.
             os._exit(1)
         before = self._before
-        # A new interval begins for the hook that was interrupted.
+        # If a hook was interrupted, a new interval of it begins now.
         self._guard._intervals[self._thread] = before and HookInterval(before.hook, before.request)

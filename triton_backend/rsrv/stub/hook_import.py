@@ -1,6 +1,6 @@
-"""The import of a bundle's `model.py`, which may hang: it runs on a thread of its own, so that its model's load can fail.
+"""The import of a bundle's `model.py`. It may hang, so it runs on a thread of its own, and the model's load can still fail.
 
-An import that takes seconds is reported to the runtime, because Triton does not show it, and opens its ports only
+An import that takes seconds is reported to the runtime. Triton does not show imports, and opens its ports only
 when all of its first models are loaded.
 """
 
@@ -58,7 +58,7 @@ class HookImport(Generic[T]):
     def result(self, session: Session, attachment: Attachment) -> T:
         """Return the functions of the file, which the first call executes.
 
-        Raises HookError, also if the import takes longer than it may, and any error of the file.
+        Raises any error of the file, and HookError, for example if the import takes too long.
         """
         if not self._path.exists():
             return self._load()
@@ -92,14 +92,14 @@ class HookImport(Generic[T]):
                 try:
                     connection.report({**Meters().take(), "importing": importing}, REPORT_TIMEOUT_S)
                 except (TimeoutError, *UNREACHABLE):
-                    # Do not wait for a connection: each wait brings the backstop nearer. The runtime keeps the latest
-                    # report.
+                    # Do not connect again, because the backstop comes nearer while this thread waits. The runtime keeps the
+                    # latest report.
                     connection = None
 
         return report
 
     def _begin(self, report: Callable[[], None]) -> "Future[T]":
-        """Return the result of the import that goes on, or of a new one, which is reported first."""
+        """Return the result of the import that is in progress. Without one, report and start a new import."""
         with self._lock:
             result = self._result
             if result is None or (result.done() and result.exception() is not None):
@@ -116,7 +116,7 @@ class HookImport(Generic[T]):
         try:
             with _event_loop():
                 hooks = self._load()
-        except BaseException as error:  # noqa: BLE001 - also sys.exit(), as on the thread that waits
+        except BaseException as error:  # noqa: BLE001 - the waiting thread raises the error, and sys.exit() as well
             if isinstance(error, (ValueError, RuntimeError)) and "main thread" in str(error):
                 error.args = (f"{error} ({_THREAD_HINT})",)
             result.set_exception(error)
@@ -145,7 +145,7 @@ class HookImport(Generic[T]):
 
 @contextmanager
 def _event_loop() -> Iterator[None]:
-    """Give this thread an event loop, as the main thread has one. It stays open if model.py keeps it."""
+    """Set an event loop for this thread, because the main thread has one. It stays open if model.py keeps it."""
     loop = asyncio.new_event_loop()
     references = sys.getrefcount(loop)
     asyncio.set_event_loop(loop)
@@ -158,9 +158,9 @@ def _event_loop() -> Iterator[None]:
 
 
 def _periods(timeout: float | None) -> Iterable[float]:
-    """Yield the seconds until each check of an import that may take so long.
+    """Yield the seconds until each check of an import that may take `timeout` seconds. None: without a limit.
 
-    Checks are counted, not seconds, as in `HookGuard`: a process that was stopped is not blamed for that time.
+    The caller counts checks and not seconds, as `HookGuard` does, so the time in which the process was stopped does not count.
     """
     if timeout is None:
         return itertools.repeat(_REPORT_PERIOD_S)

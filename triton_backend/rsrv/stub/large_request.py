@@ -18,7 +18,7 @@ from rsrv.stub.tensors import Array
 
 
 class LargeRequest:
-    """The parts of one request, and its outputs as far as they are there.
+    """The parts of one request, and the outputs of the parts that were answered.
 
     After `begin`, only the front's thread changes the state of the parts, until the model is unloaded.
     """
@@ -38,10 +38,10 @@ class LargeRequest:
             request: The client's request. It gets a reply before `begin`.
             inputs: The module's inputs.
             plan: Plan of the whole request.
-            submit: Submits parts. The first one must reach the runtime first, because it takes the request's place in the queue.
-            finish: Called once, with the module's outputs, when all parts are answered, or with the failure of the first part
+            submit: Submits parts. The first part must reach the runtime first: it takes the request's place in the queue.
+            finish: Called once: with the module's outputs when all parts are answered, or with the failure of the first part
                 that fails.
-            post: Lets the front's thread do work.
+            post: Calls a function on the front's thread.
         """
         self.request = request
         self._inputs = inputs
@@ -66,7 +66,7 @@ class LargeRequest:
         return failure
 
     def has_ended(self) -> bool:
-        """Return True if the request has its outcome. Its other parts are then useless."""
+        """Return True if the request has its outcome, so that its other parts are useless."""
         return self._parts.ended
 
     def inputs(self, part: RowRange) -> dict[str, Array]:

@@ -1,7 +1,7 @@
-"""A meta model's stub: each request is one run of model.py's `run(inputs, call)`, on a thread.
+"""A meta model's stub. Each request is one run of model.py's `run(inputs, call)`, on a thread.
 
-The runtime admits as many runs at a time as meta.concurrency says. Up to that number this stub starts runs at once,
-which ask for admission with their first sub-call. The others wait in the runtime, not on threads here.
+The runtime admits as many runs at a time as meta.concurrency says. This stub starts runs at once up to that number; such a run
+asks for admission with its first sub-call. Further runs wait in the runtime for admission, and need no thread here meanwhile.
 """
 
 import inspect
@@ -39,7 +39,7 @@ log = logging.getLogger("rsrv.stub")
 
 Run = Callable[[dict[str, Array], Any], Any]
 
-#: Weights of a shorter and of a longer run in the learned length.
+#: Weights of a shorter and of a longer run in the learned duration.
 _FALL, _RISE = 0.5, 0.02
 
 
@@ -53,15 +53,15 @@ class MetaModel:
     outputs: Sequence[WireTensor]
     #: True if Triton batches it.
     batched: bool = True
-    #: Models outside of the runtime.
+    #: Names of models outside of the runtime, which are called through Triton.
     external: Collection[str] = ()
-    #: True if `run` may begin again if a runtime dies with tensors of it.
+    #: True if `run` may begin again after a runtime has died that kept tensors of the run.
     restartable: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Idle:
-    """Connections of one attachment that no run uses. Only the thread that takes one out may use or close it."""
+    """Connections of one attachment that no run uses. The thread that removes a connection alone may use or close it."""
 
     attachment: Attachment
     callees: Mapping[str, Callee]
@@ -88,13 +88,13 @@ class MetaEngine(ModelReplica[MetaRequest]):
         self._concurrency = settings["concurrency"]
         self._through_triton = settings["transport"] == "bls"
         self._bls = make_bls(settings) if model.external or self._through_triton else None
-        #: True if runs need admission: without callees in the runtime they do not use the device.
+        #: True if runs need admission. Runs without callees in the runtime do not use the device, and need none.
         self._gated = bool(model.hooks)
         threads = SENDER_THREADS + (self._concurrency if self._gated else 0)
         self._hook_threads = threads + (MAX_CALLS if self._bls is not None else 0)
         super().__init__(session, process, threads)
         self._model = model
-        #: Length of a run. execute() does not wait for the first runs.
+        #: Learned duration of a run. It begins with a value at which execute() does not wait for the first runs.
         self._run_length = LearnedDuration(MAX_BLOCK_S, _FALL, _RISE)
         self._running: set[MetaRequest] = set()
         #: The requests that were last answered in place. Triton reads their responses after execute() has returned.
@@ -121,18 +121,17 @@ class MetaEngine(ModelReplica[MetaRequest]):
         free_s = attachment.begins_in_s()
         if not self._gated:
             return free_s
-        # The board's cells count the calls of running runs and all waiting runs, but not yet the runs that came just
-        # now.
+        # The board's cells count the calls of running runs, and all waiting runs. They do not count the latest runs yet.
         ahead: int = (len(self._running) + self._deferred.pending) // self._concurrency
         return free_s + max(self._run_length.seconds * ahead, attachment.direct.admission_in_s())
 
     def _forecast(self, attachment: Attachment) -> Forecast:
-        """Return the device's expected work. It counts runs instead of rows."""
+        """Return the device's expected work. A run counts as a row."""
         forecast = attachment.forecast(ExecutionCosts([self._concurrency], [self._run_length.seconds]))
         return forecast._replace(free_s=self._begins_in_s(attachment))
 
     def close(self, *, direct: bool = False) -> None:
-        # Runs end on their connections: closing one would not wake a thread that polls it.
+        # Leave the connections of runs open until the runs end, because closing one would not wake a thread that polls it.
         super().close(direct=direct)
         if self._bls is not None:
             self._bls.close()
@@ -194,7 +193,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
             for _ in running:
                 inbox.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
-            # The runs take longer than predicted: let execute() return.
+            # The runs take longer than predicted, so let execute() return.
             self._run_length.seconds = MAX_BLOCK_S
             for meta_request in batch:
                 self._hand_over(meta_request)
@@ -204,7 +203,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
 
     def _hand_over(self, meta_request: MetaRequest) -> None:
         self._deferred.reply(meta_request.request)
-        # If the run ends at this moment, its thread also answers. The reply takes only the first answer.
+        # If the run ends at this moment, its thread answers as well. The reply sends only the first answer.
         if meta_request.response is not None or meta_request.request.failure is not None:
             self._deferred.finish(meta_request)
 
@@ -220,7 +219,8 @@ class MetaEngine(ModelReplica[MetaRequest]):
 
     def _serve_at_once(self, meta_request: MetaRequest) -> None:
         """Execute a run that did not wait, and answer its request."""
-        # Set it before the look for a reply: `_hand_over` makes the reply before it looks for a response.
+        # Set the response before checking for a reply. `_hand_over` makes the reply before it checks for a response, so one of
+        # the two threads sees both.
         response = meta_request.response = self._serve(meta_request)
         reply = meta_request.request.reply
         if reply is None:
@@ -285,9 +285,9 @@ class MetaEngine(ModelReplica[MetaRequest]):
                     self._process.front.record(0 if status is Status.OK else deaths, self._read(meta_request))
 
     def _enter_again(self, meta_request: MetaRequest, span: OpenSpan | None) -> RunPlace | None:
-        """Give a run whose runtime has died a place at the device that admits it soonest.
+        """Return a place on the device that admits a run soonest whose runtime has died. None: there is no place now.
 
-        None: there is no place now. Raises RequestFailure.
+        Raises RequestFailure.
         """
         model = self._process.model
         engine: MetaEngine | None = None if model is None else model.live()
@@ -297,9 +297,9 @@ class MetaEngine(ModelReplica[MetaRequest]):
         return engine._try_to_enter(_request(attachment, meta_request.request), span)
 
     def _try_to_enter(self, meta_request: MetaRequest, span: OpenSpan | None) -> RunPlace | None:
-        """Give a run a place here. None: the runtime is gone. Raises RequestFailure.
+        """Return a place for a run that begins on this device. None: the runtime is gone. Raises RequestFailure.
 
-        If the callees are on several devices, each of them must admit the run. The run asks them in ascending order,
+        If the callees are on several devices, each of these devices must admit the run. The run asks them in ascending order,
         beginning here. Otherwise two runs could wait for each other's places for ever.
         """
         place = RunPlace(meta_request.request.params.deadline_ns)
@@ -322,7 +322,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
     def _join(
         self, place: RunPlace, meta_request: MetaRequest, span: OpenSpan | None, *, further: bool = False
     ) -> tuple[DirectRun, Mapping[str, Callee]]:
-        """Add this device to a run's place. `further`: the run has begun on another device. Raises RequestFailure."""
+        """Add this device to a run's place. `further` is True if the run has begun on another device. Raises RequestFailure."""
         connection, callees = self._take_connection(meta_request)
         entrance = meta_request.write()._replace(further=further)
         run = DirectRun(connection, entrance, meta_request.request.id, span)
@@ -342,7 +342,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
         span: OpenSpan | None,
         engines: Mapping[str, "MetaEngine"],
     ) -> None:
-        """Admit a run that has a place here on the other devices as well. Raises RequestFailure."""
+        """Add the other devices to the place of a run that begins here. Raises RequestFailure."""
         until_ns = grace(meta_request.request.params.deadline_ns)
         other_engines = {engine.session.device: engine for engine in engines.values() if engine is not self}
         place.first.stage = self.session.device
@@ -427,7 +427,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
             raise RequestFailure(Status.RUNTIME_DOWN, DOWN) from None
 
     def _withdraw(self, meta_request: MetaRequest, status: Status) -> None:
-        """End an admitted run that has no connection of its own, on the connection of its ENTER."""
+        """End an admitted run that has no connection of its own. The connection of its ENTER reports the end."""
         if meta_request.admitted:
             try:
                 # Do not wait, because execute() also sends on that connection.
@@ -450,7 +450,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
             return
         idle.connections.append(connection)
         if self._idle is not idle:
-            idle.close()  # The runtime is gone since the look above, and its idle connections may be closed already.
+            idle.close()  # The runtime has ended since the check above, and its idle connections may already be closed.
 
 
 def _request(attachment: Attachment, request: ClientRequest, id: int = 0) -> MetaRequest:

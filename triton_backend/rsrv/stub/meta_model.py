@@ -17,7 +17,7 @@ from rsrv.stub.tensors import Tensors
 
 
 class MetaModelStub(ModelStub):
-    """One meta model's stub; its work is done by `MetaEngine` and the runtime."""
+    """One meta model's stub. `MetaEngine` and the runtime do its work."""
 
     def serve(self, setup: Setup, pb_utils: Any) -> ServedModel:
         folder = setup.bundle.parent / "calls"
@@ -32,7 +32,7 @@ class MetaModelStub(ModelStub):
         shared: list[Bls] = []
 
         def make_bls(settings: dict[str, Any]) -> Bls:
-            # Make one for all replicas: its limit of threads is that of the process.
+            # Make one object for all replicas, because its limit of threads holds for the whole process.
             if not shared:
                 most = limit(read_pool_size(setup.launcher.server_pid))
                 shared.append(_make_bls(pb_utils, tensors, most, carried_only, settings))

@@ -1,7 +1,7 @@
-"""One run of a meta model: its places on devices, one after another if runtimes die, and its sub-calls.
+"""One run of a meta model: its sub-calls, and its place on devices. If a runtime dies, the run gets another place.
 
-The stub owns the inputs of a sub-call until its end. So a runtime's death delays a run. The run loses only the
-tensors that it kept on the device.
+The stub keeps the inputs of a sub-call until the sub-call ends, and sends them again to the next runtime. So a runtime's death
+only delays a run, which loses nothing but the tensors that it kept on the device.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class MetaRequest(DeferredRequest):
 
     #: Attachment of the engine that serves the request.
     attachment: Attachment = field(kw_only=True)
-    #: Random token, so that other requests cannot name it.
+    #: Token of the run. It is random, so that other requests cannot name it.
     token: int = field(default_factory=lambda: secrets.randbits(64) or 1, kw_only=True)
     admitted: bool = False
     #: Arrays that the response may refer to.
@@ -80,7 +80,7 @@ class MetaRequest(DeferredRequest):
 
 
 class RunPlace:
-    """A run's place on one device, or on several by stage, until the run ends or one of their runtimes does."""
+    """A run's place on one device, or on several devices by stage. It lasts until the run or one of the runtimes ends."""
 
     def __init__(self, deadline_ns: int) -> None:
         #: The run on the device of each callee, and the callee there, by name.
@@ -108,7 +108,7 @@ class RunPlace:
 
     @property
     def suspect(self) -> bool:
-        """True if a device had one of the run's calls when its runtime died."""
+        """True if a device was executing one of the run's calls when its runtime died."""
         return any(run.suspect for run in self._runs)
 
     def look(self) -> None:
@@ -124,7 +124,7 @@ class RunPlace:
     def abandon(self) -> None:
         """End the run on devices whose runtime still lives.
 
-        Keep its connections, because they hold the memory of further calls.
+        Its connections stay open, because they hold the memory of calls that will be repeated.
         """
         self.leave(Status.RUNTIME_DOWN)
         for run in self._runs:
@@ -177,9 +177,10 @@ class PlacedRun:
         return self._place
 
     def is_lost(self, place: RunPlace, failure: RequestFailure) -> bool:
-        """Return whether a call at a place failed because a runtime died.
+        """Return True if a call at a place failed because a runtime died.
 
-        Through Triton, the callee's stub may ask the next runtime, which has no such run.
+        The status NOT_FOUND counts as well: a callee's stub that is called through Triton may ask the next runtime, which does
+        not know the run.
         """
         if failure.status not in (Status.RUNTIME_DOWN, Status.NOT_FOUND):
             return False
@@ -187,7 +188,7 @@ class PlacedRun:
         return place is not self._place or place.down
 
     def renew(self) -> RunPlace | None:
-        """Return a place for calls that are to be repeated, another one if it was lost; None: there is none yet.
+        """Return the place where calls are repeated. If the present place was lost, it is a new one. None: there is none yet.
 
         Raises RequestFailure if the run cannot wait longer.
         """
@@ -217,7 +218,7 @@ class PlacedRun:
         return place
 
     def progress(self) -> None:
-        """Allow the run to wait for `retry_s` again after a further death, because a call was answered."""
+        """Record that a call was answered. After a further death, the run may wait for the whole `retry_s` again."""
         self._one.request.waiting_since = self._one.request.retry_until = 0.0
 
     def end(self, status: Status) -> None:
@@ -232,7 +233,7 @@ Start = Callable[[DirectRun, Callee], Pending]
 
 
 class RepeatedCall:
-    """A sub-call in a runtime, repeated if that dies; `Pending`."""
+    """A sub-call in a runtime that is repeated if the runtime dies. It implements `Pending`."""
 
     def __init__(self, run: PlacedRun, name: str, sent: DirectCall | Start) -> None:
         self._run = run
@@ -284,7 +285,8 @@ class RepeatedCall:
     def _is_sent_again(self) -> bool:
         """Send the call to the run's present place. Return False if the caller must try again after a pause."""
         if self._run.place is self._place and not self._paused:
-            # A living runtime may close a run's connection again and again, or the callee's stub may have none yet.
+            # Pause first: a living runtime may close the run's connection again and again, or the callee's stub may have no
+            # connection yet.
             self._paused = True
             return False
         place = self._run.renew()
@@ -308,7 +310,7 @@ class RepeatedCall:
 
 
 class CallRouter:
-    """Sends each sub-call of one run straight to the runtime or through Triton; `Callees`."""
+    """Sends each sub-call of one run straight to the runtime or through Triton. It implements `Callees`."""
 
     def __init__(
         self,
@@ -353,7 +355,7 @@ class CallRouter:
         try:
             return RepeatedCall(self._run, name, run.start(callee, inputs, keep))
         except LargeCallError as large:
-            # A part is too large as well if the next runtime has smaller executions.
+            # If the next runtime has smaller compiled sizes, a part may also be too large.
             return LargeCall(large, lambda part: self._send(name, part, keep=False))
 
     def waiting(self) -> AbstractContextManager[None]:

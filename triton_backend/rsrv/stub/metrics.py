@@ -26,7 +26,7 @@ _CLOSE_TIMEOUT_S = 2.0
 
 
 class Meters:
-    """Measurements since the last report; `some` is set if there are any. Thread-safe."""
+    """Measurements since the last report. The event `some` is set if there are any. Thread-safe."""
 
     def __init__(self) -> None:
         self.some = threading.Event()
@@ -35,7 +35,7 @@ class Meters:
         self.spans = Spans(self.some.set, self._lock)
         #: The alias by which the requests came. Empty: the model's own name.
         self.alias = ""
-        #: True if they are copies of requests: clients get no answers.
+        #: True if the requests are copies for a shadow, so no client gets an answer.
         self.copies = False
         self._clear()
 
@@ -54,7 +54,8 @@ class Meters:
     def answered(self, status: Status, since: float, number: int = -1) -> None:
         """Count a request that was answered now.
 
-        `since`: its arrival, of time.perf_counter; `number`: of its submission, unless the runtime never had it.
+        `since` is the request's arrival by time.perf_counter. `number` is the number of its submission; -1: it was not
+        submitted.
         """
         seconds = time.perf_counter() - since
         with self._lock:
@@ -69,13 +70,13 @@ class Meters:
             self.some.set()
 
     def failed(self, why: str) -> None:
-        """Record why a request failed if the server is at fault. `answered` counts the request."""
+        """Record why a request failed by the server's fault. This does not count the request; `answered` does."""
         with self._lock:
             if not self.copies:
                 self._failure = why[:REASON_CHARACTERS]
 
     def hook(self, model: str, hook: str, seconds: float) -> None:
-        """Count a call of a function of model.py that took this long, also if it raised."""
+        """Count a call of a function of model.py and its duration. A call that raised also counts."""
         with self._lock:
             series = self._hooks.get((model, hook))
             if series is None:

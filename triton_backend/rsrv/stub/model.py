@@ -33,7 +33,7 @@ from rsrv.wire.paths import PLACEMENT, read_devices, runtime_directory, start_ti
 from rsrv.wire.placement_table import PlacementReader
 from rsrv.wire.stub_process import StubCommand, remove_regions
 
-#: Triton's data types -> ours
+#: rsrv's data types by Triton's data types.
 _DTYPES = {
     "TYPE_BOOL": "bool", "TYPE_UINT8": "u8", "TYPE_UINT16": "u16", "TYPE_UINT32": "u32", "TYPE_UINT64": "u64",
     "TYPE_INT8": "i8", "TYPE_INT16": "i16", "TYPE_INT32": "i32", "TYPE_INT64": "i64",
@@ -42,16 +42,16 @@ _DTYPES = {
 
 
 class ModelStub:
-    """One model's stub; its work is done by `Engine` and the runtime.
+    """One model's stub. `Engine` and the runtime do its work.
 
-    It has no `is_ready`, which Triton 26.03 and later would ask before each BLS call: requests wait here while the runtime
-    restarts, so the stub is ready as long as it lives.
+    Triton 26.03 and later would call `is_ready` before each BLS call. The stub does not have it: while the runtime restarts,
+    requests wait here, so the stub is ready as long as it lives.
     """
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Return when the model is ready, or cold: then its first request starts it.
+        """Return when the model is ready or cold. The first request starts a cold model.
 
-        Raises TritonModelException with the reason if it cannot be loaded.
+        Raises TritonModelException with the reason if the model cannot be loaded.
         """
         import triton_python_backend_utils as pb_utils
 
@@ -81,7 +81,7 @@ class ModelStub:
 
 
 def end_if_orphaned(pid: int, leave: Callable[[int], object] = os._exit) -> None:
-    """End this stub's process and remove its shared memory if its server has ended. Triton's code would wait for the server."""
+    """If the server has ended, remove the shared memory of this stub and end its process. Triton's code would wait for ever."""
     command = StubCommand.read(pid)
     if command is not None and not start_time(command.server):
         remove_regions([command.region])
@@ -119,8 +119,8 @@ def serve_model(
             made = facts["tokenizer"] and prompts(facts["tokenizer"], facts["template"])
             replica = GenerationEngine(session, attachment, process, made)
         else:
-            # Leave out the strings of a generation that tell why it ended. They are made even where numpy cannot
-            # carry text.
+            # A generating model is not checked here: the strings that say why a generation ended can be made even where numpy
+            # cannot carry text.
             check_strings(setup.config["output"], process.tensors)
             internal = "rsrv_internal" in setup.config["parameters"]
             setup_hooks = hooks.result(session, attachment)
@@ -140,7 +140,7 @@ def check_strings(wires: Sequence[Mapping[str, Any]], tensors: Tensors) -> None:
 
 
 def import_hooks(bundle: Path) -> HookImport[Hooks]:
-    """Return the import of a bundle's `model.py`, which has not begun."""
+    """Return the import of a bundle's `model.py`. It begins with the first call of its `result`."""
     return HookImport(file := bundle / "model.py", partial(load_hooks, file))
 
 
@@ -156,11 +156,11 @@ class Setup:
     #: True if Triton batches this model.
     batched: bool
     launcher: Launcher
-    #: Triton's number
+    #: The model's version in Triton.
     version: str
     #: The alias of which the model is a target. Empty: the model is served by its own name.
     alias: str = ""
-    #: True if the target gets copies of requests.
+    #: True if the model is a target that gets copies of requests.
     copies: bool = False
 
     def prompts(self, file: str, template: str) -> PromptTokeniser:
@@ -190,7 +190,7 @@ class Setup:
 
         @cache
         def set_up_logs(form: Any) -> None:
-            # Failed requests are logged, and they must not wait for the log from here on.
+            # From here on, a thread writes the log, so that failed requests do not wait for it.
             logs.setup(form, self.alias or self.name, aside=True)
 
         def make_replica(session: Session, attachment: Attachment) -> ModelReplica[Any]:
@@ -203,7 +203,7 @@ class Setup:
         return model
 
     def placement(self, callees: Iterable[str] = ()) -> PlacementReader:
-        """Return the reader of the model's and its callees' devices in the server's table."""
+        """Return a reader of the server's placement table for the devices of the model and its callees."""
         directory = runtime_directory(self.launcher.server_pid, "0")
         return PlacementReader(directory / PLACEMENT, self.name, callees)
 
@@ -219,15 +219,15 @@ def _become_child(process: StubProcess) -> None:
     """Prepare a process that a hook has forked, such as a worker of a Pool."""
     # The runtime must notice the end of the stub, although this child process lives on.
     process.abandon()
-    # Triton's stub ignores these signals, but Python ends such workers with them.
+    # Triton's stub ignores these signals, but Python ends the workers of a Pool with them.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
 
 
 def _use_utf8() -> None:
-    """Read and write text in UTF-8, as any Python 3 does. Triton starts the Python of its stubs in ASCII.
+    """Read and write text in UTF-8, as Python does by default. Triton starts the Python of its stubs in ASCII.
 
-    The encoding of file names stays ASCII: it is fixed when Python starts.
+    The encoding of file names stays ASCII, because it is fixed when Python starts.
     """
     with suppress(locale.Error):
         locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
@@ -239,8 +239,8 @@ def _use_utf8() -> None:
 def set_up(args: dict[str, str], pb_utils: Any) -> Setup:
     """Read `initialize`'s arguments, and begin to log. Raises TritonModelException."""
     _use_utf8()
-    # Imports of a hook must not leave .pyc files in the model's directory: Triton's poll mode takes them for a
-    # change.
+    # The imports of a hook must not leave .pyc files in the model's directory, because Triton's poll mode would take them for a
+    # change of the model.
     sys.dont_write_bytecode = True
     name = args["model_name"]
     logs.setup(model=name)
@@ -252,7 +252,7 @@ def set_up(args: dict[str, str], pb_utils: Any) -> Setup:
             "serves a model from one. The runtime executes requests of one instance together: set count to 1 in a "
             "single group of KIND_CPU, or run rsrv-gen again"
         )
-    # Absolute: hooks may change the working directory.
+    # Make the path absolute, because hooks may change the working directory.
     directory = Path(args["model_repository"]).absolute()
     try:
         server = server_pid()

@@ -1,4 +1,4 @@
-"""One replica of a model in its stub, on one device: what the engines of all kinds of models have in common."""
+"""A replica of a model in its stub, on one device. This is the common base of the engines of all kinds of models."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -23,20 +23,20 @@ from rsrv.stub.tensors import Tensors
 
 log = logging.getLogger("rsrv.stub")
 
-#: Maximum number of seconds that execute() waits. If a stub freezes for longer inside execute(), the whole server
-#: fails. Also, the rest of Triton's queue is hidden meanwhile.
+#: Maximum number of seconds that execute() waits. If a stub freezes inside execute(), the whole server fails. In addition, the
+#: runtime does not see the rest of Triton's queue while execute() waits.
 MAX_BLOCK_S = 0.2
 
 
 class StubProcess:
-    """Parts that a model's replicas share in a stub: access to Triton, the front, the guard of hooks, and the end of the process."""
+    """Parts that a model's replicas share: access to Triton, the front, the guard of hooks, and the end of the process."""
 
     def __init__(self, tensors: Tensors, responses: Responses, guard: HookGuard | None = None) -> None:
-        """`guard` is shared with the other models of the process. None: there are no other models."""
+        """`guard` is the guard that the models of the process share. None: the process has only this model."""
         self.tensors = tensors
         self.responses = responses
         self.guard = guard or HookGuard()
-        #: Decides about requests without a runtime.
+        #: The thread that decides about requests without a runtime.
         self.front = FrontLoop()
         #: Sessions of all devices.
         self.sessions: list[Session] = []
@@ -45,7 +45,7 @@ class StubProcess:
         self.end = DrainAndExit(self._stop, responses)
         #: Number of replicas that the model will have.
         self.devices = 1
-        #: None for a model without state.
+        #: Devices of live sequences. None for a model without state.
         self.homes: SequenceHomes | None = None
 
     def _stop(self) -> None:
@@ -54,7 +54,7 @@ class StubProcess:
             session.attachment = None
 
     def guard_hooks(self, settings: Mapping[str, Any], threads: int) -> None:
-        """Limit the harm that hooks can do to other models; `threads` as in `HookGuard.start`, of each replica."""
+        """Limit the harm that hooks can do to other models. `threads` is as in `HookGuard.start`, but for one replica."""
         self.guard.start(settings, threads * self.devices, self.end)
 
     def abandon(self) -> None:
@@ -70,13 +70,13 @@ class Placed(Protocol):
         """Return the replica that gets a waiting request, or None if there is no runtime."""
 
     def stages(self, device: int) -> Mapping[str, Any]:
-        """Return the replicas for the calls of a run that begins on `device`, by model. {}: all calls are on that device."""
+        """Return, by model, the replicas for the calls of a run that begins on `device`. {}: all calls are on that device."""
 
 
 class ModelReplica(ABC, Generic[W]):
     """A model on one device: an `Engine`, a `MetaEngine` or a `GenerationEngine`."""
 
-    #: Threads that may start in addition to the model's own code, as in `HookGuard.start`. 0: the model has no code.
+    #: Number of rsrv's threads that may start, as in `HookGuard.start`. 0: the model has no code of its own.
     _hook_threads = 0
 
     def __init__(self, session: Session, process: StubProcess, threads: int) -> None:
@@ -92,28 +92,25 @@ class ModelReplica(ABC, Generic[W]):
         self._deferred: DeferredReplies[W] = DeferredReplies(self, process.responses, threads)
         #: Answers Triton's requests, like `EntryPoint.execute`.
         self.execute = self._entry(self._answer)
-        #: Answers Triton's requests after execute() returned. A returned list has failures, which are not sent yet.
+        #: Answers Triton's requests after execute() returned. If it returns a list, the caller must send these failures.
         self.execute_later = self._entry(partial(self._answer, at_once=False))
 
     def _entry(self, answer: Answer) -> Callable[[Sequence[Any]], list[Any] | None]:
         return EntryPoint(answer, self._outcomes, self._deferred.reply, self._process.end).execute
 
     def use(self, attachment: Attachment) -> None:
-        """Prepare requests for another attachment, before any thread submits one to it."""
+        """Prepare the replica for another attachment. Called before any thread submits a request to it."""
         #: Key of the model in the runtime.
         self._key = attachment.key
         self._outcomes.serve(attachment.key, traced=attachment.settings["traces"]["enabled"])
         self._stub_settings = attachment.settings["stub"]
 
     def watch(self, attachment: Attachment) -> None:
-        """Read the runtime's answers, and detect its end."""
+        """Begin to read the answers of an attachment's runtime. This also detects the end of the runtime."""
         self._deferred.watch(attachment, attachment.deferred, {})
 
     def answers_in_s(self) -> float:
-        """Return the seconds until the device would answer a batch that came now.
-
-        Infinite without a runtime that reads.
-        """
+        """Return the seconds until the device would answer a batch that came now. Infinite without a runtime that reads."""
         attachment = self.session.reading
         return inf if attachment is None else self._answers_in_s(attachment)
 
@@ -123,12 +120,12 @@ class ModelReplica(ABC, Generic[W]):
         return None if attachment is None else self._forecast(attachment)
 
     def guard_hooks(self) -> None:
-        """Limit the harm that the model's code can do to other models, by settings of the whole process."""
+        """Limit the harm that the model's code can do to other models. The limits hold for the whole process."""
         if self._hook_threads:
             self._process.guard_hooks(self._stub_settings, self._hook_threads)
 
     def rows(self, requests: Sequence[Any]) -> list[int]:
-        """Return the rows of Triton's requests, as far as they can be read; never raises."""
+        """Return the number of rows of each request, or 1 if it cannot be read. Never raises."""
         return [1] * len(requests)
 
     def take_over(self, request: ClientRequest) -> bool:
@@ -145,7 +142,7 @@ class ModelReplica(ABC, Generic[W]):
         return self._deferred.idle
 
     def leave(self) -> bool:
-        """Leave the runtime of an idle model. Returns False if requests are in flight: then the model stays."""
+        """Leave the runtime of an idle model. Return False if requests are in flight. The model then stays."""
         attachment = self.session.attachment
         if attachment is None or not self.idle or not self._executing.acquire(blocking=False):
             return False
@@ -160,7 +157,7 @@ class ModelReplica(ABC, Generic[W]):
         self.session.close(direct=direct)
 
     def _answer(self, requests: list[ClientRequest], *, at_once: bool = True) -> list[Any] | None:
-        """Answer a batch, as `request.Answer`; unless `at_once`, only after execute() returned."""
+        """Answer a batch, as `request.Answer`. If `at_once` is False, answer only after execute() returned."""
         with self._executing:
             attachment = self.session.attachment
             if attachment is not None:
@@ -169,7 +166,7 @@ class ModelReplica(ABC, Generic[W]):
             return None
 
     def _leave(self, attachment: Attachment) -> bool:
-        """Leave the runtime as `leave` does. The caller keeps execute() from running meanwhile."""
+        """Leave the runtime as `leave` does. The caller holds `_executing`."""
         self.session.attachment = None
         self._deferred.leave(attachment)
         return True
@@ -219,7 +216,7 @@ class ModelReplica(ABC, Generic[W]):
     def _answer_by(
         self, attachment: Attachment, requests: list[ClientRequest], at_once: bool
     ) -> list[Any] | None:
-        """Answer a batch through an attachment, as `_answer`."""
+        """Answer a batch through an attachment, like `_answer`."""
 
     @abstractmethod
     def _take_over(self, attachment: Attachment, request: ClientRequest) -> None:

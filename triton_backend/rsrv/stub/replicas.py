@@ -1,4 +1,4 @@
-"""A model on all devices of its server: a replica for each, and which of them answers a batch."""
+"""A model on all devices of its server. It has a replica on each device, and chooses the one that answers a batch."""
 
 import logging
 import threading
@@ -49,7 +49,7 @@ _ANSWERS_IN_S = methodcaller("answers_in_s")
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
-    """The replicas that may answer by the placement table. If the table or the replicas change, a new object is made."""
+    """The replicas that may answer according to the placement table. A change of either makes a new object."""
 
     #: Replicas by device, in the model's order of preference.
     replicas: Mapping[int, ModelReplica[Any]]
@@ -63,7 +63,7 @@ class _Candidates:
     others: Sequence[ModelReplica[Any]]
     #: True if no device outside the table may answer.
     pinned: bool
-    #: The same as `callees` if no device is in all of them. Otherwise empty.
+    #: Equal to `callees` if no device has all callees, so that runs go by stage. Otherwise empty.
     apart: Mapping[str, int]
 
     @classmethod
@@ -87,12 +87,12 @@ class _Candidates:
 class Replicas:
     """Answers Triton's requests for one model on all devices of the server, and carries out its front's instructions.
 
-    The placement table names the devices on which the model should run. A batch goes to the one of these devices that is
-    expected to answer first. Another device gets the batch if it would answer far sooner and the model is not pinned. Without
-    a table, the model's name determines its home device, so that the models of a quiet server are spread over the devices. A
-    batch goes to another device if that device would answer sooner.
+    The placement table names the devices on which the model should run. Of these devices, the one that is expected to answer
+    first gets a batch. Another device gets it if that would answer far sooner and the model is not pinned. Without a table, the
+    model's name determines its home device, so that the models of a quiet server are spread over the devices. Another device
+    gets a batch if it would answer sooner.
 
-    A cold model has no replica, no hooks and no connection here until its first request.
+    Until its first request, a cold model has no replica, no hooks and no connection here.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Replicas:
         placement: PlacementReader | None = None,
         devices: Callable[[], int] = lambda: 1,
     ) -> None:
-        """Make a model that no device serves yet: `load` follows.
+        """Make a model that no device serves yet. Call `load` afterwards.
 
         Args:
             open_session: Makes the session of a device, by its number.
@@ -127,7 +127,8 @@ class Replicas:
         self._sessions: dict[int, Session] = {}
         #: Latest error of each device's attempts.
         self._errors: dict[int, BaseException] = {}
-        #: Replicas by device, in the model's order of preference. Never changed, only replaced, by the front's thread.
+        #: Replicas by device, in the model's order of preference. The front's thread replaces the mapping, and nobody changes
+        #: it.
         self._replicas: Mapping[int, ModelReplica[Any]] = {}
         self._first: ModelReplica[Any] | None = None
         self._reporting: list[Reporting] = []
@@ -148,7 +149,7 @@ class Replicas:
         """Wait until a device serves the model, or until the model is known to be cold.
 
         The first device compiles the model alone. The other devices start after it and find the compiled modules in the
-        cache. If a device does not serve the model, the other devices serve it, and the front tries that device again.
+        cache. If a device does not serve the model, the other devices do, and the front tries that device again.
         Raises one of UNREACHABLE, HookError, or an error of model.py. After an error, the model is closed.
         """
         try:
@@ -171,14 +172,14 @@ class Replicas:
             if view.state is ServingState.READY:
                 return True
             if view.state is ServingState.COLD:
-                # The first runtime may have found further devices, on which a request may start the model.
+                # A request may start the model on any device, and the first runtime may have found further devices.
                 self._front.post(DevicesKnown(self._devices()))
                 return False
             failures[device] = self._errors[device]
             if view.barred:  # The model has ended a runtime and would also end the others.
                 break
             device += 1
-        # Meanwhile, the devices that failed first were tried again.
+        # While the last devices were tried, the front has tried the first ones again. One of them may serve the model now.
         if any(view.state is ServingState.READY for view in self._front.snapshot.devices.values()):
             return True
         if len({str(failure) for failure in failures.values()}) == 1:
@@ -241,7 +242,7 @@ class Replicas:
             session.tell(demand)
 
     def replace_process(self, text: str) -> None:
-        """End this process, which reaches no runtime. During the load, that fails with the reason instead."""
+        """End this process, because it reaches no runtime. During the load, do nothing: the load fails with the reason."""
         if not self._is_loading:
             self._process.end(text)
 
@@ -265,7 +266,7 @@ class Replicas:
         else:
             try:
                 replica = None if device in self._replicas else self._make(session, attachment)
-            except BaseException as error:  # noqa: BLE001 - also those of the user's model.py, as SystemExit
+            except BaseException as error:  # noqa: BLE001 - the user's model.py may raise any error, also SystemExit
                 attachment.close()
                 self._fail(device, error, is_made=True)
             else:
@@ -275,7 +276,7 @@ class Replicas:
         self._front.post(StepAnnounced(device, step))
 
     def _fail(self, device: int, error: BaseException, *, is_made: bool = False) -> None:
-        """Report a failed attempt. `is_made` is True if the runtime has the model ready."""
+        """Report a failed attempt to the front. `is_made` is True if the runtime had the model ready."""
         self._errors[device] = error
         event: ModelRejected | Unreached
         match error:
@@ -291,7 +292,7 @@ class Replicas:
                 if not isinstance(error, HookError | BrokenPairing):
                     log.error("the model did not start", exc_info=error)
                 text = str(error) if isinstance(error, HookError) else f"{type(error).__name__}: {error}"
-                # If no other device runs the model's code, the code is at fault, and not this device.
+                # If the model's code has worked on no device yet, the code is to blame, and not this device.
                 event = ModelRejected(device, text, barred=not self._replicas)
             case _:
                 log.error("no runtime yet", exc_info=error)
@@ -299,7 +300,7 @@ class Replicas:
         self._front.post(event)
 
     def _register(self, session: Session, attachment: Attachment, made: ModelReplica[Any] | None) -> None:
-        """Let requests use a new registration. On the front's thread."""
+        """Let requests use a new registration. Called on the front's thread."""
         device = session.device
         if self._front.is_closed:
             attachment.close()
@@ -311,7 +312,7 @@ class Replicas:
                 self._add(device, attachment, made)
             else:
                 self._replicas[device].use(attachment)
-            # Do this before any request. Otherwise, nothing would read the request's answer.
+            # Watch before `publish` lets requests come. Otherwise, nothing would read their answers.
             self._replicas[device].watch(attachment)
             session.publish(attachment)
         except Exception as error:
@@ -381,14 +382,14 @@ class Replicas:
         return soonest(choice.allowed, choice.others, _ANSWERS_IN_S, pinned=choice.pinned)
 
     def execute_later(self, requests: Sequence[Any]) -> None:
-        """Answer Triton's requests after execute() returned. Not for models with state."""
+        """Answer Triton's requests after execute() returned. This does not serve models with state."""
         if self._replicas:
             self._hand_out([(self._choose(), list(requests))])
         else:
             self.execute(requests)
 
     def compared(self, outcome: str) -> None:
-        """Count an answer to a copy, as `Meters.compared`, if the model has started."""
+        """Count an answer to a copy, as `Meters.compared`. Do nothing before the model has started."""
         if self._first is not None:
             self._first.meters.compared(outcome)
 
@@ -402,9 +403,9 @@ class Replicas:
         return chosen.execute(requests)
 
     def _answer(self, shares: Sequence[tuple[ModelReplica[Any], list[Any]]]) -> list[Any] | None:
-        """Answer the parts of a batch.
+        """Answer the parts of a batch, given with their replicas.
 
-        If there are several, answer later, because a list that execute() returns must be complete.
+        If there are several parts, all of them are answered later, because a list that execute() returns must be complete.
         """
         if len(shares) == 1:
             return shares[0][0].execute(shares[0][1])
@@ -420,9 +421,10 @@ class Replicas:
         return live[min(allowed(list(live), union))] if live else choice.allowed[0]
 
     def stages(self, device: int) -> dict[str, ModelReplica[Any]]:
-        """Return the replica that answers first for each call of a run that begins on a device, as `Placed.stages`.
+        """Return the replicas for the calls of a run that begins on `device`, as `Placed.stages`.
 
-        Devices before that one are left out, because runs enter devices in ascending order.
+        Each is the replica that would begin the call first. Devices before `device` are left out, because runs enter devices in
+        ascending order.
         """
         stages: dict[str, ModelReplica[Any]] = {}
         for name, mask in self._choice.apart.items():
@@ -437,10 +439,7 @@ class Replicas:
         return {} if all(replica.session.device == device for replica in stages.values()) else stages
 
     def _follow_runs(self, requests: Sequence[Any]) -> list[Any] | None:
-        """Answer each sub-call on the device of its run, because only that runtime knows the run.
-
-        Spread the other requests.
-        """
+        """Answer each sub-call on the device of its run, because only that runtime knows the run. Spread other requests."""
         parts: dict[int | None, list[Any]] = {}
         for request in requests:
             parts.setdefault(_device_of_run(request), []).append(request)
@@ -450,7 +449,7 @@ class Replicas:
         for device in parts:
             if device is not None and device in views and views[device].state in STARTABLE:
                 self._front.post(StartAsked(device))
-        # If the run's device has no replica, any other replica makes the meta model repeat the call.
+        # If the run's device has no replica, use any other replica: it refuses the call, and the meta model repeats it.
         return self._answer(
             [
                 (replicas.get(-1 if device is None else device, remaining[0]), part)
@@ -469,7 +468,7 @@ class Replicas:
         """Return the replica that has the state of a request's sequence.
 
         A new sequence gets the device with the fewest sequences, because all devices have equally many slots. If the
-        sequence's runtime has ended, any replica may refuse the request.
+        sequence's runtime has ended, return any replica, which refuses the request.
         """
         homes, choice = self._process.homes, self._choose_among()
         assert homes is not None
@@ -500,7 +499,7 @@ class Replicas:
                 self._responses.send(request, failure)
 
     def live(self) -> ModelReplica[Any] | None:
-        """Return the replica that would get a waiting request if it came now, if this replica has a runtime."""
+        """Return the replica that would get a request that came now. None: that replica has no runtime that reads."""
         chosen = self._choose() if self._replicas else None
         return chosen if chosen is not None and chosen.answers_in_s() < inf else None
 
@@ -509,7 +508,7 @@ class Replicas:
     def close(self) -> None:
         """Fail the requests that wait, and detach."""
         self._front.close()
-        if self._first is not None:  # Otherwise the guard has only hooks of other models.
+        if self._first is not None:  # Otherwise, only other models of the process use the guard.
             self._process.guard.close()
         for reporting in self._reporting:
             reporting.close()
@@ -522,9 +521,9 @@ class Replicas:
 def _cut(
     requests: Sequence[Any], chosen: ModelReplica[Any], further: Sequence[ModelReplica[Any]]
 ) -> list[tuple[ModelReplica[Any], list[Any]]]:
-    """Divide a batch, and return the shares by replica.
+    """Divide a batch among the chosen replica and the warm ones of `further`. Return each share with its replica.
 
-    If the chosen replica alone answers as soon, there is only one share.
+    If the chosen replica alone would answer as soon, there is only one share.
     """
     whole = chosen.forecast()
     forecasts = [
@@ -541,7 +540,7 @@ def _cut(
 
 
 def _device_of_run(request: Any) -> int | None:
-    """Return the device of the run if the request names one. None: it names none."""
+    """Return the device of the run of a sub-call, or None for any other request."""
     try:
         parameters = parse_parameters(request.parameters() or "{}")
         return int(parameters.get(RUN_DEVICE, 0)) if RUN in parameters else None

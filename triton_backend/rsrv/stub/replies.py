@@ -22,7 +22,8 @@ NUMBER = "rsrv_request"
 
 #: An answer with more bytes than this may not find room in Triton's shared memory (64 MB in a container by default).
 _LARGE_BYTES = 256 * 1024
-#: An answer must fit this many times into the free part of that memory, so that it finds room beside other answers.
+#: A large answer is sent in one step only if the free part of that memory has room for this many of it, because other answers
+#: also need room.
 _AMPLE_FACTOR = 4
 
 
@@ -33,7 +34,7 @@ def free_shared_memory() -> int:
 
 
 class RequestFailure(Exception):
-    """A request ends without an answer; `text` is for the client, `blame` for the operator and without tensors."""
+    """A request ends without an answer. `text` is for the client; `blame` is for the operator, without contents of tensors."""
 
     def __init__(self, status: Status, text: str, blame: str = "") -> None:
         super().__init__(text)
@@ -42,12 +43,12 @@ class RequestFailure(Exception):
         self.blame = blame or text
 
     def copy(self) -> "RequestFailure":
-        """Return a failure without a traceback. Otherwise a kept failure would keep all frames alive."""
+        """Return an equal failure without a traceback, because a stored traceback would keep all of its frames alive."""
         return RequestFailure(self.status, self.text, self.blame)
 
 
 def invalid(text: str) -> RequestFailure:
-    """Return the failure of a request that its client has to change."""
+    """Return the failure of a request that is wrong, so that its client has to change it."""
     return RequestFailure(Status.INVALID, text)
 
 
@@ -73,7 +74,7 @@ def tag_failure(status: Status, text: str) -> str:
 def untag(message: str) -> RequestFailure | None:
     """Return the failure of a tagged message, or None for a message without a tag.
 
-    The tag need not come first: an ensemble puts its own name there.
+    The tag need not come first, because an ensemble puts its own name before it.
     """
     match = _TAG.search(message)
     if match is None:
@@ -116,7 +117,10 @@ class Responses:
         return self._pb.InferenceResponse(output_tensors=tensors)
 
     def failure(self, status: Status, text: str, *, sub_call: bool = False) -> Any:
-        """Make the response of a failed request. A `sub_call` comes through BLS, which makes every code INTERNAL up to 25.03."""
+        """Make the response of a failed request.
+
+        The text for a `sub_call` has a tag, because BLS turns every code into INTERNAL up to release 25.03.
+        """
         code = getattr(self._pb.TritonError, CODES.get(status, "UNAVAILABLE"))
         message = tag_failure(status, text) if sub_call or status in TAGGED else text
         error = self._pb.TritonError(message, code)
@@ -134,12 +138,12 @@ class Responses:
 
 
 class Reply:
-    """A response sender that ends its answer exactly once; if it is dropped, it sends an error.
+    """A response sender that ends its answer exactly once. If it is dropped before that, it sends an error.
 
-    A request without an answer blocks its client, the model's unload and the server's shutdown; and asking
-    whether a request is cancelled after its answer kills the server. Hence the lock.
+    A request without an answer blocks its client, the model's unload and the server's shutdown. To check for cancellation after
+    the answer kills the server, so a lock separates the two.
 
-    `deadline_ns` is the request's, of CLOCK_MONOTONIC, 0 for none.
+    `deadline_ns` is the time of the request's deadline by CLOCK_MONOTONIC, or 0.
     """
 
     def __init__(self, sender: Any, responses: Responses, deadline_ns: int = 0, client_id: str = "") -> None:
@@ -155,8 +159,8 @@ class Reply:
         """Send the answer, of about `nbytes`, unless one was sent.
 
         Triton closes a sender for good before it copies a final response. If its shared memory has no room for the
-        copy, the client would get nothing. So if room may be lacking, the answer is sent first, and the end after it.
-        Only then, because for a request of another model through BLS, Triton 24.10 takes a separate end for a second
+        copy, the client would get nothing. So if there may be no room, the answer is sent first, and the end in a second step.
+        This must not be done for a request of another model through BLS: Triton 24.10 takes a separate end for a second
         answer, and the whole server crashes.
         """
         with self._lock:
@@ -207,10 +211,10 @@ class Reply:
 
 
 class PartReply:
-    """The reply of a part of a large request: the large request takes its outcome."""
+    """The reply of a part of a large request. It passes the part's outcome to the large request."""
 
     def __init__(self, whole: Reply, has_ended: Callable[[], bool], take: Callable[[Any], None]) -> None:
-        """`has_ended` returns True if the large request has ended; `take` takes the part's outcome."""
+        """`has_ended` returns True if the large request has ended. `take` receives the part's outcome."""
         self._whole = whole
         self._has_ended = has_ended
         self._take = take
@@ -222,7 +226,7 @@ class PartReply:
         return self._done or self._whole.sent or self._has_ended()
 
     def send(self, outcome: Any, nbytes: int = 0) -> None:
-        """Hand over the outcome of the part, unless that was done."""
+        """Pass the outcome of the part to the large request, unless this was already done."""
         if not self._done:
             self._done = True
             self._take(outcome)

@@ -1,4 +1,4 @@
-"""Client requests: read when they arrive, answered exactly once, counted, traced, and logged if they fail."""
+"""Client requests. They are read when they arrive, answered exactly once, counted, traced, and logged if they fail."""
 
 import json
 import logging
@@ -23,7 +23,7 @@ log = logging.getLogger("rsrv.stub")
 RUN = "rsrv_run"
 #: Parameter of sub-calls through Triton: the number of the run's device, if it is not 0.
 RUN_DEVICE = "rsrv_device"
-#: Parameter that the guard of batches (native/guard.c) sets: names the input that has a string longer than its tensor.
+#: Parameter that the guard of batches (native/guard.c) sets. Its value names an input with a string that exceeds the tensor.
 _INCOMPLETE = "rsrv_incomplete"
 #: Parameters that clients may set, in the order of the text UNKNOWN_PARAMETER. An alias reads the last one.
 _PUBLIC = ("rsrv_deadline_unix_ns", "rsrv_priority", "rsrv_sticky")
@@ -78,7 +78,7 @@ class ClientRequest:
     #: Triton's request object; None once the request is answered and its inputs are released
     triton: Any
     arrival: InitVar[ArrivalTime]
-    #: None if no request is traced
+    #: Collects the spans of traced requests. None: no request is traced.
     spans: InitVar[Spans | None] = None
     #: time.perf_counter of the request's arrival.
     since: float = 0.0
@@ -89,7 +89,7 @@ class ClientRequest:
     #: Number of the latest submission. -1: there was none.
     number: int = -1
     params: RequestParams = _NO_PARAMS
-    #: None until the shapes are known
+    #: Number of rows. None until the shapes are known.
     rows: int | None = None
     span: OpenSpan | None = None
     failure: RequestFailure | None = None
@@ -143,13 +143,13 @@ class ClientRequest:
             self.nbytes = sum(size_of(tensor.as_numpy()) for tensor in self.triton.inputs())
 
     def open_reply(self, responses: Responses) -> Reply:
-        """Make the request one that is answered after execute() returned, and return its reply."""
+        """Open and return the request's reply, which answers it after execute() returned."""
         sender = self.triton.get_response_sender()
         self.reply = reply = Reply(sender, responses, self.params.deadline_ns, self.id)
         return reply
 
     def failure_for(self, error: Exception) -> RequestFailure:
-        """Return the request's failure for an error of handling it. Call this while `error` is handled."""
+        """Return the failure of the request after an error in handling it. Call this inside the `except` block of `error`."""
         if isinstance(error, RequestFailure):
             return error.copy()  # A traceback would keep the whole batch alive.
         log.exception("%s: handling failed", request_name(self.id), extra=of_request(self.id))
@@ -157,7 +157,7 @@ class ClientRequest:
 
 
 def parse_parameters(text: str) -> Mapping[str, Any]:
-    """Return a Triton request's parameters, and the headers that Triton forwards. Raises RequestFailure."""
+    """Return the parameters of a Triton request from JSON. They include headers that Triton forwards. Raises RequestFailure."""
     try:
         parsed = json.loads(text)
     except (ValueError, RecursionError):
@@ -170,9 +170,9 @@ def parse_parameters(text: str) -> Mapping[str, Any]:
 def read_params(timeout_us: int, parameters: Mapping[str, Any], now_ns: int, unix_ns: int) -> RequestParams:
     """Return the parameters that rsrv obeys, with the earliest of the deadlines. Raises RequestFailure for wrong ones.
 
-    `timeout_us` is Triton's own timeout, 0 for none. `now_ns` and `unix_ns` are the time, by CLOCK_MONOTONIC and by the
-    calendar. Only deadlines by the calendar depend on it, and only here, when the request arrives: a later change of
-    the machine's calendar neither expires nor prolongs them.
+    `timeout_us` is Triton's own timeout, 0 for none. `now_ns` and `unix_ns` are the present time by CLOCK_MONOTONIC and by the
+    calendar. A deadline by the calendar is converted here, when the request arrives. So a later change of the machine's
+    calendar does not move it.
     """
     for name in parameters:
         if name.startswith("rsrv_") and name not in OURS:
@@ -185,10 +185,10 @@ def read_params(timeout_us: int, parameters: Mapping[str, Any], now_ns: int, uni
     priority = _integer(parameters, "rsrv_priority", 0, 0xFFFF)
     if until_unix_ns := _integer(parameters, "rsrv_deadline_unix_ns", 0, 1 << 63):
         deadlines.append(max(1, until_unix_ns - unix_ns + now_ns))
-    # ReactantServer also treats 0 and less as no deadline.
+    # As in ReactantServer, 0 or a negative number is no deadline.
     if (timeout_ns := _integer(parameters, _REACTANT_TIMEOUT, -(1 << 63), 1 << 63)) > 0:
         deadlines.append(now_ns + timeout_ns)
-    # The number is text, because a reader that reads JSON numbers as floating-point would change it.
+    # The token is text, because readers that take JSON numbers for floating-point numbers would change it.
     run = _decimal(parameters, RUN)
     device = _decimal(parameters, RUN_DEVICE) if run else 0
     return RequestParams(min(*deadlines, _LATEST_DEADLINE_NS) if deadlines else 0, priority, run, device)
@@ -212,7 +212,7 @@ def _integer(parameters: Mapping[str, Any], name: str, first: int, limit: int) -
 
 
 class Outcomes:
-    """The record of how the requests of any kind of model end. Thread-safe."""
+    """Records the ends of requests, for any kind of model: counts, spans and log lines. Thread-safe."""
 
     def __init__(self, meters: Meters, responses: Responses) -> None:
         self._meters = meters
@@ -223,7 +223,7 @@ class Outcomes:
         self.spans: Spans | None = None
 
     def serve(self, key: str, *, traced: bool) -> None:
-        """Count requests from now on for the model `key`, NAME@VERSION."""
+        """Attribute requests to the model `key` (NAME@VERSION) from now on. `traced` says whether spans are collected."""
         self._key, self.spans = key, self._meters.spans if traced else None
 
     def ended(self, request: ClientRequest, status: Status, text: str = "") -> None:
@@ -244,16 +244,16 @@ class Outcomes:
 class FailureLog:
     """Log lines of requests that fail, with the ids that their clients gave them. Thread-safe.
 
-    Each failure of rsrv has a line, as far as `LineLimit` admits it. Other failures may be very many, and refusing a
-    request must stay cheap. So each status has at most one line a second, with the number of failures since the
-    previous line.
+    Each failure that is rsrv's fault has a line, unless `LineLimit` suppresses it. Other failures may be very many, and
+    refusing a request must stay cheap. So each of the other statuses has at most one line a second, with the number of
+    failures since the previous line.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._throttle = Throttle(clock=clock)
 
     def ended(self, status: Status, text: str, request: str) -> None:
-        """Log a failure. `text` is the client's; `request` is its id as `ClientRequest` has it, or ""."""
+        """Log a failure. `text` is the text for the client, and `request` is `ClientRequest.id`."""
         if status is Status.INTERNAL:
             log.error(
                 "%s failed: %s",
@@ -275,19 +275,19 @@ class FailureLog:
             )
 
 
-#: Answers a batch: with a response for each request, in order; or with None, and then each request has a reply, which
-#: is sent later.
+#: Answers a batch. It returns a response for each request, in order, or None. After None, each request has a reply that is
+#: sent later.
 Answer = Callable[[list[ClientRequest]], Sequence[Any] | None]
 
 
 class EntryPoint:
-    """Triton's entry to a stub: it never raises, and each request is answered exactly once.
+    """The function of a stub that Triton calls. It never raises, and answers each request exactly once.
 
     If `execute()` raises while replies of the same batch are sent, Triton 24.10 crashes with all of its models, or hangs.
     A request without an answer blocks its client, the unload of its model and the server's shutdown. So `execute`
-    returns what is right for Triton even if `answer` raises or leaves requests out.
+    answers all requests even if `answer` raises or leaves requests out.
 
-    `reply` gives a request a reply. `end` ends the process, for when not even a failure can be answered.
+    `reply` opens the reply of a request. `end` ends the process if not even a failure can be sent.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Sequences of a stateful model in its stub: the parameters of a request about its sequence, and the device that has its state."""
+"""Sequences of a stateful model in its stub: a request's parameters about its sequence, and the devices of sequences."""
 
 from collections import Counter, OrderedDict
 from typing import Any, NamedTuple
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from rsrv.stub.replies import invalid
 from rsrv.wire.frames import END, START, request_tag
 
-#: Triton's flags of a request, TRITONSERVER_REQUEST_FLAG_SEQUENCE_*
+#: Triton's flags of a request, TRITONSERVER_REQUEST_FLAG_SEQUENCE_START and _END.
 _TRITON_START, _TRITON_END = 1, 2
 _NO_ID = (
     "a request of this model belongs to a sequence and needs its id: set sequence_id, and sequence_start in the sequence's "
@@ -21,7 +21,7 @@ LOST = (
 class SequenceStep(NamedTuple):
     """One request of a sequence."""
 
-    #: of 64 bits, never 0
+    #: The sequence's id in 64 bits. It is never 0.
     sequence: int
     start: bool
     end: bool
@@ -46,9 +46,9 @@ def read_step(triton: Any) -> SequenceStep:
 
 
 class SequenceHomes:
-    """The devices of live sequences, by sequence. Time is an argument. The caller keeps threads apart.
+    """The devices of live sequences, by sequence. Time is an argument. Not thread-safe: the caller holds a lock.
 
-    An idle sequence is forgotten later here than in Triton and the runtime, so that these report why it is lost.
+    Triton and the runtime forget an idle sequence before this object does, so that they report why it is lost.
     """
 
     def __init__(self, idle_timeout_s: float) -> None:

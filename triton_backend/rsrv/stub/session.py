@@ -43,9 +43,6 @@ log = logging.getLogger("rsrv.stub")
 
 T = TypeVar("T")
 
-#: Replace this process after so many attempts to reach a runtime that failed because of this process itself.
-_MOST_MISUNDERSTOOD = 5
-
 
 #: Errors while reaching a runtime.
 UNREACHABLE = (
@@ -109,7 +106,7 @@ class Attachment:
     key: str
     #: Tensors of clients' requests, by name.
     inputs: Mapping[str, WireTensor]
-    #: Name of the model, or of the callees of a meta model.
+    #: The model itself, or the callees of a meta model.
     models: tuple[Remote, ...]
     #: Sections of rsrv.yaml.
     settings: dict[str, dict[str, Any]]
@@ -128,29 +125,29 @@ class Attachment:
     def device_free_in_s(self) -> float:
         """Return the seconds until the device has done its work.
 
-        A runtime that hangs or is stopped is expected to need as long again.
+        A runtime that has not responded for some time is expected to need as long again.
         """
         direct, deferred = self.direct, self.deferred
         return max(direct.device_free_in_s(), direct.unnoticed_s(), deferred.unnoticed_s())
 
     def load_in_s(self, name: str = "") -> float:
-        """Return the seconds that loading the weights of these models takes, or of one by name; 0: they are there."""
+        """Return the seconds that loading the weights of `models`, or of only one by `name`, takes. 0: they are loaded."""
         slots = [model.slot for model in self.models if model.slot and name in ("", model.name)]
         return self.direct.load_in_s(slots)
 
     def begins_in_s(self, name: str = "") -> float:
-        """Return the seconds until the device could begin with these models, or one by name, with the load of weights."""
+        """Return the seconds until the device could execute `models`, or only one by `name`, including `load_in_s`."""
         return self.device_free_in_s() + self.load_in_s(name)
 
     def forecast(self, costs: ExecutionCosts) -> Forecast:
-        """Return the device's work as expected. Weights without a cell on the board count as absent."""
+        """Return the device's expected work. Weights without a slot on the board count as not loaded."""
         load_s = self.load_in_s()
         warm = not load_s and all(model.slot for model in self.models)
         return Forecast(self.device_free_in_s() + load_s, warm, costs)
 
 
 class Session:
-    """The way to the runtime of one device: attempts to register the model there, and the present registration."""
+    """The stub's access to one device's runtime. It makes attempts to register the model, and has the present registration."""
 
     def __init__(
         self,
@@ -173,7 +170,7 @@ class Session:
         self._demand: Mapping[str, int] = {}
         #: The latest registration, which may have ended.
         self._latest: Attachment | None = None
-        #: The connection whose registration is not answered.
+        #: The connection on which the runtime has not answered the registration yet.
         self._registering: RuntimeConnection | None = None
 
     def attach(
@@ -201,7 +198,7 @@ class Session:
             try:
                 deferred = self.open_connection(body["key"])
             except Rejected as error:
-                # The key was registered a moment ago: this is another runtime.
+                # The key was registered a moment ago. So this is another runtime, which does not know the key.
                 raise Closed(f"the runtime that registered the model is gone: {error}") from None
         except BaseException:
             direct.close()
@@ -243,19 +240,20 @@ class Session:
 
     @property
     def reading(self) -> Attachment | None:
-        """The attachment, if its runtime reads requests."""
+        """The attachment, or None if its runtime does not read requests."""
         attachment = self.attachment
         return attachment if attachment is not None and attachment.deferred.reads else None
 
     def abandon(self) -> None:
-        """Close the sockets in a process that was forked: the runtime must see the end of its parent."""
+        """Close the sockets. A forked process calls this, so that the runtime can see the end of its parent."""
         for connection in self._connections:
             connection.abandon()
 
     def close(self, *, direct: bool = True) -> None:
         """Detach for good. `direct` is False if another thread uses that connection, and will close it."""
         self.attachment = None
-        # Also after a runtime's death: execute(), which closes the old connection when it uses the next one, is over.
+        # Close them even after a runtime's death. Usually execute() closes an old connection when it uses the next one, but
+        # there are no more calls of execute().
         if self._latest is not None:
             self._latest.deferred.close()
             if direct:
@@ -298,7 +296,8 @@ class Launcher:
 
     def _open(self, directory: Path) -> Greeted:
         if not paths.start_time(self.server_pid):
-            # This process outlives its server by a moment: a runtime for it would never end, and leave its directory.
+            # This process outlives its server for a moment. A runtime for a server that has ended would never end itself, and
+            # would leave its directory.
             raise LaunchError("tritonserver is gone")
         path = directory / paths.SOCKET
         try:
@@ -318,8 +317,9 @@ class Launcher:
     def _start_unless_failed(self, directory: Path) -> None:
         """Start the runtime, or raise the LaunchError of the latest attempt.
 
-        The attempts for a further device have pauses: a card that another server holds would delay every load. Those for
-        device 0 have none, because it may be the only one, and its error would outlive the cause.
+        There is a pause after a failed attempt for a further device. Without it, a card that another server holds would delay
+        every load. There is no pause for device 0, because it may be the only device, and a repeated error would outlive its
+        cause.
         """
         failure = directory / paths.FAILURE
         if self.device != "0" and failure.exists():
@@ -367,7 +367,7 @@ class Launcher:
 def server_pid() -> int:
     """Return the pid of the tritonserver that started this process. Raises LaunchError if the server has ended.
 
-    Then the parent of this process is init or a supervisor, and a runtime for that would never end.
+    After the server's end, the parent of this process is init or a supervisor, and a runtime for that process would never end.
     """
     parent = os.getppid()
     # Triton passes its pid in the stub's command line.
@@ -389,7 +389,7 @@ def interpreter() -> str:
     chosen = os.environ.get("RSRV_RUNTIME_PYTHON")
     if chosen:
         return chosen
-    # Inside the stub the interpreter is embedded: sys.executable may be the stub, or nothing.
+    # The stub embeds the interpreter, so sys.executable may be the stub, or nothing.
     own = Path(sys.prefix) / "bin" / "python3"
     return str(own) if own.exists() else shutil.which("python3") or "python3"
 
@@ -405,7 +405,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _connect_soon(path: Path) -> socket.socket:
-    """Connect to a runtime that was started. If the process that started it died, it may not listen yet."""
+    """Connect to a runtime that was started. It may not listen yet if the process that started it has died."""
     until = time.monotonic() + START_TIMEOUT_S
     while True:
         try:
@@ -417,7 +417,7 @@ def _connect_soon(path: Path) -> socket.socket:
 
 
 def _read_startup_message(fd: int, timeout: float) -> bytes:
-    """Return the starting process's one short message, or nothing if it died."""
+    """Return the one short message of the process that starts the runtime. It is empty if that process died."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return os.read(fd, 4096) if poll.poll(timeout * 1000) else NOT_READY.encode()

@@ -1,6 +1,6 @@
-"""Copies of an alias's requests for a model whose answers no client gets: they are compared, and dropped.
+"""Copies of an alias's requests for a shadow model. No client gets its answers. They are compared with the clients' answers.
 
-A copy goes to its model after the request, at the lowest priority. Whichever answer comes last is compared with the first.
+The shadow model gets a copy after the request was submitted, at the lowest priority. The answers are compared when both exist.
 """
 
 import json
@@ -20,21 +20,22 @@ from rsrv.throttle import Throttle, more
 
 log = logging.getLogger("rsrv.stub")
 
-#: Maximum number of copies in progress. Further requests are not copied, because a slow model would collect their memory.
+#: Maximum number of copies in progress. Further requests are not copied, because the memory of copies for a slow model would
+#: pile up.
 _MAX_COPIES = 64
-#: Maximum bytes of clients' answers that wait for the answers of copies. At least this much shared memory must also be free,
-#: because requests stay in it until they are answered and clients would have none left.
+#: Maximum bytes of answers that wait for the other answer, and the shared memory that must be free before a request is copied:
+#: requests stay in shared memory until they are answered, and clients must have some left.
 _MAX_ANSWER_BYTES, _MIN_FREE_BYTES = 64 * 2**20, 16 * 2**20
 #: After this many microseconds a copy is of no use.
 _TIMEOUT_US = 30_000_000
 #: Parameters of a copy. It has the lowest priority, and none of the client's parameters, such as its deadline.
 _PARAMETERS = json.dumps({"rsrv_priority": 0xFFFE})
-#: Differences that floats of two versions may have, relative and absolute. bf16 has two to three digits.
+#: Relative and absolute differences that floats of two versions may have. bf16 has two to three digits.
 _RELATIVE, _ABSOLUTE = 1e-2, 1e-5
 
 
 def differing(answer: Mapping[str, Array], copy: Mapping[str, Array], dtypes: Mapping[str, str]) -> str:
-    """Return the first output in which two answers differ, by more than rounding; empty: none."""
+    """Return the name of the first output in which two answers differ by more than rounding, or "" if there is none."""
     for name, dtype in dtypes.items():
         if name not in answer or name not in copy:
             if name in answer or name in copy:
@@ -65,7 +66,7 @@ class Shadow:
         execute: Callable[[Sequence[Any]], object],
         count: Callable[[str], object],
     ) -> None:
-        """`dtypes` are those of the outputs; `execute` answers requests after execute() returned."""
+        """`where` names the alias and the model in logs. `dtypes` are the outputs' types. `execute` answers the copies."""
         self._where = where
         self.take = tensors.take
         self._dtypes = dtypes
@@ -73,12 +74,12 @@ class Shadow:
         self._count = count
         #: Requests with a copy in progress. Any thread may remove its request.
         self._pending: set[ShadowedRequest] = set()
-        #: Clients need not wait until copies are read.
+        #: Thread that submits the copies, so that clients do not wait until copies are read.
         self._thread = ThreadPoolExecutor(1, "shadow")
         self._throttle = Throttle()
 
     def begin(self, request: Any) -> "ShadowedRequest | None":
-        """Return the comparison of a request's answers; None: the request is not copied."""
+        """Copy a request. Return the comparison of the two answers, or None if the request is not copied."""
         pending = list(self._pending)
         scarce = free_shared_memory() < _MIN_FREE_BYTES
         if (
@@ -97,16 +98,16 @@ class Shadow:
         return begun
 
     def execute(self, copies: Sequence["RequestCopy"]) -> None:
-        """Have the copies answered on a thread of their own. Without one they wait for the next copies, or for ever."""
+        """Let a thread answer the copies. If no thread can start, they wait until one starts for later copies, or for ever."""
         with suppress(RuntimeError):
             self._thread.submit(self._execute, copies)
 
     def close(self) -> None:
-        """Return when the last copies are executed."""
+        """Wait until the last copies are executed."""
         self._thread.shutdown()
 
     def end(self, shadowed: "ShadowedRequest") -> None:
-        """Count the outcome of a copy whose answer and whose client's answer are there."""
+        """Compare the two answers of a copied request, and count the outcome."""
         self._pending.discard(shadowed)
         id, answer, copy = shadowed.id, shadowed.answers[False], shadowed.answers[True]
         if answer is None or copy is None:
@@ -120,26 +121,26 @@ class Shadow:
 
 
 class ShadowedRequest:
-    """A request of a client and its copy, until both are answered. Any thread."""
+    """A request of a client and its copy, until both are answered. Thread-safe."""
 
     def __init__(self, shadow: Shadow, request: Any) -> None:
         self._shadow = shadow
         self.id = request.request_id()
         self.watched = WatchedRequest(request, self)
         self.copy = RequestCopy(request, self)
-        #: Answers by whether it is the copy's. None: it failed.
+        #: The answer of the copy under True, and the client's under False. None: that request failed.
         self.answers: dict[bool, Mapping[str, Array] | None] = {}
-        #: Numbers the answers. Two threads never get the same number.
+        #: Counts the answers. Two threads never get the same number.
         self._numbers = count(1)
         #: Bytes of the answer that came first.
         self.kept_bytes = 0
 
     def answered(self, response: Any, *, copy: bool) -> None:
-        """Take one of the answers before Triton gets it; never raises."""
+        """Take one of the two answers before Triton gets it. Never raises."""
         answer: dict[str, Array] | None = None
         try:
             if not response.has_error():
-                # The memory of an answer is used again after it was sent.
+                # Copy the answer, because its memory is reused after it was sent.
                 answer = {
                     tensor.name(): np.array(self._shadow.take(tensor)) for tensor in response.output_tensors()
                 }
@@ -190,8 +191,8 @@ class RequestCopy:
     """The copy of a client's request, as Triton's request objects. It belongs to no trace, and nobody cancels it."""
 
     def __init__(self, request: Any, comparison: ShadowedRequest) -> None:
-        """Raises Triton's error for a request that cannot be read."""
-        #: These hold Triton's memory.
+        """Read the request. Raises Triton's error if that fails."""
+        #: The tensors of the request. They keep Triton's memory alive.
         self._inputs = request.inputs()
         self._id = request.request_id()
         self._comparison = comparison

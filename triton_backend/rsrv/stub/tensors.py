@@ -30,9 +30,9 @@ class BrokenPairing(Exception):
 
 
 class Tensors:
-    """Converts tensors by numpy where that works, else through hand-made DLPack capsules.
+    """Converts tensors by numpy where that works, and otherwise through hand-made DLPack capsules.
 
-    bf16 tensors are arrays of their bits (uint16): numpy has no such type.
+    numpy has no bf16, so bf16 tensors are arrays of their bits (uint16).
     """
 
     def __init__(self, pb_utils: Any) -> None:
@@ -59,7 +59,7 @@ class Tensors:
         return self._numpy_works
 
     def check_text(self) -> None:
-        """Raise BrokenPairing if clients cannot send text."""
+        """Raise BrokenPairing if `carries_text` is False."""
         if not self.carries_text:
             raise BrokenPairing(
                 f"this Triton's Python stub and numpy {np.__version__} exchange no text: install numpy<2 for the Python that "
@@ -69,15 +69,15 @@ class Tensors:
     def read(self, tensor: Any, dtype: str) -> Array:
         """Return the tensor's elements; they are valid while `tensor` is held.
 
-        Strings are objects of type bytes, if `check_text` has passed. Raises ValueError if they are not as Triton writes
-        them.
+        Strings are returned as objects of type bytes; call `check_text` before. Raises ValueError if the bytes of the tensor
+        are not strings in Triton's format.
         """
         if dtype == BYTES:
             try:
                 strings: Array = tensor.as_numpy()
             except MemoryError:
                 raise
-            except Exception as error:  # noqa: BLE001 - as struct.error, by the way Triton reads them
+            except Exception as error:  # noqa: BLE001 - such as struct.error; it depends on how Triton reads strings
                 raise ValueError(f"holds no strings: {error}") from None
             return strings
         if self._numpy_works and dtype != "bf16":
@@ -91,15 +91,16 @@ class Tensors:
         For BYTES, Triton's error is raised if the pairing with numpy does not work.
         """
         if self._numpy_works:
-            with contextlib.suppress(Exception):  # This is a bf16 tensor.
-                array: Array = tensor.as_numpy()  # Triton's copy, which stays when the tensor goes
+            with contextlib.suppress(Exception):  # An error means that the tensor is bf16.
+                array: Array = tensor.as_numpy()  # Triton makes a copy, which outlives the tensor.
                 return array
         return _in_place(tensor).copy()
 
     def make(self, name: str, array: Array, dtype: str | None = None) -> Any:
         """Return a Triton tensor of `array`, which it may refer to until the response is sent.
 
-        Without `dtype` the type is numpy's. Raises ValueError, or Triton's error, for elements that cannot be sent.
+        Without `dtype`, the type of the elements follows from `array`. Raises ValueError, or Triton's error, for elements that
+        cannot be sent.
         """
         if self._numpy_works and dtype != "bf16":
             return self._tensor(name, array)
@@ -125,7 +126,7 @@ class Tensors:
 
     @staticmethod
     def _probe(way: Any) -> bool:
-        """Return whether a tensor survives both directions. Its elements differ: equal ones would hide the fault."""
+        """Return True if a tensor survives both directions. Its elements differ, because equal ones would hide the fault."""
         array = np.arange(1, 13, dtype=np.float32).reshape(3, 4)
         try:
             out, back = way(array)
@@ -136,9 +137,9 @@ class Tensors:
 
 
 def as_array(value: Any) -> Array:
-    """Return what a hook made as an array; lists of strings as objects.
+    """Return the value that a hook made as an array. A list of strings becomes an array of objects.
 
-    numpy's own strings have the length of the longest one each, and no zeros at their ends.
+    numpy's own string types would pad each string to the length of the longest one, and lose zeros at the end.
     """
     first = value
     while isinstance(first, list | tuple) and first:
@@ -149,9 +150,9 @@ def as_array(value: Any) -> Array:
 
 
 def encode_strings(array: Array) -> Array | None:
-    """Return an array of strings as objects of type bytes, text in UTF-8; None if an element is neither bytes nor text.
+    """Return an array of strings as objects of type bytes, with text in UTF-8. None: an element is neither bytes nor text.
 
-    The type of each is bytes itself, as Triton sends the text of any other object.
+    Each element has the type bytes itself, and not a subclass: of any other object, Triton would send `str()`.
     """
     if array.size and array.dtype.kind not in "SUO":
         return None
@@ -176,7 +177,7 @@ def strings_encoded(array: Array) -> Array:
 
 
 def size_of(array: Array) -> int:
-    """Return the bytes of an array, with those of its strings."""
+    """Return the size of an array in bytes, including its strings."""
     return array.nbytes + (sum(map(len, array.flat)) if array.dtype == object else 0)
 
 
@@ -238,12 +239,12 @@ _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 _libc = ctypes.CDLL(None)
 _libc.malloc.restype = ctypes.c_void_p
 _libc.malloc.argtypes = (ctypes.c_size_t,)
-# The consumer frees the structure with C's free(): no Python runs when Triton drops a tensor.
+# The consumer frees the structure with C's free(), so no Python code runs when Triton drops a tensor.
 _FREE = ctypes.cast(_libc.free, ctypes.c_void_p).value
 
 
 def make_capsule(address: int, dtype: str, shape: Sequence[int]) -> Any:
-    """Return a capsule that owns a copy of the elements at `address`: Triton may read them at any time."""
+    """Return a capsule that owns a copy of the elements at `address`, because Triton may read them at any time."""
     ndim = len(shape)
     code, bits = _TYPES[dtype]
     nbytes = prod(shape) * bits // 8
@@ -271,7 +272,7 @@ def make_capsule(address: int, dtype: str, shape: Sequence[int]) -> Any:
 def read_capsule(capsule: Any) -> tuple[int, tuple[int, ...], int, str]:
     """Return (address, shape, bytes, dtype) of a row-major tensor on the CPU, valid while the capsule's tensor lives.
 
-    Raises ValueError for a tensor elsewhere, with gaps, or of elements that have no token.
+    Raises ValueError for a tensor that is elsewhere, is not row-major, or has elements of a type that rsrv does not have.
     """
     tensor = _DLManagedTensor.from_address(_get_pointer(capsule, _NAME)).tensor
     if tensor.device_type != _KDLCPU:

@@ -34,9 +34,9 @@ _SAMPLED = 1
 
 
 def read_traceparent(text: object) -> tuple[str, str] | None:
-    """Return the ids of the trace and of the asking span, or None if there is no context, or it is not sampled.
+    """Return the ids of the trace and of the parent span. None: there is no context, or it is not sampled.
 
-    The format is W3C's Trace Context: later versions may append fields, the first one must not.
+    The format is W3C's Trace Context. Its first version has no further fields; later versions may append some.
     """
     match = _TRACEPARENT.fullmatch(text) if isinstance(text, str) else None
     if match is None or not int(match[4], 16) & _SAMPLED or (match[1] == "00" and match[5] is not None):
@@ -45,30 +45,30 @@ def read_traceparent(text: object) -> tuple[str, str] | None:
 
 
 class Spans:
-    """Ended spans that wait to be reported; above a limit they are counted and dropped. Thread-safe."""
+    """Ended spans that wait to be reported. Above a limit, further spans are dropped and counted. Thread-safe."""
 
     def __init__(
         self, added: Callable[[], object], lock: threading.Lock, max_waiting: int = _MAX_WAITING
     ) -> None:
-        """`added` is called when there is something to take. `lock` guards the spans, and may guard more."""
+        """`added` is called when there are spans to take. `lock` guards the spans, and may also guard other data."""
         self._added = added
         self._max_waiting = max_waiting
         self._lock = lock
         self._spans: deque[Span] = deque()
         self._dropped = 0
-        #: True if the log says that Triton's context cannot be read.
+        #: True once the log has said that Triton's context cannot be read.
         self._warned = False
 
     def begin(self, request: Any, parameters: Mapping[str, Any]) -> "OpenSpan | None":
         """Open the span of a Triton request with these parameters if it is to be traced. Never raises.
 
-        If both Triton and the client have a context, Triton's counts: its own span is the client's child.
+        If both Triton and the client have a context, Triton's is used, because Triton's span is a child of the client's.
         """
         parent = read_traceparent(self._ask_triton(request) or _forwarded(parameters))
         return None if parent is None else OpenSpan(self, *parent)
 
     def _ask_triton(self, request: Any) -> object:
-        """Return the traceparent of Triton's own span, or None if there is none or Triton is unlike 24.10."""
+        """Return the traceparent of Triton's own span. None: there is no span, or this Triton does not report it."""
         try:
             context = request.trace().get_context()
             return json.loads(context).get(TRACEPARENT) if context else None
@@ -89,7 +89,7 @@ class Spans:
         self._added()
 
     def take(self) -> tuple[list[Span], int]:
-        """Remove the oldest spans, at most a frame's worth. Returns them, and the number dropped since the last call."""
+        """Remove and return the oldest spans that fit in a frame, and the number of spans dropped since the last call."""
         with self._lock:
             spans = [self._spans.popleft() for _ in range(min(MAX_SPANS, len(self._spans)))]
             dropped, self._dropped = self._dropped, 0
@@ -102,7 +102,7 @@ class Spans:
 
 
 def _forwarded(parameters: Mapping[str, Any]) -> object:
-    """Return the traceparent among a request's parameters. Triton leaves headers as they were spelled."""
+    """Return the traceparent among a request's parameters, in any case of letters, because Triton does not change headers."""
     return next((value for name, value in parameters.items() if name.lower() == TRACEPARENT), None)
 
 
@@ -178,9 +178,9 @@ def end_call(
     failure: RequestFailure | None,
     device: int | None = None,
 ) -> None:
-    """End the span of a meta model's call of another model; `span` is None if it is not traced.
+    """End the span of a meta model's call of another model. `span` is None if the call is not traced.
 
-    `device` has the call, if the run goes by stage; None: that of the run.
+    `device` is the device of the call if the run goes by stage, and otherwise None.
     """
     if span is not None:
         error = "" if failure is None else failure.text or failure.status.name

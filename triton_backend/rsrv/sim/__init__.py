@@ -1,1 +1,1 @@
-"""rsrv-sim: the scheduler in virtual time, over given or generated traffic."""
+"""rsrv-sim: the scheduler in virtual time, with given or generated traffic."""

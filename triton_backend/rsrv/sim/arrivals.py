@@ -1,6 +1,6 @@
-"""Arrivals of requests. Each source draws from a random stream of its own.
+"""Arrivals of requests.
 
-So adding a source, or changing one, moves no request of another.
+Each source draws from a separate random stream, so that a new or changed source does not move the requests of other sources.
 """
 
 from bisect import bisect
@@ -29,12 +29,12 @@ class Arrival(NamedTuple):
 
 
 def instant(seconds: float) -> float:
-    """Return the time in whole nanoseconds, so that equal instants are equal however they were computed."""
+    """Round a time to whole nanoseconds, so that rounding errors of different computations do not separate equal instants."""
     return round(seconds, 9)
 
 
 def open_arrivals(scenario: Scenario) -> Iterator[Arrival]:
-    """Return all requests of open-loop sources in order of time; ties in the order of the sources."""
+    """Return all requests of open-loop sources in the order of time. Requests at the same time are in the order of the sources."""
     end = inf if scenario.duration is None else scenario.duration
     sources: list[Iterator[Arrival]] = [_listed(scenario.requests, end)]
     sources += [_listed(trace, end) for trace in scenario.recorded]
@@ -80,7 +80,10 @@ def _listed(requests: Sequence[RequestKeys], end: float) -> Iterator[Arrival]:
 def _daily(
     source: Zipf, night: float, models: Sequence[str], weights: Sequence[float], random: Random, end: float
 ) -> Iterator[Arrival]:
-    """Thin out arrivals at the highest rate, so that each model's rate is that of its hour."""
+    """Yield arrivals whose rates change during a day.
+
+    Arrivals are drawn at each model's highest rate. Then a random part is dropped, so that the rate at each hour is right.
+    """
     amplitude = (1.0 - night) / (1.0 + night)
     late = {model: source.spread * random.random() for model in models}
     highest = source.model_copy(update={"rate": source.rate * (1.0 + amplitude)})
@@ -113,7 +116,7 @@ def _bursts(source: Bursts, random: Random, end: float) -> Iterator[Arrival]:
         for model in source.models or ():
             times.append((instant(base + source.jitter_s * random.random()), model))
         turn += 1
-    # Bursts may overtake each other by their jitter. The sort is stable: ties stay in the order of the models.
+    # Jitter may change the order of bursts. The sort is stable, so simultaneous bursts stay in the order of the models.
     times.sort(key=lambda burst: burst[0])
     for t, model in times:
         if t <= end:

@@ -1,11 +1,11 @@
-"""Models of a simulated server beside its scheduler: which of them are cold or starting, and which have a host copy.
+"""States of a simulated server's models that the scheduler does not know: cold and starting models, and host copies.
 
-A cold model has no entry in the scheduler. Its first request starts it: one thread builds models one after the other, in
-the order of the runtime's `StartQueue`. It reads the weights that host memory lacks, and compiles the model or loads its
+The scheduler does not know a cold model. The model's first request starts it. One thread builds models one after the other, in
+the order of the runtime's `StartQueue`: it reads the weights that host memory lacks, and compiles the model or loads its
 executable. Requests that arrive meanwhile wait, at most until their deadline and for `start_timeout_s`.
 
-Weights without a host copy are read from the disk before each load, which makes a copy if there is room. Beyond
-`host_memory_bytes`, the runtime's `choose_copies` says which models lose theirs for it.
+Weights without a host copy are read from the disk before each load. The read leaves a host copy if there is room. If the copies
+would exceed `host_memory_bytes`, the runtime's `choose_copies` chooses the copies to drop.
 """
 
 from collections import Counter
@@ -34,11 +34,11 @@ from rsrv.sim.record import Record, StartRecord
 
 
 class TensorMemory:
-    """Tensors in one memory, each stored once however many models hold it."""
+    """Tensors in one memory. A tensor is stored only once, even if several models hold it."""
 
     def __init__(self, history: list[tuple[float, int]]) -> None:
         self._holders: Counter[Any] = Counter()
-        #: Times, with the bytes from then on.
+        #: Pairs of a time and the bytes from that time on.
         self._history = history
         self.nbytes = 0
 
@@ -60,7 +60,7 @@ class TensorMemory:
 
 
 def _nothing() -> None:
-    """Do nothing, in place of a step's work, which only takes virtual time."""
+    """Do nothing. This stands for the work of a start, which only takes virtual time."""
 
 
 def _tensors(program: Program) -> Mapping[Any, int]:
@@ -68,14 +68,14 @@ def _tensors(program: Program) -> Mapping[Any, int]:
 
 
 class Catalogue:
-    """States of all models of one server. `due` returns the time of the next change, `step` makes it."""
+    """States of all models of one server. `due` returns the time of the next change, and `step` carries the change out."""
 
     def __init__(self, record: Record, loading: Callable[[str], bool]) -> None:
         """Create a catalogue of cold models.
 
         Args:
-            record: the record of the device; starts and host memory are noted there.
-            loading: whether a model's weights are being read, or loaded to the device.
+            record: the record of the device. The catalogue adds starts and the use of host memory to it.
+            loading: returns whether a model's weights are being read from the disk or loaded to the device.
         """
         scenario = record.scenario
         self._programs = scenario.programs
@@ -88,42 +88,41 @@ class Catalogue:
         #: Models that the scheduler knows.
         self.started: set[str] = set()
         self._queue = StartQueue()
-        #: Models that start.
+        #: Models that wait for their start or are starting.
         self._asked: set[str] = set()
-        #: Seconds of each model's shortest start if the discipline sheds. Requests that would be served too late then end at
-        #: once.
+        #: Seconds of each model's shortest start. If the discipline sheds, requests that would be served too late end at once.
         self._start_seconds: dict[str, float] = {}
         self._sheds = {**DISCIPLINES, **NAIVE}[scenario.discipline]().sheds
         self._building: StartRecord | None = None
-        #: Requests for models that start.
+        #: Requests that wait for the start of their model, by model and by id.
         self._waiting: dict[str, dict[int, Request]] = {}
         self._host = TensorMemory(record.host)
         #: Models with a host copy.
         self._copies: set[str] = set()
-        #: Models that got or lost a copy (a dictionary for its order). The device removes them.
+        #: Models that got or lost a copy since the device last looked, in order. Only the keys count.
         self.changed: dict[str, None] = {}
         #: Number of unended requests of each model.
         self._unended: Counter[str] = Counter()
         #: Time when a model's last request ended.
         self._used: dict[str, float] = {}
-        #: Coming times: (time, sequence, and the model that may fall back, or the request that ends if it still waits
-        #: then).
+        #: Heap of future changes: (time, sequence, change). The change is either a model that may fall back, or a request that
+        #: ends if it still waits.
         self._times: list[tuple[float, int, str | tuple[Request, Outcome]]] = []
         self._sequence = count()
-        #: Time when each model falls back next. Entries of `_times` with another time are stale.
+        #: Time of each model's next check for falling back. Entries of `_times` with another time are stale.
         self._looks: dict[str, float] = {}
 
     # --- events of the device --------------------------------------------------------------------------
 
     def add(self, model: str, now: float) -> None:
-        """Count a model as started. It gets a host copy if no other copy must be dropped for it."""
+        """Count a model as started. It gets a host copy if there is room without dropping another copy."""
         self.started.add(model)
         self._used[model] = now
         self._copy(model, now)
         self._watch(model, now)
 
     def arrive(self, requests: tuple[Request, ...], now: float) -> tuple[Request, ...]:
-        """Return the requests whose models have started; the others wait."""
+        """Return the requests whose models have started. The other requests wait in the catalogue."""
         for request in requests:
             self._unended[request.model] += 1
         if all(request.model in self.started for request in requests):
@@ -144,7 +143,7 @@ class Catalogue:
         return model in self._copies
 
     def read_for_load(self, model: str, now: float) -> int:
-        """Return the bytes that are read from the disk for a load, and keep a host copy if there is room."""
+        """Return the bytes that must be read from the disk for a load. Make a host copy if there is room."""
         if model in self._copies:
             return 0
         nbytes = self._host.absent_bytes(self._programs[model])
@@ -155,7 +154,7 @@ class Catalogue:
     def read_seconds(self, nbytes: int) -> float:
         return nbytes / self._read_rate
 
-    # --- changes that time makes ------------------------------------------------------------------------
+    # --- changes at a later time ------------------------------------------------------------------------
 
     def due(self) -> float:
         built = inf if self._building is None else self._building.ended
@@ -238,7 +237,7 @@ class Catalogue:
     # --- idleness ---------------------------------------------------------------------------------------------
 
     def _watch(self, model: str, now: float) -> None:
-        """Check an idle model when its next limit is reached, or `now` if that time has passed."""
+        """Schedule the check of an idle model for the time of its first idle limit, or for `now` if that time has passed."""
         limit = min(self._lives[model].idle.host, self._lives[model].idle.executable)
         if limit < inf and not self._unended[model]:
             self._look(model, max(now, instant(self._used[model] + limit)))
@@ -249,9 +248,9 @@ class Catalogue:
             self._push(at, model)
 
     def _fall_back(self, model: str, now: float) -> list[Event | Finish]:
-        """Drop everything that a model has had for too long without a request."""
+        """Drop the host copy or the executable of a model that was idle for longer than the limit."""
         if self._unended[model] or model not in self.started:
-            return []  # the end of its last request, or its next start, sets the next check
+            return []  # The end of the model's last request, or its next start, schedules the next check.
         idle, used = self._lives[model].idle, self._used[model]
         host, cold = instant(used + idle.host), instant(used + idle.executable)
         if coming := [at for at in (host, cold) if now < at < inf]:
@@ -278,7 +277,7 @@ class Catalogue:
             self.changed[model] = None
 
     def _make_room(self, model: str, now: float) -> None:
-        """Drop copies of models that were used before this one, if that makes room for a copy of its weights."""
+        """Drop the copies of models that were last used earlier than this one, if that makes room for a copy of this one."""
         program = self._programs[model]
         if (excess := self._excess(program)) > 0:
             copies = [

@@ -41,7 +41,7 @@ def fleet_decision_lines(record: FleetRecord) -> Iterator[str]:
         for name, device_record in record.devices.items()
     ]
     requested = ((t, f"{step.worker} ASKED TO {step.act.name} {step.model}") for t, step in record.steps)
-    # If times are equal, commands come first, then the devices in their order.
+    # At equal times, the gateway's commands come first, and then the devices in their order.
     for t, line in merge(requested, *instructions, key=lambda line: line[0]):
         yield f"t={t:.6f} {line}"
 

@@ -1,7 +1,7 @@
-"""One simulated device, which executes strictly one after another, with its scheduler and its link.
+"""One simulated device with its scheduler, its link and its disk.
 
-The scheduler is the very object that the runtime uses. The link carries one load at a time, beside the executions, and the
-disk one read of weights without a host copy. Evictions, and giving up a load or a read, take no time.
+The scheduler is the runtime's own. The device executes one batch at a time. Concurrently, the link carries one load at a time,
+and the disk reads the weights of one model without a host copy. Evicting weights and abandoning a load or a read take no time.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,15 +41,15 @@ from rsrv.sim.scenario import Scenario
 
 #: Shortest execution or pause in seconds, so that time always advances.
 SHORTEST = 1e-9
-#: Smallest share of its cost that an execution takes, whatever its jitter is.
+#: Jitter shortens an execution at most to this share of its cost.
 _MIN_COST_SHARE = 0.1
 
-# Kinds of events at one instant, in order; ticks come last and are not in the heap.
+# Kinds of events, in their order at one instant. Ticks come last, and are not in the heap.
 _LOADED, _FINISHED = range(2)
 
 
 class SimulatedDevice:
-    """A device in virtual time: `due` returns the time of its next event, `step` carries the event out."""
+    """A device in virtual time. `due` returns the time of its next event, and `step` carries the event out."""
 
     def __init__(
         self,
@@ -73,33 +73,33 @@ class SimulatedDevice:
         self._ended = ended
         #: Models whose weights are on the device.
         self.resident: set[str] = set()
-        #: The load that runs.
+        #: The present load.
         self.loading: LoadWeights | None = None
-        #: The read that runs.
+        #: The present read.
         self.reading: ReadWeights | None = None
         self.catalogue = Catalogue(
             self.record,
             lambda model: any(load and load.model == model for load in (self.loading, self.reading)),
         )
-        #: coming events: (time, kind, sequence, event).
+        #: Heap of future events: (time, kind, sequence, event).
         self._heap: list[tuple[float, int, int, Event]] = []
         self._sequence = count()
-        #: tensors that are on the device or loading.
+        #: Tensors that are on the device or loading.
         self._tensors = TensorMemory(self.record.device)
-        #: bytes that the next load has to move, if weights were evicted for it.
+        #: Bytes that the next load must move, or None unless weights were already evicted for it.
         self._claimed: int | None = None
-        #: bytes that were read from the disk for the next load of each model.
+        #: Bytes that were read from the disk for the next load of each model.
         self._read_bytes: dict[str, int] = {}
         #: Time until which the device is busy.
         self._device_free = 0.0
         #: Time until which the link is busy.
         self._link_free = 0.0
         budget = scenario.settings.weight_budget_bytes
-        #: bytes that the budget leaves for weights that are on the device from the start.
+        #: Bytes of the budget that are left while models are put onto the device at the start.
         self._room = inf if budget is None else budget
 
     def start(self, program: Program) -> None:
-        """Add a model at the start, unless it is lazy; its weights are on the device if the scenario is warm and they fit."""
+        """Add a model at the start, unless it is lazy. If the scenario is warm, its weights are on the device if they fit."""
         if self.scenario.lives[program.model].lazy:
             return
         nbytes = self._tensors.absent_bytes(program)
@@ -116,14 +116,17 @@ class SimulatedDevice:
             self._add(self.scenario.programs[model], False, now)
 
     def answers_in_s(self, model: str, now: float) -> float:
-        """Return the seconds until the device would answer a batch that came now, as a stub expects by the runtime's board."""
+        """Return the seconds after which the device would answer a batch that arrives now.
+
+        This is the estimate that a stub makes from the board of a real runtime.
+        """
         program = self.scenario.programs[model]
         known = model in self.catalogue.started
         load_s = self.scheduler.load_seconds(model) if known else program.load_seconds
         return (self.scheduler.seconds_until_idle(now) or 0.0) + load_s + min(program.costs.values())
 
     def due(self, now: float) -> float:
-        """Return the time of the next event, `now` or later; inf: none."""
+        """Return the time of the next event, which is not before `now`, or inf if there is none."""
         t = min(self._heap[0][0] if self._heap else inf, self.catalogue.due())
         wakeup = self.scheduler.next_wakeup()
         if wakeup is not None and wakeup < t:
@@ -146,7 +149,7 @@ class SimulatedDevice:
             self.tell(Tick(), now)
 
     def arrive(self, requests: tuple[Request, ...], now: float) -> None:
-        """Give the scheduler the requests whose models have started; the others wait for a start."""
+        """Give the scheduler the requests whose models have started. The other requests wait for a start."""
         if known := self.catalogue.arrive(requests, now):
             self.tell(RequestsArrived(known), now)
 
@@ -226,7 +229,7 @@ class SimulatedDevice:
         self._tell_copies(now)
 
     def _tell_copies(self, now: float) -> None:
-        """Report to the scheduler which host copies have come or gone, after the present event."""
+        """Schedule reports to the scheduler about host copies that were made or dropped. They follow the present event."""
         changed, self.catalogue.changed = self.catalogue.changed, {}
         for model in changed:
             self._push(now, _LOADED, CopyChanged(model, self.catalogue.has_copy(model)))
@@ -252,7 +255,7 @@ class SimulatedDevice:
         self._tensors.release(self.scenario.programs[evict.model], now)
 
     def _abandon(self, abandon: AbandonLoad, now: float) -> None:
-        """End the load or the read now; the scheduler ignores the event of its end in the heap."""
+        """End the load or the read now. The heap still has the event of its regular end, which the scheduler ignores."""
         self._push(now, _LOADED, LoadAbandoned(abandon.model, abandon.epoch))
         if self.reading is not None and self.reading.epoch == abandon.epoch:
             self.reading = None
@@ -264,7 +267,10 @@ class SimulatedDevice:
         self._tensors.release(self.scenario.programs[abandon.model], now)
 
     def _claim(self, model: str, now: float) -> int:
-        """Hold a model's tensors before others are evicted for it; return the bytes that its load has to move."""
+        """Return the bytes that the next load must move.
+
+        The model's tensors count as held from now on, so that evictions for this load do not drop tensors that it shares.
+        """
         if self._claimed is None:
             program = self.scenario.programs[model]
             self._claimed = self._tensors.absent_bytes(program)

@@ -1,6 +1,6 @@
-"""Metrics of a simulation of several devices, under one mode of the gateway or several, side by side.
+"""Metrics of a simulation of several devices, and their comparison for several modes of the gateway.
 
-Terms, the window and the rounding are as in `metrics`.
+The terms, the window and the rounding are those of `metrics`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +18,13 @@ MODES: tuple[GatewayMode, ...] = get_args(GatewayMode)
 
 
 def with_mode(scenario: Scenario, mode: GatewayMode) -> Scenario:
-    """Return a scenario that has a gateway with the gateway in this mode."""
+    """Return the scenario, which has a gateway, with this mode of the gateway."""
     assert scenario.gateway is not None
     return replace(scenario, gateway=scenario.gateway.model_copy(update={"mode": mode}))
 
 
 def summarize_fleet(record: FleetRecord) -> dict[str, Any]:
-    """Return the metrics of a record: mode, discipline, seed, duration, `total` and, by device, `devices`."""
+    """Return the metrics of a record: mode, discipline, seed, duration, `total`, and `devices` with the metrics by device."""
     scenario = record.scenario
     assert scenario.gateway is not None
     total = Tally()
@@ -104,7 +104,7 @@ def _device(record: Record, window: float) -> dict[str, Any]:
 
 
 def _fill(record: Record, window: float) -> float:
-    """Sum of useful rows / rows of the model's largest size, over the executions within the window."""
+    """Return the sum of useful rows / rows of the model's largest size, over the executions that start within the window."""
     programs, largest = record.scenario.programs, dict[tuple[str, int], int]()
     total = 0.0
     for execution in record.executions:
@@ -119,7 +119,7 @@ def _fill(record: Record, window: float) -> float:
 
 
 def _imbalance(seconds: Sequence[float]) -> float | None:
-    """Device time of the busiest device / the mean."""
+    """Return the device time of the busiest device, divided by the mean."""
     return ratio(max(seconds) * len(seconds), sum(seconds))
 
 
@@ -149,7 +149,7 @@ COLUMNS = (
 
 
 def rows(runs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Compare summaries by mode: return the header, and a row for each."""
+    """Return a table that compares summaries by mode: a header, and a row for each mode."""
     head = ("mode", *(column.title for column in COLUMNS))
     return [head, *((mode, *(column.cell(run["total"]) for column in COLUMNS)) for mode, run in runs.items())]
 

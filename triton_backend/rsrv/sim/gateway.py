@@ -1,8 +1,9 @@
 """Routes to simulated devices: the gateway's router, the planner, and the stubs' choice of a device.
 
-Instead of probes the planner's views come from the devices directly, all at the same instant. A device's scheduler gets
-a model with its first request, because ten thousand models on a thousand devices would be ten million; until then the
-planner sees the model as a server would show it without any request.
+The planner has no probes. It reads all devices directly, at the same instant.
+
+A device's scheduler gets a model only with the model's first request, because ten thousand models on a thousand devices would be
+ten million entries. Until then, the planner sees the model as a server shows a model without any request.
 """
 
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
@@ -26,10 +27,10 @@ _ROWS = ("rows", 0)
 
 
 class SimulatedGateway:
-    """The router and the planner of servers with equally many devices each, and the choice within a server.
+    """The router and the planner of servers with equally many devices each, and the choice of a device in a server.
 
-    A single server has no gateway before it, and plans for itself. Devices have an index; their names are in the same
-    order, those of a server beside each other. Without packing the gateway sees each server as one worker.
+    A single server has no gateway in front of it, and plans for itself. `names` has the devices' names in the order of their
+    indices. The devices of a server have consecutive indices. Without packing, the gateway sees each server as one worker.
     """
 
     def __init__(self, scenario: Scenario, options: GatewayKeys, devices: Sequence[SimulatedDevice]) -> None:
@@ -72,12 +73,12 @@ class SimulatedGateway:
         self._unseen = MappingProxyType(
             {name: _unseen(program) for name, program in scenario.programs.items()}
         )
-        #: by request.
+        #: The router's choice for each outstanding request, by id.
         self._choices: dict[int, Choice] = {}
         self._preference = cache(by_preference)
 
     def choose(self, request: Request, now: float) -> int:
-        """Return the device of a request, which is outstanding there until it has `ended`."""
+        """Return the device for a request. The request counts as outstanding there until `ended` is called."""
         model = request.model
         items = request.rows if self._router.measured(model) else 1
         choice = self._router.select(model, items)

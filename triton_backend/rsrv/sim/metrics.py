@@ -1,23 +1,25 @@
 """Metrics of a simulation, as plain numbers.
 
-Times are seconds. A percentile is the nearest rank: the smallest value that at least that share of all
-values does not exceed, so it is one that occurred. None stands where there is no value. Floats are rounded
-to 9 decimals, so that equal simulations give equal files.
+Times are seconds. A percentile is the nearest rank: the smallest value that at least this share of all values does not exceed.
+So it is always one of the values. None means that there is no value. Floats are rounded to 9 decimals, so that equal simulations
+give equal files.
 
-Requests are followed to their ends. Figures of the device, the link and the goodput cover the *window*: the scenario's
-duration, or without one the time until the last request ended. After the window of an overload all waiting requests are
-served, which would say nothing about the scheduler.
+All requests are counted, until their ends. The figures of the device, the link and the goodput cover only the *window*: the
+scenario's duration, or the time until the last request ended if there is no duration. After an overload, the simulation goes on
+until all waiting requests are served, and that time says nothing about the scheduler.
 
-**Jain's index** of x(1), ..., x(n), here device seconds / weight of each counted model, is
+**Jain's index** of n numbers x(1), ..., x(n) is
 
     (sum x) ** 2 / (n * sum x ** 2)
 
-1 if all are equal, 1 / n if one has all (R. Jain, D. Chiu, W. Hawe: A Quantitative Measure of Fairness and
-Discrimination, DEC-TR-301, 1984). Device time measures fairness only while all models want more of it. So the
-index counts models with a request waiting or executing for at least a tenth of the window, and the device time within
-the moments at which all of them had one. If there are not two such models, or those moments are less than a twentieth of the window, the device is
-not contended, and the index counts all models that had requests, over the whole window: it then describes the traffic,
-not the scheduler. `jain_models` and `jain_seconds` tell what was counted.
+It is 1 if all numbers are equal, and 1 / n if all but one are 0 (R. Jain, D. Chiu, W. Hawe: A Quantitative Measure of Fairness
+and Discrimination, DEC-TR-301, 1984). The numbers here are the device seconds / weight of each counted model.
+
+Device time measures fairness only while all models want more of it. So the index counts the contending models: those that had a
+waiting or executing request for at least a tenth of the window. It counts the device time while all of them had a request. If
+there are fewer than two such models, or if that time is less than a twentieth of the window, the device is not contended. The
+index then counts all models with requests over the whole window, and describes the traffic instead of the scheduler.
+`jain_models` and `jain_seconds` are the number of counted models and the seconds that the index covers.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,14 +29,14 @@ from typing import Any
 from rsrv.sim.record import Record
 from rsrv.sim.tally import Span, Tally, in_time, mean, ratio, rounded
 
-#: a model is contending if it had requests in the system for this share of the window.
+#: A model is contending if it had requests in the system for at least this share of the window.
 _CONTENDING = 0.1
-#: the device is contended if all contending models had some at once for this share of the window.
+#: The device is contended if all contending models had requests at the same time for at least this share of the window.
 _CONTENDED = 0.05
 
 
 def summarize(record: Record) -> dict[str, Any]:
-    """Return the metrics of a record: discipline, seed, duration, `total` and, by model, `models`."""
+    """Return the metrics of a record: discipline, seed, duration, `total`, and `models` with the metrics by model."""
     scenario = record.scenario
     models = {name: Tally() for name in scenario.programs}
     total = Tally()
@@ -90,7 +92,7 @@ def summarize(record: Record) -> dict[str, Any]:
 
 
 def jain(values: Sequence[float]) -> float | None:
-    """Return Jain's index; None without values, or if all are 0."""
+    """Return Jain's index of the values, or None if there are no values or all of them are 0."""
     squares = sum(value * value for value in values)
     return sum(values) ** 2 / (len(values) * squares) if squares else None
 
@@ -108,7 +110,7 @@ def _fairness(record: Record, models: Mapping[str, Tally], window: float) -> tup
         spans = [(0.0, window)]
     at = 0
     for execution in record.executions:
-        # Executions are disjoint and ascending, as the spans are.
+        # Both executions and spans are disjoint and ascending.
         while at < len(spans) and spans[at][1] <= execution.started:
             at += 1
         if execution.execute.model in seconds:
@@ -126,7 +128,7 @@ def _length(spans: Iterable[Span]) -> float:
 
 
 def _common(sets: Sequence[Sequence[Span]]) -> list[Span]:
-    """Return the times that lie in every one of these sets of disjoint spans."""
+    """Return the intersection of these sets of disjoint spans, as disjoint spans."""
     edges = [edge for spans in sets for start, end in spans for edge in ((start, 1), (end, -1))]
     edges.sort()
     common: list[Span] = []

@@ -1,6 +1,6 @@
-"""Naive disciplines, for comparison with the scheduler's own; not for serving.
+"""Naive disciplines. They are for comparison with the scheduler's own disciplines, not for serving.
 
-Both take a model's requests in order of arrival, and know nothing of cost.
+Both take a model's requests in the order of arrival, and ignore the cost of executions.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,10 @@ from rsrv.scheduler.ranking import Rank
 
 
 class StaticPriority(Fifo):
-    """The model with work and the greatest weight executes, equal ones by arrival. The others starve."""
+    """Execute the model with the greatest weight that has work. Models of equal weight follow the order of arrival.
+
+    Models of smaller weight starve.
+    """
 
     __slots__ = ()
 
@@ -25,9 +28,9 @@ class StaticPriority(Fifo):
 
 
 class RoundRobin(Fifo):
-    """One execution of each model with work in turn, however long it takes.
+    """Execute each model with work once in turn, however long the executions take.
 
-    The model whose latest execution started longest ago goes next; models without any execution go first.
+    The next model is the one whose latest execution started longest ago. Models without any execution come first.
     """
 
     __slots__ = ("_started", "_turns")

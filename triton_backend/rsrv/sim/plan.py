@@ -1,7 +1,7 @@
-"""Questions about capacity, answered by simulations of a scenario: how much more it carries, and with how little.
+"""Answers to questions about capacity, from simulations of a scenario: how many more models, and how little hardware suffices?
 
-Each answer is the end of a search for the last scenario that meets the goal. More models, a smaller budget and fewer cards
-are each taken to be no better than less of the same, so a search halves its range with every simulation.
+Each question is answered by a search for the most demanding scenario that meets the goal. The search assumes that more models, a
+smaller budget or fewer cards never improve the result, so it halves its range with every simulation.
 """
 
 from collections import Counter, defaultdict
@@ -22,29 +22,32 @@ from rsrv.sim.table import aligned
 from rsrv.sim.tally import in_time, percentile, ratio
 from rsrv.text import amount, duration, percent
 
-#: Requests of the busiest time that a search simulates. They take about a second each time.
+#: Number of requests that each simulation of a search has, from the busiest time. A simulation takes about a second.
 MOST_REQUESTS = 20_000
 #: Maximum number of copies of each model, and of cards, that a search tries.
 _MOST_COPIES, _MOST_CARDS = 16, 16
-#: Type that `rsrv-bundle narrow` stores f32 weights in -> how many times fewer bytes they take.
+#: For each type in which `rsrv-bundle narrow` stores f32 weights, the factor by which they become smaller.
 _NARROWER = {"bf16": 2, "i8": 4}
 #: A search does not distinguish budgets that differ by less than this share.
 _BUDGET_STEP = 0.02
-#: A size is worth compiling from this share of a model's executions. Sizes are named from this share of its device
-#: time.
-_USED, _WORTH = 0.05, 0.05
-#: Number of models whose sizes are named: those that gain most.
+#: A size is worth compiling if at least this share of a model's executions uses it.
+_USED = 0.05
+#: New sizes are recommended if they save at least this share of a model's device time.
+_WORTH = 0.05
+#: Maximum number of models with recommended sizes. The models that gain most are chosen.
 _NAMED = 10
-#: Shift of the beginning of each copy's traffic, as a share of the time. It spreads any number of copies evenly.
+#: The traffic of each further copy of a model starts later by this share of the time. The golden ratio spreads any number of
+#: copies evenly.
 _GOLDEN = 0.618034
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """A simulated scenario."""
+    """The results of a simulated scenario."""
 
-    #: Requests that ended without an answer count as infinitely slow. None: there are no requests.
+    #: 99th percentile of the latency in seconds, or None without requests. Requests without an answer count as infinitely slow.
     p99_s: float | None
+    #: Share of the requests that were answered in time, or None without requests.
     in_time: float | None
     records: Sequence[Record]
 
@@ -54,7 +57,7 @@ class Simulated:
 
 
 class Answer(NamedTuple):
-    """One question, with the trial that shows the answer; None: it was not asked."""
+    """One question, its answer, and the simulation that shows the answer, or None without a simulation."""
 
     question: str
     answer: str
@@ -74,9 +77,9 @@ def try_out(scenario: Scenario) -> Simulated:
 
 
 def plan(scenario: Scenario, goal_s: float, tell: Callable[[str], object]) -> Iterator[Answer]:
-    """Yield the answers for a recorded scenario: 99 % of all requests are to be answered within the goal.
+    """Yield the answers for a recorded scenario. The goal is that 99 % of all requests are answered within `goal_s` seconds.
 
-    `tell` is called with a word about each simulation.
+    `tell` is called with the name of each simulation.
     """
 
     def attempt(trial_name: str, changed: Scenario) -> Simulated:
@@ -111,9 +114,9 @@ def _counted(count: int, noun: str) -> str:
 
 
 def last_good(good: Callable[[int], bool], most: int) -> int:
-    """Return the largest number up to `most` that is good, if all below it are; 0 needs no trial.
+    """Return the largest number up to `most` for which `good` is true. It must be true for all smaller numbers. 0 needs no trial.
 
-    Large numbers are up to 3 % too small: each trial of hundreds of models takes long.
+    A large result may be up to 3 % too small, because each trial of hundreds of models takes long.
     """
     low, high = 0, 1
     while high <= most and good(high):
@@ -145,9 +148,9 @@ def _more_models(scenario: Scenario, goal_s: float, attempt: Attempt) -> Answer:
 
 
 def with_copies(scenario: Scenario, count: int) -> Scenario:
-    """Return a scenario with so many more models: copies of those that are asked, in turn, with traffic of their own."""
+    """Return a scenario with `count` more models. They are copies of the models with requests, in turn, with separate traffic."""
     names = _asked(scenario)
-    # After this, the first few names represent all of them.
+    # Shuffle the names, so that even a few copies represent all models.
     Random(0).shuffle(names)
     length = _length(scenario)
     by_model: dict[str, list[RequestKeys]] = defaultdict(list)
@@ -183,7 +186,7 @@ def _copied(program: Program, name: str, copy: str) -> Program:
 
 
 def _budget(scenario: Scenario, goal_s: float, attempt: Attempt) -> Answer:
-    """Search the smallest budget, from that of the largest model to that of all weights."""
+    """Search for the smallest budget, between the weights of the largest model and all weights."""
     question = "smallest weight budget"
     if all(not program.load_seconds for program in scenario.programs.values()):
         return Answer(question, "not known: no load was measured (device.h2d_bytes_per_s)", None)
@@ -208,7 +211,7 @@ def _budget(scenario: Scenario, goal_s: float, attempt: Attempt) -> Answer:
 
 
 def _tensor_bytes(scenario: Scenario) -> int:
-    """Return the bytes of all weights, shared tensors once."""
+    """Return the bytes of all weights. Shared tensors count once."""
     tensors = {
         key: size for program in scenario.programs.values() for key, size in (program.tensors or {}).items()
     }
@@ -256,7 +259,7 @@ def with_cards(scenario: Scenario, count: int) -> Scenario:
 
 
 def _sizes(scenario: Scenario, now: Simulated, attempt: Attempt) -> Iterator[Answer]:
-    """Compare the compiled sizes with all powers of two, whose costs are estimated from those that were measured."""
+    """Compare the compiled sizes with all powers of two. The costs of further sizes are estimated from the measured costs."""
     candidates = _candidates(scenario)
     used = _executions(attempt("more batch sizes", with_sizes(scenario, candidates)).records)
     chosen = {
@@ -301,7 +304,7 @@ def _keeps(key: tuple[int, int], program: Program, used: Counter[tuple[int, int]
 
 
 def _candidates(scenario: Scenario) -> dict[str, set[tuple[int, int]]]:
-    """Return by model the compiled sizes, and the powers of two below the largest where costs can be estimated."""
+    """Return for each model its compiled sizes, and all smaller powers of two whose costs can be estimated."""
     candidates: dict[str, set[tuple[int, int]]] = {}
     for name, program in scenario.programs.items():
         keys = set(program.costs)
@@ -327,9 +330,9 @@ def with_sizes(scenario: Scenario, sizes: Mapping[str, set[tuple[int, int]]]) ->
 
 
 def estimate(costs: Mapping[tuple[int, int], float], key: tuple[int, int]) -> float:
-    """Return the seconds of an execution of a size that was not measured: on the line through its two neighbours.
+    """Estimate the seconds of an execution of an unmeasured size, from a line through the two neighbouring sizes.
 
-    A smaller size than all others costs at least its share of the smallest one's rows.
+    A size below all measured sizes costs at least the smallest measured cost in proportion to the rows.
     """
     if key in costs:
         return costs[key]
@@ -360,7 +363,7 @@ def _device_seconds(records: Sequence[Record]) -> dict[str, float]:
 
 
 def busiest(scenario: Scenario, most: int = MOST_REQUESTS) -> Scenario:
-    """Return a scenario of recorded requests with so many of them, from the time in which they come fastest."""
+    """Return a scenario with only `most` of the recorded requests: those of the busiest time."""
     requests = sorted(_requests(scenario), key=lambda request: request.t)
     if len(requests) > most:
         first = min(
@@ -392,7 +395,7 @@ def _length(scenario: Scenario) -> float:
 def page(answers: Sequence[Answer]) -> str:
     """Return a table: a row for each answer."""
     head = ("", "p99", "in time", "answer")
-    # Put texts last, because the table aligns figures to the right.
+    # Put the texts last, because the table aligns all other columns to the right.
     lines = aligned(
         [head[:3], *((answer.question, *_cells(answer.trial)) for answer in answers)]
     ).splitlines()

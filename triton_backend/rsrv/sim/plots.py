@@ -1,10 +1,10 @@
-"""Pictures of a simulation: latency.png, shares.png and timeline.png; modes.png of several devices; idle.png of idle limits.
+"""Pictures of simulations and replays.
 
-And of a replay: latency.png, real and simulated.
+A simulation of one device has latency.png, shares.png and timeline.png, in which each model has the same colour. A simulation of
+several devices has modes.png. A comparison of idle limits has idle.png. A replay has latency.png, real and simulated.
 
-Figures are drawn without pyplot, so nothing is global and no display is needed. Colours are those of
-M. Okabe and K. Ito (Color Universal Design, 2008), which colour-blind people tell apart; a model has the same
-colour in the first three.
+The figures are drawn without pyplot, so nothing is global and no display is needed. The colours are those of M. Okabe and K. Ito
+(Color Universal Design, 2008), which colour-blind people can distinguish.
 """
 
 from collections import Counter
@@ -24,19 +24,19 @@ from rsrv.sim.sweep import IdleSweep
 
 _PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 _OTHERS = "#BBBBBB"
-#: colours on which dark digits are legible.
+#: Colours on which dark digits are legible.
 _LIGHT = ("#E69F00", "#56B4E9", "#F0E442", _OTHERS)
 _ALL = "#333333"
 _MODES = {"round_robin": "#CC79A7", "least_outstanding": "#E69F00", "lpt_packing": "#0072B2"}
-#: windows of shares.png.
+#: Number of windows in shares.png.
 _WINDOWS = 60
-#: executions that the timeline shows unless a window is given: as many as a reader can tell apart.
+#: Number of executions in the timeline if no window is given. A reader can distinguish about as many.
 _BARS = 60
-#: bars drawn at most; a window with more shows the first ones.
+#: Maximum number of bars. If a window has more, the first ones are drawn.
 _MOST_BARS = 20_000
-#: steps of a curve, more than a picture shows.
+#: Maximum number of steps of a curve. A picture cannot show as many.
 _STEPS = 10_000
-#: characters of a model's name in a legend.
+#: Maximum number of characters of a model's name in a legend.
 _NAME = 24
 
 
@@ -86,7 +86,7 @@ def write_sweep_plot(sweep: IdleSweep, runs: Mapping[str, Mapping[str, Any]], ou
 def write_replay_plot(
     real: Sequence[RequestRecord], simulated: Sequence[RequestRecord] | None, out: Path
 ) -> Path:
-    """Write latency.png of a replay: the answers of a server, and dashed, those of the simulator if there are any."""
+    """Write latency.png of a replay: the answers of a server, and the simulator's answers as dashed lines if there are any."""
     figure, axes = _figure(5, "Latency of answered requests")
     counts = Counter(request.request.model for request in real)
     colours = dict(zip((name for name, _ in counts.most_common(len(_PALETTE))), _PALETTE, strict=False))
@@ -99,7 +99,7 @@ def write_replay_plot(
 def write_fleet_plots(
     records: Mapping[str, FleetRecord], summaries: Mapping[str, Mapping[str, Any]], out: Path
 ) -> Path:
-    """Write modes.png: these runs by mode."""
+    """Write modes.png, which compares the runs of several modes."""
     return save(fleet_figure(records, summaries), out / "modes.png")
 
 
@@ -110,7 +110,7 @@ def save(figure: Figure, path: Path, dpi: int = 100) -> Path:
 
 
 def _colours(record: Record) -> dict[str, str]:
-    """Return the models that took the most device time, in listing order; each has a colour of its own."""
+    """Return a colour for each of the models that took the most device time, in listing order."""
     seconds = dict.fromkeys(record.scenario.programs, 0.0)
     for execution in record.executions:
         seconds[execution.execute.model] += execution.ended - execution.started
@@ -143,7 +143,10 @@ def _draw_latencies(
     how: str = "",
     style: str = "-",
 ) -> bool:
-    """Draw a line for each model with a colour, and one for all if there are several; return whether any was answered."""
+    """Draw a line for each model with a colour, and a line for all models if there are several.
+
+    Return whether any request was answered.
+    """
     by_model: dict[str, list[float]] = {name: [] for name in colours}
     everyone: list[float] = []
     for sent in requests:
@@ -178,7 +181,7 @@ def _cdf(axes: Axes, latencies: Sequence[float], label: str, colour: str, width:
         return
     values, counts = np.unique(1e3 * np.array(latencies), return_counts=True)
     shares = np.cumsum(counts) / counts.sum()
-    # A step at each value, the first one from 0.
+    # The curve has a step at each value, and starts at 0.
     keep = np.unique(np.linspace(0, len(values) - 1, _STEPS).astype(int))
     steps = np.concatenate([values[:1], values[keep]]), np.concatenate([[0.0], shares[keep]])
     axes.plot(*steps, drawstyle="steps-post", label=label, color=colour, linewidth=width, linestyle=style)
@@ -197,7 +200,7 @@ def _shares(record: Record, colours: Mapping[str, str]) -> Figure:
             for n in labels
         ]
         axes.stackplot(
-            # Windows as steps: drawn from edge to edge.
+            # Draw each window as a step from its left edge to its right edge.
             np.repeat(edges, 2)[1:-1],
             [np.repeat(share, 2) for share in shares],
             labels=names,
@@ -215,7 +218,7 @@ def _shares(record: Record, colours: Mapping[str, str]) -> Figure:
 
 
 def _busy(record: Record, name: str | None, colours: Mapping[str, str], edges: np.ndarray) -> np.ndarray:
-    """Return the share of each window in which the device executed the model (None: all models without a colour)."""
+    """Return for each window the share of time in which the device executed a model, or the models without a colour (None)."""
     mine = [
         (execution.started, execution.ended)
         for execution in record.executions
@@ -223,7 +226,7 @@ def _busy(record: Record, name: str | None, colours: Mapping[str, str], edges: n
     ]
     if not mine:
         return np.zeros(len(edges) - 1)
-    # The device time up to t rises from each start to each end; between them it stands still.
+    # The device time up to t grows from the start to the end of each execution, and is constant between executions.
     times = np.array(mine).ravel()
     used = np.concatenate([[0.0], np.cumsum(np.diff(times)[::2])])
     until = np.column_stack([used[:-1], used[1:]]).ravel()
@@ -253,7 +256,7 @@ def _timeline(record: Record, colours: Mapping[str, str], window: tuple[float, f
             colour = colours.get(name, _OTHERS)
             shown[name if name in colours else ""] = colour
             left, right = max(began, start), min(ended, end)
-            # Rows of the execution, where there is room for the digits.
+            # Write the rows of the execution if there is room for the digits.
             if (right - left) > 0.013 * len(rows) * (end - start):
                 axes.text(
                     (left + right) / 2,
@@ -279,7 +282,7 @@ def _timeline(record: Record, colours: Mapping[str, str], window: tuple[float, f
 
 
 def _first(record: Record) -> tuple[float, float]:
-    """Return the window from the start that shows as many executions as a reader can tell apart."""
+    """Return the window from the start that contains `_BARS` executions."""
     ends = sorted(
         [execution.ended for execution in record.executions] + [load.ended for load in record.loads]
     )
@@ -320,7 +323,7 @@ def fleet_figure(records: Mapping[str, FleetRecord], summaries: Mapping[str, Map
 
 
 def _latency_of_mode(axes: Axes, mode: str, record: FleetRecord) -> None:
-    """Draw the distribution of latencies; with unanswered requests the curve ends below 100 %."""
+    """Draw the distribution of latencies. If there are unanswered requests, the curve ends below 100 %."""
     latencies = np.sort(
         [1e3 * (sent.ended - sent.arrived) for sent in record.requests if sent.outcome is Outcome.ANSWERED]
     )

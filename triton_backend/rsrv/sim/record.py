@@ -1,4 +1,4 @@
-"""Records of a simulation: of one device, and of several behind a gateway."""
+"""Records of a simulation, for one device and for several devices behind a gateway."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,25 +10,25 @@ from rsrv.sim.scenario import Scenario
 
 
 class SimulationError(Exception):
-    """A bug in the simulator or the scheduler, not in the scenario: time stands still, or requests never end."""
+    """The simulator or the scheduler is faulty, not the scenario: for example, time stands still, or requests never end."""
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request. Times are seconds from the start; `started` is None if it never reached the device."""
+    """One request. Times are seconds from the start. `started` is None if the request never reached the device."""
 
     request: Request
     arrived: float
-    #: True if its model's weights were on the device when it arrived.
+    #: True if the model's weights were on the device when the request arrived.
     hit: bool
     started: float | None = None
     ended: float = inf
     outcome: Outcome | None = None
-    #: Index of the device that executed it.
+    #: Index of the device that executed the request.
     device: int = 0
-    #: True if its model had not started when it arrived.
+    #: True if the model had not started when the request arrived.
     cold: bool = False
-    #: Length along the model's padded axis. 0: the model has none.
+    #: Length along the model's padded axis, or 0 if the model has no padded axis.
     length: int = 0
 
 
@@ -39,8 +39,9 @@ class ExecutionRecord:
     execute: Execute
     started: float
     ended: float
-    #: Rows of the requests, and the compiled size. With a padded axis, each row counts times its length.
+    #: Number of rows of the requests. With a padded axis, each row counts as often as its length.
     useful: int
+    #: Number of rows of the compiled size, counted in the same way.
     size: int
 
 
@@ -52,7 +53,7 @@ class LoadRecord:
     epoch: int
     started: float
     ended: float
-    #: Bytes that no other model had on the device.
+    #: Bytes of the tensors that were not yet on the device.
     nbytes: int
     #: Bytes that were first read from the disk.
     read_bytes: int = 0
@@ -60,49 +61,49 @@ class LoadRecord:
 
 @dataclass(frozen=True, slots=True)
 class StartRecord:
-    """One start of a cold model, from its turn on the build thread to its end."""
+    """One start of a cold model, from the moment when the build thread begins with it to its end."""
 
     model: str
     began: float
     ended: float
-    #: bytes read from the disk.
+    #: Bytes that were read from the disk.
     read_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One device. Requests are in order of arrival, request n at index n - 1."""
+    """One device. Requests are in the order of arrival; request n has the index n - 1."""
 
     scenario: Scenario
-    #: the requests of all devices.
+    #: Requests of all devices.
     requests: list[RequestRecord]
     executions: list[ExecutionRecord]
     loads: list[LoadRecord]
-    #: (model, time)
+    #: Pairs (model, time).
     evictions: list[tuple[str, float]]
-    #: (time, instruction), without the answers
+    #: Pairs (time, instruction), without the answers.
     decisions: list[tuple[float, Instruction]]
     starts: list[StartRecord] = field(default_factory=list)
-    #: (time, bytes of weights in host memory from then on)
+    #: Pairs (time, bytes of weights in host memory from that time on).
     host: list[tuple[float, int]] = field(default_factory=list)
-    #: (time, bytes of weights on the device from then on)
+    #: Pairs (time, bytes of weights on the device from that time on).
     device: list[tuple[float, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class FleetRecord:
-    """Several devices, and the gateway before them."""
+    """Several devices, and the gateway in front of them."""
 
     scenario: Scenario
     requests: Sequence[RequestRecord]
-    #: Devices by name, in order. `RequestRecord.device` is the index.
+    #: Devices by name, in the order of `RequestRecord.device`.
     devices: Mapping[str, Record]
-    #: (time, command of the gateway to a device)
+    #: Pairs (time, command of the gateway to a device).
     steps: Sequence[tuple[float, WeightAction]]
-    #: whole repacks by trigger.
+    #: Numbers of whole repacks by trigger.
     repacks: Mapping[str, int]
-    #: changes of a packed model's home.
+    #: Number of changes of a packed model's home.
     moves: int
-    #: Number of events: ends of executions and loads, ticks, commands, and arrivals (those of one instant at a device count
-    #: once).
+    #: Number of events: ends of executions and loads, ticks, commands and arrivals. Arrivals at one device at one instant count as
+    #: one event.
     events: int

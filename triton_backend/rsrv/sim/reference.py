@@ -1,6 +1,6 @@
-"""Reference of a scenario's keys, from the models that read them, and of the figures in metrics.json.
+"""Reference for users: the keys of a scenario, from the classes that read them, and the figures in metrics.json.
 
-`python -m rsrv.sim.reference` prints it, for users; a test compares the figures with those that a run writes.
+`python -m rsrv.sim.reference` prints it. A test compares the figures with those that a run writes.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from rsrv.sim.schema import (
     Zipf,
 )
 
-#: title of a table, and the mapping whose keys it lists.
+#: The title of each table, and the mapping whose keys it lists.
 _TABLES: tuple[tuple[str, type[BaseModel]], ...] = (
     ("The file", File),
     ("`device`", DeviceKeys),
@@ -80,8 +80,8 @@ def reference() -> str:
 def _figures() -> Iterator[str]:
     yield "### metrics.json\n"
     yield (
-        "Figures of each model, of all (`total`), or of both. Times are in seconds; null means no value. The device and the link "
-        "count within the `duration`; requests are followed to their ends.\n"
+        "Figures of each model, of all (`total`), or of both. Times are in seconds; null means no value. The figures of the device "
+        "and the link cover the `duration`. All requests are counted, until their ends.\n"
     )
     yield "| key | in | meaning |"
     yield "|---|---|---|"

@@ -22,14 +22,14 @@ from rsrv.sim.sweep import run_sweep, sweep_rows
 from rsrv.sim.table import aligned, table
 from rsrv.text import duration, os_error
 
-#: seconds between two lines about the progress of a plan, where the output is no terminal
+#: Seconds between two lines about the progress of a plan if the output is not a terminal.
 _LINE_S = 10.0
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; return the exit status, as `cli.main`."""
     collecting = gc.isenabled()
-    # A simulation makes no garbage before its end, and a collection over a million requests takes long.
+    # A simulation makes no garbage before its end, and collecting garbage among a million requests takes long.
     gc.disable()
     try:
         return _run(options)
@@ -74,7 +74,7 @@ def _run(options: argparse.Namespace) -> int:
                 f"the costs of {model} are estimates for {card} by its data sheet, to compare, not to rely on"
             )
         if options.out is not None:
-            # Do this before the simulation, which may take minutes.
+            # Find an unusable folder before the simulation, which may take minutes.
             options.out.mkdir(parents=True, exist_ok=True)
         if options.idle is not None:
             lines, text = _run_sweep(scenario, options)
@@ -100,7 +100,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _run_one(scenario: Scenario, options: argparse.Namespace) -> tuple[Iterator[str], str]:
-    """Simulate one device; return the lines of the decisions, and the table."""
+    """Simulate one device. Return the lines of the decisions, and the table."""
     record = simulate(scenario)
     metrics = summarize(record)
     if options.out is not None:
@@ -111,7 +111,7 @@ def _run_one(scenario: Scenario, options: argparse.Namespace) -> tuple[Iterator[
 
 
 def _run_fleet(scenario: Scenario, options: argparse.Namespace) -> tuple[Iterator[str], str]:
-    """Simulate several devices; return the lines of the last mode's decisions, and the table."""
+    """Simulate several devices. Return the lines of the last mode's decisions, and the table."""
     assert scenario.gateway is not None
     records = {
         mode: simulate_fleet(with_mode(scenario, mode)) for mode in options.modes or [scenario.gateway.mode]
@@ -126,7 +126,7 @@ def _run_fleet(scenario: Scenario, options: argparse.Namespace) -> tuple[Iterato
 
 
 def _run_sweep(scenario: Scenario, options: argparse.Namespace) -> tuple[Iterator[str], str]:
-    """Simulate one device under several idle limits; return no decisions, and the table."""
+    """Simulate one device under several idle limits. Return no decisions, and the table."""
     runs = run_sweep(scenario, options.idle)
     if options.out is not None:
         _write_metrics(options.out, {"idle": runs})
@@ -145,7 +145,7 @@ def _as_json(metrics: dict[str, Any]) -> str:
 
 
 def _plots() -> Any:
-    """Import the module that draws; print a hint and return None if matplotlib is missing."""
+    """Import the module `plots`. If matplotlib is missing, print a hint and return None."""
     try:
         return importlib.import_module("rsrv.sim.plots")
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Scenarios: read from a file, checked as a whole, and resolved for the simulation."""
+"""Reading of scenario files: checks of the whole scenario, and its resolution for the simulation."""
 
 import csv
 from bisect import bisect_left
@@ -33,16 +33,16 @@ from rsrv.text import nearest
 
 
 class ScenarioError(Exception):
-    """The scenario cannot be run; each line of the message names the file, the key and what to do."""
+    """The scenario cannot be run. Each line of the message names the file and the key, and says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A resolved scenario. `models` of its sources name single models; `recorded` are all requests of traces."""
+    """A resolved scenario. The `models` of its sources name single models. `recorded` has all requests of traces."""
 
     discipline: str
     seed: int
-    #: Seconds, or None to end at the last listed request.
+    #: Seconds of the scenario, or None if it ends with the last listed request.
     duration: float | None
     settings: SchedulerSettings
     programs: Mapping[str, Program]
@@ -52,9 +52,9 @@ class Scenario:
     #: True if models start with their weights on the device, as far as the budget allows.
     warm: bool
     start_timeout_s: float
-    #: None: no limit
+    #: Maximum number of bytes of host copies, or None for no limit.
     host_memory_bytes: int | None
-    #: None: at once
+    #: Rate of reads from the disk, or None if they take no time.
     read_bytes_per_s: float | None
     requests: Sequence[RequestKeys]
     recorded: Sequence[Sequence[RequestKeys]]
@@ -67,16 +67,16 @@ class Scenario:
     #: Seconds that an answer takes outside the runtime.
     front_s: float = 0.0
     devices: int = 1
-    #: Number of servers, which have equally many devices.
+    #: Number of servers. Each has the same number of devices.
     servers: int = 1
-    #: None: one device, and nothing to choose. Its `models` name single models.
+    #: Options of the gateway, whose `models` name single models. None for one device, which needs no choice.
     gateway: GatewayKeys | None = None
-    #: For models, or groups of equal ones, with estimated costs: the card of the estimates.
+    #: The card of the estimates, for each model or group of equal models with estimated costs.
     estimated: Mapping[str, str] = field(default_factory=dict)
 
 
 class IdleLimits(NamedTuple):
-    """Seconds without requests after which weights leave the device and the host, and a model is cold."""
+    """Seconds without requests after which a model's weights leave the device and the host, and after which it is cold."""
 
     device: float
     host: float
@@ -86,7 +86,7 @@ class IdleLimits(NamedTuple):
 class Life(NamedTuple):
     """How a model starts and falls back."""
 
-    #: True if its first request starts it.
+    #: True if the model starts with its first request, False if it starts at time 0.
     lazy: bool
     #: Seconds to compile the model or to load its executable.
     start_s: float
@@ -108,7 +108,7 @@ def load_scenario(path: Path) -> Scenario:
 
 
 def parse_scenario(text: str, source: str = "scenario", folder: Path = Path()) -> Scenario:
-    """Parse the text of a scenario file. `source` is its name in messages, `folder` the folder of its traces."""
+    """Parse the text of a scenario file. `source` is the file's name in messages, and `folder` is the folder of its traces."""
     try:
         raw = read_yaml(text, of="keys")
     except YamlError as error:
@@ -174,7 +174,7 @@ def _resolve(file: File, folder: Path, problems: list[str]) -> Scenario:
     ]
     names = _Names(groups, programs, problems)
     section = file.settings.model_dump(exclude={"max_queue_depth", "depth"})
-    # The simulated device gets its next execution at the moment when one ends, so a greater depth gains nothing.
+    # The simulated device gets its next execution at the instant when the previous one ends. A greater depth gains nothing.
     section |= {"discipline": discipline, "depth": file.settings.depth or 1}
     return Scenario(
         discipline=discipline,
@@ -218,7 +218,10 @@ def _resolve(file: File, folder: Path, problems: list[str]) -> Scenario:
 def _with_variants(
     requests: Iterable[RequestKeys], lengths: Mapping[str, Sequence[int]], about: str, problems: list[str]
 ) -> list[RequestKeys]:
-    """Return the requests with the shortest variant that holds their length; report the first that none holds."""
+    """Return the requests, each with the shortest variant that holds its length.
+
+    Report the first request that is too long for all variants as a problem.
+    """
     resolved = []
     for request in requests:
         if request.length:
@@ -307,12 +310,12 @@ def _check_shares(models: Mapping[str, ModelKeys], problems: list[str]) -> None:
 
 class _Estimates(NamedTuple):
     card: str
-    #: by variant and size
+    #: Seconds of an execution by variant and size.
     costs: Mapping[tuple[int, int], float]
 
 
 def _estimates(group: str, path: Path, problems: list[str]) -> _Estimates:
-    """Return the estimated costs of a model from a file of executables, which are not read. Report missing ones."""
+    """Return the estimated costs of a model from a file of executables, without reading the executables. Report missing costs."""
     about = f"models.{group}.compiled"
     try:
         with StoredExecutables(path) as stored:
@@ -379,7 +382,7 @@ def _life(model: ModelKeys, file: File) -> Life:
 
 
 def read_trace(trace: TraceKeys, folder: Path, problems: list[str]) -> Iterator[RequestKeys]:
-    """Yield the requests of a trace with scaled times; report the first line that is wrong."""
+    """Yield the requests of a trace with scaled times. Report the first wrong line as a problem."""
     about = f"arrivals.trace: {trace.path}"
     try:
         with (folder / trace.path).open(newline="", encoding="utf-8-sig") as lines:

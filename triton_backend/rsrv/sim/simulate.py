@@ -1,7 +1,8 @@
-"""The simulation: the scheduler in virtual time, on one device or on each of several behind a gateway.
+"""The simulation: the scheduler in virtual time, on one device, or on several devices behind a gateway.
 
-At one instant, the gateway probes first, if it is time. Then all arrivals come, in one event for each device, before the
-device gets work; then ends of loads, then ends of executions, then a tick that is due, one device after the other.
+The events of one instant have this order: the gateway's look at the devices, if one is due, then the arrivals of requests, as one
+event for each device. Then follow the other events of one device after the other: first ends of loads, then ends of executions,
+then a tick if one is due.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +46,7 @@ def simulate_fleet(scenario: Scenario) -> FleetRecord:
 
 
 def simulate_devices(scenario: Scenario) -> Sequence[Record]:
-    """Run a scenario to its end; return the records of its devices, each with all requests. Raises as `simulate`."""
+    """Run a scenario to its end, and return the records of its devices. Each record has all requests. Raises SimulationError."""
     return _checked(lambda: [device.record for device in _Simulation(scenario).run().devices])
 
 
@@ -68,7 +69,7 @@ class _Simulation:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.requests: list[RequestRecord] = []
-        # Use one stream for each model, on whichever device it executes.
+        # Each model has one random stream, which does not depend on the device that executes the model.
         random = {
             name: Random(f"{scenario.seed}/cost/{name}") for name, jitter in scenario.jitter.items() if jitter
         }
@@ -79,12 +80,13 @@ class _Simulation:
             None if scenario.gateway is None else SimulatedGateway(scenario, scenario.gateway, self.devices)
         )
         self.now = 0.0
-        #: (time of its next event, device); and that time by device: entries with another time are stale.
+        #: Pairs (time of the device's next event, index of the device). A pair is stale if its time is not in `due`.
         self.heap: list[tuple[float, int]] = []
+        #: Time of the next event of each device.
         self.due = [inf] * len(self.devices)
         self.arrivals = open_arrivals(scenario)
         self.next_arrival = next(self.arrivals, None)
-        #: Clients by the time of their next request.
+        #: Heap of the clients that will send a request: (time of the request, sequence, client).
         self.sends: list[tuple[float, int, _SimulatedClient]] = []
         self.sequence = count()
         #: The client that waits for the end of each request.
@@ -93,7 +95,7 @@ class _Simulation:
 
     def run(self) -> "_Simulation":
         for index, program in enumerate(self.scenario.programs.values()):
-            # Pinned weights start on every device, other weights on one.
+            # Pinned weights are on every device at the start, other weights on only one device.
             home = index % len(self.devices)
             for device in self.devices if program.pinned else self.devices[home : home + 1]:
                 device.start(program)
@@ -103,7 +105,7 @@ class _Simulation:
             for model in source.models or ():
                 for _ in range(source.clients):
                     self._send_at(0.0, _SimulatedClient(source, model))
-        # At one instant each model may load, execute and tick a few times, and clients may send once each.
+        # At one instant, each model may load, execute and tick a few times, and each client may send one request.
         patience = (10_000 + 100 * len(self.scenario.programs)) * len(self.devices)
         still = 0
         while (now := self._next_instant()) < inf:
@@ -140,7 +142,7 @@ class _Simulation:
         t = heap[0][0] if heap else inf
         t = min(t, self._next_sent())
         if self.gateway is not None and t < inf:
-            # Without further events there is nothing to probe.
+            # The gateway looks at the devices only while further events follow.
             t = min(t, self.gateway.next_look)
         return t
 

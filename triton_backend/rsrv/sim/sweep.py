@@ -1,4 +1,4 @@
-"""One scenario under several idle limits: what less memory costs in latency."""
+"""One scenario under several idle limits. The comparison shows how much latency grows when models use less memory."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +12,7 @@ from rsrv.text import amount, duration, percent
 
 
 class IdleSweep(NamedTuple):
-    """Limits of one tier (device, host or executable): seconds by their text."""
+    """Limits of one tier (device, host or executable): the seconds of each limit by its text, such as 10m."""
 
     tier: str
     limits: Mapping[str, float]
@@ -32,7 +32,7 @@ _COLUMNS = (
 
 
 def run_sweep(scenario: Scenario, sweep: IdleSweep) -> dict[str, dict[str, Any]]:
-    """Return the metrics of a scenario by limit, which all models have in place of their own.
+    """Return the metrics of a scenario for each limit. The limit replaces the models' own limits.
 
     Raises:
         ScenarioError: the scenario has several devices.

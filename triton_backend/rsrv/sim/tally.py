@@ -35,7 +35,7 @@ class Tally:
     dispatches: int = 0
     useful_rows: int = 0
     padded_rows: int = 0
-    #: `ExecutionRecord.useful` and `size`.
+    #: Sums of `ExecutionRecord.useful` and of `ExecutionRecord.size`.
     useful: int = 0
     size: int = 0
     loads: int = 0
@@ -44,7 +44,7 @@ class Tally:
     starts: int = 0
     cold: int = 0
     read_bytes: int = 0
-    #: intervals with requests in the system: disjoint, ascending.
+    #: Intervals with requests in the system, disjoint and ascending.
     busy: list[Span] = field(default_factory=list)
 
     def add(self, sent: RequestRecord) -> None:
@@ -77,7 +77,7 @@ class Tally:
         }
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures of metrics.json that each model has, and all together."""
+        """Return the figures that metrics.json has both for each model and for all models together."""
         return {
             **self.ended(),
             "arrived": self.arrived,
@@ -121,12 +121,12 @@ def in_time(sent: RequestRecord, window: float) -> bool:
 
 
 def percentile(ascending: Sequence[float], share: float) -> float | None:
-    """Return the nearest-rank percentile of sorted values; None if there are none."""
+    """Return the nearest-rank percentile of ascending values, or None if there are no values."""
     return ascending[max(1, ceil(share * len(ascending))) - 1] if ascending else None
 
 
 def mean(history: Sequence[tuple[float, int]], window: float) -> float | None:
-    """Return the mean over the window of bytes that change at given times."""
+    """Return the mean bytes over the window. `history` has pairs of a time and the bytes from that time on."""
     average = 0.0
     for (since, nbytes), (until, _) in pairwise([*history, (window, 0)]):
         average += nbytes * (min(until, window) - min(since, window))

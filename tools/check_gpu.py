@@ -74,8 +74,9 @@ class Figures:
     kernels: int
     #: Number of instructions in all kernels that multiply in TF32.
     tf32: int
-    #: Numbers of products of f32 that a library computes, without a precision and pinned to f32.
+    #: Number of products of f32 that a library computes without a fixed precision.
     library: int
+    #: Number of products of f32 that a library computes with the precision pinned to f32.
     library_f32: int
 
     @property

@@ -1,8 +1,8 @@
 """Write empty libraries in place of CUDA's, so that CUDA builds of torchvision and torchaudio load with a CPU build of torch.
 
-Their CPU kernels never call the missing functions. Only their loading calls some of them, to register other kernels, and
-ignores the results. The script runs with the Python of the environment that gets the libraries, and needs pyelftools and
-ziglang. It does nothing if the environment has a CUDA build of torch.
+The CPU kernels of torchvision and torchaudio never call the missing functions. Some functions are called while the packages are
+loaded, to register other kernels, but their results are ignored. Run the script with the Python of the environment that gets the
+libraries. It needs pyelftools and ziglang, and does nothing if the environment has a CUDA build of torch.
 """
 
 from __future__ import annotations

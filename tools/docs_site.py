@@ -1,7 +1,7 @@
 """Hooks of mkdocs for the documentation's site: Mermaid, which draws the diagrams, and the links of the changelog.
 
-The theme would make every reader fetch Mermaid from a third party's server. Instead, this fetches it once from npm's registry
-into .browser.
+The theme would make every reader fetch Mermaid from a third party's server. Instead, these hooks fetch it once from npm's
+registry into .browser.
 """
 
 from __future__ import annotations

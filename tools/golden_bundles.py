@@ -237,7 +237,10 @@ def ask_modules(
 
 
 def ask_client(bundle: Bundle, request: Arrays) -> Arrays:
-    """Return a client's results, through the hooks or from the meta model's `run`. Its callees are in the folder next to it."""
+    """Return the results that a client gets, through the hooks or from the `run` of a meta model.
+
+    The callees of a meta model are in the same folder as its bundle.
+    """
     assert bundle.hooks is not None
     if bundle.manifest.kind == "meta":
         result: Arrays = load_run(bundle.hooks)(
@@ -251,7 +254,7 @@ def ask_client(bundle: Bundle, request: Arrays) -> Arrays:
 
 
 def _ask(bundle: Bundle, inputs: Arrays) -> Arrays:
-    """Return one model's results. The first axis of all its tensors is that of the rows."""
+    """Return one model's results. The rows must be the first axis of all its tensors."""
     run = ModuleRunner(bundle)
     results = answers(run, run.keys()[-1], [inputs[spec.name] for spec in bundle.manifest.inputs])
     return {spec.name: array for spec, array in zip(bundle.manifest.outputs, results, strict=True)}
@@ -266,7 +269,7 @@ def _client_request(bundle: Bundle) -> dict[str, Array]:
 
 
 def write_answers(path: Path, file: Path) -> None:
-    """Return the inputs and outputs of a bundle, through each of its modules, and through its hooks."""
+    """Write random inputs of a bundle and its outputs to an .npz file: those of each module, and those of the hooks."""
     bundle = read_bundle(path)
     arrays: dict[str, Array] = {}
     if bundle.modules:

@@ -1,7 +1,7 @@
 """Build the native front, libtriton_rsrv.so, into the package.
 
     python tools/native_front.py           # for x86-64, glibc 2.31 and later
-    python tools/native_front.py aarch64   # into build/, as a trial: no machine here runs it
+    python tools/native_front.py aarch64   # into build/, only to show that it compiles
 
 The compiler is Zig's, a wheel of 100 MB from PyPI, so that the build does not depend on the system's compiler and headers.
 """
@@ -43,7 +43,7 @@ def ensure() -> Path:
 
 @contextmanager
 def one_builds() -> Iterator[None]:
-    """Let one process install the compiler and build. Other processes wait for the result."""
+    """Hold the lock with which only one process at a time installs the compiler and builds."""
     folder = ROOT / "build"
     folder.mkdir(exist_ok=True)
     with (folder / "native.lock").open("w") as lock:

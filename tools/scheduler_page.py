@@ -40,7 +40,7 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
     "round_robin": {"color": "#CC79A7", "linewidth": 1.8, "linestyle": (0, (5, 2))},
     "static_priority": {"color": "#333333", "linewidth": 1.8, "linestyle": (0, (1, 1.5))},
 }
-#: Greys of the picture: the hog and the small models, dark to light.
+#: Greys of the picture, from dark to light: the hog first, then the small models.
 GREYS = ("#333333", "#777777", "#AAAAAA", "#DDDDDD")
 
 
@@ -183,13 +183,13 @@ def scenario(name: str) -> Scenario:
 
 
 def runs(name: str) -> dict[str, Run]:
-    """Play a scenario under each scheduler."""
+    """Simulate a scenario under each scheduler."""
     return {discipline: Run(scenario(name), discipline) for discipline in STYLES}
 
 
 def tables(compared: Mapping[str, Mapping[str, Run]]) -> dict[str, str]:
     """Return the page's tables by name. `compared` is scenario -> scheduler -> run."""
-    return {name: table(_comparison(name, those)) for name, those in compared.items()}
+    return {name: table(_comparison(name, by_scheduler)) for name, by_scheduler in compared.items()}
 
 
 def table(rows: Iterator[Sequence[str]]) -> str:
@@ -197,11 +197,11 @@ def table(rows: Iterator[Sequence[str]]) -> str:
     return "\n".join([first, "|---" * (first.count(" | ") + 1) + "|", *lines])
 
 
-def _comparison(name: str, those: Mapping[str, Run]) -> Iterator[Sequence[str]]:
-    """Return the rows of the runtime's disciplines, with the best of each column in bold, the worst in italics."""
+def _comparison(name: str, by_scheduler: Mapping[str, Run]) -> Iterator[Sequence[str]]:
+    """Yield a row for each of the runtime's disciplines. In each column, the best is bold and the worst is in italics."""
     columns = COLUMNS[name]
     yield ("discipline", *(column.title for column in columns))
-    values = {key: [column.value(those[key]) for column in columns] for key in DISCIPLINES}
+    values = {key: [column.value(by_scheduler[key]) for column in columns] for key in DISCIPLINES}
     for key, own in values.items():
         cells = []
         for index, column in enumerate(columns):
@@ -233,14 +233,14 @@ def rewrite(page: str, made: Mapping[str, str]) -> str:
 # --- pictures ------------------------------------------------------------------------------------------------
 
 
-def picture(those: Mapping[str, Run]) -> Figure:
+def picture(by_scheduler: Mapping[str, Run]) -> Figure:
     figure, (left, right) = _figure()
-    for key, run in those.items():
+    for key, run in by_scheduler.items():
         _cdf(left, key, [request for request in run.sent() if request.request.model != "hog"])
-    start = np.zeros(len(those))
+    start = np.zeros(len(by_scheduler))
     for grey, group in zip(GREYS, ("hog", "slow", "middle", "quick"), strict=True):
-        shares = [100 * run.busy(group) for run in those.values()]
-        right.barh([*those], shares, left=start, color=grey, label=group, height=0.7)
+        shares = [100 * run.busy(group) for run in by_scheduler.values()]
+        right.barh([*by_scheduler], shares, left=start, color=grey, label=group, height=0.7)
         start = start + np.array(shares)
     right.invert_yaxis()
     right.legend(loc="lower center", bbox_to_anchor=(0.5, -0.3), ncols=4, frameon=False)

@@ -21,7 +21,7 @@ _OMITTED_IDLE = ("in time", "waited for one", "device memory")
 
 
 class Comparison:
-    """Play a scenario of several devices in each mode."""
+    """A scenario of several devices, simulated in each mode of the gateway."""
 
     def __init__(self, name: str) -> None:
         scenario = load_scenario(DOCS / "scenarios" / f"{name}.yaml")
@@ -41,7 +41,7 @@ class Comparison:
 
 
 class Idleness:
-    """Play a scenario with several idle limits for host copies."""
+    """A scenario, simulated with several idle limits for host copies."""
 
     sweep = IdleSweep("host", {"1m": 60.0, "10m": 600.0, "30m": 1800.0, "1h": 3600.0, "never": inf})
 

@@ -3,13 +3,12 @@
     python tools/try_wheel.py                           # `make test-wheel`
     python tools/try_wheel.py --python python3.13       # `make test-wheel PYTHONS=python3.13`
 
-First the commands answer `--help` in an environment that has the wheel and nothing else. Then this environment sees the
-packages of the one that runs this, all but rsrv, and tests run in a copy of their folder that lies elsewhere: some of
-those that need no server, and one with a server whose stubs and runtime come from the wheel.
+The script installs only the wheel into an empty environment, and runs each command with `--help`. Then it adds all packages of its
+own environment except rsrv, and runs tests in a copy of the folder `tests` elsewhere: some tests that need no server, and one with
+a server whose stubs and runtime come from the wheel.
 
-With --python, once for each interpreter, the wheel is tried as a user does it, without the lock: `pip install
-WHEEL[serve,export]` into an empty environment, `rsrv triton install`, a JAX function exported, `rsrv-gen`, `rsrv serve`, and
-one request over HTTP.
+With --python, the script uses the wheel as a user does, without the lock, for each interpreter: `pip install WHEEL[serve,export]`
+into an empty environment, `rsrv triton install`, the export of a JAX function, `rsrv-gen`, `rsrv serve`, and one request over HTTP.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from pathlib import Path
 from local_triton import EXEC_BOUND, LOOPBACK, free_ports
 
 ROOT = Path(__file__).resolve().parent.parent
-#: packages that the tests need beside rsrv
+#: Files and folders that the tests need in addition to the wheel.
 NEEDED = (
     "tests", "tools", "docs", "bundles/examples", "README.md", "CONTRIBUTING.md", "LICENSE", "pyproject.toml", "hatch_build.py",
 )  # fmt: skip
@@ -55,9 +54,9 @@ TESTS = (
     "tests/unit/wire",
     "tests/e2e/test_docs.py",
 )
-#: the only page whose commands are run: its reader starts with nothing installed
+#: The only page whose commands are run, because its reader starts with nothing installed.
 PAGE = "index.md"
-#: what a user writes to export a model, and what it answers to [1, 2]
+#: Program with which a user exports a model.
 EXPORT = """\
 import numpy as np
 from rsrv_bundle.export import export_bundle
@@ -66,16 +65,17 @@ example = {"x": np.ones((1, 2), np.float32)}
 export_bundle(lambda w, x: {"y": x @ w["a"]}, {"a": np.eye(2, 3, dtype=np.float32)}, example, batch_sizes=[1, 4],
               out_dir="bundles/model")
 """
+#: Answer of that model to [1, 2].
 ANSWER = [1, 2, 0]
-#: last line of the start-up view of `rsrv serve`
+#: Last line of the start-up view of `rsrv serve`.
 SERVES = "Stop with Ctrl-C"
 
 
 def main() -> int:
-    """Run the tests, or others that the command line names for pytest, or try interpreters. Returns the exit status."""
+    """Run tests on the wheel, or use it with the interpreters of --python. Return the exit status."""
     parser = argparse.ArgumentParser(
         description="Run tests on the wheel, or try it with other interpreters.",
-        epilog="What else is on the command line goes to pytest, in place of the tests that are chosen here.",
+        epilog="All other arguments are passed to pytest, in place of the tests that this script chooses.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -95,11 +95,11 @@ def main() -> int:
             return 1
         for command in sorted((folder / "venv" / "bin").glob("rsrv*")):
             print(f"{command.name} --help: {_help(command):.2f} s in an empty environment", flush=True)
-        # Python reads no path file in a folder that a path file names, so the editable rsrv's has no effect.
+        # Python ignores path files in a folder that a path file names. So the path file of an editable rsrv has no effect.
         (site / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
         tree = _tree(folder / "tree", site)
         python = str(folder / "venv" / "bin" / "python")
-        # The scripts of the examples, which are in no wheel.
+        # The wheel does not contain the scripts of the examples.
         env = {**os.environ, "PYTHONPATH": str(tree / "bundles")}
         _run([python, "tools/local_triton.py"], cwd=tree, env=env)
         tests = tests or [*TESTS, "-k", f"not test_docs or {PAGE}"]
@@ -108,11 +108,11 @@ def main() -> int:
 
 
 def _try_as_a_user(python: str, wheel: Path, folder: Path, cache: Path) -> None:
-    """Install, export, serve and ask, and print the seconds of each. Raises CalledProcessError, or SystemExit."""
+    """Install, export, serve and send a request, and print the seconds of each step. Raises CalledProcessError, SystemExit."""
     folder.mkdir()
     scripts = folder / "venv" / "bin"
     pip_cache = subprocess.run([sys.executable, "-m", "pip", "cache", "dir"], check=True, capture_output=True)
-    # tritonserver comes into a cache of its own; pip's stays the user's.
+    # tritonserver is installed into a separate cache. pip uses the cache of the user.
     env = {
         **{key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
         "XDG_CACHE_HOME": str(cache),
@@ -142,7 +142,10 @@ def _try_as_a_user(python: str, wheel: Path, folder: Path, cache: Path) -> None:
 
 
 def _serve_and_ask(scripts: Path, folder: Path, env: dict[str, str]) -> None:
-    """Ask the model in `folder` once over HTTP. Raises SystemExit if it does not serve, is wrong, or does not end well."""
+    """Serve the model in `folder`, and send it one request over HTTP.
+
+    Raises SystemExit if the model is not served, if its answer is wrong, or if the server fails at its end.
+    """
     http, grpc, metrics, page = free_ports(4)
     flags = [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}", "--devices=cpu"]
     with subprocess.Popen(
@@ -183,7 +186,7 @@ def _build(folder: Path) -> Path:
 
 
 def _environment(folder: Path, wheel: Path) -> Path:
-    """Make an environment with the wheel alone; return the folder of its packages."""
+    """Make an environment with only the wheel. Return the folder of its packages."""
     _run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
     python = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", str(python)]
@@ -213,7 +216,7 @@ def _help(command: Path) -> float:
 
 
 def _tree(folder: Path, site: Path) -> Path:
-    """Lay out the tests without sources, with the files that `make` has fetched and built."""
+    """Copy the tests without the sources into `folder`, with links to the files that `make` has fetched and built."""
     for name in NEEDED:
         source, target = ROOT / name, folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -222,12 +225,12 @@ def _tree(folder: Path, site: Path) -> Path:
         else:
             shutil.copy2(source, target)
     (folder / "build").symlink_to(ROOT / "build")
-    # All of tritonserver except the stubs' environment and the command, which have absolute paths inside.
+    # Link all of tritonserver except the stubs' environment and the command, which contain absolute paths.
     (folder / ".triton").mkdir()
     shutil.copy2(ROOT / ".triton" / "stamp.json", folder / ".triton")
     for name in ("backends", "lib", "perf", "site"):
         (folder / ".triton" / name).symlink_to(ROOT / ".triton" / name)
-    # Tools and stubs look for parts of the package in the folders of the sources.
+    # Tools and stubs look for parts of the packages in the folders of the sources.
     for name in ("bundles/rsrv_bundle", "triton_backend/rsrv"):
         link = folder / name
         link.parent.mkdir(exist_ok=True)

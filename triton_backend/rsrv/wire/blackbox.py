@@ -1,8 +1,8 @@
-"""Black box of a runtime: a file in its private directory that records what its threads did when it died.
+"""Black box of a runtime: a file in its private directory that records what its threads were doing when it died.
 
-The runtime maps the file. Each of its threads stores its phase and its model in a slot. A fatal signal appends a text, as does
-the runtime itself when it ends because of a thread. The next runtime replaces the file. A stub opens it while its runtime
-lives, so both read the same content after the death.
+The runtime maps the file. Each of its threads stores its phase and its model in a slot. The handler of fatal signals appends a
+text. The runtime itself also appends one if it ends because of a thread. The next runtime replaces the file. A stub opens the
+file while its runtime lives, so it reads the old file even if the next runtime has already replaced it.
 """
 
 import os
@@ -47,8 +47,8 @@ LONGEST_KEY = SLOT_BYTES - KEY_AT - 1
 SLOTS = 7
 #: Bytes of all slots. The text of a crash follows them.
 BYTES = SLOT_BYTES * SLOTS
-#: Place of a byte that is 1 if the runtime has ended so that its device sleeps. It is the last byte of the last slot, which no
-#: key reaches.
+#: Place of a byte that is 1 if the runtime ended to put its device to sleep. It is the last byte of the last slot, which no key
+#: reaches.
 ASLEEP_AT = BYTES - 1
 #: Bit in the byte of the phase that is set while a request executes alone.
 ALONE_BIT = 0x80
@@ -64,7 +64,7 @@ class UnfinishedTask(NamedTuple):
     key: str
     #: Number of the same model's tasks that this thread had completed.
     ended: int = 0
-    #: True if this task is the execution of a request that executes alone, because a runtime died while it executed before.
+    #: True if this task executes a request alone. A request executes alone after a runtime died during its execution.
     alone: bool = False
 
 
@@ -109,10 +109,10 @@ def is_suspect(content: bytes, key: str) -> bool:
 
 
 class BlackBoxReader:
-    """Reader for the black box of a living runtime. It is read after the runtime's end."""
+    """Opens the black box of a living runtime, and reads it after that runtime's end."""
 
     def __init__(self, directory: Path) -> None:
-        """Open the box of the runtime that serves `directory` now. Without one, each end counts as a crash."""
+        """Open the box of the runtime that serves `directory` now. Without a box, any end of the runtime counts as a crash."""
         try:
             self._fd = os.open(directory / paths.BLACKBOX, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -122,13 +122,13 @@ class BlackBoxReader:
 
     @property
     def sleeps(self) -> bool:
-        """True if the runtime has ended so that its device sleeps."""
+        """True if the runtime ended to put its device to sleep."""
         return self._fd >= 0 and os.pread(self._fd, 1, ASLEEP_AT) == b"\1"
 
     def is_suspect(self, key: str) -> bool:
         """Return the result of the function `is_suspect`. Call it when the runtime has ended."""
         if self._fd < 0:
             return True
-        # The first byte of the text shows whether there is one.
+        # One byte of the text suffices, because only the presence of a text matters.
         content = os.pread(self._fd, BYTES + 1, 0)
         return len(content) < BYTES or is_suspect(content, key)

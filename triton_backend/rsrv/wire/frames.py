@@ -94,7 +94,7 @@ class OtherVersionError(ProtocolError):
     """The peer speaks another version of the protocol. The message names the remedy."""
 
 
-#: Flag of a submission: nothing else uses the device during its execution, because a runtime died while it executed before.
+#: Flag of a submission that executes alone on the device, because a runtime died during an earlier execution of the request.
 ALONE = 1
 #: Flag of a submission: the request has waited for this runtime, so a full queue does not refuse it.
 WAITED = 2
@@ -118,7 +118,7 @@ class Submission(NamedTuple):
     tag: int = 0  # `request_tag` of the client's id, which can abort the request, or 0.
     #: Number of the sequence if the model is stateful, or of the large request that this one is a part of. 0: neither.
     sequence: int = 0
-    #: Length of its tensors along the padded axis. 0: the model has none.
+    #: Length of its tensors along the padded axis. 0: the model has no padded axis.
     length: int = 0
 
 
@@ -138,7 +138,7 @@ class Completion(NamedTuple):
 
 COMPLETION = struct.Struct("<QHHIIIQ")
 
-#: Maximum number of entries in one frame, which keeps it below MAX_FRAME even with an error text for each.
+#: Maximum number of entries in one frame. That many entries of any fixed size fit into MAX_FRAME bytes.
 MAX_ENTRIES = 1024
 
 
@@ -151,7 +151,7 @@ def request_tag(id: str) -> int:
 
 
 def pack_entries(kind: Kind, entry: struct.Struct, values: Sequence[tuple[Any, ...]]) -> bytes:
-    """Return one frame of entries of a fixed size. MAX_ENTRIES entries of any kind fit into one frame."""
+    """Return one frame of entries of a fixed size. `values` has at most MAX_ENTRIES entries."""
     frame = bytearray(HEADER.size + entry.size * len(values))
     HEADER.pack_into(frame, 0, kind, 0, len(values))
     at = HEADER.size

@@ -15,7 +15,8 @@ import numpy as np
 #: Bytes of a cache line, and the alignment of buffers that XLA reads in place.
 ALIGNMENT = 64
 
-#: numpy's dtype for each token that can be sent. Types that numpy lacks are sent as their bits.
+#: numpy's dtype for each type that can be sent, by its token. Types that numpy lacks are sent as unsigned integers with the
+#: same bits.
 NUMPY = {token: np.dtype(name) for token, name in {
     "bool": "bool", "i8": "int8", "u8": "uint8", "f8_e5m2": "uint8", "f8_e4m3": "uint8",
     "i16": "int16", "u16": "uint16", "f16": "float16", "bf16": "uint16",
@@ -98,7 +99,7 @@ class Variant:
         return next((tensor.dims[axis] for tensor, axis in axes if axis is not None), 0)
 
     def at_length(self, length: int) -> "Variant":
-        """Return the variant with the tensors of requests of this length."""
+        """Return this variant for requests of another length: its padded axes have this extent."""
         inputs, outputs = (
             Block(tuple(tensor.at_length(length) for tensor in block.tensors))
             for block in (self.inputs, self.outputs)
@@ -170,11 +171,12 @@ def _tensor_from_json(value: list[Any]) -> Tensor:
 
 # --- the flat form, for a front without a JSON parser; docs/protocol.md is the specification ------------------
 
-#: "FLAT"
+#: The bytes "FLAT".
 FLAT_MAGIC = 0x54414C46
-#: Heads of the flat form. First magic, flags, the numbers of inputs, outputs and variants, slot, cost and retry_ns; then, for
-#: each tensor, the part behind its name.
-_HEAD, _TYPE = struct.Struct("<IIIIIIQQ"), struct.Struct("<BBhh")
+#: Head of the flat form: magic, flags, the numbers of inputs, outputs and variants, slot, cost_ns and retry_ns.
+_HEAD = struct.Struct("<IIIIIIQQ")
+#: Fields of a tensor that follow its name: type, number of axes, batch axis and padded axis.
+_TYPE = struct.Struct("<BBhh")
 _BATCHED, _EXACT, _TRACED = 1, 2, 4
 #: Types that clients send, by number.
 _FLAT_TYPES = (
@@ -195,7 +197,7 @@ def pack_flat(
 ) -> bytes:
     """Return REGISTERED's document for a model without hooks.
 
-    `client` and the other values are those of REGISTERED. Raises ValueError for a type that no client can send.
+    The parameters have the meaning of REGISTERED's fields. Raises ValueError for a type that no client can send.
     """
     inputs, outputs = client["inputs"], client["outputs"]
     flags = _BATCHED * batched | _EXACT * interface.exact | _TRACED * traced

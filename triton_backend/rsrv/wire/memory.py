@@ -114,9 +114,10 @@ class _Segment:
 class Arena:
     """Allocator of a stub's shared memory. First fit; beyond `keep` bytes, idle segments are freed.
 
-    Not thread-safe: the connection that owns it guards it, and tells the runtime of `fresh` and `dropped`.
-    `spare` returns the bytes that the machine has left. Pages are allocated when they are touched; if none is
-    left then, the kernel kills this process or another one.
+    The arena is not thread-safe: the connection that owns it guards it. That connection also announces `fresh` and
+    `dropped` segments to the runtime. `spare` returns the bytes that the machine has left. The arena calls it before it
+    makes a segment, because the kernel allocates pages only when they are touched. If no page is left then, the kernel
+    kills this process or another one.
     """
 
     def __init__(
@@ -247,11 +248,11 @@ def read_document(fd: int) -> dict[str, Any]:
 
 #: Maximum number of seconds between two rounds of an idle runtime whose server has several devices.
 BEAT_S = 0.1
-#: If an idle runtime has had no round for this many seconds, it seems to be stopped. The limit is long because a runtime waits
-#: for a core on a busy machine.
+#: If an idle runtime has had no round for this many seconds, it seems to be stopped. The limit is long because a runtime may
+#: have to wait for a core on a busy machine.
 SILENT_S = 0.5
-#: Bytes of a board, and its number of cells. The first two have other uses; the remaining ones belong to models. Further models
-#: have no cell.
+#: Bytes of a board, and its number of cells. The first two cells have other uses. Each further cell belongs to one model. If
+#: there are more models than cells, some models have no cell.
 BOARD_BYTES = 64 << 10
 BOARD_SLOTS = BOARD_BYTES // 8
 

@@ -13,13 +13,13 @@ LOCK = "lock"
 FAILURE = "failure"
 #: Why the runtime found no device the last time.
 NO_DEVICE = "no-device"
-#: Models that the next runtime brings back.
+#: Models that the next runtime loads again, see `rsrv.runtime.handover`.
 HANDOVER = "handover.json"
 #: Exists while the device sleeps, and holds the Unix time when it fell asleep.
 ASLEEP = "asleep"
 #: The runtime's last record before the device fell asleep, in the form of STATUS_REPLY.
 LAST_RECORD = "last-record"
-#: Files of the control process: its socket, its lock, and the operators' settings.
+#: Files of the control process: its socket, its lock, what operators have set with commands, and the last valid rsrv.yaml.
 CONTROL_SOCKET = "control.sock"
 CONTROL_LOCK = "control.lock"
 OVERRIDES = "overrides.json"
@@ -92,7 +92,10 @@ def runtime_command(
 
 
 def asleep_since(directory: Path) -> float | None:
-    """Return the Unix time when a runtime's device fell asleep, or None if it is awake. Connecting would wake it."""
+    """Return the Unix time when a runtime's device fell asleep, or None if it is awake.
+
+    This reads a file, because a connection would wake the device.
+    """
     try:
         return float((directory / ASLEEP).read_text())
     except (OSError, ValueError):
@@ -121,7 +124,7 @@ def make_private(directory: Path) -> None:
 def hold(directory: Path) -> int | None:
     """Lock a runtime's directory; return the lock's descriptor, or None if another process has the lock.
 
-    The kernel releases the lock with the process, so an unlocked directory has no runtime.
+    The kernel releases the lock when the process ends, so an unlocked directory has no runtime.
     """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

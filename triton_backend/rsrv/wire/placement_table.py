@@ -18,7 +18,7 @@ from threading import Lock
 _HEADER = struct.Struct("<8sIIQ")
 MAGIC = b"rsrvpt01"
 HEADER_BYTES = 64
-#: Index of the generation among the file's u64.
+#: Index of the generation if the file is read as u64 numbers.
 _GENERATION = 2
 #: Generation, number of entries, and crc32 of these two and the entries.
 _HALF = struct.Struct("<QII")
@@ -44,7 +44,7 @@ def _checksum(generation: int, count: int, entries: bytes) -> int:
 
 
 class _MappedTable:
-    """A mapped table."""
+    """A placement table that is mapped into memory."""
 
     def __init__(self, fd: int, access: int) -> None:
         """Map a file, and close its descriptor. Raises OSError, and ValueError if the file is no table."""
@@ -59,7 +59,7 @@ class _MappedTable:
         self.capacity: int = capacity
         if magic != MAGIC or size != _size(self.capacity):
             raise ValueError("the file has another format")
-        #: The file as aligned u64, so that each is read and written at once.
+        #: The file as aligned u64 numbers, because each of them is read and written atomically.
         self._cells = memoryview(self._memory).cast("Q")
 
     @property
@@ -75,7 +75,7 @@ class _MappedTable:
         return HEADER_BYTES + generation % 2 * (_HALF.size + self.capacity * _ENTRY.size)
 
     def newest(self) -> int:
-        """Return the generation of the newest half, also while that half is being written."""
+        """Return the highest generation that a half names. The half may be incomplete."""
         first, second = (_HALF.unpack_from(self._memory, self._half(number))[0] for number in (0, 1))
         return int(max(first, second))
 
@@ -120,7 +120,7 @@ class PlacementWriter:
         except (FileNotFoundError, ValueError):
             return
         generation = self._file.generation
-        # An earlier writer may have died between the end of this file and the beginning of a larger one.
+        # An earlier writer may have died after it marked this file as replaced and before it renamed the larger file.
         self._generation = self._file.newest() if generation == _MOVED else generation
 
     def read(self, names: Iterable[str]) -> dict[str, int]:
@@ -130,7 +130,7 @@ class PlacementWriter:
         return {name: masks[digest] for name in names if (digest := _digest(name)) in masks}
 
     def write(self, masks: Mapping[str, int]) -> int:
-        """Write all models' masks, in which bit n stands for device n. Returns the generation. Raises OSError."""
+        """Write the masks of all models; bit n of a mask stands for device n. Return the generation. Raises OSError."""
         pairs = sorted((_digest(name), mask) for name, mask in masks.items())
         entries = b"".join(_ENTRY.pack(digest, mask) for digest, mask in pairs)
         generation = self._generation + 1
@@ -158,7 +158,8 @@ class PlacementWriter:
         file = _MappedTable(fd, mmap.PROT_READ | mmap.PROT_WRITE)
         file.fill(generation, entries)
         file.generation = generation
-        # Mark the old file first. If this process died in between, its readers would otherwise never leave it.
+        # Mark the old file before the rename. If this process died after a rename, the readers of an unmarked file would
+        # never leave it.
         if self._file is not None:
             self._file.generation = _MOVED
             self._file.close()
@@ -186,7 +187,7 @@ class PlacementReader:
         self._generation = 0
         self._mask = 0
         self._retry_at = 0.0
-        #: Guards the attributes above, except while nothing changes.
+        #: Held while the attributes above change. `mask` compares the generation without it.
         self._lock = Lock()
 
     def mask(self, now: float) -> int:
@@ -221,7 +222,7 @@ class PlacementReader:
                 self.callees = {name: _find(entries, digest) for name, digest in self._callees.items()}
                 self._generation = generation  # Write this attribute last, because other threads compare it without the lock.
                 return True
-            # The writer may have overtaken this reader twice; otherwise the half is damaged.
+            # If the generation has changed, the writer has meanwhile reused this half. Otherwise the half is damaged.
             before, generation = generation, file.generation
             if generation == before:
                 break

@@ -24,7 +24,7 @@ from rsrv.wire.paths import SOCKET, runtime_directory
 
 #: Connections that may wait to be accepted.
 _BACKLOG = 1024
-#: Maximum number of descriptors that one frame carries: a segment, the board.
+#: Maximum number of descriptors in one received frame.
 _MAX_FDS = 4
 _FD_SPACE = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
 _CREDENTIALS = struct.Struct("3i")
@@ -168,14 +168,14 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
 def read_record(server_pid: int, gpu: str = "0", timeout: float = 10.0) -> bytes:
     """Return the DeviceRecord of control.proto of a tritonserver's runtime.
 
-    RSRV_RUNTIME_DIR must be the same as for the server. Raises OSError if there is no runtime, or it does not answer
-    for `timeout` seconds, Closed if it ends meanwhile, and ProtocolError if it is another user's.
+    RSRV_RUNTIME_DIR must be the same as for the server. Raises OSError if there is no runtime, or if it does not answer for
+    `timeout` seconds. Raises Closed if it ends meanwhile, and ProtocolError if another user runs it.
     """
     return ask(server_pid, gpu, timeout, pack_json(Kind.STATUS, {}), Kind.STATUS_REPLY)
 
 
 def ask(server_pid: int, gpu: str, timeout: float, question: bytes, answer: Kind) -> bytes:
-    """Send one frame, and return the body of the answer, from a descriptor or the frame. Raises the errors of `read_record`."""
+    """Send one frame, and return the body of the answer. A large body comes in a memfd. Raises the errors of `read_record`."""
     with connect(runtime_directory(server_pid, gpu) / SOCKET) as sock:
         sock.settimeout(timeout)
         receiver = Receiver(sock)

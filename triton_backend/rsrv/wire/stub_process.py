@@ -60,8 +60,8 @@ def living_stubs(server: int) -> Iterator[tuple[int, StubCommand]]:
 def remove_regions(regions: Iterable[str]) -> None:
     """Remove the shared memory of stubs that have ended. A stub that ended in order has removed it itself.
 
-    From release 26.04 on, stubs leave shared memory whenever their server ends abruptly. Earlier releases did so only while a
-    model was loading. In a pod it would take memory until the pod's end.
+    From release 26.04 on, stubs leave shared memory whenever their server ends abruptly. Stubs of earlier releases left it only
+    while a model was loading. In a pod, such memory would stay allocated until the pod ends.
     """
     for region in regions:
         with suppress(OSError):  # It has gone, or belongs to another user.
@@ -69,7 +69,7 @@ def remove_regions(regions: Iterable[str]) -> None:
 
 
 def regions_of(prefix: str) -> set[str]:
-    """Return the shared memory whose name begins with this text, also that of stubs that were never started."""
+    """Return the names of all shared memory that begin with this prefix. Some may belong to stubs that never started."""
     with suppress(OSError):  # The system has no /dev/shm.
         return {name for name in os.listdir(_SHARED_MEMORY) if name.startswith(prefix)}
     return set()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from rsrv.wire.frames import Kind, ProtocolError, pack_entries, pack_json, unpack_entries
 
-#: Maximum number of spans in one frame. Requests wait for about 6 us per span.
+#: Maximum number of spans in one frame. While the runtime reads a frame, requests wait for about 6 us per span.
 MAX_SPANS = 32
 #: Maximum number of characters of a text in a span.
 MAX_TEXT = 200
@@ -23,7 +23,7 @@ MARK = struct.Struct("<Q16s8s")
 
 
 class Mark(NamedTuple):
-    """Mark of a traced request, for the next request of the connection with this number."""
+    """Mark of a traced request. It applies to the next request with this number on the connection."""
 
     request: int
     #: 32 hexadecimal digits.
@@ -79,9 +79,9 @@ def read_spans(document: Mapping[str, Any]) -> tuple[list[Span], int]:
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ProtocolError(f"SPANS that cannot be read: {type(error).__name__}: {error}") from None
     if not 0 <= dropped < 1 << 63:
-        raise ProtocolError(f"SPANS of which {dropped} were dropped")
+        raise ProtocolError(f"SPANS with an invalid number of dropped spans: {dropped}")
     if len(spans) > MAX_SPANS:
-        raise ProtocolError(f"SPANS of {len(spans)} spans, and {MAX_SPANS} may be")
+        raise ProtocolError(f"SPANS has {len(spans)} spans; at most {MAX_SPANS} are allowed")
     return spans, dropped
 
 
@@ -96,11 +96,11 @@ def _read(value: Sequence[Any]) -> Span:
         and isinstance(span.end_ns, int)
         and 0 <= span.start_ns <= span.end_ns < 1 << 63
     ):
-        raise ValueError("ids or times that are none")
+        raise ValueError("invalid ids or times")
     texts = (span.name, span.error, *span.attributes.keys())
     values = span.attributes.values()
     if not all(isinstance(text, str) for text in texts) or not all(map(_is_value, values)):
-        raise ValueError("texts or attributes that are none")
+        raise ValueError("invalid texts or attributes")
     if any(len(text) > MAX_TEXT for text in (*texts, *values) if isinstance(text, str)):
         raise ValueError(f"texts of more than {MAX_TEXT} characters")
     return span

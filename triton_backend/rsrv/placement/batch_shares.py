@@ -13,15 +13,15 @@ _LEAST_GAIN_S = 0.001
 
 
 class ExecutionCosts:
-    """Seconds that a device needs for any number of rows, by the measured times of single executions."""
+    """Seconds that a device needs for any number of rows, computed from the measured times of single executions."""
 
     def __init__(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
-        """Take the seconds of one execution at each size, of which there is at least one."""
+        """`seconds` has the duration of one execution at each of the `sizes`. There must be at least one size."""
         self._executions = list(zip(sizes, seconds, strict=True))
         self._known: dict[int, float] = {0: 0.0}
 
     def __call__(self, rows: int) -> float:
-        """Return the shortest time for so many rows: executions of one size, and one or more of another size for the rest."""
+        """Return the shortest time for so many rows. Most are executed at one size, the remainder at this or another size."""
         seconds = self._known.get(rows)
         if seconds is None:
             seconds = self._known[rows] = min(
@@ -39,7 +39,7 @@ class Forecast(NamedTuple):
 
     #: Seconds until the device could begin a batch that arrived now, including the load of weights.
     free_s: float
-    #: True if the weights are there.
+    #: True if the weights are on the device.
     warm: bool
     costs: ExecutionCosts
 
@@ -58,12 +58,12 @@ class _Share:
 def divide(rows: Sequence[int], whole: Forecast, others: Sequence[Forecast]) -> list[int]:
     """Return the device of each request of a batch: 0 for the device `whole`, then the `others` in order.
 
-    Each request, the largest first, gets the device that would finish it first. For requests of one row this gives
-    the earliest end. The batch stays whole unless its last answer comes clearly sooner. Other devices without the
-    weights get nothing.
+    Each request, the largest first, gets the device that would finish it first. If all requests have one row, the batch then
+    ends as early as possible. The batch stays whole unless its last answer comes clearly sooner. Devices in `others` that lack
+    the weights get nothing.
 
     Args:
-        rows: of each request; none is cut.
+        rows: number of rows of each request. No request is divided.
         whole: the device that would answer the whole batch first.
         others: further devices.
     """

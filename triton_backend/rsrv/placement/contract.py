@@ -1,7 +1,7 @@
 """Types of placement: workers, their last views, routes, and actions on weights.
 
-A worker is what models are placed on: a device of a server, or for a gateway a whole server. Workers are identified,
-ordered and labelled by name. Times are seconds, memory is bytes.
+Models are placed on workers. A worker is a device of a server; a gateway may also treat a whole server as one worker. Workers
+are identified, ordered and labelled by name. Times are in seconds, memory is in bytes.
 """
 
 from collections.abc import Mapping
@@ -26,10 +26,10 @@ class Worker:
     name: str
     #: HOST:PORT or unix:PATH
     grpc: str
-    #: HOST:PORT; None: not served
+    #: HOST:PORT, or None if the worker does not serve it.
     http: str | None = None
     metrics: str | None = None
-    #: Address of the worker's control service, as `grpc`. None: the worker's weights and costs are unknown.
+    #: Address of the worker's control service, in the form of `grpc`. None: the worker's weights and costs are unknown.
     control: str | None = None
 
 
@@ -69,7 +69,7 @@ class WorkerView(Immutable):
     alive: bool
     #: Names of the models and meta models that the worker serves now, also of models of other backends.
     ready: frozenset[str] = frozenset()
-    #: Instance of the worker's runtime, where counters begin at 0. None if no control service answers.
+    #: Identifier of the worker's runtime process. Each process counts from 0. None if no control service answers.
     instance: str | None = None
     #: Device bytes for weights, or None without a limit or if unknown.
     budget_bytes: int | None = None

@@ -18,8 +18,8 @@ whole fleet consumed dt:
 
 w normalises a young average: it is the mean of the samples so far.
 
-A model's *demand* is x between views that are DEMAND_S apart, without any average: it tells within a second that a
-model has become hot. There a worker counts for at most one device second per second.
+A model's *demand* is x between views that are DEMAND_S apart, without any average. It shows within a second that a
+model has become hot. In it, the first term of a worker counts for at most one device second per second.
 """
 
 from collections import defaultdict
@@ -80,8 +80,9 @@ class Costs:
         #: Last view of each worker with counters, and its time.
         self._views: dict[str, tuple[WorkerView, float]] = {}
         self._samples: dict[str, dict[str, _Sample]] = {}
-        #: Last views for the demand, like `_views`; and the demand by worker and model, without models that have none.
+        #: Views that the next measurement of the demand is compared with, and their times, by worker.
         self._seen: dict[str, tuple[WorkerView, float]] = {}
+        #: Demand by worker and model. Models without demand are left out.
         self._demand: dict[str, dict[str, float]] = {}
         #: Sums of the demand by model.
         self._hot: defaultdict[str, float] = defaultdict(float)
@@ -91,7 +92,7 @@ class Costs:
     def observe(self, views: Mapping[str, WorkerView], now: float) -> float:
         """Handle all workers' current views. Return the device seconds consumed since the last ones.
 
-        A view that comes sooner than SAMPLE_S, or has the last one's measurement, is skipped. A worker that is not
+        A view is skipped if the worker's last view is less than SAMPLE_S old or has the same measurement. A worker that is not
         in `views` is forgotten.
         """
         known = len(self._views)
@@ -104,7 +105,7 @@ class Costs:
         for worker, view in views.items():
             if not view.alive or view.instance is None:
                 continue
-            self._look(worker, view, now)
+            self._measure_demand(worker, view, now)
             before = self._views.get(worker)
             if before is None or before[0].instance != view.instance:
                 self._samples.pop(worker, None)
@@ -124,7 +125,7 @@ class Costs:
         return consumed
 
     def assume(self, utilisation: Mapping[str, float]) -> None:
-        """Count these models as measured."""
+        """Use these utilisations, by model, in place of measured ones."""
         self._assumed = {model: Measured(value) for model, value in utilisation.items()}
 
     def measured(self, model: str) -> Measured:
@@ -153,8 +154,8 @@ class Costs:
         """Return the device seconds per second that a worker spent between its last two views."""
         return sum(sample.utilisation for sample in self._samples.get(worker, {}).values())
 
-    def _look(self, worker: str, view: WorkerView, now: float) -> None:
-        """Measure the demand at a worker, if its last measurement is old enough."""
+    def _measure_demand(self, worker: str, view: WorkerView, now: float) -> None:
+        """Measure the demand at a worker if its view is new and the last measurement of the demand is old enough."""
         before, since = self._seen.setdefault(worker, (view, now))
         if before.instance != view.instance:
             self._seen[worker] = view, now
@@ -237,7 +238,7 @@ class Costs:
         return together
 
     def _request_s(self, model: str) -> float:
-        """Return the device seconds of a request; before the first one, those of an item."""
+        """Return the measured device seconds of a request, or before the first request, the expected ones of an item."""
         average = self._averages.get(model)
         if average is not None and average.requests and average.device_s:
             return average.device_s / average.requests

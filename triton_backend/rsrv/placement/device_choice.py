@@ -1,6 +1,6 @@
 """The choice of a device for a batch, among the devices of one server. Pure.
 
-Each stub chooses for its model, and the simulator for all of them. The module imports nothing heavy, as the stub must.
+Each stub chooses for its model, and the simulator for all models. The module imports nothing heavy, because stubs import it.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,8 @@ SOONER = 0.8
 #: A device outside of the model's mask gets a batch only if its answer is expected within this share of the time. It must load
 #: weights for the batch, which may evict other weights.
 ELSEWHERE = 0.25
-#: Bit of a mask whose devices an operator has named. No other live device gets a batch then.
+#: Bit of a mask that is set if an operator has named the mask's devices. Other devices get a batch only if none of these is
+#: alive.
 PINNED = 1 << 63
 
 _Device = TypeVar("_Device")
@@ -30,9 +31,9 @@ def by_preference(model: str, count: int) -> list[int]:
 
 
 def allowed(devices: Sequence[int], mask: int) -> Sequence[int]:
-    """Return those of the devices that a mask of the placement table has, bit n for device n (see PINNED).
+    """Return the devices that a mask of the placement table allows. Bit n of the mask stands for device n (see PINNED).
 
-    All of them, if the table says nothing of the model (0), or has none of them.
+    Return all devices if the mask allows none of them, for example because the table does not have the model (0).
     """
     return [device for device in devices if mask >> device & 1] or devices
 
@@ -49,8 +50,8 @@ def soonest(
     Args:
         chosen: the devices that the placement table allows, by preference.
         others: the other devices that serve the model, by preference.
-        answers_in_s: the seconds until a device would have answered the batch; infinite if it is dead.
-        pinned: leave the chosen devices only if none of them is alive.
+        answers_in_s: returns the seconds until a device would have answered the batch; infinite if the device is dead.
+        pinned: if true, choose among the others only if none of the chosen devices is alive.
     """
     device, least = _soonest(chosen, answers_in_s)
     if others and (least == inf or not pinned):
@@ -61,7 +62,7 @@ def soonest(
 
 
 def _soonest(devices: Sequence[_Device], answers_in_s: Callable[[_Device], float]) -> tuple[_Device, float]:
-    """Return the device that answers first, and in how many seconds; the first one if no other is clearly sooner."""
+    """Return the device that answers clearly sooner than those before it, and its seconds. The first device is the default."""
     device = devices[0]
     least = answers_in_s(device)
     for next_device in devices[1:]:

@@ -1,6 +1,6 @@
-"""Devices of the servers, which are what models are placed on. Pure.
+"""Devices of the servers, and the views of them. Pure.
 
-A device is called SERVER/NUMBER, and the only one of a server SERVER.
+A device is named SERVER/NUMBER. The only device of a server is named SERVER.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ class ServerDevice(NamedTuple):
     server: str
     #: Position in the server's runtime.devices, or None for its only device.
     number: int | None
-    #: All devices of a server that places models itself. There is more than one.
+    #: Number of devices. A server that places models on its devices itself counts as one device with more than one.
     size: int = 1
 
 
@@ -42,14 +42,17 @@ def devices_of(servers: Mapping[str, tuple[WorkerView, ...]]) -> dict[str, Serve
 
 
 def taken_over(before: tuple[WorkerView, ...], now: tuple[WorkerView, ...]) -> tuple[WorkerView, ...]:
-    """Return the views of now; a server that does not name its devices has those of before."""
+    """Return a server's current views. If they do not name the server's devices, add the devices of the earlier views."""
     if len(now) == 1 and now[0].instance is None:
         return tuple([replace(now[0], device=view.device, devices=view.devices) for view in before])
     return now
 
 
 def told_apart(views: Sequence[WorkerView]) -> tuple[WorkerView, ...]:
-    """Return the views of a server's devices, each without the models that only the others have: they failed on it."""
+    """Return the views of a server's devices with corrected `ready`.
+
+    A server reports one `ready` for all its devices. A model that only other devices report has failed on this one.
+    """
     known = frozenset[str]().union(*(view.models for view in views))
 
     def own(view: WorkerView) -> WorkerView:
@@ -61,7 +64,7 @@ def told_apart(views: Sequence[WorkerView]) -> tuple[WorkerView, ...]:
 
 
 def summed(views: tuple[WorkerView, ...]) -> WorkerView:
-    """Return the view of a server without its models: it answers if one of its devices does."""
+    """Return the view of a server. It is alive if one of its devices is. Its models are not summed: see `as_one`."""
     live = [view for view in views if view.alive]
     if len(views) == 1 or not live:
         return views[0]
@@ -73,7 +76,7 @@ def as_one(
 ) -> WorkerView:
     """Return the devices of a server that places models itself as one worker.
 
-    `last`: earlier views and their result, of which models that have not changed are taken.
+    `last` has earlier views and the result for them. Models that have not changed since are taken from that result.
     """
     live = [view for view in views if view.alive]
     if len(views) == 1 or not live:
@@ -92,7 +95,7 @@ def as_one(
 def _models_of(
     live: Sequence[WorkerView], before: tuple[WorkerView, ...], whole: WorkerView | None
 ) -> Mapping[str, ModelView]:
-    """Return the models of these devices as one; `whole` has those of the devices `before`."""
+    """Return the models of live devices, with one view per model. `whole` is the earlier result for the views `before`."""
     then = [view for view in before if view.alive]
     if whole is None or [view.device for view in then] != [view.device for view in live]:
         models: dict[str, ModelView] = {}
@@ -117,7 +120,7 @@ def _models_of(
 
 
 def _model_of(shown: Sequence[ModelView]) -> ModelView:
-    """Return the view of a model from those of several devices."""
+    """Return one view of a model that several devices report."""
     costs = [view.item_s for view in shown if view.item_s is not None]
     weights = {view.weights for view in shown}
     return replace(
@@ -140,9 +143,10 @@ def _sum_or_none(figures: Iterable[int | None]) -> int | None:
 
 
 def routes_to_servers(table: Table, devices: ServerDevices) -> Table:
-    """Return the table with servers in place of their devices: a server itself chooses among the devices of a model.
+    """Return the table with servers in place of their devices. A server itself chooses among the devices of a model.
 
-    Servers of different sizes are named as often as they have devices, and a replica's server for each replica on it.
+    The list of ready servers repeats each server in proportion to its number of devices. The list of placed servers repeats
+    each in proportion to the model's replicas on it.
     """
     if all(device.number is None and device.size == 1 for device in devices.values()):
         return table

@@ -1,4 +1,4 @@
-"""All workers' views as one: size and place of each model, and the models that belong together."""
+"""Summary of all workers' views: the size and the places of each model, and the models that belong together."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
@@ -13,8 +13,8 @@ class FleetModel:
 
     #: Names of the workers where the model is ready.
     ready: tuple[str, ...]
-    #: Names of the workers of `ready` where the model is cold although another runtime has it. Requests would wait for its
-    #: start there.
+    #: Names of the workers of `ready` where the model is cold although another runtime has it. Requests would wait there until
+    #: the model starts.
     cold: tuple[str, ...] = ()
     #: Names of the workers with the model's weights on the device.
     resident: tuple[str, ...] = ()
@@ -24,7 +24,7 @@ class FleetModel:
     batch_input: tuple[str, int] | None = None
     #: Models that a meta model calls.
     calls: frozenset[str] = frozenset()
-    #: The model that gets most requests of an alias.
+    #: For an alias: the model that gets most of its requests. Otherwise empty.
     follows: str = ""
     #: True if a worker reports figures of the model. Models without figures are not packed.
     known: bool = False
@@ -94,9 +94,9 @@ def survey(
 
     Args:
         alive: the views of the workers that answer, by name.
-        absent: the last views of the others.
-        pins: numbers of the devices that a model may use, by model. Devices that do not answer leave it to all others.
-        before: the last fleet of these workers with these pins; what has not changed since is the same object.
+        absent: the last views of the workers that do not answer.
+        pins: numbers of the devices that a model may use, by model. If none of them answers, the model may use any device.
+        before: the last fleet of these workers with these pins. Its unchanged parts are reused.
     """
     views = {worker: alive[worker] for worker in sorted(alive)}
     changed = None if before is None else _changed_models(views, absent, before)
@@ -116,7 +116,10 @@ def survey(
 def _changed_models(
     views: Mapping[str, WorkerView], absent: Iterable[WorkerView], before: Fleet
 ) -> dict[str, FleetModel] | None:
-    """Return the models that differ from those of the fleet before; None if more has changed than the figures of some."""
+    """Return the models whose figures differ from those in `before`.
+
+    Return None if anything else has changed, or if the figures of more than half of the models have changed.
+    """
     if views.keys() != before.views.keys() or not all(view.ready <= before.models.keys() for view in absent):
         return None
     touched: set[str] = set()
@@ -207,7 +210,7 @@ def _models(views: Mapping[str, WorkerView]) -> dict[str, FleetModel]:
 
 
 def _cold(name: str, ready: tuple[str, ...], views: Mapping[str, WorkerView]) -> tuple[str, ...]:
-    """Return the workers where a model is cold; none if it is cold everywhere, or no worker says where it is."""
+    """Return the workers that report the model as cold. Return none if all its workers do."""
     cold = [
         worker
         for worker in ready
@@ -249,7 +252,10 @@ def have_common_device(group: tuple[str, ...], pins: Mapping[str, Collection[int
 
 
 def _allowed(group: tuple[str, ...], models: Mapping[str, FleetModel], known: set[str]) -> tuple[str, ...]:
-    """Return the workers where every ready model of the group is ready; only those with a control service if there are any."""
+    """Return the workers where every ready model of the group is ready.
+
+    If some of these workers have a control service, return only those.
+    """
     places = [models[name].ready for name in group if models[name].ready]
     if not places:
         return ()

@@ -5,11 +5,11 @@ device of a new home; then the table changes. The old home evicts the weights wh
 model left. On a worker with more weights than its budget, weights without requests are evicted at once: there
 traffic does not wait.
 
-A move makes no warm model cold. It begins when the new home has room for the weights, beside those that are
-placed there, and when fewer than MOVES_AT_ONCE other moves to it are under way, so that a worker that returns
-gets its models back one after the other, the busiest first. Room is made by evicting weights that are
-warm at their own home elsewhere. A move that cannot begin, or whose weights do not arrive, is given up after
-MOVE_LIMIT_S: the model stays. A model that is warm nowhere does not wait for others.
+A move makes no warm model cold. It begins when the new home has room for the weights in addition to those that
+are placed there. Room is made by evicting weights that are warm at their own home elsewhere. At most MOVES_AT_ONCE
+moves to one worker are under way, so a worker that returns gets its models back one after the other, the busiest
+first. A move that cannot begin, or whose weights do not arrive, is given up after MOVE_LIMIT_S: the model stays.
+A model that is warm nowhere does not wait for the moves of others.
 """
 
 from collections import Counter
@@ -22,16 +22,17 @@ from rsrv.placement.fleet import Fleet, Unit
 
 #: Maximum number of concurrent moves to one worker, because its link transfers weights one after the other.
 MOVES_AT_ONCE = 2
-#: After this time a move is given up, and an unavailable old home is no longer awaited.
+#: Seconds after which a move is given up, and after which an old home is no longer watched for its last requests.
 MOVE_LIMIT_S = 60.0
-#: pause between two prefetch requests for the same weights
+#: Seconds between two prefetch requests for the same weights.
 ASK_AGAIN_S = 10.0
 
 
 @dataclass(slots=True)
 class _OldHome:
-    """Weights of a model at a worker that it has moved away from."""
+    """Weights of a model at a worker that the model has moved away from."""
 
+    #: Time at which the model moved away.
     since: float
     #: Last view of the model on the worker, and the worker's measurement.
     seen: ModelView
@@ -39,7 +40,7 @@ class _OldHome:
 
 
 class Moves:
-    """Places and targets of all models. Entries are kept while a worker serves the model, or served it before it fell silent."""
+    """Places and targets of all models. An entry is kept while a worker serves the model, or served it in its last answer."""
 
     def __init__(self) -> None:
         #: Current and target workers of each model, by name.
@@ -50,10 +51,11 @@ class Moves:
         #: Time of the last prefetch request for the current target, or of the weights' arrival without a request, by (model,
         #: worker).
         self._asked: dict[tuple[str, str], float] = {}
-        #: (model, worker) whose weights have been there since the target was set
+        #: Pairs (model, worker): the model's weights have been on the worker since the target was set.
         self._arrived: set[tuple[str, str]] = set()
         #: Time at which a unit's move to a worker began. The entry is removed once the unit is warm there.
         self._begun: dict[tuple[str, str], float] = {}
+        #: Old homes whose weights are not evicted yet, by (model, worker).
         self._leaving: dict[tuple[str, str], _OldHome] = {}
         #: True if `advance` had nothing to do. This holds until the models of the fleet or a target change.
         self.at_rest = False
@@ -87,7 +89,7 @@ class Moves:
         return changed
 
     def start(self, fleet: Fleet, now: float) -> None:
-        """Count the weights of models that have executed at their targets as arrived, even if they have left since then."""
+        """Count weights as arrived if their model has executed at its target, even if they have been evicted since then."""
         for unit in fleet.units:
             self._note_arrivals(unit, fleet, now, executed=True)
 
@@ -117,7 +119,7 @@ class Moves:
             fleet: the workers' last views.
             costs: measured loads; the moves of the busiest models begin first.
             crowded: (unit, worker) whose weights would be evicted there again; they are not prefetched.
-            swapping: workers whose weights are not awaited, because they stay only while requests come.
+            swapping: workers that evict weights without requests. Traffic does not wait for weights there.
             now: the planner's time, seconds.
 
         Returns:
@@ -166,7 +168,7 @@ class Moves:
         crowded: Collection[tuple[str, str]],
         swapping: Collection[str],
     ) -> tuple[str, ...]:
-        """Return the workers for a model's requests now."""
+        """Return the workers that shall get a model's requests now."""
         here = [worker for worker in self.placed.get(name, ()) if worker in unit.allowed]
         gained = [worker for worker in target if worker not in here]
         waited_for = [worker for worker in gained if worker not in swapping]
@@ -174,8 +176,7 @@ class Moves:
         if not cold:
             return target
         if not here:
-            # Its home is gone, and weights take time to load. Meanwhile, workers that have the weights serve the
-            # model.
+            # The model's home is gone, and weights take time to load. Meanwhile, workers that have the weights serve it.
             here = [worker for worker in unit.allowed if fleet.warm(unit, worker)][: len(target)]
         return tuple(sorted({*here, *gained} - {*cold})) or target
 
@@ -184,7 +185,7 @@ class Moves:
     ) -> list[WeightAction]:
         """Return the actions that bring absent weights to the units' targets, as far as they may begin now."""
         keys = {(unit.name, worker) for unit, worker in absent}
-        # A move whose target has changed takes the link until its weights have arrived.
+        # A move whose target has changed still occupies the link until its weights have arrived.
         self._begun = {key: at for key, at in self._begun.items() if key in keys or _loads(*key, fleet)}
         under_way = Counter(worker for _, worker in self._begun)
         #: Bytes of requested weights that the worker does not report yet.
@@ -192,8 +193,9 @@ class Moves:
         for unit, worker in absent:
             if (unit.name, worker) in self._begun:
                 coming[worker] += sum(size for _, size in _missing(unit, worker, fleet))
-        #: weights that may make room, and bytes that their evictions free, by worker
+        #: Weights that may be evicted to make room, by worker.
         spare: dict[str, list[tuple[int, str]]] = {}
+        #: Bytes that the evictions requested in this call free, by worker.
         freed = Counter[str]()
         steps: list[WeightAction] = []
         for unit, worker in absent:

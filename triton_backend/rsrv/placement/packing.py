@@ -23,7 +23,7 @@ class UnitLoad:
     utilisation: float
     #: Bytes of the unit's weights.
     bytes: int
-    #: Number of workers that share the unit's load. It is lower if fewer workers are allowed.
+    #: Number of workers that shall share the unit's load. If fewer workers are allowed, all of these share it.
     replicas: int = 1
     #: Names of the allowed workers, or None for all.
     allowed: frozenset[str] | None = None

@@ -29,7 +29,8 @@ _NEIGHBOURS = 32
 _TENURE = 10
 #: Maximum number of replicas that bin completion tries to place.
 _COMPLETIONS = 300_000
-#: Maximum depth of the recursion, once for each replica and twice for each worker. Beyond it, only exchanges are used.
+#: Maximum depth of the recursion of bin completion: one level per replica, and two per worker. Larger problems use only
+#: exchanges.
 _COMPLETABLE = 500
 
 _Figures = Callable[[int], tuple[float, ...]]
@@ -48,15 +49,15 @@ class Replica:
 
 
 class Assignment:
-    """Replicas on workers; both are numbers."""
+    """Replicas on workers. Replicas and workers are identified by their indices."""
 
     def __init__(
         self, replicas: Sequence[Replica], sizes: Sequence[int], limits: Sequence[int], devices: Sequence[int]
     ) -> None:
         """Start without placed replicas.
 
-        `sizes`, in bytes, are the base of relative fullness; `limits` must not be exceeded. The `devices` of a worker
-        share its load.
+        The fullness of a worker is relative to its entry of `sizes`, in bytes. Its entry of `limits`, in bytes, must not be
+        exceeded. Its entry of `devices` is the number of devices that share its load.
         """
         self.replicas, self.sizes, self.limits = replicas, sizes, list(limits)
         self.workers = range(len(sizes))
@@ -114,7 +115,7 @@ class Assignment:
             for index in replicas:
                 self.put(index, worker)
 
-    # ---- figures by which workers form a ranked; the last is the worker
+    # ---- figures that rank workers; the last figure is the worker's index
 
     def busy(self, worker: int) -> tuple[float, ...]:
         return self.load[worker], self.used[worker] / self.sizes[worker], worker
@@ -134,8 +135,8 @@ class Assignment:
     def assign_all(self, slack: float) -> None:
         """Place every replica.
 
-        Afterwards no replica has a worker that is busier, by more than a factor of `slack`, than another
-        worker with space would be with it.
+        Afterwards, no replica's worker is more than `slack` times as busy as another worker with space would be with
+        that replica.
         """
         sizes = [replica.bytes for replica in self.replicas]
         busiest = max((replica.load for replica in self.replicas), default=0)
@@ -181,14 +182,14 @@ class Assignment:
                 self.put(index, homes[index])
             else:
                 unplaced.append(index)
-        work, none = (
+        loaded, idle = (
             [index for index in unplaced if replicas[index].load],
             [index for index in unplaced if not replicas[index].load],
         )
-        # Without this, all replicas without load would go to the least busy worker, because they do not make it
-        # busier.
-        return self.assign_in_order(work, self.busy, self.fits) + self.assign_in_order(
-            none, self.full, self.fits
+        # Replicas without load are ranked by bytes. Ranked by load, all of them would go to the least busy worker, because
+        # they do not make it busier.
+        return self.assign_in_order(loaded, self.busy, self.fits) + self.assign_in_order(
+            idle, self.full, self.fits
         )
 
     def assign_in_order(
@@ -258,9 +259,10 @@ class Assignment:
                 self.limits[worker] = int(self.stretch * self.sizes[worker]) + 1
 
     def relieve(self, slack: float) -> None:
-        """Move replicas to workers that are less busy even with them, by more than `slack`: most gain per byte first.
+        """Move replicas while a worker is more than `slack` times as busy as another worker would be with one of its replicas.
 
-        Of equal gains the replica with the least load moves, so that the fewest requests change their worker.
+        The move with the largest gain per byte comes first. Of equal gains, the replica with the least load moves, so that the
+        fewest requests change their worker.
         """
         steps = _EXCHANGES
         while steps > 0:
@@ -286,7 +288,7 @@ class Assignment:
             self.put(index, neighbour)
 
     def held(self, homes: Mapping[int, int]) -> list[int]:
-        """Return the replicas at home while a less busy worker, even with them, has space."""
+        """Return the replicas that are at home although a worker with space would be less busy with them than their home is."""
         ranked = nsmallest(_NEIGHBOURS, self.workers, key=self.busy)
         return [
             index
@@ -336,7 +338,7 @@ class Assignment:
             ):
                 beside, space = self.load[neighbour], self.limits[neighbour] - self.used[neighbour]
                 out, back_in = self.weight[worst], self.weight[neighbour]
-                # Minus the excess bytes that the other worker has already.
+                # Minus the number of bytes by which the other worker already exceeds its limit.
                 before = min(0, space)
                 candidates: list[tuple[int | None, int, int]] = [(None, 0, 0)]
                 candidates += [
@@ -379,9 +381,10 @@ class Assignment:
         self.arrange(best_copy)
 
     def complete(self) -> bool:
-        """Fill one worker after the other, by bytes alone, losing no more space in total than there is to spare.
+        """Search with bin completion: fill one worker after the other, considering bytes only.
 
-        Returns false, and changes nothing, if no solution is found.
+        The unused space of all filled workers together may not exceed the total spare space. Returns false, and changes
+        nothing, if no solution is found.
         """
         replicas, limits = self.replicas, self.limits
         if len(replicas) + 2 * len(limits) > _COMPLETABLE:
@@ -400,7 +403,7 @@ class Assignment:
             if any(later.isdisjoint(replicas[index].workers) for index in unplaced):
                 return False
             unplaced = [index for index in unplaced if worker in replicas[index].workers]
-            # Sums of the bytes from each position on.
+            # For each position, the bytes of the replicas from there to the end.
             following = [*accumulate((replicas[index].bytes for index in reversed(unplaced)), initial=0)][
                 ::-1
             ]

@@ -9,14 +9,14 @@ With `lpt_packing`, all models are repacked (`packing.pack`)
 - SETTLE_S after the last change of the models that workers serve (membership).
 
 A model without a home, because it is new or its worker is gone, gets one at once, while all others stay
-(homes). A worker that returns before the next repack, because it missed a probe, gets its models back: it
+(homes). A worker that only missed a probe returns before the next repack. It gets its models back, because it
 still has their weights. At the start, models that are resident on as many workers as they have replicas stay
 there (start). Until all workers have answered, or nothing has changed for SETTLE_S, no model is placed, and
-its requests go to every worker where it is ready.
+the requests of each model go to every worker where it is ready.
 
-Several gateways share no state beyond the workers' views. So before each repack, a model counts as being
-where it executed since the last one, whichever gateway sent the requests: gateways that disagree start the
-next repack alike.
+Several gateways share no state beyond the workers' views. So each repack begins with the places where models
+have executed since the last repack, whichever gateway sent the requests. Gateways that disagreed before
+therefore repack from the same places.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -57,6 +57,7 @@ class Pack(Protocol):
 class Plan:
     #: Routing table. It is the same object as in the previous plan if nothing in it has changed.
     table: Table
+    #: Prefetches and evictions to request now.
     steps: tuple[WeightAction, ...]
     #: True while a model is on its way to another worker.
     moving: bool = False
@@ -84,16 +85,19 @@ class Planner:
         self._started = False
         #: Workers of `_fleet`. Empty if it was made with other settings.
         self._surveyed: frozenset[str] = frozenset()
-        #: Workers allowed for each unit, and the time of its last change. None if the current shape is packed.
+        #: Shape of the fleet: the allowed workers of each unit, by the unit's models.
         self._shape: dict[tuple[str, ...], tuple[str, ...]] | None = None
+        #: Time when the shape last changed. None if the present shape is packed.
         self._changed_at: float | None = None
         #: Home of each model in the last full repack, if it has been away since.
         self._lost: dict[str, tuple[str, ...]] = {}
-        #: (unit, worker) whose weights would be evicted there again
+        #: Pairs (unit, worker): the unit's weights would be evicted again after a load there.
         self._crowded: frozenset[tuple[str, str]] = frozenset()
         #: Workers whose placed weights exceed their budget.
         self._swapping: frozenset[str] = frozenset()
+        #: Device seconds consumed since the last full repack.
         self._device_s = 0.0
+        #: Number of repacks that operators have requested, and how many of them are done.
         self._asked = 0
         self._done = 0
         self._counts: dict[Trigger, int] = {}
@@ -123,7 +127,10 @@ class Planner:
         fill: Literal["least", "rr"] | None = None,
         fill_factor: float | None = None,
     ) -> None:
-        """Replace the settings of one model, which no worker needs to serve yet, except its devices; None: the general value."""
+        """Replace the settings of one model except its devices. None stands for the general value.
+
+        The model may be one that no worker serves yet.
+        """
         own = self.options.models.get(model, ModelOptions())
         section = own.model_copy(update={"replicas": replicas, "fill": fill, "fill_factor": fill_factor})
         self.change(self.options.model_copy(update={"models": {**self.options.models, model: section}}))
@@ -137,7 +144,7 @@ class Planner:
         return self._moves.targets
 
     def packed(self, views: Mapping[str, WorkerView], assumed: Mapping[str, float], now: float) -> "Planner":
-        """Return a planner that has packed all models again by these views, and change nothing.
+        """Return a copy of this planner that has packed all models again with these views. This planner does not change.
 
         `assumed`: device seconds per second of models that no worker has measured.
         """
@@ -199,7 +206,7 @@ class Planner:
             if not view.alive:
                 self._latest.setdefault(worker, view)
             elif view.instance is None and before is not None and before.instance is not None:
-                # Only its control service does not answer. Its last figures hold until new ones come.
+                # The worker answers, but its control service does not. The last figures stay until new ones arrive.
                 self._latest[worker] = replace(before, alive=True, ready=view.ready, backlog_s=0.0)
             else:
                 self._latest[worker] = view
@@ -216,7 +223,7 @@ class Planner:
     def _trigger(
         self, views: Mapping[str, WorkerView], fleet: Fleet, now: float, *, homes: bool
     ) -> Trigger | None:
-        """Return why to repack now. `homes`: models without a home may be a reason."""
+        """Return the reason for a repack now, or None. `homes`: check whether models lack a home."""
         if not fleet.units:
             return None
         if not self._started:
@@ -244,7 +251,7 @@ class Planner:
     # --- where ---------------------------------------------------------------------------------------------
 
     def _repack(self, fleet: Fleet, trigger: Trigger, now: float) -> None:
-        """Give every unit its target."""
+        """Pack the units, and set the target of every unit."""
         self._moves.at_rest = False
         whole = trigger not in ("start", "homes")
         loads: list[UnitLoad] = []
@@ -399,7 +406,7 @@ def _halflife(options: PlannerOptions) -> float:
 def _crowded(
     fleet: Fleet, loads: Sequence[UnitLoad], placed: Mapping[str, tuple[str, ...]]
 ) -> frozenset[tuple[str, str]]:
-    """Return (unit, worker) that exceed the budget after the busier units."""
+    """Return pairs (unit, worker) where the unit's weights do not fit into the budget that busier units leave."""
     free = {worker: fleet.free_bytes(worker) for worker in fleet.views}
     crowded = set()
     for load in sorted(loads, key=lambda load: (-load.utilisation, load.bytes, load.name)):

@@ -1,13 +1,13 @@
 """Replicas of models with `replicas: auto`: how many by the demand of the last second, and where.
 
-A unit gets another replica when its demand exceeds GROW_AT of a device for each one that it has. That takes one
-sample of the load, so a hot model has a second device after a second or two. It loses one when the others could
-do its work at SHRINK_AT of a device each, and that has held for COOL_S: loading weights is dear, and a copy that
-nothing else needs costs nothing. The devices of a server that is one worker share its demand.
+A unit gets another replica when its demand per replica exceeds GROW_AT of a device. One sample of the load suffices,
+so a hot model has a second device after a second or two. A unit loses a replica when the remaining ones have needed
+at most SHRINK_AT of a device each for COOL_S. That is slow because a load of weights is expensive, and an
+unneeded replica costs nothing. If a worker is a whole server, its devices share the worker's part of the demand.
 
-A further replica goes only where there is room beside all placed weights, and to a worker that would then be less busy
-than the busiest one of the unit is now. So replicas never displace another model, and two busy models do not
-spread over each other's devices.
+A new replica needs a worker with room for it in addition to all placed weights. With it, the worker must be less busy
+than the unit's busiest worker is now. So replicas never displace another model, and two busy models do not spread
+over each other's devices.
 """
 
 from collections import Counter
@@ -19,14 +19,16 @@ from rsrv.placement.fleet import Fleet, Unit
 
 #: If the demand per replica, in device seconds per second, exceeds this value, the unit gets another replica.
 GROW_AT = 0.8
-#: If the demand per remaining replica would be below this value for this many seconds, the unit loses a replica.
+#: If the demand per remaining replica would be at most the first value for the second number of seconds, the unit loses a
+#: replica.
 SHRINK_AT, COOL_S = 0.5, 60.0
 
 
 class Replication:
-    """Decides the replicas of units. It stores only since when a unit has had too many."""
+    """Decides the replicas of units."""
 
     def __init__(self) -> None:
+        #: Time since when a unit has had more replicas than it needs, by name.
         self._quiet: dict[str, float] = {}
 
     def resize(
@@ -54,7 +56,7 @@ class Replication:
         for unit in units:
             demand = sum(costs.demand(name) for name in unit.models)
             here = list(home(unit))
-            # Busyness if each of the unit's workers were one device.
+            # The demand that the unit would have if each of its workers had one device.
             alone = demand * len(here) / (sum(devices[worker] for worker in here) or 1)
             if alone <= GROW_AT and len(here) == 1:
                 continue

@@ -11,7 +11,7 @@ placed model go to its replicas, a quantum of items to each in turn, so that the
 With a quantum of 1 a run is one request, so each request goes to the replica with the fewest items: `route:
 spread`. The requests of a model that is not placed go to all workers where it is ready, as the mode says.
 
-A worker that stands for several devices is named once for each: it has as many turns, and carries as many times the load.
+A worker that stands for several devices is listed once for each device. It gets a turn and a share of the load for each.
 
 Loads are whole billionths of a charge, so that additions and subtractions cancel exactly.
 """
@@ -31,7 +31,7 @@ class _WorkerLoad:
 
     worker: str
     units: int = 0
-    #: Number of times that the table names it for one model.
+    #: Number of times that the table lists the worker for one model.
     devices: int = 1
 
 
@@ -68,7 +68,7 @@ class _RoutedModel:
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """The worker of one request, where it is counted until `Router.release`."""
+    """The worker chosen for one request. The request counts there until `Router.release`."""
 
     _router: "Router"
     _model: _RoutedModel
@@ -108,8 +108,7 @@ class Router:
         for name, routes in table.items():
             model = self._models.get(name)
             if model is None:
-                # Each model begins with another worker; otherwise the first workers would get all rare
-                # models.
+                # Each model begins with another worker. Otherwise, the first workers would get all rare models.
                 model = self._models[name] = _RoutedModel(name, len(self._models))
             if routes.ready not in ready:
                 ready[routes.ready] = tuple([self._load(worker) for worker in routes.ready])
@@ -137,7 +136,7 @@ class Router:
         return None if state is None or state.routes is None else state.routes.batch_input
 
     def select(self, model: str, items: int = 1) -> Choice | None:
-        """Choose a worker for a request and count the request there until it is released; None if no worker serves the model."""
+        """Choose a worker for a request, and count the request there until its release. None: no worker serves the model."""
         state = self._models.get(model)
         if state is None or state.routes is None or not state.ready:
             return None
@@ -152,7 +151,7 @@ class Router:
         return choice
 
     def move(self, choice: Choice, worker: str) -> None:
-        """Count the request at another worker, to which it moves now. A released choice stays unchanged."""
+        """Count the request at another worker from now on. A released choice does not change."""
         if choice._counted:
             _discount(choice)
             choice._share = self._share(choice._model, self._load(worker))
@@ -212,7 +211,7 @@ class Router:
         at = model.cursor % len(ready)
         best = ready[at]
         units, devices = best.units, best.devices
-        # None has less than nothing.
+        # If this worker has no load, no other worker has less.
         if units and not self._round_robin:
             for index, load in enumerate(ready[at + 1 :] + ready[:at], at + 1):
                 if load.units * devices < units * load.devices:

@@ -17,15 +17,17 @@ Trigger = Literal["start", "homes", "membership", "work", "operator"]
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
     name: str
-    #: Names of the workers where the model is ready, and of the workers of its requests (all of `ready` if it is not packed).
+    #: Names of the workers where the model is ready.
     ready: tuple[str, ...]
+    #: Names of the workers that get its requests. If empty, the model is not packed, and all of `ready` get them.
     placed: tuple[str, ...]
     #: Target of the model, if it differs from `placed`.
     moving_to: tuple[str, ...]
-    #: Models that are placed with it.
+    #: Names of the other models of its unit, which are placed together with it.
     along: tuple[str, ...]
-    #: Configured number of replicas, and the number that the workers allow.
+    #: Configured number of replicas.
     replicas: Replicas
+    #: Number of replicas that the workers allow.
     effective_replicas: int
     #: Device seconds per second, summed over all workers.
     utilisation: float
@@ -35,7 +37,7 @@ class ModelStatus:
     bytes: int
     #: Reason for the model's place.
     reason: str
-    #: Number of items.
+    #: Number of items sent to one replica before the next replica's turn.
     quantum: int
     fill: Literal["least", "rr"]
 
@@ -46,11 +48,13 @@ class WorkerStatus:
     alive: bool
     #: Number of models placed at the worker.
     models: int
-    #: Device seconds per second that these models need, and that the worker spent recently.
+    #: Device seconds per second that these models need.
     utilisation: float
+    #: Device seconds per second that the worker spent recently.
     busy: float
-    #: Bytes of their weights, and the budget for them (None without a limit, or if unknown).
+    #: Bytes of these models' weights.
     bytes: int
+    #: Budget for these weights, in bytes. None without a limit, or if unknown.
     budget_bytes: int | None
     #: True if the weights do not fit into the budget.
     oversubscribed: bool
@@ -63,15 +67,19 @@ class Repacks:
 
     #: Repacks by trigger. `homes` packs only the models without a home.
     counts: dict[Trigger, int]
+    #: Trigger of the last repack.
     last: Trigger | None
-    #: Time of the planner's clock.
+    #: Time of the last repack on the planner's clock.
     last_at: float | None
-    #: Units of the last repack: all of them, those with a new home, and those that hysteresis kept.
+    #: Number of units in the last repack.
     packed: int
+    #: Number of units that the last repack moved to a new home.
     moved: int
+    #: Number of units that the last repack left at a busier worker because of the hysteresis.
     held: int
-    #: Device seconds since the last repack, and the number that triggers the next one.
+    #: Device seconds consumed since the last full repack.
     device_s: float
+    #: Device seconds that trigger the next repack.
     threshold_device_s: float
     #: Number of finished repacks that operators requested.
     done: int
@@ -189,8 +197,8 @@ def warn(
     for names in runtimes.values():
         if len(names) > 1:
             yield (
-                f"{_names(names)} are one server, or have one `control`, so its device counts more than once: name it "
-                "once, or by one address"
+                f"{_names(names)} are one server, or have the same `control`, so its device counts more than once: "
+                "name the server once, by one address"
             )
     if options.mode != "lpt_packing":
         return
@@ -204,7 +212,7 @@ def warn(
         )
     for name in fleet.torn:
         yield (
-            f"{name} and the models that it calls are ready together on no worker, so they are packed one by one: "
+            f"no worker serves {name} together with all models that it calls, so they are packed one by one: "
             "serve them all on one worker"
         )
     crowded = [worker.name for worker in workers if worker.oversubscribed]
@@ -226,8 +234,9 @@ def _warn_of_sizes(fleet: Fleet) -> Iterator[str]:
     for unit in fleet.units if free and None not in free else ():
         if unit.bytes > most:
             yield (
-                f"{_names(unit.models)} {'need' if unit.models[1:] else 'needs'} {amount(unit.bytes)} of one device, and the most that a device has for weights is "
-                f"{amount(most)} (runtime.weight_budget_bytes, less what is pinned)"
+                f"{_names(unit.models)} {'need' if unit.models[1:] else 'needs'} {amount(unit.bytes)} of one "
+                f"device, and the most that a device has for weights is {amount(most)} "
+                "(runtime.weight_budget_bytes, less what is pinned)"
             )
 
 
@@ -248,9 +257,8 @@ def _warn_of_wishes(options: PlannerOptions, views: Mapping[str, WorkerView], fl
         # A server that places models itself counts as one worker, and follows the pins.
         if not have_common_device(unit.models, pins) and all(views[w].devices == 1 for w in unit.allowed):
             yield (
-                f"models.NAME.devices of {_names([name for name in unit.models if name in pins])} have no device in common, but "
-                "these models are called by one another: with several servers they are on one device, any one; name a common "
-                "device"
+                f"models.NAME.devices of {_names([name for name in unit.models if name in pins])} have no device in common, "
+                "but calls connect these models: with several servers, all of them are on any one device; name a common device"
             )
         for name in unit.models:
             replicas = options.of_model(name, "replicas")

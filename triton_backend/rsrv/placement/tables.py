@@ -20,7 +20,7 @@ def make_table(
     table = {}
     for name, model in fleet.models.items():
         before = old.get(name)
-        # The weights that an alias's requests need are where most of them go.
+        # An alias is routed like the model that gets most of its requests, because they need that model's weights.
         like = fleet.models.get(model.follows, model)
         leader = model.follows or name
         here = tuple([worker for worker in placed.get(leader, ()) if worker in model.ready])
@@ -44,9 +44,9 @@ def make_table(
 
 
 def _charges(fleet: Fleet, costs: Costs) -> dict[str, float]:
-    """Return the device seconds of an item of each model; a meta model's are the sum of the models that it calls.
+    """Return the device seconds per item of each model. A meta model has the sum of the models that it calls.
 
-    A model without measurement has the mean of the others.
+    A model without a measurement has the mean of the others.
     """
     known = {name: item_s for name in fleet.models if (item_s := costs.measured(name).item_s)}
     usual = sum(known.values()) / len(known) if known else 1.0

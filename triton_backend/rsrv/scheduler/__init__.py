@@ -2,14 +2,13 @@
 
 In reading order:
 
-- the machine: `events` (events and instructions), `settings`, `scheduler` (how an event is handled, and what others may
-  ask it);
+- the machine: `events` (events and instructions), `settings`, `scheduler` (handles events and answers questions);
 - one model: `model` (its state), `variant_queue` (its waiting requests), `batching` (which of them share an execution, at
   which compiled size and cost), `history` (its latest records), `statistics` (counters and snapshots);
 - all requests: `request_queue` (how they enter and leave), `inflight` (executions on the device), `meta_admission`
   (runs of meta models);
 - the next execution: `discipline` (the protocol), `disciplines`, `fair`, `ranking` (the index);
-- weights on the device: `weight_states` (the table of their states), `weights` (their accounts), `load_queue` (which load
-  next), `eviction` (which are evicted), `residency` (carries both out);
+- weights on the device: `weight_states` (the table of their states), `weights` (the accounts of their bytes), `load_queue`
+  (which weights load next), `eviction` (which weights are evicted), `residency` (carries out loads and evictions);
 - `invariants`: checks after every event of a test.
 """

@@ -9,13 +9,12 @@ After an execution of size s took x seconds, with e(s) the estimate before it:
 so a single sample raises an estimate by at most ALPHA * (OUTLIER_FACTOR - 1) of itself, 20 %, and lowers it by at most
 ALPHA of itself.
 
-Only sizes that run are measured, so a size that was slow once would never be chosen or measured
-again. Therefore every estimate o of the same variant that is higher than its seed suggests sinks a little whenever
-another size s is measured:
+Only executed sizes are measured, so a size that was slow once would never be chosen and measured again. Therefore, when
+a size s is measured, the estimate of each size o of the same variant sinks a little if it is higher than the seeds suggest:
 
     target = seed(o) * e(s) / seed(s);   if e(o) > target:  e(o) <- e(o) + RELAX * (target - e(o))
 
-until it is tried again and the measurement decides.
+It sinks until size o is tried again, and is then measured.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,9 +33,9 @@ RELAX = 0.01
 
 
 class VariantCosts:
-    """The compiled sizes of one variant and the seconds that one execution of each is expected to take.
+    """The compiled sizes of one variant, and the expected seconds of one execution of each size.
 
-    `capacity` of a size is the number of useful rows it may carry: min(size, max_rows).
+    The capacity of a size is the number of useful rows that it may carry: min(size, max_rows).
     """
 
     __slots__ = ("_seeds", "best_index", "capacities", "seconds", "sizes")
@@ -58,7 +57,7 @@ class VariantCosts:
 
     @property
     def max_rows(self) -> int:
-        """Most useful rows that one execution takes."""
+        """Maximum number of useful rows in one execution."""
         return self.capacities[-1]
 
     def learn(self, size: int, sample: float) -> None:
@@ -102,8 +101,8 @@ class VariantCosts:
     def request_seconds(self, rows: int, *, coalesce: bool) -> float:
         """Expected device time of one request of `rows` rows that shares its execution with no other.
 
-        More rows than one execution takes (m) count as the fewest executions: rows // m full ones and one for the rest. A
-        model that does not coalesce takes the smallest size that holds them.
+        If `rows` exceeds the capacity m of one execution, the request takes rows // m full executions and one for the remaining
+        rows. Without `coalesce`, it takes one execution of the smallest size that holds it.
 
         Raises:
             CallerError: without `coalesce`, no size holds that many rows.
@@ -121,10 +120,11 @@ class VariantCosts:
         )
 
     def drain_seconds(self, rows: int) -> float:
-        """Seconds until `rows` waiting rows are served, if batches can cut them anywhere.
+        """Seconds until `rows` waiting rows are served, if batches can divide them anywhere.
 
-        Takes the size that costs least per served row, as often as it can be filled, then the same for the rest, as
-        `plan_batch` does with single rows. For requests of several rows it is a lower bound.
+        The size that costs least per served row is executed as often as it can be filled. The same rule then applies to the
+        remaining rows. `plan_batch` does the same with requests of one row. For requests of several rows, the result is a lower
+        bound.
         """
         total = 0.0
         index = self.best_index
@@ -145,9 +145,9 @@ class VariantCosts:
         return self.seconds[self.best_index] / self.capacities[self.best_index]
 
     def _cheapest(self, rows: int | None) -> int:
-        """Index of the least cost per served row with `rows` > 0 waiting (None: any number).
+        """Return the index of the size with the least cost per served row. Ties go to more served rows.
 
-        Ties go to more served rows.
+        `rows`: number of waiting rows, at least 1. None: enough to fill any size.
         """
         best, best_cost, best_rows = 0, inf, 1
         for index, room in enumerate(self.capacities):
@@ -215,15 +215,14 @@ def plan_batch(
     front one always. Requests without rows join any batch; if no others wait they get the smallest size.
     Without `coalesce` the front request runs alone, at the smallest size that holds it.
 
-    Sizes that take longer than `limit` seconds are left out, unless all that hold the front request do.
-
-    One pass over as many requests as the largest size holds, however many wait.
+    Sizes that take longer than `limit` seconds are left out, unless all sizes that hold the front request do.
 
     Args:
-        waiting: rows of each request in the order of service, at least one; read only as far as needed.
+        waiting: rows of each request in the order of service. At least one request waits. Only as many requests are read as
+            the largest size holds.
         sizes: compiled sizes, ascending.
-        seconds: expected cost of one execution of each.
-        max_rows: most useful rows in one execution; None: as many as the size.
+        seconds: expected cost of one execution of each size.
+        max_rows: maximum number of useful rows in one execution; None: as many as the size.
         coalesce: whether requests may share an execution.
         limit: seconds after which the front request's deadline would pass.
 
@@ -265,7 +264,7 @@ def plan_batch(
 
 @dataclass(slots=True)
 class PaddedBatch(Batch):
-    """Waiting requests of several lengths, in one execution of the variant that holds the longest."""
+    """One execution for waiting requests of several lengths, at a variant that holds the longest of them."""
 
     variant: int
     #: Number of requests to take from the front of each variant's queue. The front request's variant comes first.
@@ -279,29 +278,32 @@ def plan_padded_batch(
     *,
     limit: float = inf,
 ) -> PaddedBatch:
-    """Choose the execution that costs least for the rows that it serves, where variants are lengths.
+    """Choose the execution that costs least for the rows that it serves, if the variants are lengths.
 
-    A request may execute at its own variant, or padded at a longer one. For each variant w from the front request's on,
-    an execution takes the front request, then the waiting requests of w, then those of the next shorter variant, and so on,
-    each in the order of service and whole, until one does not fit. Longest first, because a short row that takes a long
-    one's place wastes most of it. With u(v) the seconds that a row of variant v costs at v's best size:
+    A request may execute at its own variant, or padded at a longer one. For each variant w from the front request's variant
+    on, an execution at w takes the front request first. Then it takes the waiting requests of w, then those of the next
+    shorter variant, and so on, until one does not fit. Within a variant, it takes whole requests in the order of service.
+    Long rows come first, because a short row in the place of a long row wastes most of it. With u(v) the seconds that a row
+    of variant v costs at v's best size:
 
         choice = argmin over w, s of  seconds(w, s) / sum of u(v) * rows of variant v
 
-    So a short row counts less than a long one: it would cost less elsewhere. The front variant's own batch of `plan_batch`
-    is always a candidate. Any other execution must not make the n waiting rows end later on average. Apart, the r rows of the
-    front request's variant would end after a seconds and all others after a + b, by `VariantCosts.drain_seconds`; together, all
-    end after c. So it is left out unless
+    So a short row counts less than a long row, because it would cost less at its own variant.
+
+    The front variant's own batch of `plan_batch` is always a candidate. Any other execution is a candidate only if it does
+    not make the n waiting rows end later on average. In separate executions, the r rows of the front request's variant would
+    end after a seconds, and all others after a + b (by `VariantCosts.drain_seconds`). Together, all rows end after c. So the
+    condition is
 
         n * c  <  r * a + (n - r) * (a + b)
 
-    If much waits, this leaves out executions that cost more than they save; if little waits, also those in which short rows
-    wait for long ones to save a little.
+    If many rows wait, this leaves out executions that cost more than they save. If few rows wait, it also leaves out
+    executions in which short rows wait for long rows and save little.
 
     Args:
         waiting: variant -> rows of the requests that may join, in the order of service.
         tables: costs by variant, ascending lengths.
-        front: variant of the front request, which is the first one there.
+        front: variant of the front request. That request is the first one in `waiting[front]`.
         limit: seconds after which the front request's deadline would pass. Executions over several lengths must end by then.
 
     Raises:
@@ -347,7 +349,7 @@ def plan_padded_batch(
 def _longest_first(
     waiting: Mapping[int, Sequence[int]], front: int, longest: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield variant and rows of the requests that may join the front request, up to a variant."""
+    """Yield the variant and the rows of each request that may join the front request at the variant `longest`."""
     for variant in range(longest, -1, -1):
         for rows in islice(waiting.get(variant, ()), int(variant == front), None):
             yield variant, rows

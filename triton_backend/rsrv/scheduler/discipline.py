@@ -1,11 +1,13 @@
 """The protocol of a discipline: the order in which models with work get the device.
 
 A discipline keeps its own index of the candidates. The scheduler reports each change of a model to it, and asks for a
-choice whenever the device can take work. So a decision costs as much as the index (a heap: O(log n)), and models
+choice whenever the device can take work. So a decision costs one operation on the index (a heap: O(log n)), and models
 without work cost nothing.
 
-In every discipline the level of a request comes first: committed sub-calls of running metas (level 0), then priorities.
-Disciplines differ in the order within a level, and `fair` lets a priority use up only the model's own share.
+In every discipline, the level of a request comes first. Committed sub-calls of running metas have level 0; other requests
+have the level of their priority. Disciplines differ in the order within a level. In `fair`, a priority does not get a model
+more than its share.
+
 
 CONTRIBUTING.md lists what a new discipline needs.
 """
@@ -46,12 +48,12 @@ class Discipline(Protocol):
 
     @property
     def sheds(self) -> bool:
-        """True if requests whose deadline can no longer be met end at once, and batches keep deadlines."""
+        """True if requests whose deadline can no longer be met end at once, and batches are chosen to meet deadlines."""
 
     def place(self, level: int, deadline: float | None, sequence: int) -> Place:
         """Return the place of a request; requests of one variant execute in this order.
 
-        `deadline`: when its client wants the answer: `Request.due`, or else its deadline.
+        `deadline`: time when the client wants the answer. It is `Request.due`, or if that is None, the request's deadline.
         """
 
     def advance(self, now: float) -> None:
@@ -71,10 +73,10 @@ class Discipline(Protocol):
         """Ignore a model's work until the next `update` or `wait`. The model may not claim this time later."""
 
     def set_filling(self, filling: bool) -> None:
-        """Record whether a load into free room runs: one that evicts nothing."""
+        """Record whether a load runs into free room. Such a load evicts nothing."""
 
     def end_work(self, name: str) -> None:
-        """Take out a model whose work has ended."""
+        """Remove a model whose work has ended from the candidates."""
 
     def remove(self, name: str) -> None:
         """Remove a model that was removed from the scheduler."""
@@ -92,4 +94,4 @@ class Discipline(Protocol):
         """Return the rank of a known model with work in the order of loads. The smallest rank loads first."""
 
     def choose(self) -> str | None:
-        """Return the candidate that executes next. None: there is none. The call changes no later result."""
+        """Return the candidate that executes next, or None. A call changes nothing."""

@@ -83,7 +83,7 @@ class Program:
     tensors: Mapping[Any, int] | None = None
     #: Expected seconds of a load of the model's weights, until a load was measured.
     load_seconds: float = 0.0
-    #: True if its weights stay on the device, beyond the budget if need be.
+    #: True if the model's weights stay on the device, even if they exceed the budget.
     pinned: bool = False
     #: Share of device time relative to other models, above 0. `fair` uses it.
     weight: float = 1.0
@@ -93,14 +93,14 @@ class Program:
     idle_seconds: float = inf
     #: How the model is paused from the start, or None.
     paused: Pause | None = None
-    #: Name under which all versions of the model count.
+    #: Name that all versions of the model share.
     name: str = ""
-    #: True if ended requests are followed by others at once, like steps of generations. The next execution then waits
-    #: for the end of the one before, to include these requests. Otherwise two halves of the generations would take
+    #: True if the end of a request brings the next request at once, as with the steps of a generation. An execution then
+    #: waits for the end of the one before, to include these requests. Otherwise, two halves of the generations would take
     #: turns for ever.
     feeds_back: bool = False
-    #: True if its variants, in this order, are ascending lengths of one axis, so that requests of a variant may be
-    #: padded and execute at a later one.
+    #: True if the variants are lengths of one axis in ascending order. Requests of a variant may then be padded and execute
+    #: at a longer variant.
     padded: bool = False
 
 
@@ -118,8 +118,8 @@ class Request(NamedTuple):
     #: The meta model's run that made this sub-call, or 0. The oldest queued request of each run is committed: it precedes every
     #: priority.
     run: int = 0
-    #: True if its execution shares the device with nothing, because a runtime crashed while it executed: with no
-    #: other request, execution, load or warm-up.
+    #: True if a runtime crashed while it executed this request. The request then shares the device with no other request,
+    #: execution, load or warm-up.
     exclusive: bool = False
     #: True if an earlier runtime accepted the request, or if it belongs to an accepted sequence. Neither a full queue
     #: nor `Pause.DRAIN` refuses it.
@@ -146,7 +146,8 @@ class Run(NamedTuple):
     priority: int = 0
     #: Maximum number of waiting runs of this meta model, including this one. Further ones are refused.
     max_waiting: int = 1024
-    #: Models that the run calls. While one is held, the run is not admitted, or frees its slot if it was admitted.
+    #: Models that the run calls. While one of them is held, the run is not admitted. If it is admitted already, it then frees
+    #: its slot.
     models: tuple[str, ...] = ()
 
 
@@ -173,13 +174,13 @@ class WarmUpEnded:
 
     model: str
     costs: Mapping[tuple[int, int], float] | None
-    #: True if it failed for lack of device memory: the first time, it is retried and the model stays.
+    #: True if it failed for lack of device memory. After the first such failure, the warm-up is retried and the model stays.
     out_of_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """Keep a model's weights on the device from now on, and load absent ones. Or stop keeping them."""
+    """Pin a model: load its weights if they are absent, and keep them on the device. If `pinned` is false, unpin it."""
 
     model: str
     pinned: bool
@@ -259,18 +260,18 @@ class RunEnded:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionFinished:
-    """An `Execute` ended; `error` is None, or the reason why all its requests failed."""
+    """An `Execute` ended. `error` is the reason why all its requests failed, or None."""
 
     number: int
     seconds: float
     error: str | None = None
-    #: True if the error is a lack of device memory: then it is retried once.
+    #: True if the error is a lack of device memory. The execution is then retried once.
     out_of_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class CopyChanged:
-    """From now on the host has a copy of a model's weights, or has none. Ignored of unknown models, and during a read."""
+    """From now on the host has a copy of a model's weights, or has none. Ignored for unknown models, and during a read."""
 
     model: str
     present: bool
@@ -278,7 +279,7 @@ class CopyChanged:
 
 @dataclass(frozen=True, slots=True)
 class WeightsRead:
-    """The read of this epoch ended well, after `seconds`: a load of the weights need not wait for the disk."""
+    """The read of this epoch succeeded after `seconds`. A load of the weights need not wait for the disk now."""
 
     model: str
     epoch: int
@@ -287,7 +288,7 @@ class WeightsRead:
 
 @dataclass(frozen=True, slots=True)
 class WeightsLoaded:
-    """The load of this epoch ended well, after `seconds`."""
+    """The load of this epoch succeeded after `seconds`."""
 
     model: str
     epoch: int
@@ -296,18 +297,18 @@ class WeightsLoaded:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """The load, or read, of this epoch ended without weights: the model's queued requests fail with `error`."""
+    """The load or the read of this epoch failed. The model's queued requests fail with `error`."""
 
     model: str
     epoch: int
     error: str
-    #: True if the error is a lack of device memory: then it is retried once.
+    #: True if the error is a lack of device memory. The load is then retried once.
     out_of_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LoadAbandoned:
-    """The load, or read, of this epoch was abandoned, as `AbandonLoad` requested."""
+    """The load or the read of this epoch was abandoned, as `AbandonLoad` requested."""
 
     model: str
     epoch: int
@@ -336,13 +337,14 @@ class WindDown:
     requests that begin a generation.
     """
 
-    #: Seconds within which all that must end. None: withdraw an earlier `WindDown`, and continue as before.
+    #: Seconds within which runs, executions and generations must end. None: withdraw an earlier `WindDown`, and continue as
+    #: before.
     within: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed: end what is due. The caller sends it at `Scheduler.next_wakeup()`."""
+    """Time has passed: do what is due. The caller sends this event at `Scheduler.next_wakeup()`."""
 
 
 Event = (
@@ -373,9 +375,9 @@ Event = (
 # Not frozen, because the scheduler makes one at each decision, and a frozen one takes four times as long to make.
 @dataclass(slots=True)
 class Execute:
-    """Run one compiled size of one model over these requests, in the order of service. `rows` of its `size` are useful."""
+    """Execute one compiled size of a model on these requests, in the order of service. `rows` of the `size` are useful."""
 
-    #: Number of the execution. Numbers rise from 1. A second try has a number of its own.
+    #: Number of the execution. Numbers rise from 1. A second try has its own number.
     number: int
     model: str
     variant: int
@@ -386,13 +388,13 @@ class Execute:
     seconds: float = field(default=0.0, compare=False)
     #: True if it is the second try after a lack of device memory: carry out all evictions first.
     again: bool = False
-    #: True if it is of an exclusive request.
+    #: True if the request is exclusive.
     exclusive: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ReadWeights:
-    """Read the model's weights from disk, as far as a load needs them. Ends in `WeightsRead`, `LoadFailed` or `LoadAbandoned`."""
+    """Read the model's weights from disk for a later load. Ends in `WeightsRead`, `LoadFailed` or `LoadAbandoned`."""
 
     model: str
     epoch: int
@@ -440,8 +442,8 @@ class EvictWeights:
 
     model: str
     epoch: int
-    #: The model that loads next and needs the room. Tensors of both models stay. Only informative: the load implies
-    #: it.
+    #: The model that loads next and needs the room. Tensors that both models have stay on the device. The field is only
+    #: informative, because the load follows at once.
     loading_for: str | None = field(default=None, compare=False)
 
 

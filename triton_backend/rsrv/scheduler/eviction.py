@@ -35,7 +35,7 @@ class Resident:
 class _FreedBytes:
     """Counts the bytes that are freed while victims are chosen one by one.
 
-    The groups `keep` stay, because the load also has them.
+    The groups in `keep` are never freed, because the model that is to be loaded also has them.
     """
 
     def __init__(self, keep: Collection[SharedTensorGroup]) -> None:
@@ -64,10 +64,11 @@ def choose_victims(
     residents: Iterable[Resident],
     keep: Collection[SharedTensorGroup] = (),
 ) -> list[str] | None:
-    """Choose victims that free `missing` bytes together, in order of eviction; None if all candidates are not enough.
+    """Return victims that free `missing` bytes together, in order of eviction; None if all candidates are not enough.
 
-    They are chosen by `in_eviction_order`. Weights stay if the other victims free enough, or if they would free nothing: all of
-    their groups are used by models that stay, or belong to `keep`, the groups that the load has too.
+    Candidates are tried in the order of `in_eviction_order`. Those that the other victims make unnecessary are then removed. A
+    candidate frees nothing if models that stay use all of its groups, or if its groups are in `keep`. `keep` has the groups of
+    the model that is to be loaded.
     """
     if missing <= 0:
         return []
@@ -93,7 +94,7 @@ def choose_victims(
 def freed_by_all(
     residents: Iterable[Resident], keep: Collection[SharedTensorGroup] = (), enough: float = inf
 ) -> int:
-    """Return the bytes that are freed if all of these are evicted. Stops counting at `enough` bytes."""
+    """Return the bytes that are freed if all these weights are evicted. Stop counting at `enough` bytes."""
     room, freed = _FreedBytes(keep), 0
     for resident in residents:
         if freed >= enough:

@@ -9,35 +9,36 @@ clock V is the weighted mean of the starts of all of them:
 
 w_i * (V - v_i), the lag, is the device time that model i is owed (below zero: that it owes). A model is
 *eligible* while it owes nothing: v_i <= V; at least one always is. Its virtual deadline is v_i + c_i / w_i,
-where c_i is the expected cost of a full execution of it. The eligible model with the earliest deadline
-goes. A start rises when an execution starts, the clock while it runs. (If c_i were the cost of the requests that
-wait just now, small batches would pass large ones, and all batches would be small.)
+where c_i is the expected cost of a full execution of it. The eligible model with the earliest virtual deadline
+executes next. A model's start rises when its execution starts; the clock rises while the execution runs. (If c_i
+were the cost of the requests that wait just now, small batches would pass large ones, and all batches would be small.)
 
-From this follows, with c a model's and C any model's largest execution, and s = w_i / sum(w) of the models with
-work (the tests hold it to this):
+Three properties follow, and the tests check them. Here c is the cost of the model's largest execution, C that of any
+model's largest execution, and s = w_i / sum(w) over the models with work:
 
-- a model that begins to wait and owes nothing executes after at most c / s + C, and again after at most
-  2 c / s + C. So cheap models wait briefly even beside expensive ones, and no model is locked out;
-- while two models have work, their device time by weight differs over any interval by at most (c + C) / w_i of the
-  one and of the other. (Start-time fair queueing keeps it within c / w_i of each, but there a newcomer
-  waits for an execution of every model.) Nothing is averaged, so there is nothing to tune;
-- a model's cost decides when it goes, never how much it gets: models above their share are not eligible,
-  cheap or expensive.
+- A model that begins to wait and owes nothing executes after at most c / s + C, and again after at most
+  2 c / s + C. So cheap models wait briefly even if others are expensive, and no model is locked out.
+- While two models have work, compare their device times, each divided by the model's weight. Over any interval, they
+  differ by at most the sum of both models' (c + C) / w_i. (Start-time fair queueing keeps the difference within the sum of
+  c / w_i, but there a newcomer waits for an execution of every model.) Nothing is averaged, so there is nothing to tune.
+- A model's cost decides when the model executes, never how much device time it gets: cheap or expensive, a model above
+  its share is not eligible.
 
-A model that runs out of work while it owes device time stays in the mean until V has passed its start:
-otherwise it could drop the debt by pausing. One that is owed something forgoes it: idle models save no
-credit. When no model has work all debts end, because no model waits for them. A model with work whose weights are
-absent is not in the mean, but keeps its lag, and takes it up again when they are loaded: so models that
-take turns on the device share it by weight too. It cannot claim the rise of the clock during loads that evicted
-nothing: there was room for all, and a long load would lock the others out afterwards.
+A model that runs out of work while it owes device time stays in the mean until V has passed its start. Otherwise, it
+could drop the debt by pausing. A model that runs out of work while it is owed device time loses the claim: idle models
+save no credit. When no model has work, all debts end, because no model waits for them.
 
-For a model that an operator holds, no time passes: it comes back with the lag that it had when that began, a share of
-some executions or the time that it had waited for its weights, and with the rest of its debts. It claims nothing of what
-the others got meanwhile: otherwise it would lock them out after a long pause, for as long as the pause was.
+A model with work whose weights are absent is not in the mean, but keeps its lag until they are loaded. So models that
+take turns on the device also share it by weight. Such a model cannot claim the rise of the clock during loads that
+evicted nothing: there was room for all, and after a long load the claim would lock the others out.
 
-Among eligible models a higher priority goes first. It cannot take more than its model's share that way,
-for the model then is not eligible; so low priorities wait at most until all others are ahead of their
-shares. Only committed requests of metas go before eligibility, and are charged like all others.
+For a model that an operator holds, no time passes. It returns with the lag and the remaining debts that it had when the
+hold began. It claims none of the device time that the others got meanwhile. Otherwise, it would lock them out after a long
+pause, for as long as the pause was.
+
+Among eligible models, a higher priority goes first. It cannot take more than its model's share in this way, because the
+model is then not eligible. So low priorities wait at most until all others are ahead of their shares. Only committed
+requests of metas execute although their model is not eligible. They are charged like all others.
 """
 
 from rsrv.scheduler.discipline import COMMITTED_LEVEL, Candidate, Place
@@ -61,7 +62,7 @@ class Account:
     def __init__(self, start: float, weight: float) -> None:
         self.start = start
         self.weight = weight
-        #: True if it counts in the mean: it has work, or executes, or owes device time.
+        #: True if the model counts in the mean: it has work, or executes, or owes device time.
         self.present = False
         #: Executions in flight.
         self.executing = 0
@@ -104,7 +105,7 @@ class Fair:
         self._now = 0.0
         #: Rise of the clock during loads into free room.
         self._fill_rise = 0.0
-        #: Reading of the clock when the present such load began. None: there is none.
+        #: Value of the clock when the current load into free room began. None: no such load runs.
         self._fill_from: float | None = None
         #: Device time that is charged but has not passed yet, so the clock does not include it.
         self._due = 0.0
@@ -251,9 +252,9 @@ class Fair:
     def rank(self, candidate: "Candidate") -> Rank:
         """Return (committed or not, virtual start, place).
 
-        Loads do not go by the virtual deadline: while models wait for the link, the clock hardly moves, and cheap
-        newcomers would pass an expensive model for ever. Nor do they go by priority: models that owe device time would
-        keep their weights, and models that are owed some would wait for ever.
+        Loads are not ordered by virtual deadline: while models wait for the link, the clock hardly moves, and cheap newcomers
+        would pass an expensive model for ever. They are not ordered by priority either: models that owe device time would keep
+        their weights, and models that are owed device time would wait for ever.
         """
         account, place = self._accounts[candidate.name], candidate.place
         assert place is not None
@@ -275,7 +276,7 @@ class Fair:
             account = self._accounts[candidate.name] = Account(self._clock, candidate.weight)
         elif account.weight != candidate.weight:
             if account.present:
-                # Its lag in device time stays, and so do the clock and all other models.
+                # The model keeps its lag in device time. The clock and all other models do not change.
                 lag = (self._clock - account.start) * account.weight / candidate.weight
                 account.start = self._clock - lag
                 self._weight += candidate.weight - account.weight
@@ -342,7 +343,7 @@ class Fair:
             return
 
     def _settle(self) -> None:
-        """Make the models eligible whose start the clock has reached. If there are no candidates, end all debts.
+        """Make the models eligible whose start the clock has reached. If nothing executes or can execute, end all debts.
 
         Debts end by moving the clock to the latest start, where the next model enters.
         """

@@ -17,12 +17,13 @@ Details = Execute | ExecutionFinished | LoadFailed | PolicyChanged | Sequence[in
 #: Maximum number of ids that one record shows.
 _MAX_IDS = 16
 
-#: Number of records that are kept of each model, and number of state changes, which outlast the records of requests.
+#: Maximum numbers of records and of state changes per model. Changes are stored apart, so that records of requests do not
+#: displace them.
 LENGTH, CHANGES_LENGTH = 50, 30
 
 #: Changes of state after which requests can execute.
 _USABLE = ("weights resident", "weights evicting")
-#: reasons of evictions.
+#: Reasons of evictions.
 _EVICTED = {*(cause.value for cause in Cause), "removed"}
 
 
@@ -48,10 +49,10 @@ class History:
     __slots__ = ("_changes", "_records", "count")
 
     def __init__(self) -> None:
-        #: Number of records and changes so far. It keeps the order of records of the same moment.
+        #: Number of records and changes so far. These numbers order the records of the same moment.
         self.count = 0
         self._records: deque[tuple[int, float, str, Details]] = deque(maxlen=LENGTH)
-        # Use a list: changes are few, and a list of some takes 100 bytes, but a deque 760.
+        # This is a list, because a short list takes 100 bytes, but a deque takes 760.
         self._changes: list[tuple[int, float, str, Details]] = []
 
     def add(self, now: float, event: str, details: Details = "") -> None:
@@ -65,7 +66,7 @@ class History:
         del self._changes[:-CHANGES_LENGTH]
 
     def absences(self, since: float) -> tuple[list[tuple[float, float]], HistoryRecord | None]:
-        """Return the periods in which the weights were not usable, and the eviction that began each.
+        """Return the periods in which the weights were not usable, and the latest eviction that began one of them, or None.
 
         Periods that ended before `since` are left out. A period that has not ended has the end inf.
         """
@@ -84,7 +85,7 @@ class History:
         return periods, evicted
 
     def records(self, beside: Iterable[HistoryRecord] = ()) -> list[HistoryRecord]:
-        """Return all records and changes, oldest first. `beside`: other records to insert, oldest first."""
+        """Return all records and changes, oldest first. `beside` has other records to insert, oldest first."""
         begun = {record.number: record for *_, record in self._records if isinstance(record, Execute)}
         own = merge(self._changes, self._records, key=itemgetter(0))
         read = (HistoryRecord(now, event, _read(details, begun)) for _, now, event, details in own)

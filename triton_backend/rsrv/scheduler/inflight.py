@@ -1,4 +1,4 @@
-"""The executions that the device has been given."""
+"""The executions in flight: they have been given to the device, and have not ended."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -37,13 +37,13 @@ class InFlight(dict[int, StartedExecution]):
         super().__init__()
         #: Time when the latest execution ended.
         self._freed = -inf
-        #: Latest ended executions: the model's family, and the time from and until which it used the device.
+        #: The executions that ended last: the model's family, and the begin and the end of the device's work.
         self._recent: deque[tuple[str, float, float]] = deque(maxlen=_RECENT)
         #: Number of executions started so far, which is also the number of the latest one.
         self.started = 0
 
     def check(self, number: int) -> None:
-        """Check that an execution is in flight before it ends. Raises: CallerError: it is not."""
+        """Check that an execution is in flight before it ends. Raises CallerError if it is not."""
         if number not in self:
             raise CallerError(f"execution {number} is not in flight: {list(self)} are")
 
@@ -53,10 +53,10 @@ class InFlight(dict[int, StartedExecution]):
         self[number] = StartedExecution(execute, model, now, number if charged is None else charged)
 
     def end(self, number: int, seconds: float, now: float) -> StartedExecution:
-        """Take out an execution that ended; `seconds`: on the device.
+        """Remove an execution that ended after `seconds` on the device.
 
-        The host's work before and after it also keeps others from executing: between steps of a generation, for as long
-        as a step takes.
+        `occupied_seconds` includes the host's work before and after the execution, because nothing else executes meanwhile.
+        Between the steps of a generation, that work takes as long as a step.
         """
         ended = self.pop(number)
         since = max(ended.started, self._freed)
@@ -96,7 +96,7 @@ class InFlight(dict[int, StartedExecution]):
         return any(execution.execute.exclusive for execution in self.values())
 
     def end_after(self, now: float) -> float | None:
-        """Return when all executions are expected to have ended. None: the first one is overdue, or there is none."""
+        """Return the time when all executions are expected to have ended. None: the first one is overdue, or there is none."""
         first = next(iter(self.values()), None)
         if first is None:
             return None
@@ -111,7 +111,7 @@ class InFlight(dict[int, StartedExecution]):
         return max(0.0, now - max(first.started, self._freed) - first.execute.seconds)
 
     def seconds(self, now: float) -> float:
-        """Expected remaining device time: the sum of the expected seconds, minus the elapsed seconds of the first execution (at most its own)."""
+        """Return the expected seconds until all executions end. The first one may be overdue; it then counts as 0."""
         total = 0.0
         done = 0.0
         for execution in self.values():

@@ -1,16 +1,16 @@
 """Invariants of the scheduler, which hold after every event.
 
 Of requests:
-    1. every live request waits in exactly one queue or is in exactly one execution, which runs or is to be retried
-       for lack of memory;
+    1. every live request waits in exactly one queue or is in exactly one execution. That execution runs, or is to be
+       retried after a lack of memory;
     2. arrived = ended + queued + executing: no request is lost or ends twice;
     3. a queue is in the order of service, and its rows are the sum of its requests' rows. Requests are numbered in the order
-       of their arrival, but for those of runs, which may move up;
-    4. no queued request is due, and the deadline of each is known;
+       of their arrival. Only requests of runs may move up;
+    4. no queued request's deadline has passed, and the index of deadlines has all of them;
     5. no request waits for a model that rejects, and waiting requests of a held model affect no decision.
 
 Of executions:
-    6. each is on weights that are on the device, its useful rows within its size;
+    6. each uses weights that are on the device, and its useful rows fit into its size;
     19. each starts with the first requests of its queues, in order (`check_start`);
     7. the device is never idle while a resident model has work that need not be delayed, unless a compaction of the
        device's memory is due, the runtime is about to end, or the next request is exclusive and waits for a load or a
@@ -19,21 +19,24 @@ Of executions:
         for it only while it is next, or executes.
 
 Of weights:
-    8. each tensor belongs to one group, and the owners of a group are the models that have it; its users are the owners
-       whose state takes bytes (`TAKING_BYTES`). The bytes on the device are those of the groups with users, each once:
-       within the budget, but for pinned models, one more that is alone, and weights in use;
-    9. the state follows from the facts beside it: weights are QUEUED if and only if they are absent, in a line of the
-       load queue and not being read, READING if and only if theirs is the one read that runs, LOADING if and only if
-       theirs is the one load that runs, EVICTING if and only if they are runnable and an eviction was requested or
-       the model was removed, in BACKOFF if and only if they are absent, in no line, and a back-off runs; what QUEUED,
-       READING and BACKOFF ones wait for has words. The number of RESERVED ones is that of the warm-ups. Models with
-       waiting requests, pinned models and models to be warmed up are in line unless their weights are on the device
-       or loading, and the link is in use unless the first in line finds no room. Weights without a host copy
-       wait for the disk before the link, and the disk is in use while any of them are in line;
-    10. desired weights are on the device, loading or in line; if weights do not load on demand, requests wait for desired
-       ones only, and others are present only for a warm-up or until nothing executes on them. A requested eviction has an
-       obstacle. A model drains only as long as something executes on its weights or they are being read or load;
-    17. if weights load on demand, those on the device are looked at when they may be idle for their model's limit;
+    8. each tensor belongs to one group. The owners of a group are the models that have its tensors, and its users are the
+       owners whose state takes bytes (`TAKING_BYTES`). The bytes on the device are those of the groups with users, each
+       counted once. They are within the budget, except for pinned weights, one model that is alone, and weights in use;
+    9. the state of weights follows from other facts. Weights are
+       - QUEUED if and only if they are absent, in a line of the load queue, and not being read;
+       - READING if and only if the one read that runs is theirs;
+       - LOADING if and only if the one load that runs is theirs;
+       - EVICTING if and only if they are runnable, and an eviction was requested or the model was removed;
+       - in BACKOFF if and only if they are absent, in no line, and a back-off runs.
+       `LoadQueue.obstacle` says what QUEUED, READING and BACKOFF weights wait for. As many weights are RESERVED as
+       warm-ups run. Models with waiting requests, pinned models and models to be warmed up are in line unless their
+       weights are on the device or loading. The link is in use unless the first model in line finds no room. Weights
+       without a host copy wait for the disk before the link, and the disk is in use while any of them are in line;
+    10. desired weights are on the device, loading or in line. If weights do not load on demand, requests wait for desired
+        weights only. Other weights are then present only for a warm-up, or until nothing executes on them. A requested
+        eviction has an obstacle. A model drains only while something executes on its weights, or while they are read or
+        loaded;
+    17. if weights load on demand, the weights on the device are checked when they may have been idle for their model's limit;
     11. the sums of expected seconds are those of the models.
 
 Of device time under `fair`:
@@ -41,14 +44,14 @@ Of device time under `fair`:
        lists its executions in flight.
 
 Of statistics:
-    15. each execution and its rows, each request's wait before it, and each missed deadline is measured once.
+    15. each execution with its rows, each request's wait for its execution, and each missed deadline are measured once.
 
 Of runs of meta models:
     12. the oldest queued request of each is committed, and no other request is;
-    13. as many run as may while any waits, unless the runtime is about to end; runs that call a held model do not count. (The
-       tests' driver checks that none is admitted above the limit. More may run: after the limit shrank, or when runs that
-       did not count go on.)
-    14. asked = admitted + waiting + expired + refused + withdrawn; no waiting run is due.
+    13. while a run waits, the limit of admitted runs is reached, unless the runtime is about to end. Runs that call a held
+        model do not count. (The tests' driver checks that no run is admitted above the limit. More runs may be in progress
+        after the limit shrank, or when runs that did not count continue.)
+    14. asked = admitted + waiting + expired + refused + withdrawn; no waiting run's deadline has passed.
 """
 
 from math import inf, isclose
@@ -68,7 +71,7 @@ from rsrv.scheduler.weights import ModelWeights, SharedTensorGroup
 
 
 def check(scheduler: Scheduler) -> None:
-    """Check the state of a model's weights against the facts beside it (9), and the wishes against the state (10)."""
+    """Check all invariants except 19. Raises InvariantError for the first one that does not hold."""
     states = [*scheduler._models.values(), *scheduler._draining.values()]
     for state in states:
         _check_model(scheduler, state)
@@ -85,7 +88,8 @@ def check(scheduler: Scheduler) -> None:
 def check_start(scheduler: Scheduler, execute: Execute, numbered: int) -> None:
     """Check that an execution that the latest event has started has the first requests of its queues, in order (19).
 
-    Requests with a higher number than `numbered` moved up in their run during the event, perhaps after the start.
+    Requests with a higher number than `numbered` are ignored: they moved up in their run during the event, perhaps after
+    the start.
     """
     live, state = scheduler._queues.live, scheduler._models[execute.model]
     for variant, queue in state.queues.items():
@@ -189,7 +193,7 @@ def _check_runs(scheduler: Scheduler, states: list[ModelState]) -> None:
     known = scheduler._queues.runs
     _require(runs == {run: set(own) for run, own in known.items()}, "requests of runs are not known (12)")
     for own in known.values():
-        # The first one may have got its number later.
+        # The first request may have moved up, and has then got a new number.
         numbers = [entry.place[2] for entry in own[1:]]
         _require(numbers == sorted(numbers), "a run's requests are not in order of arrival (12)")
         _require(own[0].arrived <= own[-1].arrived, "a run's requests are not in order of arrival (12)")
@@ -341,7 +345,7 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
 
 
 def _check_state(scheduler: Scheduler, state: ModelState) -> None:
-    """Hold the state of a model's weights to the facts beside it (9), and wishes to the state (10)."""
+    """Check that the state of a model's weights follows from other facts (9), and that it fits the demands on it (10)."""
     loads, weights, name = scheduler._loads, state.weights, state.name
     where, reason = weights.state, loads.reason(name)
     absent = where not in TAKING_BYTES

@@ -1,27 +1,31 @@
 """The line for the link to the device: which absent weights load next, and which weights are evicted for them.
 
 The decision is made when the link is free. Of the models with waiting requests and absent weights, the one that the
-discipline ranks first loads, beside the executions that run. It gets free bytes, or those of the victims that
-`eviction.choose_victims` chooses. Not evicted for it are:
+discipline ranks first loads, while other models execute. It gets free bytes, or the bytes of the victims that
+`eviction.choose_victims` chooses. These weights are not evicted for it:
+
 
 - pinned weights, weights on which an execution runs, and weights that a committed request waits for;
-- weights in their protected time, `residency_factor` times the duration of their load, if requests wait for them or are
-  expected soon. Requests are expected soon if the model's usual pause is shorter than half a load, and the present pause
-  is less than twice as long as the usual one. So a client that pauses between two requests keeps its weights; loads that
-  take turns with executions take at most 1 / (1 + residency_factor) of the time; and a model waits at most that much
-  longer for each model before it. Under `edf`, a deadline that cannot wait so long goes first;
-- weights with waiting requests, as long as the idle weights together are large enough. Idle weights that are protected
-  count: the load waits for the end of their protection;
+- weights in their protected time, if requests wait for them or are expected soon. The protected time is
+  `residency_factor` times the duration of their load. Requests are expected soon if the model's usual pause is shorter
+  than half a load, and the present pause is less than twice as long as the usual one. So a client that pauses between two
+  requests finds the weights still there. Loads that take turns with executions take at most 1 / (1 + residency_factor) of
+  the time, and a model waits at most one protected time longer for each model before it. Under `edf`, a model whose
+  deadline would pass meanwhile does not wait for the end of the protected time;
+- weights with waiting requests, as long as the idle weights together are large enough. Protected idle weights also count:
+  the load waits for the end of their protection;
 - weights whose waiting requests the discipline ranks before those of the model that loads: they would be the next to
   load again.
 
-Weights of which the host has no copy are in line for the disk instead, in the same order, and for the link once they were
-read: a load never waits for the disk while weights in host memory are in line.
+Weights without a host copy are in line for the disk first, in the same order, and for the link once they have been read.
+So a load never waits for the disk while weights in host memory are in line.
 
-While the first model finds no room, no other loads: small models do not starve a large one.
+While the first model finds no room, no other model loads. Otherwise, small models would starve a large one.
 
-Required loads precede all of these. They evict any weights but those of the first item, idle ones first. The load for a
-warm-up takes turns with models that have work, and also spares weights with waiting requests in their protected time.
+Required loads precede all of these. They evict any weights except those in the first item of the list, idle weights first.
+The load for a warm-up takes turns with models that have work. It also spares weights in their protected time if requests
+wait for them.
+
 Prefetched weights load when no model is required or demanded, and evict only idle weights that are not protected. Restored
 weights come last, and load into free room only.
 
@@ -96,14 +100,14 @@ class LoadQueue:
         self._factor = settings.residency_factor
         #: True if requests cause loads and evictions.
         self.on_demand = settings.on_demand
-        # One line for each reason; a model may stand in several (dictionaries for their order).
+        # There is one line for each reason, and a model may stand in several lines. Dictionaries keep the order.
         self.required: dict[str, None] = {}
         #: Models with waiting requests by the discipline's rank. This line is for the link.
         self.demand_for_link: Ranking[str] = Ranking()
         #: The same line for the disk, of models whose weights are on disk only.
         self.demand_for_disk: Ranking[str] = Ranking()
         self.prefetched: dict[str, None] = {}
-        #: Models by precedence, smallest first.
+        #: Models to restore, each with its place in the line. The smallest place is first.
         self.restored: dict[str, int] = {}
         #: True if a read runs, or a search for weights to read may succeed.
         self.may_read = False
@@ -111,23 +115,24 @@ class LoadQueue:
         self._warmed_up_last = False
         #: True if the latest read was for a warm-up.
         self._read_for_warm_up = False
-        #: True if a search of room for prefetched weights may succeed now.
+        #: True if a search for room for prefetched weights may succeed now.
         self._prefetch_may_fit = False
-        #: Time when such a search may succeed without other changes.
+        #: Time when a search for room for prefetched weights may succeed although nothing else has changed.
         self._prefetch_at = inf
         #: The first model in line, if the latest search found no room for it. A search costs O(models), so the next one waits
         #: until `_retry_at`, or until one of `_newly_evictable` can be evicted for it.
         self.blocked_head: str | None = None
         self._retry_at = inf
         self._newly_evictable: dict[ModelState, None] = {}
-        #: models whose load failed, and is not retried for a while. Without memory each try would cost all others their
-        #: weights; a file that cannot be read would keep the link from them. A command may have loaded one since.
+        #: Models whose load failed and is not retried for a while. If memory is short, each retry would evict the weights of
+        #: all other models. If a file cannot be read, each retry would occupy the link. A command may have loaded such a
+        #: model since.
         self.backing_off: dict[ModelState, None] = {}
 
     # --- lines and back-offs ---------------------------------------------------------------------------------
 
     def reason(self, name: str) -> LoadReason | None:
-        """Return why a model is in line, by the first reason in order of precedence. None: it is not in line."""
+        """Return the reason why a model is in line; of several, the first in order of precedence. None: it is not in line."""
         if name in self.required:
             return LoadReason.REQUIRED
         if name in self.demand_for_link or name in self.demand_for_disk:
@@ -181,7 +186,7 @@ class LoadQueue:
         self.requeue(model)
 
     def copy_changed(self, model: ModelState, *, present: bool) -> None:
-        """Put a model in line for the link if its weights are in host memory, or else for the disk."""
+        """Put a model in line for the link if its weights are in host memory now, otherwise for the disk."""
         if model.weights.state is WeightState.READING:
             return  # `read_ended` does this
         model.weights.on_disk = not present
@@ -278,7 +283,7 @@ class LoadQueue:
         self._newly_evictable.clear()
 
     def reconfigure(self, settings: SchedulerSettings) -> None:
-        """Decide by other settings. Demand follows from the ranks, which the scheduler settles again."""
+        """Use other settings. The lines of demand become empty, because the scheduler ranks all models again."""
         self._factor = settings.residency_factor
         self.on_demand = settings.on_demand
         self.demand_for_link.clear()
@@ -366,7 +371,11 @@ class LoadQueue:
         return next(self._queued_in(self.required, on_disk=on_disk), None)
 
     def search(self, head: ModelState, now: float) -> tuple[PlannedLoad | None, float]:
-        """Search room for a model in line. Also return when time alone may make more room (inf: never)."""
+        """Search for room for a model in line.
+
+        Return the planned load, or None, and the time when there may be more room although nothing else has changed (inf:
+        never).
+        """
         missing, keep = self.accounts.missing(head.weights), head.weights.groups
         idle: list[ModelState] = []
         working: list[ModelState] = []
@@ -405,12 +414,12 @@ class LoadQueue:
     def is_useless(self, model: ModelState) -> bool:
         """True if the load that runs is not needed any more and delays another.
 
-        A load that follows an abandoned one is never useless: else impatient clients would never be served.
+        The next load of a model whose load was abandoned is never useless. Otherwise, impatient clients would never be served.
         """
         return not _is_needed(model) and self.head() is not None
 
     def is_useless_read(self, model: ModelState) -> bool:
-        """True if the read that runs is not needed any more and delays another; as `is_useless`."""
+        """True if the read that runs is not needed any more and delays another. See `is_useless`."""
         if _is_needed(model):
             return False
         if self._head_for_disk() is not None:
@@ -421,7 +430,7 @@ class LoadQueue:
         )
 
     def next_search_at(self) -> float:
-        """Return when time alone may make room for a model in line; inf: it does not."""
+        """Return the time when there may be room for a model in line although nothing else has changed (inf: never)."""
         if self.accounts.loading is not None:
             return inf
         if self.blocked_head is not None:
@@ -429,14 +438,14 @@ class LoadQueue:
         return self._prefetch_at if self.prefetched and self.head() is None else inf
 
     def obstacle(self, model: ModelState, now: float, device: str = "") -> str:
-        """Return in words what absent weights wait for; "" if they wait for nothing.
+        """Return a text that says what absent weights wait for, or "" if they wait for nothing.
 
-        The call changes no later decision. `device`: why no load starts on the device.
+        The call changes no later decision. `device`: text for the reason why no load starts on the device, or "".
         """
         state, reason = model.weights.state, self.reason(model.name)
         if state is WeightState.BACKOFF:
             left = duration(max(0.0, model.weights.backoff_until - now))
-            # Loads of other models are retried for requests only.
+            # Only the load of a pinned model is retried without a request.
             return f"backoff: {'the load is retried in' if model.weights.pinned else 'no load for'} {left}"
         if state is WeightState.READING:
             return "read from disk" + (f" ({reason.value})" if reason else ", and not needed any more")
@@ -502,11 +511,14 @@ class LoadQueue:
             self.blocked_head = None
 
     def _yields_at(self, model: ModelState, head: ModelState) -> float:
-        """Return when a model's weights may be evicted for the head of the line, if nothing executes on them; inf: never."""
+        """Return the time from which a model's weights may be evicted for the head of the line (inf: never).
+
+        They may be evicted then if nothing executes on them.
+        """
         if model.weights.pinned or model.committed:
             return inf
         if head.name in self.required:
-            # A warm-up can wait until weights that were loaded for requests have served some.
+            # A warm-up can wait until weights that were loaded for requests have served some of them.
             return self._protected_until(model) if head.needs_warm_up and model.has_work else -inf
         if not self.on_demand:
             return inf
@@ -527,7 +539,7 @@ class LoadQueue:
         idle: list[Resident] = []
         for state in self._models.values():
             if self.on_demand and evictable(state) and not state.has_work:
-                # Weights that were loaded after a shed request stay for the next requests, too.
+                # Weights that were loaded after a shed request also stay for the next requests.
                 until = self._yields_to_prefetch_at(state)
                 if until <= now:
                     idle.append(_resident(state))
@@ -558,24 +570,27 @@ class LoadQueue:
             self.requeue(self._models[name])
 
     def _yields_to_prefetch_at(self, model: ModelState) -> float:
-        """Return when weights without waiting requests may be evicted for a prefetch.
+        """Return the time from which weights without waiting requests may be evicted for a prefetch.
 
-        Later than for the head of the line: a prefetch serves no request that waits yet.
+        It is later than the time for the head of the line, because no waiting request needs the prefetch.
         """
         return max(self._protected_until(model), self._expected_until(model))
 
     def _protected_until(self, model: ModelState) -> float:
-        """Return when a model has kept its weights for `residency_factor` times the duration of their load."""
+        """Return the end of the weights' protected time: `residency_factor` times the duration of their load."""
         return model.weights.loaded_at + self._factor * model.weights.last_load_seconds
 
     def _expected_until(self, model: ModelState) -> float:
-        """Return until when requests are expected soon for a model without requests: for twice its usual pause."""
+        """Return the time until which a model without requests is expected to get one soon: after twice its usual pause.
+
+        -inf: no request is expected soon, because the usual pause is too long or unknown.
+        """
         weights = model.weights
         pause = 2.0 * weights.usual_pause
         return weights.last_used + pause if pause <= weights.return_seconds and pause else -inf
 
     def _is_urgent(self, head: ModelState, until: float) -> bool:
-        """True if the deadline of the head's front request cannot wait for so long."""
+        """True if the deadline of the head's front request would pass if its load began at `until`."""
         if not self.discipline.sheds or head.front is None:
             return False
         deadline = head.front.entries[0].request.deadline

@@ -1,12 +1,11 @@
 """Admission of runs of meta models: the number of concurrent runs, and the next waiting run.
 
-A run between two of its calls holds only memory, so a few runs keep the device busy, and more would only hold more.
-The
-others wait, in the order of the discipline: by priority, then by deadline or arrival. They wait at most until their
-deadline.
+A few runs keep the device busy. More runs would only hold more memory, because a run keeps its memory between two of
+its calls. So further runs wait in the order of the discipline: by priority, then by deadline or arrival. They wait at most
+until their deadline.
 
-Runs that call a held model (`Pause.HOLD`) cannot continue. Waiting ones are not admitted, and admitted ones free
-their slots.
+Runs that call a held model (`Pause.HOLD`) cannot continue. If they wait, they are not admitted. If they are admitted, they
+free their slots.
 """
 
 from collections.abc import KeysView, Mapping, Sequence
@@ -49,7 +48,7 @@ class _Meta:
 
 
 class MetaAdmission:
-    """Admission of at most `limit` runs at a time. `models` are the known ones."""
+    """Admission of at most `limit` runs at a time. `models` has all known models."""
 
     __slots__ = (
         "_admitted",
@@ -106,7 +105,7 @@ class MetaAdmission:
         return frozenset(self.live.keys() - self.waiting.keys())
 
     def check(self, runs: Sequence[Run], requests: KeysView[int]) -> None:
-        """Refuse runs that contradict known ones. `requests` are the ids of live requests.
+        """Check that runs may be added. `requests` are the ids of live requests.
 
         Raises:
             CallerError: an id is 0, in use already or given twice, or a priority or a limit is negative.
@@ -124,7 +123,7 @@ class MetaAdmission:
                 raise CallerError(f"run {run.id} has max_waiting {run.max_waiting}; 0 is the least")
 
     def ask(self, runs: Sequence[Run], now: float, out: list[Instruction]) -> None:
-        """Queue runs, admit as many as may run, and refuse the latest ones above their limit of waiting runs."""
+        """Queue runs, and admit as many as possible. Refuse the latest ones if more than their `max_waiting` wait."""
         if not self.live:
             # Reset the sum, so that rounding errors do not accumulate.
             self.ahead = 0.0
@@ -170,7 +169,7 @@ class MetaAdmission:
             self.stalled.discard(id)
 
     def reconfigure(self, discipline: Discipline, limit: int) -> None:
-        """Admit by other settings from now on. Admitted runs stay."""
+        """Use other settings from now on. Admitted runs stay."""
         self.limit = limit
         if discipline is not self._discipline:
             self._discipline = discipline
@@ -199,7 +198,7 @@ class MetaAdmission:
             out.append(Admit(id))
 
     def wait_seconds(self) -> float:
-        """Return the expected seconds until a run that came now would be admitted; 0 while a slot is free.
+        """Return the expected seconds until a run that arrived now would be admitted; 0 while a slot is free.
 
         (lengths of all waiting runs + half of the lengths of the admitted ones) / limit
         """
@@ -211,11 +210,11 @@ class MetaAdmission:
         return inf if id is None else self._deadlines[id]
 
     def snapshot(self) -> dict[str, MetaSnapshot]:
-        """Return statistics by meta model, of each that ever had a run."""
+        """Return the statistics of each meta model that has ever had a run, by name."""
         return {name: meta.snapshot() for name, meta in self._metas.items()}
 
     def meta(self, name: str) -> MetaSnapshot | None:
-        """Return statistics of one meta model; None if it never had a run."""
+        """Return the statistics of one meta model. None: it has never had a run."""
         meta = self._metas.get(name)
         return None if meta is None else meta.snapshot()
 

@@ -14,7 +14,7 @@ from rsrv.scheduler.variant_queue import VariantQueue
 from rsrv.scheduler.weight_states import ON_DEVICE, WeightState
 from rsrv.scheduler.weights import ModelWeights
 
-#: Number of pauses of mode HOLD that a model remembers.
+#: Maximum number of periods of mode HOLD that are stored per model.
 _HOLDS = 8
 
 
@@ -109,8 +109,9 @@ class ModelState:
         self.queues = {variant: VariantQueue(variant, table) for variant, table in costs.items()}
         #: Number of waiting requests in all queues.
         self.queued = 0
-        #: Requests and executions that are in flight, or about to be retried.
+        #: Number of requests whose execution is in flight or about to be retried.
         self.executing = 0
+        #: Number of executions that are in flight or about to be retried.
         self.executions = 0
         self.weights = weights
         self.draining = False
@@ -123,10 +124,11 @@ class ModelState:
             self.holds.append((-inf, inf))
         #: Runs of meta models whose calls are accepted while the model drains: the runs in progress when that began.
         self.finishing: Collection[int] = ()
-        #: Time until which the model does not execute. Others were evicted for its second try, and execute first.
+        #: Time until which the model does not execute. Its second try evicted other models, and these execute first.
         self.blocked_until = -inf
-        # `recount` derives the following values, up to `dispatchable_at`, from the queues and costs. True if requests
-        # wait that count: those of a held model do not.
+        # `recount` derives the following values, up to `dispatchable_at`, from the queues and the costs.
+
+        #: True if requests wait and the model is not held.
         self.has_work = False
         #: The queue whose front request is first in the order of service, and the place of that request.
         self.front: VariantQueue | None = None
@@ -145,10 +147,10 @@ class ModelState:
         self.slowest = SlowestRequests()
 
     def reconfigure(self, program: Program) -> None:
-        """Take other values of the program."""
+        """Use the values of this program from now on."""
         self.program = program
         self.weight = program.weight
-        #: The name under which all versions of the model count.
+        #: Name that all versions of the model share.
         self.family = program.name or program.model
 
     @property
@@ -163,7 +165,7 @@ class ModelState:
 
     @property
     def stage(self) -> Stage:
-        """Stage of its waiting requests."""
+        """Stage in which the model's requests wait."""
         return Stage.QUEUE if self.weights.state in ON_DEVICE else Stage.LOAD
 
     def pause(self, mode: Pause | None, now: float) -> None:
@@ -177,7 +179,7 @@ class ModelState:
 
     @property
     def held(self) -> bool:
-        """True if its waiting requests do not count for now."""
+        """True if the model is paused so that its waiting requests affect no decision."""
         return self.paused is Pause.HOLD
 
     def closed_to(self, request: Request) -> bool:
@@ -187,7 +189,7 @@ class ModelState:
         return self.paused is Pause.REJECT
 
     def set_costs(self, costs: Mapping[int, VariantCosts]) -> None:
-        """Take over the costs that the warm-up measured."""
+        """Use the costs that the warm-up measured."""
         for variant, queue in self.queues.items():
             queue.costs = costs[variant]
 
@@ -218,7 +220,7 @@ class ModelState:
             self.dispatchable_at = max(self.dispatchable_at, self._delay_ends(front))
 
     def _delay_ends(self, front: VariantQueue) -> float:
-        """Return until when the front request should wait for others. -inf: waiting gains nothing."""
+        """Return the time until which the front request should wait for others. -inf: waiting gains nothing."""
         costs, entries = front.costs, front.entries
         if (
             entries[0].place[0] == COMMITTED_LEVEL
@@ -234,7 +236,7 @@ class ModelState:
         return min(entries[0].arrived + program.max_delay, soonest - ahead)
 
     def plan(self, queue: VariantQueue, limit: float = inf) -> Batch:
-        """Plan the next execution, which has the front request of a queue; see `plan_batch` and `plan_padded_batch`."""
+        """Plan an execution that includes the front request of this queue. See `plan_batch` and `plan_padded_batch`."""
         if self.program.padded:
             return self._plan_padded(queue, limit)
         return plan_batch(
@@ -278,7 +280,7 @@ class ModelState:
         self.executions -= 1
 
     def snapshot(self) -> ModelSnapshot:
-        """Return its statistics."""
+        """Return the model's statistics."""
         tables, totals = [queue.costs for queue in self.queues.values()], self.totals
         return ModelSnapshot(
             weights=self.weights.state,

@@ -9,23 +9,23 @@ Rank = Any
 #: Key of an index: models by name, or runs by id.
 Name = TypeVar("Name", str, int)
 
-#: With fewer entries than this, the heap keeps stale ones.
+#: Number of stale entries that a heap may always have.
 _MIN_CLEANED = 64
 
 
 class Ranking(dict[Name, Rank]):
-    """Ranks by name, and the name of the smallest.
+    """Ranks by name, and the name with the smallest rank. Equal ranks are ordered by name.
 
-    Read it and delete from it as from any dictionary; change a rank by `set` only. A changed rank is pushed to a heap
-    again, and the stale entry is dropped when it surfaces. Setting costs O(log n), everything else O(1) amortised; memory
-    stays in proportion to the names. Equal ranks go by name.
+    Entries are read and deleted as in any dictionary. Only `set` may change a rank. It pushes the changed rank to a heap. The
+    stale entry is dropped when it reaches the top. Setting costs O(log n), everything else O(1) amortised. The memory is
+    proportional to the number of names.
     """
 
     __slots__ = ("_heap",)
 
     def __init__(self) -> None:
         super().__init__()
-        #: Entries that differ from the dictionary are stale.
+        #: Heap of the ranks. Entries that differ from the dictionary are stale.
         self._heap: list[tuple[Rank, Name]] = []
 
     def set(self, name: Name, rank: Rank) -> None:

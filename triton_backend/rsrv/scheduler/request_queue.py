@@ -1,8 +1,8 @@
 """All live requests: how they enter the queues, and how they leave.
 
-A request leaves its queue for an execution, which answers it or fails. Or it expires, is shed or cancelled, is refused because
-its model is paused, removed or evicted, or fails with the load of its weights. Each way is one method, so each request is
-counted and ended once.
+A request leaves its queue for an execution, which answers it or fails. Otherwise, it expires, it is shed or cancelled, it is
+refused because its model is paused, removed or evicted, or it fails with the load of its weights. There is one method for each
+of these ways, so each request is counted and ended once.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ from rsrv.scheduler.variant_queue import Deadlines, LiveRequest, VariantQueue
 from rsrv.scheduler.weight_states import ON_DEVICE, TAKING_BYTES
 from rsrv.scheduler.weights import WeightAccounts
 
-#: Seconds by which a deadline may seem to be missed only because sums of times are rounded.
+#: Tolerance in seconds: because sums of times are rounded, a deadline may seem to be missed by less than this.
 SLACK = 1e-6
 
 _ANSWERED = Outcome.ANSWERED
@@ -68,16 +68,19 @@ class RequestQueues:
         self._models = models
         #: Every request that has arrived and not finished, queued or executing.
         self.live: dict[int, LiveRequest] = {}
-        #: `queued`: number of waiting requests. `exclusive`: number of exclusive ones among them.
-        self.queued = self.exclusive = 0
+        #: Number of waiting requests.
+        self.queued = 0
+        #: Number of waiting requests that are exclusive.
+        self.exclusive = 0
         #: Number of requests that arrived since the start.
         self.arrived = 0
         #: Latest sequence number that was given to a request.
         self._number = 0
+        #: Deadlines of the waiting requests.
         self.deadlines = Deadlines()
         #: Times at which to check whether requests will be late (`late_requests`). Used only if the discipline sheds.
         self.late_checks = Deadlines()
-        #: Waiting requests of each meta model's run, oldest first. The first one is committed, the others are not.
+        #: Waiting requests of each meta model's run, oldest first. Only the first request of each run is committed.
         self.runs: dict[int, list[LiveRequest]] = {}
         #: Models that changed since the scheduler settled its accounts. This is a dictionary to keep the order.
         self.dirty: dict[ModelState, None] = {}
@@ -87,7 +90,7 @@ class RequestQueues:
         self.departed = OutcomeCounts()
 
     def check(self, requests: Sequence[Request], runs: KeysView[int]) -> None:
-        """Refuse arrivals that contradict the live requests. `runs` are the ids of admitted and waiting runs.
+        """Check that requests may be added. `runs` are the ids of admitted and waiting runs.
 
         Raises:
             CallerError: an id is in use already or given twice, or a number of rows is negative.
@@ -110,7 +113,7 @@ class RequestQueues:
         """Queue each request, or end it for the first reason that `_reason` finds.
 
         Returns:
-            The requests that found the queue full, by model: `refuse_full` ends them when it is known when to retry.
+            The requests that found the queue full, by model. `refuse_full` ends them once the time of a retry is known.
         """
         deadlines = self.deadlines
         if deadlines.heap and deadlines.heap[0][0] <= now:
@@ -177,7 +180,7 @@ class RequestQueues:
         now: float,
         out: list[Instruction],
     ) -> None:
-        """End requests that found the queue full."""
+        """End requests that found the queue full. `retry_after`: seconds until a retry is likely to succeed."""
         for model, ids in full.items():
             _refuse(model, ids, Reason.QUEUE_FULL, retry_after, now, out)
 
@@ -265,7 +268,7 @@ class RequestQueues:
         """End the requests of an execution: answered, or failed with its error.
 
         Returns:
-            All of them, if one took long enough to be kept by `ModelState.slowest`.
+            All requests, if one of them took long enough to be kept by `ModelState.slowest`. Otherwise none.
         """
         entries = list(map(self.live.pop, requests))
         latest, slow = model.slowest.latest_arrival(now), False
@@ -303,9 +306,9 @@ class RequestQueues:
         return model
 
     def _promote(self, left: Sequence[LiveRequest]) -> None:
-        """Commit the oldest waiting request of each run whose requests have left their queue.
+        """Commit the oldest waiting request of each run that has lost these requests from its queues.
 
-        It counts as arriving now: committed requests of other runs go before it.
+        It counts as arriving now, so that committed requests of other runs go before it.
         """
         for entry in left:
             self.runs[entry.request.run].remove(entry)
@@ -335,7 +338,7 @@ class RequestQueues:
 def _reason(
     model: ModelState, queue: VariantQueue | None, request: Request, now: float, on_demand: bool
 ) -> Reason | Outcome | None:
-    """Return why a request ends on arrival, by the first reason in this order. None: it waits."""
+    """Return the first reason, in this order, for which a request ends on arrival. None: it waits."""
     weights = model.weights
     if queue is None:
         return Reason.UNKNOWN_VARIANT
@@ -400,7 +403,7 @@ class LateRequest:
     entry: LiveRequest
     queue: VariantQueue
     model: ModelState
-    #: True if only the load of its weights makes it late; False also while the model is held.
+    #: True if only the load of its weights makes it late, and the model is not held.
     absent: bool
 
 
@@ -415,14 +418,14 @@ def late_requests(
 
         max(free, end of the load) + cheapest execution  >  deadline
 
-    `late_checks` has for each request the time at which to look at it again: -inf for a new one, then the latest start of its
-    execution, or of the load while its weights are absent. `free` is when the device has done its present work.
+    `late_checks` has the time of the next check of each request: -inf for a new request, then the latest possible start of its
+    execution, or of the load if its weights are absent. `free` is the time when the device will have done its present work.
     """
     later: list[tuple[LiveRequest, float]] = []
     for entry, queue in late_checks.due(free - SLACK):
         model = models[entry.request.model]
         deadline = entry.request.deadline
-        assert deadline is not None, "others are never checked"
+        assert deadline is not None, "a request without a deadline is never checked"
         latest = deadline - queue.costs.request_seconds(entry.rows, coalesce=model.program.coalesce)
         loaded = now + accounts.expected_wait(model.weights)
         if max(free, loaded) > latest + SLACK:

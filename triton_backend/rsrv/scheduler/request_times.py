@@ -1,4 +1,4 @@
-"""Explains how slow requests spent their time: waiting for weights, for others to join, for other work, or in a pause."""
+"""How slow requests spent their time: waiting for weights, for requests to join, for other work, or in a pause."""
 
 from collections.abc import Callable, Sequence
 from math import inf
@@ -29,7 +29,7 @@ class RequestTimes:
         model, started, arrivals = running.model, running.started, [entry.arrived for entry in entries]
         first, held_until = min(arrivals), -inf
         if model.program.max_delay:
-            # A full batch starts before the delay is over, when its last request came.
+            # A full batch starts before the end of the delay, as soon as its last request has arrived.
             ends = first + model.program.max_delay
             held_until = ends if ends <= started else max(arrivals)
         absences, evicted = model.history.absences(first)
@@ -58,7 +58,7 @@ class RequestTimes:
                 model.slowest.add([entry], self._unfinished(model, entry, now, None, outcome, now))
 
     def in_progress(self, matches: Callable[[Request], bool], now: float) -> list[SlowRequest]:
-        """Return requests that wait or execute and match, with their time up to now."""
+        """Return the waiting and executing requests that match, with their time up to now."""
         executing = {
             id: execution for execution in self._running.values() for id in execution.execute.requests
         }

@@ -1,8 +1,8 @@
 """Residency of weights on the device: loads, evictions, pins, warm-ups and compactions.
 
-`LoadQueue` moves absent weights between ABSENT, QUEUED and BACKOFF. `DeviceResidency` makes every other change: it carries
-out what `LoadQueue` decides, and takes in how reads, loads and warm-ups end. Both go through `WeightAccounts.move`. It marks
-each model that it changes in `RequestQueues.dirty`, so that the scheduler settles it.
+`LoadQueue` moves absent weights between ABSENT, QUEUED and BACKOFF. `DeviceResidency` makes every other change of state: it
+carries out the decisions of `LoadQueue`, and handles the ends of reads, loads and warm-ups. Both use `WeightAccounts.move`.
+`DeviceResidency` puts each model that it changes into `RequestQueues.dirty`, so that the scheduler settles it.
 """
 
 from collections import deque
@@ -43,7 +43,7 @@ class CompactionState(Enum):
     NONE = "none"
     #: Nothing starts on the device until nothing executes, loads or warms up. Then the compaction is carried out.
     DUE = "due"
-    #: An execution or a warm-up has its second try, with the device to itself. Others may wait for theirs.
+    #: An execution or a warm-up has its second try, with the device to itself. Further ones may wait for their second try.
     RETRYING = "retrying"
 
 
@@ -52,16 +52,16 @@ class Compaction:
 
     There are two causes:
 
-    - a command: the evicted weights are restored;
-    - an execution, a load or a warm-up found no memory: it is retried once, an execution or a warm-up with the device to
-      itself.
+    - A command asked for it. The evicted weights are then restored.
+    - An execution, a load or a warm-up found no memory. It is then retried once. An execution or a warm-up has the device to
+      itself in its second try.
     """
 
     __slots__ = ("_asked", "_restores", "active", "retried", "retries", "state", "warm_ups")
 
     def __init__(self) -> None:
         self.state = CompactionState.NONE
-        #: True if the state is another than NONE, so that nothing else starts on the device.
+        #: True if the state is not NONE. Nothing else starts on the device then.
         self.active = False
         #: True if a command or a load asked for a compaction.
         self._asked = False
@@ -91,7 +91,7 @@ class Compaction:
         self._derive()
 
     def finish(self) -> bool:
-        """End a compaction; return whether to restore the evicted weights."""
+        """End a compaction. Return True if the evicted weights are to be restored."""
         restores = self._restores
         self._asked = self._restores = False
         self._derive()
@@ -156,10 +156,10 @@ class DeviceResidency:
         self.accounts = WeightAccounts(settings.weight_budget_bytes)
         self.loads = LoadQueue(models, self.accounts, settings, queues.discipline)
         self.compaction = Compaction()
-        #: evictions to carry out as soon as possible (a dictionary for its order), and whether an operator asked for them.
-        #: Resident weights in here are EVICTING; weights that load or warm up become so at the end of either.
+        #: Models to evict as soon as possible, in order. The value is True if an operator asked for the eviction. Resident
+        #: weights in here are EVICTING. Weights that load or warm up become EVICTING at the end of the load or the warm-up.
         self.evictions: dict[ModelState, bool] = {}
-        #: Time when weights may have reached their model's limit of idleness. inf: no model has a limit. The time may
+        #: Earliest time when weights may have reached their model's limit of idleness. inf: no model has a limit. The time may
         #: be too early.
         self.idle_at = inf
 
@@ -256,7 +256,7 @@ class DeviceResidency:
             self.accounts.move(model.weights, WeightEvent.KEEP)
 
     def request_eviction(self, models: Iterable[ModelState], now: float, out: list[Instruction]) -> None:
-        """Evict weights once nothing executes on them; pinned ones stay."""
+        """Evict weights once nothing executes on them. Pinned weights stay."""
         for model in models:
             weights = model.weights
             if weights.pinned:
@@ -269,7 +269,7 @@ class DeviceResidency:
             if weights.state in TAKING_BYTES:
                 self.evictions[model] = True
                 self._mark_evicting(model)
-            # A load goes on if requests wait for it, or a warm-up.
+            # A load continues if requests or a warm-up wait for it.
             needed = model.needs_warm_up or (self.loads.on_demand and model.has_work)
             if weights.state is WeightState.LOADING and not (needed or self.accounts.abandoning):
                 self._abandon(model, now, out)
@@ -283,33 +283,33 @@ class DeviceResidency:
             self.accounts.move(model.weights, WeightEvent.RELEASE)
 
     def _refuse_waiting(self, model: ModelState, now: float, out: list[Instruction]) -> None:
-        """Refuse the requests that wait for weights which do not load on demand."""
+        """Refuse the model's waiting requests if weights do not load on demand."""
         if not self.loads.on_demand:
             self._queues.refuse_all(model, Reason.NOT_RESIDENT, now, out)
 
     def hold(self, model: ModelState) -> None:
-        """Stop requiring the load of a paused model, unless it has other reasons than the model's requests."""
+        """Stop requiring the load of a held model if only its requests need the load."""
         if not (model.weights.pinned or model.weights.desired or model.needs_warm_up):
             self._end_requirement(model)
 
     def _end_requirement(self, model: ModelState) -> None:
-        """End the requirement of a load. Also forget that an earlier try found no memory."""
+        """Stop requiring a model's load. Also forget that an earlier load found no memory."""
         if model.name in self.loads.required:
             model.weights.retry_due = False
             self.loads.end_requirement(model)
 
     def reconfigure(self, settings: SchedulerSettings, now: float, out: list[Instruction]) -> None:
-        """Decide by other settings."""
+        """Use other settings from now on."""
         self.accounts.budget = settings.weight_budget_bytes
         ends_on_demand = self.loads.on_demand and not settings.on_demand
         self.loads.reconfigure(settings)
         if ends_on_demand:
             self._end_on_demand(now, out)
-        # Look again in this event: idle weights are evicted only if weights load on demand.
+        # Check for idle weights in this event, because they are evicted only if weights load on demand.
         self.idle_at = now
 
     def _end_on_demand(self, now: float, out: list[Instruction]) -> None:
-        """Mark weights that are present or loading as desired: requests move no weights from now on."""
+        """Mark present, loading and required weights as desired, because requests cause no loads from now on."""
         loads = self.loads
         for model in self._models.values():
             weights = model.weights
@@ -334,7 +334,7 @@ class DeviceResidency:
             out.append(WarmUp(model.name))
 
     def check_warm_up(self, name: str) -> None:
-        """Refuse the end of a warm-up that does not run.
+        """Check that a warm-up runs before it ends.
 
         Raises:
             CallerError: the model is unknown, or is not being warmed up.
@@ -345,7 +345,7 @@ class DeviceResidency:
             raise CallerError(f"model {name!r} is not being warmed up")
 
     def warmed_up(self, model: ModelState) -> None:
-        """End a model's warm-up, whether it went well or not."""
+        """End a model's warm-up, successful or not."""
         self.accounts.move(model.weights, WeightEvent.WARMED_UP)
         if not (self.loads.on_demand or model.weights.desired):
             self.evictions[model] = False
@@ -355,7 +355,7 @@ class DeviceResidency:
     # --- loads end ---------------------------------------------------------------------------------------
 
     def load_ended(self, event: LoadOutcome, now: float, out: list[Instruction]) -> ModelState | None:
-        """Handle the end of a load or a read. Return its model, or None if the read or load had ended before."""
+        """Handle the end of a load or a read. Return its model, or None if that load or read had ended before."""
         model = self._models.get(event.model) or self._draining.get(event.model)
         if model is None or model.weights.epoch != event.epoch:
             return None
@@ -398,7 +398,7 @@ class DeviceResidency:
     def _retry_or_give_up(
         self, model: ModelState, event: LoadFailed, now: float, out: list[Instruction]
     ) -> None:
-        """Retry a load that found no memory once, after a compaction; give up any other."""
+        """Retry a load once after a compaction if it found no memory. Give up any other load."""
         weights = model.weights
         desired = weights.pinned or weights.desired or model.needs_warm_up
         if event.out_of_memory and not weights.retry_due:
@@ -421,7 +421,7 @@ class DeviceResidency:
     # --- loads begin, weights leave ------------------------------------------------------------------------
 
     def read(self, now: float, out: list[Instruction]) -> None:
-        """Start the next read from disk, if none runs; abandon a useless one. It takes nothing of the device."""
+        """Start the next read from disk if none runs. Abandon the running one if it is useless. Reads do not use the device."""
         reading = self.accounts.reading
         if reading is not None:
             model = self._models.get(reading.model) or self._draining[reading.model]
@@ -432,7 +432,7 @@ class DeviceResidency:
             self._queues.dirty[first] = None
 
     def load(self, now: float, out: list[Instruction]) -> None:
-        """Start the next load, if the link is free and there is room; abandon a useless one."""
+        """Start the next load if the link is free and there is room. Abandon the running one if it is useless."""
         loading = self.accounts.loading
         if loading is not None:
             model = self._models.get(loading.model) or self._draining[loading.model]
@@ -445,10 +445,10 @@ class DeviceResidency:
         if planned is None:
             return
         model, victims = planned
-        # Account for the load before the evictions: tensors that it shares with the victims stay.
+        # Account for the load before the evictions, so that tensors that it shares with the victims stay.
         reason = self.loads.reason(model.name)
         load = self.accounts.load(model.weights, "" if reason is None else reason.value)
-        # If weights do not load on demand, all victims were asked for, so they return after the warm-up.
+        # If weights do not load on demand, a command loaded all victims. So they return after the warm-up.
         returns = not self.loads.on_demand and model.needs_warm_up
         for victim in victims:
             self.evict(victim, Cause.ROOM, now, out, loading_for=model, returns=returns)
@@ -458,7 +458,10 @@ class DeviceResidency:
         self._queues.dirty[model] = None
 
     def _plan_without(self, now: float, out: list[Instruction]) -> PlannedLoad | None:
-        """Without loads on demand: give up loads that find no room, until one fits. Weights that leave soon make room first."""
+        """Plan a load if weights do not load on demand: give up loads that find no room until one fits.
+
+        Nothing is given up while weights are about to leave the device, because they may make room.
+        """
         while not (self.evictions or self.warming_up or self._draining):
             lost = self.loads.find_misfit()
             if lost is None:
@@ -470,7 +473,7 @@ class DeviceResidency:
         return None
 
     def _give_up_for_room(self, model: ModelState, now: float, out: list[Instruction]) -> None:
-        """Give up weights that were asked for, do not fit, and may evict no others."""
+        """Give up the load of weights that do not fit and may not evict others."""
         accounts = self.accounts
         error = (
             f"{model.weights.absent_bytes} bytes do not fit beside the {accounts.bytes} that are there: all may take "
@@ -503,13 +506,13 @@ class DeviceResidency:
                 self.loads.unblock()
 
     def limit_idleness(self, model: ModelState, now: float) -> None:
-        """Evict weights once they have been unused for their model's limit."""
+        """Schedule a check of whether weights have been unused for their model's limit."""
         self.idle_at = min(self.idle_at, now + model.program.idle_seconds)
 
     def evict_idle(self, now: float, out: list[Instruction]) -> None:
         """Evict weights that were unused for their model's limit, unless requests wait for them or they are pinned.
 
-        Costs O(models), when the weights that were used the longest ago may be due.
+        A call costs O(models). `idle_at` is the time of the next call.
         """
         self.idle_at = inf
         if not self.loads.on_demand:
@@ -528,7 +531,7 @@ class DeviceResidency:
                 self.idle_at = min(self.idle_at, now + max(limit, IDLE_LOOK_S))
 
     def _evict_requested(self, now: float, out: list[Instruction]) -> None:
-        """Carry out requested evictions of models on which nothing executes, or which need not execute first."""
+        """Carry out requested evictions of models that execute nothing and need not execute first."""
         for model in [model for model in self.evictions if evictable(model) and not self.must_execute(model)]:
             if self.evictions[model]:
                 self.loads.end_backoffs()
@@ -536,9 +539,10 @@ class DeviceResidency:
             self.loads.unblock()
 
     def must_execute(self, model: ModelState) -> bool:
-        """True if a model with work must execute before its eviction, for a running meta model or to make use of its load.
+        """True if a model with work must execute before its eviction.
 
-        Otherwise, a model that is evicted again and again would never execute.
+        That is so if a run of a meta model waits for it, or if it has not executed since its load. Otherwise, a model that is
+        evicted again and again would never execute.
         """
         return model.committed or (model.has_work and model.weights.unserved and self.loads.on_demand)
 
@@ -546,7 +550,7 @@ class DeviceResidency:
         """Evict all evictable weights, while nothing loads or executes.
 
         Returns:
-            Seconds of the loads that bring back weights with waiting requests.
+            Expected seconds of the loads that return weights with waiting requests to the device.
         """
         self._evict_requested(now, out)
         evicted = [model for model in self._models.values() if evictable(model)]
@@ -576,7 +580,7 @@ class DeviceResidency:
     ) -> None:
         """Evict a model's weights, except tensors shared with `loading_for`, which loads next.
 
-        `returns`: the weights load again as soon as there is room, and requests wait for that.
+        `returns`: the weights load again as soon as there is room, and their requests wait for that load.
         """
         name, family = (None, "") if loading_for is None else (loading_for.name, loading_for.family)
         evict = self.accounts.evict(model.weights, name, why=cause.value, family=family)

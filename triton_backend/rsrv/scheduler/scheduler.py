@@ -72,16 +72,16 @@ from rsrv.scheduler.weight_states import ON_DEVICE, RUNNABLE, TAKING_BYTES, Weig
 
 
 class SchedulerPhase(Enum):
-    """Phase of a scheduler. It serves until it winds down for the next runtime."""
+    """Phase of a scheduler. A scheduler serves until it winds down, because the next runtime takes over."""
 
     SERVING = "serving"
-    #: No run is admitted. No execution starts once no run and no generation is in progress. This state has a time limit.
+    #: No run is admitted. No execution starts once no run and no generation is in progress. This phase has a time limit.
     WINDING_DOWN = "winding down"
     #: Nothing executes, and no execution or run starts. Weights still load.
     AT_REST = "at rest"
 
 
-#: States in which weights are neither loading, nor about to, nor in use by a warm-up.
+#: States in which weights are not loading, not about to load, and not in use by a warm-up.
 _AT_REST = RUNNABLE | {WeightState.ABSENT, WeightState.BACKOFF}
 # Cache the members, because each event needs them and reading one from its class takes longer than the comparison.
 _SERVING, _DUE = SchedulerPhase.SERVING, CompactionState.DUE
@@ -109,12 +109,12 @@ class Scheduler:
         self._admission = MetaAdmission(self._models, self._discipline, self.settings.meta_concurrency)
         self._residency = DeviceResidency(self._models, self._draining, self._queues, self.settings)
         self._loads = self._residency.loads
-        #: Models that may not execute yet, by the time when they may. They wait for more requests, or let other
-        #: models execute first after a second try.
+        #: Models that may not execute yet, with the time when they may. They wait for more requests, or let other models
+        #: execute first after a second try.
         self._delayed: Ranking[str] = Ranking()
         #: Executions in flight, at most `depth`.
         self._running = InFlight()
-        #: True if an exclusive request is next, or executes: no load and no other execution starts.
+        #: True if an exclusive request is next, or executes. No load and no other execution starts then.
         self._kept_exclusive = False
         self._times = RequestTimes(self._queues, self._running)
         #: Sum of `backlog_seconds` over all models.
@@ -141,17 +141,18 @@ class Scheduler:
 
         1. Check: an event that breaks the contract of `events` raises, and changes nothing.
         2. Apply: requests are queued or refused; executions, loads and warm-ups end; models and settings change.
-        3. Expire: (a) queued requests whose deadline is `now` or earlier; (b) waiting runs likewise, then free slots go to
-           waiting runs; (c) weights that were idle for too long; (d) delays that have ended; (e) if the discipline sheds,
-           requests that would be late even if they executed next.
+        3. Expire: (a) queued requests whose deadline is `now` or earlier end; (b) waiting runs also end at their deadline, and
+           free slots go to other waiting runs; (c) weights that were idle for too long are evicted; (d) delays end; (e) if the
+           discipline sheds, requests end that would be late even if they executed next.
         4. Plan, each step on settled accounts (`_settle`): (a) a compaction that is due, while the device is idle;
            (b) requested evictions, retries of failed loads, and evictions above the budget; (c) the next read from disk
            and the next load, while none runs; (d) executions, while fewer than `depth` are in flight; (e) the next load
-           again, where a dispatch may have changed which one is first. If the next request is exclusive, (c) starts no load
-           and (d) no other execution. Reads from disk go on.
-        5. End a wind-down: when nothing is in progress any more, or when its time is over.
+           again, because a dispatch may have changed which load is first. If the next request is exclusive, (c) starts no load,
+           and (d) starts no other execution. Reads from disk continue.
+        5. End a wind-down if nothing is in progress any more, or if its time is over.
 
-        So an expired or cancelled request never reaches the device, and a model whose weights are loading delays no other.
+        So an expired or cancelled request never reaches the device, and a model whose weights are loading delays no other
+        model.
 
         Raises:
             CallerError: the event contradicts earlier ones, or time runs backwards.
@@ -171,10 +172,10 @@ class Scheduler:
         return out
 
     def _check(self, event: Event, now: float) -> None:
-        """Refuse an event that breaks the contract of `events`, before it changes anything.
+        """Check an event before it changes anything.
 
         Raises:
-            CallerError: it does, or time runs backwards.
+            CallerError: the event breaks the contract of `events`, or time runs backwards.
         """
         if not now >= self._now:
             raise CallerError(f"time runs backwards: {now} after {self._now}")
@@ -302,7 +303,7 @@ class Scheduler:
             self._queues.refuse_full(full, self._running.seconds(now) + self._round, now, out)
 
     def _keep_device(self) -> None:
-        """Record whether the device is kept for an exclusive request, which is next or executes."""
+        """Record whether the device is kept for an exclusive request that is next or executes."""
         name = self._discipline.choose() if self._queues.exclusive else None
         front = None if name is None else self._models[name].front
         self._kept_exclusive = self._running.exclusive or (front is not None and front.front_exclusive)
@@ -427,7 +428,7 @@ class Scheduler:
         self._queues.dirty[model] = None
 
     def _change(self, settings: SchedulerSettings, now: float, out: list[Instruction]) -> None:
-        """Use other settings. A new discipline does not know the device time that models had before."""
+        """Use other settings from now on. A new discipline does not know how much device time models have had."""
         changed = settings.discipline != self.settings.discipline
         self.settings = settings
         self._residency.reconfigure(settings, now, out)
@@ -443,7 +444,7 @@ class Scheduler:
         model = self._models[name]
         model.history.add(now, "removed")
         self._queues.refuse_all(model, Reason.UNLOADED, now, out)
-        # The discipline and the load queue learn that it has no work before they forget it.
+        # The discipline and the load queue must learn that the model has no work before they forget it.
         self._settle(now)
         self._discipline.remove(name)
         del self._models[name]
@@ -463,14 +464,15 @@ class Scheduler:
     # --- weights -----------------------------------------------------------------------------------------
 
     def _compact(self, now: float, out: list[Instruction]) -> None:
-        """Carry out a compaction that is due, once the device is idle, and retry what found no memory."""
+        """Carry out a compaction that is due, once the device is idle. Then retry what found no memory."""
         compaction = self._residency.compaction
         if compaction.state is not _DUE or self._running or not self._residency.quiet:
             return
         reload_seconds = self._residency.compact(now, out)
         first = compaction.next_execution()
         if first is not None:
-            # If it never finds memory, the evicted models must execute before they are evicted for it again.
+            # If the execution never finds memory, it must not evict others again and again. So its model waits until they have
+            # loaded and executed.
             turn = first.execute.seconds + (1.0 + self.settings.residency_factor) * reload_seconds
             first.model.blocked_until = max(first.model.blocked_until, now + turn)
             self._queues.dirty[first.model] = None
@@ -490,7 +492,10 @@ class Scheduler:
             self._residency.load(now, out)
 
     def _load_again(self, now: float, out: list[Instruction]) -> None:
-        """Repeat the steps about weights: a dispatch may have shed the requests of the first in line, or committed others."""
+        """Repeat the steps about weights.
+
+        A dispatch may have shed the requests of the first model in line, or committed requests of another model.
+        """
         if self._discipline.sheds or self._queues.runs:
             self._residency.carry_out_evictions(now, out)
             if not self._queues.dirty:
@@ -509,7 +514,7 @@ class Scheduler:
             self._enlist(model, now)
         self._queues.dirty.clear()
         if not self._queues.queued:
-            # Rounding errors of the sums do not outlive a pause.
+            # Reset the sums, so that rounding errors do not accumulate.
             self._backlog = self._round = 0.0
 
     def _enlist(self, model: ModelState, now: float) -> None:
@@ -526,7 +531,7 @@ class Scheduler:
                 loads.end_demand(model)
         elif state in RUNNABLE:
             if state is WeightState.EVICTING and not self._residency.must_execute(model):
-                # If it could always continue, it would never be evicted.
+                # If the model could continue for as long as it has work, it would never be evicted.
                 discipline.wait(model, claims=True)
             elif model.dispatchable_at <= now:
                 discipline.update(model)
@@ -554,10 +559,7 @@ class Scheduler:
         return at_rest or not (self._admission.running or self._waiting_steps())
 
     def _waiting_steps(self) -> int:
-        """Return the number of generations whose next step waits.
-
-        The other generations in progress are executing a step.
-        """
+        """Return the number of generations whose next step waits. All other generations in progress execute a step now."""
         return sum(model.queued for model in self._models.values() if model.program.feeds_back)
 
     def _come_to_rest(self, now: float, out: list[Instruction]) -> None:
@@ -576,7 +578,7 @@ class Scheduler:
             self._plan(now, out)
 
     def _wind_down(self, within: float | None, now: float) -> None:
-        """Wind down within so many seconds. None: serve as before."""
+        """Wind down within this many seconds. None: serve as before."""
         serves = within is None
         self._phase = SchedulerPhase.SERVING if serves else SchedulerPhase.WINDING_DOWN
         self._rest_until = inf if within is None else now + within
@@ -594,18 +596,26 @@ class Scheduler:
                 self._loads.prefetch_after_shed(late.model)
 
     def _patience(self, queue: VariantQueue, now: float) -> float:
-        """Return how many seconds an execution of the front request may take, after the executions before it."""
+        """Return the seconds that an execution may take so that the front request meets its deadline.
+
+        The execution begins when the executions in flight have ended.
+        """
         deadline = queue.entries[0].request.deadline
         return inf if deadline is None else deadline - now - self._running.seconds(now) + SLACK
 
     # --- the next tick ---------------------------------------------------------------------------------------
 
     def next_wakeup(self) -> float | None:
-        """Return when a `Tick` is due; None if nothing happens by time alone.
+        """Return the time when a `Tick` is due. None: nothing happens by time alone.
 
-        The soonest of these times: a queued request's or a waiting run's deadline, or when it becomes certain to be missed;
-        the end of a model's delay; the end of the protection of weights whose room others wait for; the retry of a pinned
-        model's failed load; the limit of weights that are idle; the device's next execution; the end of a wind-down.
+        It is the soonest of these times:
+        - the deadline of a queued request or a waiting run, or the time when a request becomes certain to be late;
+        - the end of a model's delay;
+        - the end of the protection of weights whose room other weights wait for;
+        - the retry of a pinned model's failed load;
+        - the time when weights reach their model's limit of idleness;
+        - the start of the device's next execution;
+        - the end of a wind-down.
         """
         soonest = self._residency.idle_at
         if self._queues.deadlines.heap:
@@ -630,16 +640,17 @@ class Scheduler:
         return None if soonest == inf else soonest
 
     def _next_launch(self) -> float:
-        """Return when to give the device its next execution, in addition to those that it has. inf: unknown."""
+        """Return the time to give the device an execution in addition to the executions in flight. inf: unknown."""
         end, name = self._running.end_after(self._now), self._discipline.choose()
         if end is None or name is None or not self._goes_ahead(self._models[name], self._now):
             return inf
         return max(self._now, end - self.settings.launch_ahead_ms / 1e3)
 
     def _goes_ahead(self, model: ModelState, now: float) -> bool:
-        """Return whether a model may be launched before the executions on the device have ended.
+        """Return whether an execution of a model may be launched before the executions in flight have ended.
 
-        Not always: otherwise it would never be idle long enough to be evicted for the head of the line.
+        If the head of the load queue waits for the model's room, it may not. Otherwise, the model would never be idle long
+        enough to be evicted.
         """
         feeds_back = model.program.feeds_back and model.executions
         return not feeds_back and not self._loads.wants_room_of(model, now)
@@ -652,7 +663,7 @@ class Scheduler:
             `InFlight.seconds`
             + sum over queues of `VariantQueue.seconds`
 
-        Loads of weights do not count: they run beside executions, and the first one was never measured.
+        Loads of weights do not count: they run concurrently with executions, and the duration of a first load is unknown.
         """
         running = self._running.seconds(now) if self._running else 0.0
         return running + max(0.0, self._backlog)
@@ -675,7 +686,7 @@ class Scheduler:
         return self._discipline.sheds
 
     def admission_seconds(self) -> float:
-        """Expected time until a run of a meta model that came now would be admitted; 0 while a slot is free."""
+        """Expected time until a run of a meta model that arrived now would be admitted; 0 while a slot is free."""
         return self._admission.wait_seconds()
 
     def load_seconds(self, model: str) -> float:
@@ -693,45 +704,49 @@ class Scheduler:
         return model in self._models or model in self._draining
 
     def last_arrival(self, model: str) -> float:
-        """Return when the latest requests for a known model came; -inf for others, and if none has come."""
+        """Return the time when the latest requests for a known model arrived. -inf: none has, or the model is unknown."""
         state = self._models.get(model)
         return -inf if state is None else state.weights.last_arrival
 
     def idle_since(self, model: str) -> float:
-        """Return when a known model's weights were last used; inf: requests wait for them, or they load or execute."""
+        """Return the time when a known model's weights were last used.
+
+        inf: the model is unknown, its requests wait or execute, or its weights load, are about to load, or warm up.
+        """
         state = self._models.get(model)
         if state is None or state.queued or state.executing or state.weights.state not in _AT_REST:
             return inf
         return state.weights.last_used
 
     def queued(self, model: str) -> int:
-        """Requests that wait for a known model; 0 for others."""
+        """Return the number of waiting requests of a known model; 0 for others."""
         state = self._models.get(model)
         return 0 if state is None else state.queued
 
     def history(self, model: str, beside: Iterable[HistoryRecord] = ()) -> list[HistoryRecord]:
-        """Return the latest events, instructions and states of a known or draining model, oldest first; none of others.
+        """Return the latest events, instructions and states of a model, oldest first.
 
-        `beside`: other records about the model to insert, oldest first.
+        The result is empty for a model that is neither known nor draining. `beside` has other records about the model to
+        insert, oldest first.
         """
         state = self._find(model)
         return (History() if state is None else state.history).records(beside)
 
     def slowest(self, model: str, now: float) -> list[SlowRequest]:
-        """Return the slowest requests of a known or draining model, the slowest first; none of others."""
+        """Return the slowest requests of a known or draining model, the slowest first. Empty for other models."""
         state = self._find(model)
         return [] if state is None else state.slowest.read(now)
 
     def add_front(self, slow: SlowRequest, before: float, after: float) -> None:
-        """Record the seconds that a request of `slowest` had in its front, before and after."""
+        """Record the seconds that a request of `slowest` spent in its front, before and after its time here."""
         state = self._find(slow.request.model)
         if state is not None:
             state.slowest.add_front(slow, before, after)
 
     def find_requests(self, tag: int, id: int | None, now: float) -> list[SlowRequest]:
-        """Return the slowest requests, and those in progress, with a client's tag other than 0, or with this id.
+        """Return the slowest requests and the requests in progress that have this id, or this client's tag (0: no tag).
 
-        With a part of a request, all of its parts are returned.
+        If a result is a part of a larger request, all its parts are returned.
         """
         slow_requests = self._matching(
             lambda request: request.id == id or bool(tag and request.tag == tag), now
@@ -746,7 +761,7 @@ class Scheduler:
         return ended + self._times.in_progress(matches, now)
 
     def obstacle(self, model: str, now: float) -> str:
-        """Return what the absent weights of a known model wait for, in words; "" if they wait for nothing."""
+        """Return a text that says what the absent weights of a known model wait for, or "" if they wait for nothing."""
         state, retried = self._models.get(model), self._residency.compaction.retried
         device = ""
         if retried is not None:
@@ -769,7 +784,7 @@ class Scheduler:
         return WeightBytes(accounts.bytes, accounts.pinned_bytes, logical, accounts.budget)
 
     def shared_tensors(self) -> list[SharedTensors]:
-        """Return the weights of all models, divided by the models that have them. Costs O(models and their groups)."""
+        """Return the weights of all models, grouped by the models that have them. Costs O(models and their groups)."""
         groups = {id(group): group for state in self._states() for group in state.weights.groups}
         return [
             SharedTensors(group.bytes, [owner.model for owner in group.owners], group.users > 0)
@@ -777,16 +792,19 @@ class Scheduler:
         ]
 
     def totals(self) -> dict[str, Totals]:
-        """Return the counters of known and draining models by name, over all versions. To be read at once."""
+        """Return the counters of known and draining models by name, summed over all versions.
+
+        Read them before the next event, because they may be the scheduler's own objects.
+        """
         return self._past.with_present((state.family, state.totals) for state in self._states())
 
     def model(self, key: str) -> ModelSnapshot | None:
-        """Return statistics of one known or draining model."""
+        """Return the statistics of a known or draining model, or None for others."""
         state = self._find(key)
         return None if state is None else state.snapshot()
 
     def meta(self, name: str) -> MetaSnapshot | None:
-        """Return statistics of the runs of one meta model; None if there never was one."""
+        """Return the statistics of the runs of a meta model. None: it has never had a run."""
         return self._admission.meta(name)
 
     def metas(self) -> dict[str, MetaSnapshot]:
@@ -794,7 +812,7 @@ class Scheduler:
         return self._admission.snapshot()
 
     def _find(self, name: str) -> ModelState | None:
-        """Return a model that the scheduler knows, draining or not."""
+        """Return a known or draining model, or None."""
         return self._models.get(name) or self._draining.get(name)
 
     def _states(self) -> list[ModelState]:

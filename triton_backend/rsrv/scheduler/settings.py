@@ -1,4 +1,4 @@
-"""Settings of the scheduler, which may change while it runs."""
+"""Settings of the scheduler. They may change while it runs."""
 
 from dataclasses import dataclass
 from math import inf
@@ -10,7 +10,7 @@ DisciplineName = Literal["fair", "fifo", "edf"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSettings:
-    """Settings by name and unit of the configuration's sections."""
+    """Settings of a scheduler. Names and units are those of the configuration's sections."""
 
     #: Order in which models execute: a key of the disciplines that the scheduler is given.
     discipline: str = "fair"
@@ -24,8 +24,8 @@ class SchedulerSettings:
     #: A model with waiting requests keeps its weights on the device for at least this many times the duration of their load.
     #: See `load_queue`.
     residency_factor: float = 4.0
-    #: If True, weights load for waiting requests, and are evicted for those of others. If False, they load and leave only by
-    #: command (`Pinned`, `Prefetch`, `Evict`), and requests for other models are refused.
+    #: If True, weights load because requests wait for them, and may evict other weights. If False, weights load and leave only
+    #: by command (`Pinned`, `Prefetch`, `Evict`), and requests for other models are refused.
     on_demand: bool = True
     #: Device bytes that weights may take, including pinned ones. None means no limit.
     weight_budget_bytes: int | None = None

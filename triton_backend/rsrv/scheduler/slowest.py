@@ -1,8 +1,8 @@
 """The slowest requests of one model in the last hour, each with the parts of its time.
 
-Every request that ends is compared with the fastest kept request. Facts that would be lost later are stored once for all
-slow requests of an execution. Requests are ranked when there are as many new ones as kept ones, or when a reader asks for
-them. The parts of their time are computed only for a reader.
+Every request that ends is compared with the fastest kept request. Facts that are not available later are stored at once, in
+one `Ending` for all slow requests of an execution. New requests are ranked once there are `KEPT` of them, or when a reader
+asks. The parts of their time are computed only for a reader.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -13,7 +13,7 @@ from rsrv.scheduler.events import Execute, Outcome, Request
 from rsrv.scheduler.history import HistoryRecord
 from rsrv.scheduler.variant_queue import LiveRequest
 
-#: Number of requests that are kept of each model, and seconds after which they are dropped.
+#: Maximum number of kept requests per model, and seconds after which they are dropped.
 KEPT, WINDOW_S = 100, 3600.0
 
 #: Beginning and end of each period.
@@ -31,9 +31,9 @@ class Wait(NamedTuple):
     weights: float
     #: Seconds of delay for other requests to join the execution (`Program.max_delay`).
     peers: float
-    #: Seconds on the device. 0: it never executed.
+    #: Seconds on the device. 0: the request never executed.
     executing: float
-    #: Latest eviction of the weights that the request waited for. None: it did not wait for weights.
+    #: Latest eviction of the weights that the request waited for. None if it did not wait for weights, or if none is known.
     evicted: HistoryRecord | None
 
     @property
@@ -43,7 +43,7 @@ class Wait(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """How requests that ended together, or are in progress, have spent their time."""
+    """How requests have spent their time. One record serves all requests that ended together."""
 
     #: Time when the requests ended. For requests in progress, the present time.
     at: float
@@ -51,37 +51,38 @@ class Ending(NamedTuple):
     started: float
     #: Seconds of their execution on the device. inf: the whole time since `started`.
     seconds: float
-    #: Time until which other requests could join. -inf: they were not delayed for that.
+    #: Time until which the requests were delayed so that others could join. -inf: they were not delayed.
     held_until: float
     #: Periods in which their model's weights were not usable.
     absences: Periods
     #: Periods in which their model was held.
     holds: Periods
-    #: None: in progress.
+    #: Outcome of the requests, or None while they are in progress.
     outcome: Outcome | None
-    #: None: they never executed.
+    #: Their execution, or None if they never executed.
     execute: Execute | None
     #: Names of the models that executed while the request waited, the one with the most time first.
     behind: tuple[str, ...]
-    #: Latest eviction of the weights before `absences`.
+    #: Latest eviction that began one of the `absences`, or None.
     evicted: HistoryRecord | None
 
 
 class SlowRequest(NamedTuple):
-    """A request that took long, or still does; ordered by its time."""
+    """A request that took long, or has been in progress for long. Requests are ordered by their time."""
 
+    #: Seconds since the request arrived, until it ended or until now.
     seconds: float
     #: Number that makes entries of equal time distinct.
     number: int
     request: Request
     arrived: float
     ending: Ending
-    #: Seconds in the request's front before it arrived here, and after it ended. None if unknown.
+    #: Seconds that the request spent in its front before it arrived here, and after it ended here. None if unknown.
     front: tuple[float, float] | None = None
 
     @property
     def wait(self) -> Wait:
-        """Parts of its time."""
+        """The parts of the request's time."""
         end, arrived = self.ending, self.arrived
         # The weights may be absent while the model is held.
         both = [(max(a, c), min(b, d)) for a, b in end.absences for c, d in end.holds]
@@ -113,7 +114,7 @@ class SlowestRequests:
         self._added = 0
         #: A request must take more than this many seconds to be kept.
         self.floor = -1.0
-        #: Time at which the oldest request is dropped.
+        #: Time at which the next request is dropped, because it is older than the window.
         self.review_at = inf
 
     def latest_arrival(self, now: float) -> float:
@@ -136,7 +137,7 @@ class SlowestRequests:
             self._rank()
 
     def add_front(self, slow: SlowRequest, before: float, after: float) -> None:
-        """Record the time that one of the requests had in its front."""
+        """Record the seconds that one of the requests spent in its front, before and after its time here."""
         self._kept[self._kept.index(slow)] = slow._replace(front=(before, after))
 
     def read(self, now: float) -> list[SlowRequest]:

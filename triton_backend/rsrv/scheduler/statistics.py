@@ -1,7 +1,7 @@
-"""Statistics of the scheduler: counters of models, and snapshots of all of it.
+"""Statistics of the scheduler: counters of models, and snapshots of the whole scheduler.
 
-Counters rise from the moment a model was added, or the scheduler was made, and are never reset. `Totals` of a removed
-version are kept while the model has another version. Snapshots are frozen and detached from the scheduler.
+Counters start when a model is added, or when the scheduler is made. They are never reset. The `Totals` of a removed version
+are kept while the model has another version. Snapshots are frozen and detached from the scheduler.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,7 +32,7 @@ class Cause(Enum):
 
 
 class Stage(Enum):
-    """Stage of a request when its deadline passed, or became certain to."""
+    """Stage of a request when its deadline passed, or when it became certain that the deadline will be missed."""
 
     #: The deadline had passed on arrival.
     ARRIVAL = "arrival"
@@ -102,8 +102,9 @@ class Totals:
     useful_rows: int = 0
     #: Device time of executions that ended, including failed ones.
     device_seconds: float = 0.0
-    #: Requests that found the weights absent, and evictions of the weights by cause.
+    #: Requests that found the weights absent.
     misses: int = 0
+    #: Evictions of the weights by cause.
     evictions: dict[Cause, int] = field(default_factory=dict)
     #: Seconds from a request's arrival until it is given to the device.
     queue_wait: Histogram = field(default_factory=lambda: Histogram(SECONDS))
@@ -118,7 +119,7 @@ class Totals:
 
     @classmethod
     def of(cls, several: Iterable["Totals"]) -> "Totals":
-        """Return the sum of several."""
+        """Return the sum of several counters."""
         total = cls()
         for counts in several:
             total.add(counts)
@@ -157,7 +158,7 @@ class PastTotals:
         self._past: dict[str, Totals] = {}
 
     def keep(self, name: str, totals: Totals, *, others: bool) -> None:
-        """Add a removed version. `others`: whether the model has another one."""
+        """Add the counters of a removed version. `others`: True if the model has another version."""
         if others:
             self._past.setdefault(name, Totals()).add(totals)
         else:
@@ -182,7 +183,7 @@ class ModelSnapshot:
     """Statistics of one model."""
 
     weights: WeightState
-    #: True if its weights stay on the device.
+    #: True if the weights stay on the device.
     pinned: bool
     #: True if it is removed, while its last executions or its load still run.
     draining: bool
@@ -198,30 +199,31 @@ class ModelSnapshot:
     refused: Mapping[Reason, int]
     #: Number of executions started.
     dispatches: int
-    #: rows of requests, and rows of padding, in all executions started.
+    #: Rows of requests in all executions started.
     useful_rows: int
+    #: Rows of padding in all executions started.
     padded_rows: int
     #: Device time of executions that ended, including failed ones.
     device_seconds: float
-    #: (variant, size) -> executions started; only those that occurred.
+    #: (variant, size) -> number of executions started, if there were any.
     sizes: Mapping[tuple[int, int], int]
     #: (variant, size) -> expected seconds of one execution, as learned.
     costs: Mapping[tuple[int, int], float]
     #: Bytes of all weights of the model.
     weight_bytes: int
-    #: Bytes of its distinct tensors, which it takes on the device alone.
+    #: Bytes of the model's distinct tensors. If no other model shares them, the model takes this many bytes on the device.
     device_bytes: int
     #: Completed loads of the weights.
     loads: int
     #: Expected seconds of the next load.
     load_seconds: float
-    #: evictions of the weights.
+    #: Evictions of the weights.
     evictions: int
-    #: expected device time of the waiting requests.
+    #: Expected device time of the waiting requests.
     backlog_seconds: float
-    #: expected seconds per row of the full execution that costs least per row.
+    #: Expected seconds per row at the size that costs least per row when it is full.
     row_seconds: float
-    #: most useful rows that one execution takes.
+    #: Maximum number of useful rows in one execution.
     max_rows: int
 
     @property
@@ -233,35 +235,45 @@ class ModelSnapshot:
 
 
 class WeightBytes(NamedTuple):
-    """Device bytes of weights: all (each tensor once), those of pinned models, all as if no tensor were shared, and the budget."""
+    """Device bytes of weights."""
 
+    #: Bytes of all weights on the device. Each shared tensor counts once.
     physical: int
+    #: Bytes of pinned weights on the device.
     pinned: int
+    #: Bytes that the same weights would take if no tensor were shared.
     logical: int
+    #: Bytes that weights may take, or None without a limit.
     budget: int | None
 
 
 class SharedTensors(NamedTuple):
-    """Tensors that exactly these models have, which are stored once."""
+    """Tensors that exactly these models have. They are stored once."""
 
     bytes: int
-    #: keys of the models.
+    #: Keys of the models.
     models: list[str]
     on_device: bool
 
 
 @dataclass(frozen=True, slots=True)
 class MetaSnapshot:
-    """Statistics of the runs of one meta model. Each run counts in one of these, besides `running`."""
+    """Statistics of the runs of one meta model.
+
+    Each run counts in one field. An admitted run in progress also counts in `running`.
+    """
 
     #: Runs that wait for admission.
     waiting: int
     #: Runs in progress.
     running: int
-    #: runs admitted since the start; and runs that were not, by reason. Withdrawn: ended while they waited.
+    #: Runs admitted since the start.
     admitted: int
+    #: Runs whose deadline passed while they waited.
     expired: int
+    #: Runs refused because too many waited.
     refused: int
+    #: Runs that ended while they waited.
     withdrawn: int
 
 
@@ -270,18 +282,18 @@ class SchedulerSnapshot:
     """Statistics of all models, and the sums that outlive them."""
 
     models: Mapping[str, ModelSnapshot]
-    #: meta models that ever had a run. Their counters outlive their runs.
+    #: Meta models that have ever had a run. Their counters outlive their runs.
     metas: Mapping[str, MetaSnapshot]
-    #: requests that arrived since the start. arrived = sum(outcomes) + queued + executing.
+    #: Requests that arrived since the start. arrived = sum(outcomes) + queued + executing.
     arrived: int
-    #: ended requests by outcome, of all models, removed and unknown ones included.
+    #: Ended requests of all models by outcome, including removed and unknown models.
     outcomes: Mapping[Outcome, int]
     refused: Mapping[Reason, int]
     queued: int
     executing: int
-    #: executions in flight.
+    #: Executions in flight.
     running: int
-    #: device bytes that weights take; the part of pinned ones; as if no model shared any; and the budget.
+    #: Device bytes of weights, as in `WeightBytes`: physical, pinned and logical bytes, and the budget.
     weight_bytes: int
     pinned_bytes: int
     logical_bytes: int

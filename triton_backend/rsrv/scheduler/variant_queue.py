@@ -1,4 +1,4 @@
-"""The waiting requests of one variant, and the times at which queued requests are due."""
+"""The waiting requests of one variant, and heaps of the times at which queued requests are due."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
@@ -16,10 +16,7 @@ _rows = attrgetter("rows")
 
 
 class LiveRequest:
-    """A request without an answer. It is queued while it has a queue.
-
-    Afterwards it executes, or waits for its second try.
-    """
+    """A request that has not ended. It is queued while it has a queue. Afterwards it executes, or waits for its second try."""
 
     __slots__ = ("arrived", "place", "queue", "request", "rows")
 
@@ -43,12 +40,12 @@ class VariantQueue:
     def __init__(self, variant: int, costs: VariantCosts) -> None:
         self.variant = variant
         self.costs = costs
-        # A sorted list: most requests are appended, any request may leave, and the front ones leave together. Moving
-        # the rest takes less than a microsecond for a thousand requests.
+        # This is a sorted list, because most requests are appended, any request may leave, and the front requests leave
+        # together. Moving the remaining ones takes less than a microsecond for a thousand requests.
         self.entries: list[LiveRequest] = []
-        #: sum of the waiting rows.
+        #: Sum of the waiting rows.
         self.rows = 0
-        #: number of waiting requests that are exclusive.
+        #: Number of waiting requests that are exclusive.
         self.exclusive = 0
 
     def __len__(self) -> int:
@@ -65,20 +62,20 @@ class VariantQueue:
         self.exclusive += entry.request.exclusive
 
     def remove(self, entry: LiveRequest) -> None:
-        """Take out one request. Places are unique: they end with the arrival's number."""
+        """Remove one request. Places are unique, because they end with the arrival's number."""
         del self.entries[bisect_left(self.entries, entry.place, key=_place)]
         self.rows -= entry.rows
         self.exclusive -= entry.request.exclusive
         entry.queue = None
 
     def move(self, entry: LiveRequest, place: Place) -> None:
-        """Give a queued request another place."""
+        """Move a queued request to another place."""
         self.remove(entry)
         entry.queue, entry.place = self, place
         self.push(entry)
 
     def take(self, count: int) -> list[LiveRequest]:
-        """Take out the first `count` requests, in order."""
+        """Remove the first `count` requests, and return them in order."""
         taken = self.entries[:count]
         for entry in taken:
             entry.queue = None
@@ -108,8 +105,8 @@ class VariantQueue:
     def seconds(self, *, coalesce: bool) -> float:
         """Expected device time of all waiting requests.
 
-        Coalesced: `VariantCosts.drain_seconds` of the rows together, at least one execution. Alone: one execution
-        per request, each at the size for the average request.
+        With `coalesce`, it is `VariantCosts.drain_seconds` of all rows together, and at least one execution. Otherwise, there
+        is one execution per request, each at the size for the average request.
         """
         count = len(self.entries)
         if not count:
@@ -119,15 +116,15 @@ class VariantQueue:
         return self.costs.drain_seconds(self.rows) if self.rows else self.costs.seconds[0]
 
 
-#: below this many entries the heap keeps those of requests that left.
+#: Number of entries of requests that left that a heap may always have.
 _MIN_CLEANED = 64
 
 
 class Deadlines:
     """A heap of times, one for each queued request.
 
-    Requests that left the queue stay in the heap until they surface or outnumber the queued ones: removal costs nothing,
-    and memory stays in proportion to the queues.
+    A request that leaves its queue stays in the heap until it reaches the top, or until such requests outnumber the queued
+    ones. So removal costs nothing, and the memory is proportional to the queues.
     """
 
     __slots__ = ("heap",)
@@ -143,7 +140,7 @@ class Deadlines:
         heappush(self.heap, (at, entry.place[2], entry))
 
     def clean(self, queued: int) -> None:
-        """Drop the requests that left, if there are too many. `queued` is the number of waiting requests."""
+        """Drop the requests that have left their queues, if there are too many. `queued`: number of waiting requests."""
         if len(self.heap) > _MIN_CLEANED + 2 * queued:
             self.heap = [item for item in self.heap if item[2].queue is not None]
             heapify(self.heap)

@@ -1,22 +1,23 @@
 """The states of one model's weights on the device, and the table of changes between them.
 
-Weights are in exactly one `WeightState`. `TRANSITIONS` is the only way from one to another: `WeightAccounts.move` looks
-each change up there, updates the byte accounts, and raises `InvariantError` with the model's history if the table
-has no such change. docs/states.md shows the table as a diagram.
+Weights are in exactly one `WeightState`. `TRANSITIONS` has all changes from one state to another. `WeightAccounts.move`
+looks each change up there and updates the byte accounts. If the table has no such change, it raises `InvariantError` with
+the model's history. docs/states.md shows the table as a diagram.
 
-These facts are attributes beside the state, because each of them holds in several states:
+The following facts are not states, because each of them may be true in several states:
 
-- pinned: an operator may pin weights wherever they are, and they stay pinned while they are absent;
+- pinned: an operator may pin weights in any state, and they stay pinned while they are absent;
 - the number of executions: it changes with requests, not with weights;
-- shared tensors: one group of bytes has many users, each in a state of its own;
-- whether the host has a copy: it may come or go wherever the weights are;
-- an abandoned read or load: it may still end well, so the weights are reading or loading until it ends;
-- an eviction that was requested while the weights load or warm up: it takes effect at the end of either;
-- reasons to load: several may hold at a time, and those of a load that fails hold on;
-- desired: they are to be on the device even without requests, wherever they are now;
-- a warm-up that is due (`ModelState.needs_warm_up`): before they are on the device;
-- a second try after a lack of memory: of their load while they are absent, of a warm-up while they are reserved;
-- the time of the back-off: it goes on when a new reason queues them, and refuses requests.
+- shared tensors: one group of bytes has many users, each in its own state;
+- whether the host has a copy: this may change in any state;
+- an abandoned read or load: it may still succeed, so the weights are reading or loading until it ends;
+- an eviction that was requested while the weights load or warm up: it takes effect at the end of the load or warm-up;
+- reasons to load: there may be several at a time, and they stay when a load fails;
+- desired: the weights are to be on the device even without requests;
+- a warm-up that is due (`ModelState.needs_warm_up`): it is due before the weights are on the device;
+- a second try after a lack of memory: absent weights may wait for the second try of their load, and reserved weights for the
+  second try of a warm-up;
+- the end of the back-off: requests are refused until then, even if a new reason queues the weights.
 """
 
 from collections.abc import Mapping
@@ -26,34 +27,36 @@ from enum import StrEnum
 class WeightState(StrEnum):
     """State of a model's weights on the device."""
 
-    #: not on the device, without a reason to load them.
+    #: The weights are not on the device, and there is no reason to load them.
     ABSENT = "absent"
-    #: not on the device, in line for a load; `LoadQueue.reason` says why.
+    #: The weights are not on the device, and are in line for a load. `LoadQueue.reason` returns the reason.
     QUEUED = "queued"
-    #: not on the device, being read from disk into host memory, so that their load does not wait for the disk.
+    #: The weights are not on the device. They are being read into host memory, so that their load does not wait for the disk.
     READING = "reading"
-    #: being copied to the device.
+    #: The weights are being copied to the device.
     LOADING = "loading"
-    #: on the device, for the model's warm-up only.
+    #: The weights are on the device, for the model's warm-up only.
     RESERVED = "reserved"
-    #: on the device, for requests.
+    #: The weights are on the device, for requests.
     RESIDENT = "resident"
-    #: on the device, and to be evicted once no execution runs on them and none has to run before that.
+    #: The weights are on the device. They are evicted once nothing executes on them and nothing must execute first.
     EVICTING = "evicting"
-    #: not on the device: a load failed, and without a new reason it is not retried before the back-off ends.
+    #: The weights are not on the device, because a load failed. It is retried after the back-off, or for a new reason.
     BACKOFF = "backoff"
 
 
 class LoadReason(StrEnum):
     """Reason of a load that weights are in line for, in order of precedence."""
 
-    #: the model is pinned, or is to be warmed up, or its load found no memory and is retried once.
+    #: The model is pinned, or is to be warmed up, or its load found no memory and is retried once.
     REQUIRED = "required"
     #: Requests wait for the weights.
     DEMAND = "demand"
-    #: The weights were prefetched, or their load took too long for a request's deadline and the next request should find them.
+    #: The weights were prefetched. Or a request's deadline was too short for their load, and the next request should find
+    #: them.
     PREFETCH = "prefetch"
-    #: A compaction evicted the weights, or an earlier runtime had them on the device. They load into free room, or are dropped.
+    #: A compaction evicted the weights, or an earlier runtime had them on the device. They load only into free room; if there
+    #: is none, they are not restored.
     RESTORE = "restore"
 
 
@@ -70,7 +73,7 @@ class WeightEvent(StrEnum):
     READ_ENDED = "end of read"
     #: The load of the weights starts.
     LOAD = "load"
-    #: The end of the read or load is requested. It may still succeed.
+    #: The read or load is to be abandoned. It may still succeed.
     ABANDON = "abandon"
     #: The load succeeded.
     LOADED = "loaded"
@@ -82,9 +85,9 @@ class WeightEvent(StrEnum):
     WARM_UP = "warm up"
     #: The warm-up ended, successfully or not.
     WARMED_UP = "warmed up"
-    #: The weights are to be evicted as soon as they are free.
+    #: The weights are to be evicted as soon as nothing uses them.
     RELEASE = "release"
-    #: The weights are to stay after all.
+    #: The requested eviction of the weights is withdrawn.
     KEEP = "keep"
     #: The weights are evicted.
     EVICT = "evict"
@@ -94,7 +97,7 @@ class WeightEvent(StrEnum):
     END_BACKOFF = "end of back-off"
 
 
-#: The table.
+#: The next state for each state and event. Other combinations are errors.
 TRANSITIONS: Mapping[tuple[WeightState, WeightEvent], WeightState] = {
     (WeightState.ABSENT, WeightEvent.QUEUE): WeightState.QUEUED,
     (WeightState.ABSENT, WeightEvent.ADOPT): WeightState.RESIDENT,
@@ -119,7 +122,7 @@ TRANSITIONS: Mapping[tuple[WeightState, WeightEvent], WeightState] = {
     (WeightState.BACKOFF, WeightEvent.END_BACKOFF): WeightState.ABSENT,
 }
 
-#: The instruction that an event is carried out by; events without one are bookkeeping.
+#: Name of the instruction that carries out an event. Other events need no instruction.
 EFFECTS: Mapping[WeightEvent, str] = {
     WeightEvent.READ: "ReadWeights",
     WeightEvent.LOAD: "LoadWeights",

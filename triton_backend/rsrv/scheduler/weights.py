@@ -1,13 +1,14 @@
 """The weights of all models on the device: their states, their bytes, and the budget.
 
-A tensor is identified by its content. Models with equal tensors share the bytes: these count once, and stay on the device
-while any of the models needs them. Tensors that exactly the same models have form one *group*. Sums over the
-groups of a model cost far less than sums over its tensors: a model that shares nothing is one group, and a family of
-fine-tunes with one backbone has two groups for each member.
+A tensor is identified by its content. Models with equal tensors share the bytes. Shared bytes count once, and stay on the
+device while any of the models needs them. Tensors that exactly the same models have form one *group*. Sums over the groups
+of a model cost far less than sums over its tensors: a model that shares nothing is one group, and in a family of fine-tunes
+with one backbone, each member has two groups.
 
-Every load, and every read before one, has an epoch, which rises over all models, so the end of a load names exactly one
-load, and a late one is ignored. One load runs at a time: there is one link to the device, and the next load is chosen as
-late as possible. One read runs beside it, so that loads from host memory do not wait for the disk.
+Every load, and every read before a load, has an epoch. Epochs rise over all models, so the end of a load refers to exactly
+one load, and a late end is ignored. One load runs at a time, because there is one link to the device, and because the next
+load is chosen as late as possible. One read may run at the same time, so that loads from host memory do not wait for the
+disk.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,16 +27,16 @@ from rsrv.scheduler.events import (
 from rsrv.scheduler.history import History
 from rsrv.scheduler.weight_states import TAKING_BYTES, TRANSITIONS, WeightEvent, WeightState
 
-#: Weight of the latest pause in the average that counts as the usual pause.
+#: Weight of the latest pause in the average that is the usual pause.
 _PAUSE_ALPHA = 0.3
-#: Seconds for which a failed load is not retried. They double from the first to the longest.
+#: Seconds for which a failed load is not retried. They double with each failure, from the first to the longest value.
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 60.0
 #: Minimum share of a model's bytes that a load must move to measure how long a load of all of them takes.
 _MIN_MEASURED_SHARE = 0.5
 
 
 class SharedTensorGroup:
-    """Tensors that exactly the same models have. They are on the device while one of these uses them."""
+    """Tensors that exactly the same models have. They are on the device while one of these models uses them."""
 
     __slots__ = ("bytes", "owners", "pins", "tensors", "users")
 
@@ -44,8 +45,9 @@ class SharedTensorGroup:
         self.tensors = tensors
         self.bytes = size
         self.owners = owners
-        #: Owners whose weights take bytes of the device, and the pinned ones among them.
+        #: Number of owners whose weights take bytes of the device.
         self.users = 0
+        #: Number of pinned users.
         self.pins = 0
 
 
@@ -59,10 +61,10 @@ class SharedTensorGroups:
         self._of: dict[Any, SharedTensorGroup] = {}
 
     def check(self, tensors: Mapping[Any, int]) -> None:
-        """Refuse tensors that contradict those of other models.
+        """Check that tensors agree with those of other models.
 
         Raises:
-            CallerError: a tensor has another size.
+            CallerError: a tensor has another size in another model.
         """
         for key, size in tensors.items():
             group = self._of.get(key)
@@ -70,7 +72,7 @@ class SharedTensorGroups:
                 raise CallerError(f"tensor {key!r} has {size} bytes here and {group.tensors[key]} elsewhere")
 
     def join(self, weights: "ModelWeights", tensors: Mapping[Any, int]) -> None:
-        """Divide the tensors of a new model among its groups. Costs O(tensors)."""
+        """Divide the tensors of a new model into groups. Costs O(tensors)."""
         fresh: dict[Any, int] = {}
         common: dict[SharedTensorGroup, dict[Any, int]] = {}
         for key, size in tensors.items():
@@ -87,7 +89,7 @@ class SharedTensorGroups:
             weights.groups.append(own)
 
     def _split(self, group: SharedTensorGroup, tensors: dict[Any, int]) -> SharedTensorGroup:
-        """Make some of a group's tensors a group of their own."""
+        """Move some of a group's tensors to a new group, and return it."""
         part = SharedTensorGroup(tensors, sum(tensors.values()), list(group.owners))
         part.users, part.pins = group.users, group.pins
         group.bytes -= part.bytes
@@ -99,7 +101,7 @@ class SharedTensorGroups:
         return part
 
     def leave(self, weights: "ModelWeights") -> None:
-        """Forget the tensors of a removed model, which uses none."""
+        """Remove a model from the owners of its groups. It must not use any of them."""
         for group in weights.groups:
             group.owners.remove(weights)
             if not group.owners:
@@ -112,7 +114,7 @@ class SharedTensorGroups:
 
 
 class ModelWeights:
-    """Weights of one model. `WeightAccounts.move` alone changes their state."""
+    """Weights of one model. Only `WeightAccounts.move` changes their state."""
 
     __slots__ = (
         "abandoned",
@@ -150,42 +152,44 @@ class ModelWeights:
         self.groups: list[SharedTensorGroup] = []
         #: True if the weights stay on the device even if other weights need room.
         self.pinned = program.pinned
-        #: True if they are to be on the device even without requests: pinned, prefetched, adopted, or present when
-        #: loads on demand ended. An eviction ends it, unless the weights return.
+        #: True if the weights are to be on the device even without requests: they were pinned, prefetched, adopted, or present
+        #: when loads on demand ended. An eviction ends this, unless the weights return after it.
         self.desired = program.pinned
-        #: True if a load would wait for the disk, so that the weights are read first. The second value is the seconds of the
-        #: latest read.
+        #: True if the host has no copy, so that the weights are read from disk before a load.
         self.on_disk = False
+        #: Seconds of the latest read.
         self.read_seconds = 0.0
         #: Epoch of the current or latest load or read, or 0 before the first one.
         self.epoch = 0
-        #: Bytes that this load moves: tensors that no other model has on the device.
+        #: Bytes that the latest load moves. Tensors that another model has on the device are not moved.
         self.load_bytes = 0
         #: True if the latest read or load that ended was abandoned.
         self.abandoned = False
         #: True if a load found no memory and is to be retried once after a compaction.
         self.retry_due = False
-        #: Time when the back-off after a failed load ends, its length, and the reason of the failure. "" means that the load
-        #: found no memory twice, with all others evicted.
+        #: Time when the back-off after a failed load ends.
         self.backoff_until = -inf
+        #: Length of the latest back-off.
         self.backoff_seconds = 0.0
+        #: Reason of the failure. "" means that the load found no memory twice, although all other weights were evicted.
         self.load_error = ""
         #: Number of completed loads.
         self.loads = 0
-        #: Expected duration of a load of all bytes, from a load of most of them, or else from the program.
+        #: Expected duration of a load of all bytes. It is measured by loads that move most bytes; before, the program gives it.
         self.load_seconds = program.load_seconds
-        #: Duration of the latest load. Before the first load, this is the duration of a load of all bytes.
+        #: Duration of the latest load. Before the first load, this is the program's duration of a load of all bytes.
         self.last_load_seconds = program.load_seconds
-        #: True if they were loaded for requests that wait, none of which has executed yet.
+        #: True if the weights were loaded for waiting requests, and none of these has executed yet.
         self.unserved = False
-        #: Time when the latest load or read began, and its expected duration.
+        #: Time when the latest load or read began.
         self.begun_at = 0.0
+        #: Expected duration of the latest load.
         self.expected_load_seconds = 0.0
-        #: Time when the weights last arrived on the device.
+        #: Time when the latest load ended, or when the weights were adopted.
         self.loaded_at = 0.0
         #: Time when the latest execution with the weights ended, or when they were loaded or the model was added.
         self.last_used = 0.0
-        #: Seconds that the model usually has no work between two requests, or 0.0 before that was observed.
+        #: Seconds for which the model usually has no work between two requests, or 0.0 before the first such pause.
         self.usual_pause = 0.0
         #: Time when the latest request arrived, or -inf if there was none.
         self.last_arrival = -inf
@@ -208,23 +212,23 @@ class ModelWeights:
 
     @property
     def remaining_seconds(self) -> float:
-        """Expected duration of a load now, and of the read before it, unless that has begun."""
+        """Expected duration of a load now. The read before it is included unless it has begun."""
         reads = self.on_disk and self.state is not WeightState.READING
         return self.transfer_seconds + (self.read_seconds if reads else 0.0)
 
     @property
     def return_seconds(self) -> float:
-        """Expected duration of the read and the load of all bytes, if they were evicted now."""
+        """Expected duration of the read and the load that would follow an eviction of all bytes now."""
         return self.load_seconds + (self.read_seconds if self.on_disk else 0.0)
 
     def begin_backoff(self, now: float, error: str) -> None:
-        """Start the back-off after a failed load, twice as long as the one before; `error` as `load_error`."""
+        """Start the back-off after a failed load. It is twice as long as the one before. `error`: see `load_error`."""
         self.backoff_seconds = min(max(2.0 * self.backoff_seconds, _FIRST_BACKOFF_S), _LONGEST_BACKOFF_S)
         self.backoff_until = now + self.backoff_seconds
         self.load_error = error
 
     def end_backoff(self) -> None:
-        """End the back-off; if the next load fails too, the next back-off is longer all the same."""
+        """End the back-off. If the next load also fails, the next back-off is nevertheless longer."""
         self.backoff_until = -inf
 
     def refused_for(self, now: float) -> float:
@@ -232,10 +236,10 @@ class ModelWeights:
         return 0.0 if self.state in TAKING_BYTES else max(0.0, self.backoff_until - now)
 
     def observe_pause(self, now: float) -> None:
-        """Learn the usual pause: a request arrived while the model had no work."""
+        """Learn the usual pause. Call this when a request arrives while the model has no work."""
         if not self.epoch:
             return
-        # A single long pause counts as four load times at most, so that it does not hide the short ones for long.
+        # A long pause counts as at most four load times, so that a single one does not outweigh the short pauses for long.
         pause = min(now - self.last_used, 4.0 * self.load_seconds)
         self.usual_pause += _PAUSE_ALPHA * (pause - self.usual_pause) if self.usual_pause else pause
 
@@ -266,8 +270,9 @@ class WeightAccounts:
         self.groups = SharedTensorGroups()
         #: Device bytes that weights may take, including pinned ones. None means no limit.
         self.budget = budget
-        #: Device bytes that weights take (each tensor once), and the part of pinned ones.
+        #: Device bytes that weights take. Each tensor counts once.
         self.bytes = 0
+        #: Device bytes that pinned weights take.
         self.pinned_bytes = 0
         #: Weights that take bytes and are not pinned. This is a dictionary to keep the order.
         self.unpinned: dict[ModelWeights, None] = {}
@@ -295,10 +300,10 @@ class WeightAccounts:
     def move(self, weights: ModelWeights, event: WeightEvent, why: str = "", **details: str | float) -> None:
         """Change the state of weights by the table, account for their bytes, and record the change with its reason.
 
-        `why`: the reason, unless the event says it. `details`: further ones for the history.
+        `why`: the reason. If it is empty, the event's text is used. `details`: further facts for the history.
 
         Raises:
-            InvariantError: the table has no such change; with the model's history.
+            InvariantError: the table has no such change. The error has the model's history.
         """
         before = weights.state
         after = TRANSITIONS.get((before, event))
@@ -323,8 +328,7 @@ class WeightAccounts:
     def missing(self, weights: ModelWeights) -> int:
         """Return the bytes to evict before these absent weights fit; <= 0: none.
 
-        Two things may exceed the budget: pinned weights, and, beside pinned ones only, weights that are larger than what
-        these leave.
+        Pinned weights may exceed the budget. Other weights may exceed it if only pinned weights are on the device with them.
         """
         if self.budget is None:
             return 0
@@ -338,8 +342,8 @@ class WeightAccounts:
     def excess(self) -> int:
         """Return the bytes above the budget that evictions should free; <= 0: none.
 
-        Pinned weights may exceed the budget, and so may the largest of the others if only pinned ones are beside it.
-        Weights with nothing but tensors of that other model cause no eviction.
+        Pinned weights may exceed the budget. The largest of the other weights may also exceed it if only pinned weights are on
+        the device with them. Weights whose tensors all belong to that largest model cause no eviction.
         """
         if self.budget is None or self.bytes <= self.budget:
             return 0
@@ -363,7 +367,7 @@ class WeightAccounts:
         return 0.0
 
     def reload_seconds(self, several: Iterable[ModelWeights]) -> float:
-        """Seconds that loads of all of these take, one after the other, each tensor once."""
+        """Return the expected seconds of loading all these weights one after the other, each tensor once."""
         seconds = 0.0
         seen: set[SharedTensorGroup] = set()
         for weights in several:
@@ -377,7 +381,7 @@ class WeightAccounts:
     # --- loads, evictions, pins ----------------------------------------------------------------------------------
 
     def adopt(self, weights: ModelWeights) -> None:
-        """Account for weights that are on the device already."""
+        """Account for weights that are already on the device."""
         self._begin(weights)
         weights.loaded_at = weights.last_used = self.now
         self.move(weights, WeightEvent.ADOPT)
@@ -403,7 +407,7 @@ class WeightAccounts:
         weights.epoch, weights.begun_at = self._epoch, self.now
 
     def abandon(self, weights: ModelWeights) -> AbandonLoad:
-        """Request the end of the load or the read; it may still end well."""
+        """Abandon the load or the read. It may still succeed."""
         if weights is self.reading:
             self.abandoning_read = True
         else:
@@ -412,18 +416,18 @@ class WeightAccounts:
         return AbandonLoad(weights.model, weights.epoch)
 
     def check(self, program: Program) -> None:
-        """Refuse a model whose tensors contradict those of others.
+        """Check that a model's tensors agree with those of other models.
 
         Raises:
-            CallerError: a tensor has another size.
+            CallerError: a tensor has another size in another model.
         """
         self.groups.check(program.tensors or {})
 
     def check_epoch(self, model: str, epoch: int) -> None:
-        """Refuse the end of a load that was never started.
+        """Check that a load or a read with this epoch was started before it ends.
 
         Raises:
-            CallerError: no load had that epoch yet.
+            CallerError: no load or read has had that epoch yet.
         """
         if not 0 < epoch <= self._epoch:
             raise CallerError(
@@ -431,13 +435,13 @@ class WeightAccounts:
             )
 
     def read_ended(self, weights: ModelWeights, seconds: float) -> None:
-        """Account for a read that ended well."""
+        """Account for a read that succeeded."""
         self.reading, self.abandoning_read = None, False
         weights.read_seconds = seconds
         self.move(weights, WeightEvent.READ_ENDED, seconds=seconds)
 
     def loaded(self, weights: ModelWeights, seconds: float) -> None:
-        """Account for a load that ended well, and learn from its duration."""
+        """Account for a load that succeeded, and learn from its duration."""
         self.loading, self.abandoning = None, False
         self.move(weights, WeightEvent.LOADED, seconds=seconds)
         weights.loads += 1
@@ -449,12 +453,12 @@ class WeightAccounts:
             weights.load_seconds = seconds * size / moved if size else seconds
             self._seconds_per_byte = seconds / moved if moved else self._seconds_per_byte
         elif not weights.load_seconds:
-            # Neither the program nor a measurement says how long: take the pace of other models' loads.
+            # Neither the program nor a measurement gives the duration, so use the rate of other models' loads.
             weights.load_seconds = self._seconds_per_byte * size
         weights.loaded_at = weights.last_used = self.now
 
     def not_loaded(self, weights: ModelWeights, *, abandoned: bool = False) -> None:
-        """Account for a load or a read that ended without weights."""
+        """Account for a load or a read that failed or was abandoned."""
         if weights is self.reading:
             self.reading, self.abandoning_read = None, False
         else:
@@ -465,7 +469,10 @@ class WeightAccounts:
     def evict(
         self, weights: ModelWeights, loading_for: str | None = None, *, why: str = "", family: str = ""
     ) -> EvictWeights:
-        """Evict idle weights. `loading_for`: the model whose load, just started, needs the room; `family`: its name."""
+        """Evict idle weights.
+
+        `loading_for`: key of the model whose load has just started and needs the room; `family`: its name.
+        """
         self.move(weights, WeightEvent.EVICT, why, **({"model": family} if family else {}))
         return EvictWeights(weights.model, weights.epoch, loading_for)
 

@@ -28,7 +28,7 @@ class Admin:
     def __init__(
         self, gateway: GatewayLoop, token: PageToken | None = None, renewals: Iterable[Renewed[Any]] = ()
     ) -> None:
-        """`token` authorises changes from the live page; None: the page is read-only. The metrics show `renewals`."""
+        """`token` authorises changes from the live page. If it is None, the page is read-only. The metrics show `renewals`."""
         self._renewals = renewals
         self._gateway = gateway
         self._app = app = web.Application()
@@ -91,7 +91,7 @@ class Admin:
         return web.Response(body=merged.encode(), headers={"Content-Type": METRICS_TYPE})
 
     async def _scrape(self) -> Mapping[str, Sequence[str | None]]:
-        """Return the metrics pages of each worker, Triton's and rsrv's. None for a page that did not arrive in time."""
+        """Return for each worker the metrics pages of Triton and of rsrv. A page that did not arrive in time is None."""
         probes = self._gateway.probes
         views, workers = probes.summaries(), probes.workers().values()
         scraped = {worker.name: worker for worker in workers if worker.metrics or worker.control}
@@ -112,7 +112,7 @@ class Admin:
             return None
         try:
             async with self._session.get(f"http://{address}/metrics") as response:
-                # For an absent worker, a proxy in between may answer with a page of its own.
+                # If the worker is absent, a proxy in front of it may answer with an HTML page.
                 wrong = response.status != 200 or response.content_type == "text/html"
                 return None if wrong else await response.text()
         except (ClientError, TimeoutError, OSError, UnicodeError):

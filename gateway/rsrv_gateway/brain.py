@@ -41,9 +41,9 @@ class Proxy:
     async def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
         """Replace the workers and the table. May be called before `start`.
 
-        `workers` are the workers that answer, by name. They include all workers in `table`. An absent worker gets no
-        new requests. Its requests in flight may end. A model with empty `ready` is known and not served: UNAVAILABLE.
-        A model that is not in the table is unknown: `Brain.refresh`, then NOT_FOUND.
+        `workers` are the workers that answer, by name. They include all workers in `table`. Other workers get no new requests,
+        but their requests in flight may end. A model with an empty `ready` is known but not served: requests for it fail with
+        UNAVAILABLE. If a model is not in the table, the proxy calls `Brain.refresh`, and then fails the request with NOT_FOUND.
         """
         self.grpc.apply(workers)
         self.http.apply(workers)
@@ -53,11 +53,11 @@ class Proxy:
         return self._traffic.counts()
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests with UNAVAILABLE, and return when those in flight have ended, or after `seconds`."""
+        """Refuse new requests with UNAVAILABLE. Return when the requests in flight have ended, or after `seconds`."""
         await asyncio.gather(self.http.drain(seconds), self.grpc.drain(seconds))
 
     async def stop(self) -> None:
-        """End all requests in flight and free all resources. Without effect the second time."""
+        """End all requests in flight, and free all resources. A second call has no effect."""
         await asyncio.gather(self.grpc.stop(), self.http.stop())
 
 
@@ -70,7 +70,7 @@ _REFRESH_MIN_S = 1.0
 
 
 class GatewayLoop:
-    """Owner of the gateway's state. All methods run on one event loop; only the planner's looks run in threads."""
+    """Owner of the gateway's state. All methods run on one event loop. Only the planner runs in other threads."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class GatewayLoop:
     ) -> None:
         """Create the parts without starting them.
 
-        `probes` receives the callback for new views. `drain`: seconds for the requests in flight at the end.
+        `probes` receives the callback for new views. `drain` is the time in seconds for the requests in flight at the end.
         """
         self._stirred = asyncio.Event()
         self.members = members
@@ -116,7 +116,7 @@ class GatewayLoop:
 
     @property
     def unready(self) -> str:
-        """Reason why the gateway is not ready. Empty: it is ready."""
+        """Reason why the gateway is not ready, or an empty text if it is ready."""
         if not self._serving:
             return "the gateway is starting or ending"
         if not any(view.alive for view in self.probes.summaries().values()):
@@ -155,7 +155,7 @@ class GatewayLoop:
         await self.proxy.start()
 
     async def round(self) -> None:
-        """Plan by the current views, and apply the plan. A cancelled caller does not interrupt it."""
+        """Plan with the current views, and apply the plan. If the caller is cancelled, the round goes on."""
         task = asyncio.create_task(self._round())
         self._rounding.add(task)
         task.add_done_callback(self._rounding.discard)
@@ -174,7 +174,7 @@ class GatewayLoop:
             named = devices_of(servers)
             views = dict(zip(named, (view for server in servers.values() for view in server), strict=True))
             try:
-                # For a large fleet a look takes longer than requests should wait.
+                # For a large fleet, planning takes longer than requests should wait.
                 plan = await asyncio.to_thread(self.planner.look, views, self.clock())
                 if plan.table is not self._planned or named != self.devices:
                     self._routes = routes_to_servers(plan.table, named)
@@ -200,7 +200,7 @@ class GatewayLoop:
             self._rounded = asyncio.Event()
 
     async def status(self) -> PlannerStatus | None:
-        """Describe the planner after its last look; None before the first one."""
+        """Return the planner's state after its last look, or None before its first look."""
         async with self._round_lock:
             return await asyncio.to_thread(self.planner.status)
 
@@ -254,7 +254,7 @@ class GatewayLoop:
 
 
 async def _first(*works: Coroutine[Any, Any, object]) -> None:
-    """Wait until one of these has ended, and cancel the others. Raises its error."""
+    """Wait until one of these coroutines has ended, and cancel the others. Raises the error of the ended one."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

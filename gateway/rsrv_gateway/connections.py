@@ -25,37 +25,37 @@ from rsrv.triton_command_line import restriction
 from rsrv_gateway.outcomes import Metadata, Refusal
 
 _OPTIONS: Sequence[tuple[str, int]] = (
-    # Proxies are for connections to other networks.
+    # A proxy that the environment names is for connections to other networks.
     ("grpc.enable_http_proxy", 0),
     # A worker that returns must be found soon.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # Otherwise channels to one address share a connection. Closing a hanging one and opening another would return the
-    # same connection.
+    # Otherwise, channels to one address would share a connection. If that connection hangs, a new channel would use it again.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 
-#: Pause between two probes of a worker. It is also the time without an answer after which a worker counts as dead.
+#: Seconds between two probes of a worker.
 PROBE_S: Final = 0.5
+#: Seconds without an answer to a probe after which a worker counts as dead.
 PROBE_TIMEOUT_S: Final = 2 * PROBE_S
 
 
 class CredentialsError(Exception):
-    """A file that the settings name for TLS or a token cannot be used; the message says which setting."""
+    """A file for TLS or a token cannot be used. The message names the setting with the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControlClient:
-    """A worker's control service on a channel of its own; every call has the same metadata."""
+    """A worker's control service on a separate channel. Every call has the same metadata."""
 
     channel: Any
     metadata: tuple[tuple[str, str], ...]
     stub: Any
 
     def call(self, name: str, request: Message, timeout: float) -> Any:
-        """Start a call, which may take `timeout` seconds; await its answer. It raises RpcError."""
+        """Start a call that may take `timeout` seconds, and return it. Awaiting the call returns the answer or raises RpcError."""
         return getattr(self.stub, name)(request, timeout=timeout, metadata=self.metadata)
 
 
@@ -86,7 +86,7 @@ class ChannelFactory:
 
     @property
     def credentials(self) -> Any:
-        """Credentials of new channels; None without TLS. After a renewal, this is a new object."""
+        """Credentials of new channels, or None without TLS. After a renewal, this is a new object."""
         return None if self._tls is None else self._tls.value.credentials
 
     @property
@@ -123,13 +123,13 @@ class _WorkerTls:
 
 
 def _worker_files(section: GatewaySection, renewals: Renewals) -> Renewed[_WorkerTls] | None:
-    """Return the files for TLS to workers; None: without TLS. Raises CredentialsError."""
+    """Return the files for TLS to workers, or None without TLS. Raises CredentialsError."""
     ca, certificate, key = section.worker_ca, section.worker_certificate, section.worker_key
     if ca is None:
         return None
 
     def read() -> _WorkerTls:
-        # gRPC expects the pair in this order.
+        # gRPC expects the key before the certificate.
         files = (("worker_ca", ca), ("worker_key", key), ("worker_certificate", certificate))
         contents = [None if path is None else _read(name, path) for name, path in files]
         try:
@@ -147,7 +147,7 @@ def _worker_files(section: GatewaySection, renewals: Renewals) -> Renewed[_Worke
 
 
 def worker_tls(section: GatewaySection, renewals: Renewals) -> ssl.SSLContext | None:
-    """Return the TLS context for HTTP to workers; None: without TLS. Raises CredentialsError."""
+    """Return the TLS context for HTTP to workers, or None without TLS. Raises CredentialsError."""
     files = _worker_files(section, renewals)
     return None if files is None else RenewedTls.of(lambda: files.value.context)
 
@@ -161,8 +161,8 @@ def _read(key: str, path: Path) -> bytes:
 
 SERVICE = "/inference.GRPCInferenceService/"
 
-#: Pings to a worker that owes answers. By default, tritonserver disconnects after two pings less than 300 s apart. A
-#: silent peer that acknowledges nothing loses its connection after the timeout.
+#: Pings to a worker while its answers are outstanding. tritonserver by default disconnects a client after two pings within 300 s.
+#: If the peer does not acknowledge a ping within the timeout, the connection is closed.
 _KEEPALIVE = (
     ("grpc.keepalive_time_ms", 310_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -191,10 +191,9 @@ class WorkerConnection:
 class WorkerChannels:
     """The connections to one worker, made on first use. One event loop owns them.
 
-    Several connections are used, so that one connection's flow control does not hold back all requests. Each
-    channel is a connection of its own (`ChannelFactory` opens them so), and a new channel is a new
-    connection: that helps when the old one is half open, because the worker's machine has failed without
-    closing it.
+    Several connections are used, so that one connection's flow control does not hold back all requests. Each channel of a
+    `ChannelFactory` has a separate connection. So a new channel helps when the old connection is half open: the worker's
+    machine has failed without closing it.
     """
 
     def __init__(self, address: str, contacts: ChannelFactory, number: int) -> None:
@@ -219,9 +218,9 @@ class WorkerChannels:
     def unanswered(self, link: WorkerConnection, answers: int, now: float) -> bool:
         """Report a call that timed out. Return true if its connection is replaced now.
 
-        `answers` is the connection's count when the call began, `now` is in seconds of a monotonic clock. If
-        no call was answered since, the connection may be half open: the next calls use a new one, and calls
-        in flight continue.
+        `answers` is the connection's count when the call began, and `now` is in seconds of a monotonic clock. If no call was
+        answered since then, the connection may be half open. The next calls then use a new connection, and calls in flight
+        continue.
         """
         recently = now - self._renewed_at < RENEW_MIN_S
         if recently or link.answers != answers or link not in self._links:
@@ -250,13 +249,13 @@ class WorkerChannels:
         return WorkerConnection(self._contacts.open(self._address, *_KEEPALIVE))
 
     def _retire(self, link: WorkerConnection) -> None:
-        """Close a connection after its calls have ended. Their deadlines end them, or keepalive if the peer is gone."""
+        """Close a connection after its calls have ended. Their deadlines end them, or the pings if the peer is gone."""
         task = asyncio.get_running_loop().create_task(link.channel.close(inf))
         self._retiring[task] = link
         task.add_done_callback(self._retiring.pop)
 
 
-#: Seconds. gRPC transmits no longer deadlines; some clients send longer ones for no deadline.
+#: Maximum deadline in seconds that gRPC can transmit. Some clients send longer deadlines to have none.
 _DEADLINE_MAX_S = 27_000 * 3600.0
 
 #: gRPC's messages for a connection that broke during a call, in this version and in earlier ones. Connections that
@@ -281,13 +280,13 @@ def refusal_of(error: grpc.aio.AioRpcError) -> Refusal:
 class StreamEnd:
     """The end of a stream to a worker.
 
-    If the stream ends while a message is sent on it, grpc.aio sets a status of its own (`_ENDED`). It does that after the
-    worker's status is set, or a moment before. Done callbacks are called for the first of the two only.
+    If the stream ends while a message is sent on it, grpc.aio sets the status `_ENDED` itself, just before or after it sets the
+    worker's status. It calls done callbacks only for the first of the two.
     """
 
     def __init__(self, call: Any) -> None:
         self._call = call
-        #: The first status. None: OK.
+        #: The first status, or None if it is OK.
         self._first: grpc.aio.AioRpcError | None = None
         call.add_done_callback(self._note)
 
@@ -299,7 +298,7 @@ class StreamEnd:
                 self._first = error
 
     async def refusal_of(self, error: grpc.aio.AioRpcError) -> Refusal | None:
-        """Return the worker's refusal, or None if the worker ended the stream with OK. `error` ended the stream's answers."""
+        """Return the worker's refusal, or None if the worker ended the stream with OK. `error` is what reading answers raised."""
         if error.details() == _ENDED:
             if self._first is None:
                 return None
@@ -318,7 +317,7 @@ class StreamEnd:
 
 
 def sendable(metadata: Iterable[tuple[str, str | bytes]]) -> Metadata:
-    """Return only the metadata that gRPC can send. gRPC can receive bytes in texts that it refuses to send."""
+    """Return the metadata that gRPC can send. gRPC receives texts with bytes that it refuses to send; leave those out."""
     return tuple(
         [
             pair
@@ -329,13 +328,13 @@ def sendable(metadata: Iterable[tuple[str, str | bytes]]) -> Metadata:
 
 
 def time_left(context: Any) -> float | None:
-    """Return the seconds until the client's deadline; None: no deadline."""
+    """Return the seconds until the client's deadline, or None without a deadline."""
     left: float | None = context.time_remaining()
     return None if left is None else min(left, _DEADLINE_MAX_S)
 
 
 def gone(worker: str) -> Refusal:
-    """Return the refusal for a worker whose connections were closed by the gateway."""
+    """Return the refusal for a worker whose connections the gateway has closed."""
     return Refusal(grpc.StatusCode.UNAVAILABLE, f"worker {worker} has gone")
 
 
@@ -386,9 +385,9 @@ def server_options(settings: GatewaySection) -> Sequence[tuple[str, int]]:
 
 
 def open_ports(settings: GatewaySection, picker: str | None = None) -> list[str]:
-    """Return the settings of ports that other machines reach without a token or a client certificate.
+    """Return the settings of the ports that other machines reach without a token or a client certificate.
 
-    `picker`: the picker's address. Its port is then the only one. Raises ListenError.
+    `picker` is the address of the picker. If it is given, there is no other port. Raises ListenError.
     """
     if settings.token_file is not None or settings.tls_client_ca is not None:
         return []
@@ -412,7 +411,7 @@ class _ServerTls:
 
 
 def _server_files(settings: GatewaySection, renewals: Renewals, protocol: str) -> Renewed[_ServerTls] | None:
-    """Return the files for TLS of clients; None: without TLS. Raises CredentialsError. `protocol`: the ALPN name."""
+    """Return the files for TLS of clients, or None without TLS. `protocol` is the ALPN name. Raises CredentialsError."""
     certificate, key, authorities = settings.tls_certificate, settings.tls_key, settings.tls_client_ca
     if certificate is None or key is None:
         return None
@@ -424,7 +423,7 @@ def _server_files(settings: GatewaySection, renewals: Renewals, protocol: str) -
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.set_alpn_protocols([protocol])
         try:
-            # gRPC's own error is only that it cannot listen, and gRPC accepts a CA file without certificates.
+            # Check the files here, because gRPC only reports that it cannot listen, and accepts a CA file without certificates.
             context.load_cert_chain(certificate.expanduser(), key.expanduser())
             if authorities is not None:
                 context.load_verify_locations(authorities.expanduser())
@@ -438,7 +437,7 @@ def _server_files(settings: GatewaySection, renewals: Renewals, protocol: str) -
 
 
 def server_credentials(settings: GatewaySection, renewals: Renewals) -> Any:
-    """Return grpc.ServerCredentials; None: without TLS. Raises CredentialsError."""
+    """Return grpc.ServerCredentials, or None without TLS. Raises CredentialsError."""
     files = _server_files(settings, renewals, "http/1.1")
     if files is None:
         return None
@@ -453,7 +452,7 @@ def server_credentials(settings: GatewaySection, renewals: Renewals) -> Any:
 def server_tls(
     settings: GatewaySection, renewals: Renewals, protocol: str = "http/1.1"
 ) -> ssl.SSLContext | None:
-    """Return the TLS context for clients that speak this protocol; None: without TLS. Raises CredentialsError."""
+    """Return the TLS context for clients that speak this protocol, or None without TLS. Raises CredentialsError."""
     files = _server_files(settings, renewals, protocol)
     return None if files is None else RenewedTls.of(lambda: files.value.context)
 
@@ -461,7 +460,7 @@ def server_tls(
 async def listen(
     factory: Callable[[], asyncio.Protocol], address: str, setting: str, tls: ssl.SSLContext | None
 ) -> tuple[asyncio.Server, int]:
-    """Listen on HOST:PORT for clients; return the server and its port. Raises ListenError that names the setting."""
+    """Listen on HOST:PORT for clients. Return the server and its port. Raises ListenError, which names the setting."""
     try:
         where = parse_address(address, any_host=True, any_port=True)
         server = await listening.listen(factory, where, tls, _BACKLOG)

@@ -1,4 +1,4 @@
-"""Private directory of a running gateway, with the socket of its control service."""
+"""The private directory of a running gateway. It contains the socket of the gateway's control service."""
 
 import os
 from collections.abc import Iterator
@@ -9,13 +9,13 @@ from rsrv.control.find import ControlEndpoint, choose, sockets, working_director
 from rsrv.triton_command_line import Options, read_command_line
 from rsrv.wire.paths import base_directory, hold, make_private, remove, start_time, sweep
 
-#: End of the name of a gateway's directory. A runtime's directory has its device there.
+#: Last part of the name of a gateway's directory. In the name of a runtime's directory, this part is the device.
 _KIND = "gateway"
 
 
 @contextmanager
 def private_directory() -> Iterator[Path]:
-    """Yield a directory of this process, with mode 0700, which exists until the end; remove those of dead gateways.
+    """Yield a directory of this process with mode 0700, and remove it at the end. First, remove directories of dead gateways.
 
     Raises RuntimeDirectoryError, OSError.
     """
@@ -24,7 +24,7 @@ def private_directory() -> Iterator[Path]:
     sweep(base, _KIND)
     path = base / f"{os.getpid()}-{start_time(os.getpid())}-{_KIND}"
     make_private(path)
-    # In another PID namespace, our pid means nothing. So a directory that no process holds counts as dead there.
+    # Our pid means nothing in another PID namespace. A process there takes a directory for dead if nobody holds its lock.
     lock = hold(path)
     try:
         yield path
@@ -35,9 +35,9 @@ def private_directory() -> Iterator[Path]:
 
 
 def address(which: str | None) -> str:
-    """Return the address of this user's only gateway, or of the one that `which` or RSRV_GATEWAY_ADDRESS names.
+    """Return the address of this user's only gateway, or of the gateway that `which` or RSRV_GATEWAY_ADDRESS names.
 
-    `which` is as in `rsrv.control.find.choose`; a gateway's folder is that of its settings. Raises NotFound.
+    `rsrv.control.find.choose` describes `which`. The folder of a gateway is the folder of its settings. Raises NotFound.
     """
     running = [
         ControlEndpoint(pid, socket, _settings_folder(pid), working_directory(pid))

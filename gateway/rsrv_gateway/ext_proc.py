@@ -1,7 +1,7 @@
 """Envoy's external processing protocol: the facts in its messages about a request, and the answers to them. Pure.
 
-Envoy sends the parts of a request one by one: its headers, parts of its body, perhaps its trailers, perhaps those of
-the response. Each part is answered once, in order. The answers are bytes, because nearly all of them repeat.
+Envoy sends the parts of a request one by one: the headers, parts of the body, perhaps the trailers, and perhaps parts of the
+response. Each part gets one answer, in order. The answers are encoded as bytes, which can be cached because few differ.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class Head:
     """The headers of a request, and the endpoints that Envoy allows."""
 
     def __init__(self, message: Any) -> None:
-        """`message` is the first one of a request."""
+        """`message` is the first message about a request."""
         part = message.request_headers
         # If a header occurs twice, tritonserver uses the first one.
         self._headers: Mapping[str, bytes] = {
@@ -35,7 +35,7 @@ class Head:
         # Envoy's own routes use the same rule.
         self.is_grpc = kind == b"application/grpc" or kind.startswith(b"application/grpc+")
         self.authorization = self._headers.get("authorization", b"")
-        #: Endpoints of which one must be chosen. None: any endpoint.
+        #: The only endpoints that may be chosen, or None if any endpoint may be chosen.
         self.subset: frozenset[str] | None = None
         hint = message.metadata_context.filter_metadata
         if _SUBSET_NAMESPACE in hint and _SUBSET in hint[_SUBSET_NAMESPACE]:
@@ -58,7 +58,7 @@ class Head:
 
 @lru_cache(4096)
 def directed(part: str, endpoints: tuple[str, ...], hidden: tuple[str, ...]) -> bytes:
-    """Return the answer that names the endpoints, the best first, and removes the `hidden` headers."""
+    """Return the answer that names the endpoints, the best one first, and removes the `hidden` headers."""
     value = ",".join(endpoints)
     answer: Any = pb.ProcessingResponse()
     mutation = getattr(answer, part).response.header_mutation
@@ -88,14 +88,14 @@ def patient(seconds: int) -> bytes:
 
 
 def returned(part: str, body: Any) -> bytes:
-    """Return the answer that sends a part of a body back. In the mode FULL_DUPLEX_STREAMED, Envoy keeps no part."""
+    """Return the answer that sends a part of a body back, because Envoy does not store it in the mode FULL_DUPLEX_STREAMED."""
     answer: Any = pb.ProcessingResponse()
     getattr(answer, part).response.body_mutation.streamed_response.CopyFrom(body)
     return _bytes(answer)
 
 
 def refused(refusal: Refusal, grpc: bool) -> bytes:
-    """Return the answer that ends the request with an error: in trailers for gRPC, else as tritonserver writes it."""
+    """Return the answer that ends the request with an error. Over gRPC it is in the trailers, over HTTP in tritonserver's form."""
     answer: Any = pb.ProcessingResponse()
     immediate = answer.immediate_response
     if grpc:

@@ -1,7 +1,7 @@
 """Calls to several workers, in turn or at once, and their answers merged into one.
 
-An answer of one worker is a message of `service_pb2`, or a refusal. If any worker's answer suffices, unavailable
-workers are ignored. If all workers must do something, they are not ignored.
+The answer of a worker is a message of `service_pb2`, or a refusal. Unavailable workers are ignored if the answer of any worker
+suffices, but not if all workers must do something.
 """
 
 import asyncio
@@ -32,9 +32,10 @@ async def fail_over(
     model: str,
     digest: Callable[[], bytes],
 ) -> T | Refusal:
-    """Return the first answer of the other workers after the chosen one has refused.
+    """After the chosen worker has refused, ask other workers in turn, and return the first answer.
 
-    `ask` receives the remaining seconds; `deadline` is in seconds of `monotonic`. `digest` returns the digest of the request.
+    `ask` receives the worker and the remaining seconds. `deadline` is in seconds of `monotonic`. `digest` returns the digest of
+    the request.
     """
     if not (refusal.lost and await traffic.brain.has_died(choice.worker, model)):
         return await _ask_others(traffic, choice, refusal, ask, deadline)
@@ -75,7 +76,10 @@ async def _ask_others(
 async def first(
     workers: Iterable[str], ask: Ask[T], accepts: Callable[[T], bool] | None = None
 ) -> T | Refusal:
-    """Return the first answer, or the first wanted answer. If there is none, return the last one."""
+    """Ask the workers in turn, and return the first answer that `accepts` accepts (by default, any answer).
+
+    If there is none, return the last answer, or the best refusal if all workers refused.
+    """
     answer: T | Refusal | None = None
     for worker in list(workers):
         last = await ask(worker)
@@ -92,7 +96,7 @@ async def first(
 
 
 async def ask_all(workers: Iterable[str], ask: Ask[T]) -> dict[str, T | Refusal]:
-    """Call all workers at once; return their answers by worker, sorted by name."""
+    """Call all workers at once. Return their answers by worker, sorted by name."""
     names = sorted(workers)
     answers = await asyncio.gather(*[ask(worker) for worker in names])
     return dict(zip(names, answers, strict=True))
@@ -116,7 +120,7 @@ def all_succeeded(answers: Answers) -> Answer:
 
 
 def merge_statistics(answers: Answers) -> Answer:
-    """Merge ModelStatistics: sums by model and version. A model may be on some of the workers only."""
+    """Merge ModelStatistics into sums by model and version. A model may be on only some of the workers."""
     return _merge_available(_without(answers, _UNKNOWN), _sum_statistics)
 
 
@@ -126,7 +130,7 @@ def merge_index(answers: Answers) -> Answer:
 
 
 def _merge_available(answers: Answers, merge: Callable[[Mapping[str, Any]], Any]) -> Answer:
-    """Merge the answers without unavailable workers, unless all workers are unavailable or one of the others refused."""
+    """Merge the answers of the available workers. Return a refusal if all workers are unavailable, or if another one refused."""
     heard = {
         worker: answer
         for worker, answer in answers.items()

@@ -16,7 +16,7 @@ class GrpcHead:
     """Reads the body of one call."""
 
     def __init__(self, encoding: str, most: int) -> None:
-        """Start a body. `encoding` is the encoding of compressed messages. A message may have `most` bytes."""
+        """Start a body. `encoding` is the compression of compressed messages. A message may have up to `most` bytes."""
         self._encoding = encoding
         self._most = most
         self._prefix = b""

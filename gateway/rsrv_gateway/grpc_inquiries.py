@@ -44,7 +44,7 @@ class GrpcInquiries:
         channels: Mapping[str, WorkerChannels],
         forwarded: Callable[[Any], Any],
     ) -> None:
-        """`timeout_s` applies to calls without a deadline; `forwarded` selects the client's metadata for workers."""
+        """`timeout_s` applies to calls without a deadline. `forwarded` selects the client's metadata for workers."""
         self._timeout_s = timeout_s
         self._channels = channels
         self._forwarded = forwarded
@@ -72,7 +72,7 @@ class GrpcInquiries:
     async def answers_once(self, model: str, context: Any) -> bool:
         """Return True if each request gets exactly one answer, according to the model's configuration.
 
-        Return False if no worker reports it soon.
+        Return False if no worker returns the configuration soon.
         """
         left = time_left(context)
         timeout = _CONFIG_TIMEOUT_S if left is None else min(left, _CONFIG_TIMEOUT_S)

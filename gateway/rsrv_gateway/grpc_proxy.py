@@ -42,7 +42,7 @@ from rsrv_gateway.streaming import stream
 from rsrv_gateway.suspects import call_digest
 from rsrv_gateway.traffic import Traffic
 
-#: Metadata of the client's connection, not of its request.
+#: Metadata that belongs to the client's connection, so that it is not forwarded.
 _CONNECTION_METADATA = frozenset(["user-agent", "te", "content-type", "host"])
 _HEALTH = "/grpc.health.v1.Health/Check"
 #: Services that clients without their .proto files can look up.
@@ -59,8 +59,12 @@ _INFER, _STREAM_INFER = SERVICE + "ModelInfer", SERVICE + "ModelStreamInfer"
 #: Number of connections to each worker.
 CHANNELS_PER_WORKER = 2
 _SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
-#: Seconds between two checks for new calls, number of checks in a row without any, and seconds for all checks.
-_QUIET_POLL_S, _QUIET_POLLS, _QUIET_LIMIT_S = 0.01, 5, 0.5
+#: While the gateway drains: seconds between two checks for new calls.
+_QUIET_POLL_S = 0.01
+#: Number of consecutive checks without a new call after which no more calls are expected.
+_QUIET_POLLS = 5
+#: Maximum number of seconds for all checks.
+_QUIET_LIMIT_S = 0.5
 
 
 class GrpcProxy:
@@ -125,7 +129,7 @@ class GrpcProxy:
         self._steered = any(worker.control is not None for worker in workers.values())
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new calls; calls in flight may take `seconds`."""
+        """Refuse new calls. Return when the calls in flight have ended, or after `seconds`."""
         end = monotonic() + seconds
         self._drain_handler.closed = True
         with suppress(TimeoutError):
@@ -234,10 +238,10 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 class _DrainHandler(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """First handler of every call. While the gateway drains, it holds calls back until clients know that it ends.
+    """First handler of every call. While the gateway drains, it holds new calls back until clients know that the gateway ends.
 
-    A stopping server cancels calls that it has received but not begun, including those of clients that do not know
-    yet. A client that is refused at once calls again at once. So calls wait briefly until no more arrive.
+    A stopping server cancels all calls that it has received but not begun, even if their clients do not know yet that it stops. A
+    client whose call is refused at once repeats it at once. So new calls wait briefly, until no more calls arrive.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Reader for the parts of an inference request over HTTP that decide its route.
 
-`HttpHead` takes the body in pieces, as the client sent them, and stores little of it. It reads the body as tritonserver
-24.10 does: it detects gzip and deflate by the first bytes, reads JSON by the rules of rapidjson, numbers as 64-bit integers,
-and texts up to a NUL. It refuses a body that it cannot read, and guesses nothing.
+`HttpHead` takes the body in pieces, as the client sent them, and stores little of it. It reads the body as tritonserver 24.10
+does: it detects gzip and deflate by the first bytes, and reads JSON by the rules of rapidjson. Whole numbers have 64 bits, and a
+text ends at a NUL. It refuses a body that it cannot read, instead of guessing.
 """
 
 import zlib
@@ -21,15 +21,16 @@ _INFER = {
     "inputs": [{"name": SCALAR, "shape": [SCALAR], "data": PRESENT}],
     "outputs": [{"name": SCALAR, "parameters": {"classification": SCALAR}}],
 }
-#: The parameters of a generation are among its inputs, or in `parameters`.
+#: Pattern of a generation's request. Its parameters may be members of the request or of `parameters`.
 _GENERATE = {
     "sequence_id": SCALAR,
     "stream": PRESENT,
     "parameters": {"sequence_id": SCALAR, "stream": PRESENT},
 }
-#: A compressed body may become this large, plus this many times its own size. Constant tensors reach 1,000 times.
+#: Maximum size of a decompressed body: this many bytes plus this many times its compressed size. A constant tensor may become 1,000
+#: times as large.
 _INFLATED_BYTES, _INFLATED_RATIO = 16 << 20, 100
-#: Bytes that are inflated at once.
+#: Maximum number of bytes that are decompressed at once.
 _SLICE_BYTES = 1 << 18
 _MOST_LENGTH_DIGITS = 10
 
@@ -43,11 +44,14 @@ class InferenceHead:
     inputs: tuple[tuple[str, tuple[int, ...]], ...] = ()
     #: Names of the outputs that the client wants as classes.
     classified: tuple[str, ...] = ()
-    #: The request says whether a generation sends its answer in pieces.
+    #: True if the request says whether the answer is a stream.
     has_stream: bool = False
 
     def items(self, measured: tuple[str, int] | None) -> int:
-        """Return the extent of an input's axis; 1 for None, and if the axis or the input is absent."""
+        """Return the extent of an axis of an input, given as (input, axis).
+
+        Return 1 for None, or if the axis or the input is absent.
+        """
         if measured is not None:
             measured_input, axis = measured
             for name, shape in self.inputs:
@@ -97,21 +101,21 @@ class Inflater:
 
 
 class HttpHead:
-    """Reads the body of a request. `head` is None until enough was read."""
+    """Reads the body of a request. `head` is None until enough of the body was read."""
 
     def __init__(self, operation: str, encoding: str | None, length: str | None, most: int) -> None:
         """Start a body. Raises Malformed.
 
-        `operation` is the operation, `encoding` and `length` are the headers Content-Encoding and
-        Inference-Header-Content-Length. A body is read up to `most` bytes, after decompression.
+        `encoding` and `length` are the headers Content-Encoding and Inference-Header-Content-Length. At most `most` bytes of JSON
+        are accepted, after decompression.
         """
         self._generates = operation != "infer"
         self._reader = JsonReader(_GENERATE if self._generates else _INFER)
         self._most = most
-        #: Bytes of JSON that are still to come; None: all of the body.
+        #: Number of bytes of JSON that have not arrived yet, or None if the whole body is JSON.
         self._left = None if length is None or self._generates else _length(length)
         self._inflater = None if encoding in (None, "identity") else Inflater(encoding)
-        #: Nothing was read from the body yet.
+        #: True until the first byte of the body is read.
         self._empty = True
         self.head: InferenceHead | None = None
         if self._left == 0:  # The body is a tensor.
@@ -136,12 +140,12 @@ class HttpHead:
         return self._inflater is not None
 
     def feed(self, data: bytes, last: bool) -> None:
-        """Read the next data. `last`: the body ends with it. Raises Malformed."""
+        """Read the next data. `last` is True if the body ends with it. Raises Malformed."""
         for _ in self.steps(data, last):
             pass
 
     def steps(self, data: bytes, last: bool) -> Iterator[None]:
-        """Read the next data like `feed`, with a pause for other work after each part of a larger body."""
+        """Read the next data like `feed`. Each step reads a part of it, so that other work can run between the steps."""
         if self._inflater is None:
             if self.head is None:
                 self._read(data, last)
@@ -172,7 +176,7 @@ class HttpHead:
 
 
 def _length(text: str) -> int:
-    """Return the number of a header. Raises Malformed."""
+    """Return the number in the header with the length. Raises Malformed."""
     if not (text.isascii() and text.isdigit()) or len(text.lstrip("0")) > _MOST_LENGTH_DIGITS:
         raise Malformed(f"Inference-Header-Content-Length must be a number of bytes, not {text[:100]!r}")
     return int(text)
@@ -211,10 +215,10 @@ def _sequence(parameters: Mapping[str, Any]) -> int | str | None:
 
 
 def _check(name: str, shape: Sequence[int], most: int) -> None:
-    """Check that an input has at most so many elements. Raises Malformed.
+    """Check that an input has at most `most` elements. Raises Malformed.
 
-    Tritonserver 24.10 allocates memory for all elements of an input in JSON before it reads the first one. It ends if this
-    fails. It also takes large extents for negative ones.
+    Tritonserver 24.10 allocates memory for all elements of an input in JSON before it reads the first one, and ends if this fails.
+    It also takes large extents for negative numbers.
     """
     if len(shape) > MOST_EXTENTS:
         raise Malformed(f"input {name[:100]!r} has more than {MOST_EXTENTS} extents")

@@ -1,4 +1,4 @@
-"""All HTTP calls except inference, routed by `inquiries`: answers as messages of the gRPC service, and back."""
+"""All HTTP calls except inference, routed by `inquiries`. Answers are converted to messages of the gRPC service, and back."""
 
 import json
 from collections.abc import Awaitable, Callable, Mapping
@@ -32,7 +32,7 @@ class HttpInquiries:
         async def ask(worker: str) -> HttpReply | Refusal:
             answer = await self._ask(worker, query, timeout)
             if "ready" in target.what and isinstance(answer, HttpRefusal) and answer.status == 400:
-                # The answer no.
+                # This is not an error but the answer no.
                 return HttpReply(answer.status, answer.headers, answer.body)
             return answer
 
@@ -67,7 +67,7 @@ class _HttpForm:
 
 
 def _plain(message: Any) -> dict[str, Any]:
-    """Return all fields, numbers as numbers; json_format would omit some fields and write large numbers as text."""
+    """Return all fields of a message. json_format would omit some fields, and write large numbers as texts."""
     out: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)

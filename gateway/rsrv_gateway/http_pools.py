@@ -34,7 +34,7 @@ from rsrv_gateway.upload import SMALL_BODY_BYTES, Upload
 
 #: Headers that aiohttp would add to a client's headers.
 _SKIPPED_HEADERS = ("Accept", "Accept-Encoding", "User-Agent", "Content-Type")
-#: Headers of a connection, not of its requests and answers.
+#: Headers that belong to a connection, so that they are not forwarded.
 _CONNECTION_HEADERS = frozenset(
     [
         "connection",
@@ -53,8 +53,10 @@ _CONNECTION_HEADERS = frozenset(
 )
 #: Seconds until an idle connection is closed.
 _IDLE_S = 60.0
-#: Seconds between two checks whether a worker is stopping, and for the answer of a check.
-_STOP_LOOK_S, _STOP_ANSWER_S = 1.0, 0.3
+#: Seconds between two checks whether a worker is stopping.
+_STOP_LOOK_S = 1.0
+#: Seconds within which such a check must be answered.
+_STOP_ANSWER_S = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class HttpQuery:
     upload: Upload | None = None
     #: True to wait for the whole answer, even a large one.
     whole: bool = True
-    #: True if all errors of a model have status 400.
+    #: True if the operation answers every error of a model with the status 400.
     generated: bool = False
 
 
@@ -85,7 +87,7 @@ class HttpReply:
 
 
 def end_to_end(headers: CIMultiDictProxy[str], but: frozenset[str] = frozenset()) -> CIMultiDict[str]:
-    """Return the headers that do not belong to the connection, without those in `but` (lower case)."""
+    """Return the headers that do not belong to the connection, except the names in `but` (lower case)."""
     dropped = _CONNECTION_HEADERS | but
     if "Connection" in headers:
         dropped |= {name.strip().lower() for name in headers["Connection"].split(",")}
@@ -102,7 +104,7 @@ class _Connections:
         self._idle.set()
 
     def begin(self) -> None:
-        """Count a request in flight; `end` must follow."""
+        """Count a request in flight. The caller must call `end` later."""
         self._users += 1
         self._idle.clear()
 
@@ -118,7 +120,7 @@ class _Connections:
 
 
 class _Resolver(AbstractResolver):
-    """Resolver of workers' names that leaves the event loop's threads alone, unlike aiohttp's: see `addresses_of`."""
+    """Resolver of workers' names. Unlike aiohttp's resolver, it does not use the event loop's threads: see `addresses_of`."""
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
@@ -140,7 +142,7 @@ class _Resolver(AbstractResolver):
 
 
 class UnreadBody:
-    """Body of an answer that is still to be read; `close` it."""
+    """Body of an answer that was not read yet. Call `close` at the end."""
 
     def __init__(self, response: ClientResponse, connections: _Connections) -> None:
         self._response = response
@@ -148,7 +150,7 @@ class UnreadBody:
         connections.begin()
 
     async def read(self) -> bytes:
-        """Return the next part; empty at the end. Raises ClientError, OSError."""
+        """Return the next part, which is empty at the end. Raises ClientError, OSError."""
         return await self._response.content.readany()
 
     def close(self) -> None:
@@ -157,7 +159,7 @@ class UnreadBody:
 
 
 class Pool:
-    """Connections to one worker, as many as requests in flight. One event loop owns them."""
+    """Connections to one worker. There are as many connections as requests in flight. One event loop owns the pool."""
 
     def __init__(self, address: str, settings: GatewaySection, tls: ssl.SSLContext | None) -> None:
         self._base = f"{'http' if tls is None else 'https'}://{address}"
@@ -169,7 +171,7 @@ class Pool:
         self._renewed_at = self._used_at = -inf
         #: Number of answers that have begun.
         self.answers = 0
-        #: The worker closes new connections: it is stopping.
+        #: True if the worker is stopping, which shows in that it closes new connections.
         self._stops = False
         self._looking = asyncio.get_running_loop().create_task(self._look_for_a_stop())
 
@@ -207,11 +209,10 @@ class Pool:
             connections.end()
 
     def unanswered(self, answers: int, now: float) -> bool:
-        """Report a request that timed out. Return true if the connections are replaced now.
+        """Report a request that timed out. Return True if the connections are replaced now.
 
-        `answers` is the count when the request began, `now` is in seconds of a monotonic clock. If no answer
-        came since, all connections may be half open: the next requests use new ones, and requests in flight
-        continue.
+        `answers` is the count when the request began, and `now` is in seconds of a monotonic clock. If no answer has arrived since
+        then, all connections may be half open. The next requests then use new connections, and requests in flight continue.
         """
         if self.answers != answers or now - self._renewed_at < RENEW_MIN_S:
             return False
@@ -220,7 +221,7 @@ class Pool:
         return True
 
     def retire(self) -> None:
-        """Accept no new requests. Requests in flight continue: a worker may be away for one probe only."""
+        """Accept no new requests. Requests in flight continue, because the worker may be absent for only one probe."""
         self._looking.cancel()
         self._close_late()
 
@@ -240,7 +241,7 @@ class Pool:
         return not self._retiring and self._connections.session.closed
 
     async def close(self) -> None:
-        """Break off all requests."""
+        """Abort all requests."""
         self._looking.cancel()
         retiring = dict(self._retiring)
         for task in retiring:
@@ -251,8 +252,8 @@ class Pool:
     async def _look_for_a_stop(self) -> None:
         """Close the idle connections while the worker stops.
 
-        A stopping tritonserver waits up to --exit-timeout-secs for its HTTP connections, even for idle ones. Meanwhile it
-        reports that it is ready, and closes new connections at once.
+        A stopping tritonserver waits up to --exit-timeout-secs for its HTTP connections, even for idle ones. Meanwhile, it still
+        reports that it is ready, but closes new connections at once.
         """
         while True:
             await asyncio.sleep(_STOP_LOOK_S)
@@ -268,7 +269,7 @@ class Pool:
             connector=TCPConnector(
                 limit=0, ssl=self._tls or True, keepalive_timeout=_IDLE_S, resolver=_Resolver()
             ),
-            # The caller limits the whole request; a worker that is slow to accept counts as dead.
+            # The caller limits the time of the whole request. A worker that is slow to accept a connection counts as dead.
             timeout=ClientTimeout(total=None, sock_connect=PROBE_TIMEOUT_S),
             cookie_jar=DummyCookieJar(),
             auto_decompress=False,
@@ -280,7 +281,7 @@ class Pool:
     async def _read(
         self, response: ClientResponse, query: HttpQuery, connections: _Connections
     ) -> HttpReply | Refusal:
-        """Read an answer. A small one is read completely, so that a failover is possible if it breaks off.
+        """Read an answer. A small answer is read completely, so that a failover is possible if the connection breaks.
 
         Raises ClientError, TimeoutError.
         """
@@ -301,7 +302,7 @@ class Pool:
 
 
 async def _closes_new_connections(address: Address) -> bool:
-    """Return true if the server accepts a connection and closes it at once."""
+    """Return True if the server accepts a connection and closes it at once."""
     try:
         async with asyncio.timeout(_STOP_ANSWER_S):
             reader, writer = await asyncio.open_connection(await _ip_of(address.host), address.port)

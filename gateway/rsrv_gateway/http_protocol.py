@@ -51,16 +51,16 @@ _METHODS = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    #: Operation, as in the path. "server" and "model" are metadata; "status" is that of shared memory.
+    #: Operation, as in the path. "server" and "model" are requests for metadata, and "status" is about shared memory.
     what: str
-    #: Name of the model, or empty if the operation concerns none.
+    #: Name of the model, or empty if the operation concerns no model.
     model: str = ""
-    #: Version of the model, or empty if the path names none.
+    #: Version of the model, or empty if the path names no version.
     version: str = field(default="", compare=False)
 
 
 class UnknownPath(Exception):
-    """No operation has this path; `status` is 404, or 405 for a wrong method."""
+    """No operation has this path or method. `status` is 404, or 405 for a wrong method."""
 
     def __init__(self, status: int) -> None:
         super().__init__("Method Not Allowed" if status == 405 else "Not Found")
@@ -133,7 +133,7 @@ class HttpRefusal(Refusal):
 def http_refusal(status: int, headers: CIMultiDict[str], body: bytes, generated: bool) -> HttpRefusal:
     """Return the refusal for a worker's answer with a status of 400 or more.
 
-    `generated`: one of the calls that answer 400 to every error of a model.
+    `generated` is True for operations that answer every error of a model with the status 400.
     """
     message = _message(body)
     code = CODES.get(status, StatusCode.UNKNOWN)

@@ -1,4 +1,4 @@
-"""HTTP proxy: KServe v2 as tritonserver has it over HTTP, forwarded as bytes between clients and workers.
+"""HTTP proxy for tritonserver's form of KServe v2. It forwards requests and answers as bytes between clients and workers.
 
 Inference requests are in `inference`, all other calls in `http_inquiries`.
 """
@@ -41,10 +41,10 @@ _TOKEN = frozenset(["authorization"])
 _ENCODING = frozenset(["accept-encoding"])
 _TEXT = {"Content-Type": "text/plain"}
 _NAME = "rsrv-gateway"
-#: Code of a request whose answer broke off.
+#: Code under which a request is counted if its answer is incomplete.
 _BROKEN = "UNAVAILABLE"
 _ENDING = Refusal(StatusCode.UNAVAILABLE, "the gateway is ending")
-#: Seconds at the end for sending the last answers.
+#: Seconds for sending the last answers when the gateway ends.
 _FLUSH_S = 0.1
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class HttpProxy:
         self._hop = _TOKEN if self._token.needed else frozenset()
         self._server: web.Server | None = None
         self._listener: asyncio.Server | None = None
-        #: Bodies of inference requests.
+        #: Memory budget for the bodies of inference requests.
         self.keeping = UploadBudget()
         self._draining = False
         self._under_way = 0
@@ -105,7 +105,7 @@ class HttpProxy:
         self._draining = True
         for sock in self._listener.sockets:
             asyncio.get_running_loop().remove_reader(sock.fileno())
-        # A connection that was just accepted would hang if the listener closed before registering it.
+        # Let the loop register a connection that was just accepted. It would hang if the listener closed before that.
         await asyncio.sleep(0)
         self._listener.close()
         if self._under_way:
@@ -168,18 +168,18 @@ class HttpProxy:
             return _refused(error.refusal)
 
     async def _pass(self, request: web.BaseRequest, upload: Upload, target: Target) -> web.StreamResponse:
-        """Forward an inference request. Raises UploadError before any worker is asked."""
+        """Forward an inference request. If this raises UploadError, no worker has received the request."""
         arrived = monotonic()
         deadline = arrived + self._timeout_s
         traffic, model = self._traffic, target.model
         head = await self._in_time(self._head(request, upload, target))
         items, sequence = head.items(traffic.router.measured(model)), head.sequence
         if target.what == "generate" and not head.has_stream:
-            # Triton wants one response, and a generation answers in pieces by default.
+            # By default, a generation answers with a stream, but Triton's `generate` accepts only one response.
             upload.add_member(b'"stream":false')
 
         def digest() -> bytes:
-            # For a generation, the header with the length does not count, whatever its value is.
+            # A generation ignores the header with the length.
             length = (
                 request.headers.get("Inference-Header-Content-Length") if target.what == "infer" else None
             )
@@ -272,7 +272,7 @@ class HttpProxy:
         return body.head
 
     async def _in_time(self, coming: Awaitable[T]) -> T:
-        """Wait for the client's data, for request_timeout_s. Raises UploadError."""
+        """Wait for the client's data for up to request_timeout_s. Raises UploadError."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await coming
@@ -285,7 +285,7 @@ class HttpProxy:
         return HttpQuery(
             request.method,
             origin_form(request.raw_path),
-            # Compressed answers could not be merged.
+            # Answers that may be merged must not be compressed.
             end_to_end(request.headers, self._hop if infers else self._hop | _ENCODING),
             upload if request.method == "POST" else None,
             whole=not infers,
@@ -305,9 +305,9 @@ def _response(reply: HttpReply) -> web.Response:
 async def _stream(
     request: web.BaseRequest, reply: HttpReply, unread: UnreadBody, patience: float
 ) -> tuple[web.StreamResponse, str]:
-    """Forward the rest of an answer; return the response and the code of its end.
+    """Forward the rest of an answer. Return the response and the code of its end.
 
-    The worker may send nothing, and the client may take nothing, for `patience` seconds.
+    The answer is aborted if the worker sends nothing, or the client takes nothing, for `patience` seconds.
     """
     reply.headers["Server"] = _NAME
     response = web.StreamResponse(status=reply.status, headers=reply.headers)
@@ -331,7 +331,7 @@ async def _stream(
 
 
 def _broken_off(request: web.BaseRequest, response: web.StreamResponse) -> web.StreamResponse:
-    """Abort the connection. After the status was sent, nothing else shows the client that the answer is incomplete."""
+    """Abort the connection, because this alone shows the client that the answer is incomplete after its status was sent."""
     if request.transport is not None:
         request.transport.abort()
     return response

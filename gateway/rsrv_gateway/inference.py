@@ -1,6 +1,6 @@
-"""One inference request: choose a worker, ask it, ask others if it refuses, and count the request.
+"""One inference request: choose a worker, send it the request, try other workers if it refuses, and count the request.
 
-Both proxies use it. They differ in how they read a request, ask a worker and deliver its answer.
+Both proxies use this module. They differ in how they read a request, send it to a worker, and deliver the answer.
 """
 
 from collections.abc import Awaitable, Callable, Collection
@@ -19,17 +19,18 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Inference(Generic[T]):
-    """A request of which enough was read to choose its worker."""
+    """A request of which enough is known to choose a worker."""
 
     model: str
     version: str
     items: int
-    #: Id of the request's sequence. None, empty or 0: the request belongs to no sequence.
+    #: Id of the request's sequence. If it is None, empty or 0, the request belongs to no sequence.
     sequence: int | str | None
     #: Names of the outputs for which the client asks for classes.
     classified: Collection[str]
-    #: Time of `monotonic` at which the request arrived, and its deadline.
+    #: Time of `monotonic` at which the request arrived.
     arrived: float
+    #: Deadline of the request on the same clock.
     deadline: float
     #: Sends the request to a worker, which has the given number of seconds to answer.
     ask: Callable[[str, float], Awaitable[T | Refusal]]
@@ -37,7 +38,7 @@ class Inference(Generic[T]):
     digest: Callable[[], bytes]
     #: Returns whether the whole request can be sent again.
     is_repeatable: Callable[[], bool]
-    #: True if the request is sent again to the only worker after its connection broke.
+    #: True to send the request to a model's only worker again after the connection broke.
     repeats_lost: bool = False
 
 

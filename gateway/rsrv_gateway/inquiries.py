@@ -1,4 +1,4 @@
-"""All calls except inference. They concern the gateway, one model, or all workers. gRPC and HTTP use the same code."""
+"""All calls except inference. A call concerns the gateway, one model, or all workers. gRPC and HTTP share this code."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, Generic, Protocol, TypeVar
@@ -30,11 +30,11 @@ OPERATIONS: Mapping[str, str] = {
         for verb in ("Status", "Register", "Unregister")
     },
 }
-#: Questions that any worker with the model answers.
+#: Operations that any worker with the model can answer.
 ABOUT_A_MODEL = frozenset(["ready", "model", "config"])
 #: Operations that take as long as loading a model, so that the default timeout does not apply.
 CHANGES = frozenset(["load", "unload"])
-#: Questions to all workers, and the functions that merge the answers.
+#: Operations that all workers answer, with the functions that merge the answers.
 _MERGED: Mapping[str, Merge] = {"stats": fanout.merge_statistics, "index": fanout.merge_index}
 
 
@@ -46,20 +46,20 @@ class AnswerForm(Protocol[T]):
     def is_yes(self, answer: T) -> bool: ...
 
     def parse(self, operation: str, answer: T) -> Answer:
-        """Return an answer as a message of `service_pb2`, or the refusal of one that cannot be parsed."""
+        """Return an answer as a message of `service_pb2`, or a refusal if the answer cannot be parsed."""
 
     def render(self, operation: str, message: Any) -> T: ...
 
 
 class Inquiries(Generic[T]):
     def __init__(self, traffic: Traffic, workers: Collection[str], form: AnswerForm[T]) -> None:
-        """`workers` returns the connected workers at any time."""
+        """`workers` always contains the workers that are connected at that moment."""
         self._traffic = traffic
         self._workers = workers
         self._form = form
 
     async def answer(self, operation: str, model: str, ask: Ask[T]) -> T | Refusal:
-        """Answer an operation; `model` is empty if it concerns none."""
+        """Answer an operation. `model` is empty if the operation concerns no model."""
         form = self._form
         if operation == "live":
             return form.yes()
@@ -72,7 +72,7 @@ class Inquiries(Generic[T]):
             return await first(workers, ask, form.is_yes if operation == "ready" else None)
         if operation in CHANGES:
             answers = await ask_all(self._workers, ask)
-            # Refresh, because a client that knows the model as loaded or unloaded may rely on that.
+            # Refresh the table, because the client may use the change as soon as it gets this answer.
             await self._traffic.brain.refresh(sure=True)
             changed: T | Refusal = fanout.all_succeeded(answers)
             return changed
@@ -88,7 +88,7 @@ class Inquiries(Generic[T]):
         return merged if isinstance(merged, Refusal) else form.render(operation, merged)
 
     async def _ready(self, ask: Ask[T]) -> T | Refusal:
-        """Return true if a worker is ready, which is certain if a model is."""
+        """Answer whether a worker is ready. If a worker serves a model, the answer is yes without asking."""
         if self._traffic.serves:
             return self._form.yes()
         answers = (await ask_all(self._workers, ask)).values()

@@ -1,7 +1,7 @@
 """Reader for a few members of a JSON document, which may be too large for the memory.
 
-`JsonReader` takes the document in pieces, returns the members of a pattern, and skips all others without storing them.
-It reads each member as rapidjson does in tritonserver: keys are decoded, the first of equal keys counts, and `NaN` and
+`JsonReader` takes the document in pieces, returns the members that are in a pattern, and skips all others without storing them.
+It reads members as rapidjson does in tritonserver: keys are decoded, only the first of several equal keys counts, and `NaN` and
 `Inf` are numbers. It does not check skipped values, because tritonserver checks them itself.
 """
 
@@ -16,29 +16,29 @@ from rsrv_gateway.peek import MOST_FIELDS, Malformed
 SCALAR: Any = object()
 #: A pattern for a value of which only the presence matters.
 PRESENT: Any = object()
-#: The library parses documents up to this size as a whole, in a tenth of the time.
+#: Documents up to this size are parsed as a whole by the module json, in a tenth of the time.
 _SMALL_BYTES = 4 << 10
-#: Maximum number of brackets in a document that the library parses, because it fails at deeply nested values.
+#: Maximum number of brackets in a document that the module json parses, because it fails at deeply nested values.
 _SMALL_BRACKETS = 64
 #: Maximum number of levels of nested values. Tritonserver 24.10 overflows its stack between 30,000 and 100,000
 #: levels.
 _MOST_NESTED = 1000
-#: Maximum number of bytes of a text, of a number, and of an escaped key. No key of a pattern is longer.
+#: Maximum number of bytes of a text, of a number, and of an escaped key. Keys of patterns are shorter than the last.
 _TEXT_BYTES, _NUMBER_BYTES, _KEY_BYTES = 16 << 10, 400, 128
 
 _SPACE = re.compile(rb"[ \t\r\n]*+")
 _STRING = re.compile(rb'"([^"\\]*+(?:\\.[^"\\]*+)*+)"', re.DOTALL)
 _REST_OF_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 _WORD = re.compile(rb'[^ \t\r\n,:\[\]{}"]*+')
-#: Byte-order mark. Rapidjson skips each of its bytes, also if others are missing.
+#: Byte-order mark. Rapidjson skips each byte of the mark, even if the other bytes are missing.
 _MARK = re.compile(rb"\xef?\xbb?\xbf?")
 
-#: A pattern for the content of an array or object without others inside.
+#: A regular expression for the content of an array or object up to the next bracket.
 _FLAT_CONTENT = rb'[^"\[\]{}]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"\[\]{}]*+)*+'
 
 
 def _pattern_of_content(levels: int) -> bytes:
-    """Return a pattern for the content of an array or object, with this many levels inside."""
+    """Return a regular expression for the content of an array or object with up to this many levels inside."""
     content = _FLAT_CONTENT
     for _ in range(levels):
         content = _FLAT_CONTENT + rb"(?:[\[{]" + content + rb"[\]}]" + _FLAT_CONTENT + rb")*+"
@@ -46,8 +46,8 @@ def _pattern_of_content(levels: int) -> bytes:
 
 
 _CONTENT, _FLAT = re.compile(_pattern_of_content(16), re.DOTALL), re.compile(_FLAT_CONTENT, re.DOTALL)
-#: Number of opening brackets without a closing one. Beyond it, the pattern of 16 levels fails at each bracket, and
-#: takes longer than reading bracket by bracket.
+#: After this many opening brackets without a closing one, read bracket by bracket. In such deep values, the expression for 16
+#: levels would fail at each bracket, and take longer.
 _DESCENT = 3
 
 _QUOTE, _COMMA, _COLON, _OPEN_LIST, _CLOSE_LIST, _OPEN, _CLOSE = b'",:[]{}'
@@ -65,8 +65,8 @@ _LIBRARY = json.JSONDecoder(object_pairs_hook=_first_of_equals, strict=False)
 class JsonReader:
     """Reads a document, which must be an object. `tree` has the members of the pattern that were read so far.
 
-    A pattern is a dict of patterns by key, a list with the pattern of its elements, SCALAR or PRESENT. If a value is of
-    another kind than its pattern, the tree has None. The tree may also have members that are not in the pattern.
+    A pattern is a dict of patterns by key, a list with one pattern for all its elements, SCALAR or PRESENT. If the kind of a value
+    differs from its pattern, `tree` has None for it. `tree` may also have members that are not in the pattern.
     """
 
     def __init__(self, pattern: Mapping[str, Any]) -> None:
@@ -83,7 +83,7 @@ class JsonReader:
     def feed(self, data: bytes, last: bool) -> bool:
         """Read the next bytes, and return True at the end of the document. Raises Malformed.
 
-        `last`: no more data follows.
+        `last` is True if no more data follows.
         """
         if self._parser is None:
             if last and len(data) <= _SMALL_BYTES and self._is_read_by_library(data):
@@ -265,7 +265,7 @@ class JsonReader:
 
     def _skip_container(self) -> Generator[None, None, None]:
         nested = descent = 0
-        #: Level from which each bracket is read by itself; 0: none.
+        #: Level from which each bracket is read separately, or 0 if there is no such level.
         deep = 0
         while True:
             data, at = self._data, self._at

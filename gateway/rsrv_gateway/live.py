@@ -1,4 +1,4 @@
-"""Live page over all workers: events of their control services, forwarded while a browser watches."""
+"""Live page of all workers. The gateway forwards the events of their control services while a browser watches."""
 
 import asyncio
 import json
@@ -18,12 +18,12 @@ from rsrv_gateway.probes import Probes
 
 #: Seconds between two checks of the list of workers, and between two attempts to connect.
 _POLL_S = 1.0
-#: Seconds for a control service to return a model's history, or to accept a request.
+#: Seconds within which a control service must return a model's history or accept a request.
 _CALL_TIMEOUT_S = 10.0
-#: Number of events queued for a watcher. Workers wait when the queue is full.
+#: Maximum number of events queued for a watcher. The streams of workers wait while the queue is full.
 _QUEUE_MAX_EVENTS = 64
 
-#: Text for a connection that a probe closes because no answer came in time.
+#: Text for a connection that a probe closed because no answer arrived in time.
 _CLOSED = "the connection to it was closed, and is opened again"
 
 Event = tuple[str, str, str]
@@ -54,7 +54,7 @@ class Workers:
     async def _changes(
         self, following: dict[str, asyncio.Task[None]], queue: asyncio.Queue[Event]
     ) -> list[Event]:
-        """Follow the present workers and no others; return the last events of those that left."""
+        """Follow all present workers, and stop following workers that left. Return their last events."""
         workers = self._probes.workers()
         for name in workers.keys() - following.keys():
             following[name] = asyncio.create_task(self._follow(name, queue), name=f"live page of {name}")
@@ -62,7 +62,7 @@ class Workers:
         if not left:
             return []
         await cancel([following.pop(name) for name in left])
-        # Their queued events come first.
+        # Queued events come before the events that workers have left.
         waiting = [queue.get_nowait() for _ in range(queue.qsize())]
         return [*waiting, *((name, "gone", "null") for name in left)]
 
@@ -96,7 +96,7 @@ class Workers:
         raise PageError(409, "the page of the server itself has this form")
 
     def _asks(self, server: str) -> page_calls.Ask:
-        """Return the calls of a worker's control service. Raises PageError."""
+        """Return the function that calls a worker's control service. Raises PageError."""
         return partial(self._ask, self._control(server))
 
     def _control(self, server: str) -> ControlClient:
@@ -122,7 +122,7 @@ class Workers:
 
 
 async def _next(queue: asyncio.Queue[Event], until: float) -> Event | None:
-    """Return the next event; None if none comes by `until`, on the loop's clock."""
+    """Return the next event, or None if no event arrives before `until` on the loop's clock."""
     try:
         async with asyncio.timeout_at(until):
             return await queue.get()

@@ -37,17 +37,17 @@ from rsrv_gateway.service import GATEWAY, GatewayHealth, GatewayService
 
 log = logging.getLogger("rsrv.gateway")
 
-#: Seconds for calls of the control service in flight at the end.
+#: Seconds at the end for calls of the control service that are in flight.
 _CONTROL_DRAIN_S = 0.2
-#: Seconds that a planning thread may run while a request waits; Python's default of 5 ms applies to each turn.
+#: Maximum number of seconds for which a planning thread runs before a waiting request gets its turn. Python's default is 5 ms.
 _SWITCH_INTERVAL_S = 0.001
 
 
 def run(config: Path | None, workers: str | None, picker: str | None = None) -> int:
     """Run the gateway and return the exit status of `rsrv-gateway`."""
-    # Requests are forwarded on the same thread.
+    # Write logs on another thread, because this thread forwards requests.
     logs.setup("human", aside=True)
-    # It logs the number of files of each change.
+    # watchfiles logs the number of files of each change.
     logging.getLogger("watchfiles").setLevel(logging.WARNING)
     try:
         settings = read(config, workers)
@@ -56,7 +56,7 @@ def run(config: Path | None, workers: str | None, picker: str | None = None) -> 
         # Only MembersError can come from the command line.
         return 2 if isinstance(error, MembersError) else 1
     logs.setup(settings.logs.format)
-    # Each client is an open file, and without a free one no worker can be reached.
+    # Each client needs an open file. Without a free one, the gateway could not connect to workers.
     raise_limit(resource.RLIMIT_NOFILE)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
@@ -79,9 +79,9 @@ def read(config: Path | None, workers: str | None) -> Settings:
 
 
 async def serve(settings: Settings, picker: str | None) -> None:
-    """Serve until SIGTERM or SIGINT; `picker` is the address for Envoy, None that clients are served.
+    """Serve until SIGTERM or SIGINT. `picker` is the address for Envoy, or None to serve clients.
 
-    Raises ListenError and other errors that name the wrong setting; CancelledError after a second signal.
+    Raises ListenError and other errors that name the wrong setting, and CancelledError after a second signal.
     """
     stop, section = _until_signalled(), settings.gateway
     if ports := open_ports(section, picker):
@@ -113,7 +113,7 @@ async def serve(settings: Settings, picker: str | None) -> None:
 async def _serve_operators(
     stack: AsyncExitStack, settings: Settings, gateway: GatewayLoop, directory: Path, renewals: Renewals
 ) -> None:
-    """Open the control service and the admin port for operators; `stack` closes them."""
+    """Open the control service and the admin port for operators. `stack` closes them."""
     section = settings.gateway
     service, health = GatewayService(gateway), GatewayHealth(gateway)
     listener = await listen_locally(directory / CONTROL_SOCKET, service, health, GATEWAY)
@@ -136,7 +136,7 @@ async def _serve_operators(
 
 
 def _until_signalled() -> asyncio.Event:
-    """Return an event that the first signal sets; the second signal cancels the calling task."""
+    """Return an event that the first signal sets. The second signal cancels the calling task."""
     loop, task, stop = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
     assert task is not None
 

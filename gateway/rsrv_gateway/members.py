@@ -1,4 +1,4 @@
-"""List of workers: from the settings, from a DNS name, and from a watched file."""
+"""The list of workers, from the settings, a DNS name and a watched file."""
 
 import asyncio
 import logging
@@ -25,16 +25,16 @@ Resolve = Callable[[str], Awaitable[Iterable[str]]]
 
 #: Seconds between two reads of the DNS and the file.
 READ_PAUSE_S = 5.0
-#: Seconds for an answer of the DNS.
+#: Seconds within which the DNS must answer.
 _DNS_TIMEOUT_S = 10.0
 
 
 class MembersError(Exception):
-    """The list of workers cannot be used; the message says why."""
+    """The list of workers cannot be used. The message says why."""
 
 
 class Members:
-    """Current list of workers. If a source cannot be read, its last workers remain. Probes check them in any case."""
+    """The current list of workers. If a source cannot be read, its previous workers remain in the list."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Members:
         resolve: Resolve | None = None,
         pause: float = READ_PAUSE_S,
     ) -> None:
-        """Check the settings. Raises MembersError if they contain a wrong list, or name no workers."""
+        """Check the settings. Raises MembersError if a list in them is wrong, or if they name no source of workers."""
         if not section.workers and section.workers_dns is None and section.workers_file is None:
             raise MembersError(
                 "there are no workers: name some in gateway.workers, gateway.workers_dns, gateway.workers_file or --workers"
@@ -53,14 +53,15 @@ class Members:
         self._listed = _by_name(map(worker_of, section.workers))
         self._filed: Mapping[str, Worker] = {}
         self._found: Mapping[str, Worker] = {}
-        #: Last text of the file, and last log line about each source.
+        #: Last text of the file.
         self._text: str | None = None
+        #: Last logged problem of each source.
         self._said: dict[str, str] = {}
 
     def workers(self) -> Mapping[str, Worker]:
-        """Return the workers by name: settings, then file, then DNS.
+        """Return the workers by name: first those in the settings, then those in the file, then those in the DNS.
 
-        If names or addresses are equal, the first worker counts.
+        If several workers have the same name or address, only the first one counts.
         """
         merged: dict[str, Worker] = {}
         addresses: set[str] = set()
@@ -76,13 +77,13 @@ class Members:
         await asyncio.gather(self._ask(), self._read())
 
     async def run(self, changed: Callable[[], None]) -> None:
-        """Read both repeatedly, for ever, and call `changed` when `workers` has changed."""
+        """Read the file and the DNS repeatedly until the task is cancelled. Call `changed` when `workers` has changed."""
         hint = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             if self._section.workers_file is not None:
                 group.create_task(_listen(self._section.workers_file, hint))
             while True:
-                # Notifications only hasten the next read: network and bind mounts send none.
+                # A notification only hastens the next read, because network mounts and bind mounts send none.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._pause):
                         await hint.wait()
@@ -121,7 +122,7 @@ class Members:
             self._say("file", "")
 
     def _say(self, about: str, trouble: str) -> None:
-        """Log a problem once, and its end."""
+        """Log a new problem once, and later the end of the problem. `trouble` is empty without a problem."""
         if trouble != self._said.get(about, ""):
             self._said[about] = trouble
             if trouble:
@@ -148,7 +149,7 @@ def worker_of(entry: WorkerEntry) -> Worker:
 
 
 def read_workers(text: str) -> Mapping[str, Worker]:
-    """Parse a YAML list as in gateway.workers; return the workers by name. Raises MembersError."""
+    """Parse a YAML list in the form of gateway.workers. Return the workers by name. Raises MembersError."""
     try:
         raw = parse_yaml(text)
     except YamlError as error:
@@ -165,7 +166,7 @@ def read_workers(text: str) -> Mapping[str, Worker]:
 
 
 def parse_workers(text: str) -> list[WorkerEntry]:
-    """Parse HOST:PORT,… with gRPC ports; HTTP and metrics have Triton's neighbouring ports. Raises MembersError."""
+    """Parse HOST:PORT,... with gRPC ports. HTTP and metrics have Triton's neighbouring ports. Raises MembersError."""
     entries = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         try:
@@ -177,14 +178,14 @@ def parse_workers(text: str) -> list[WorkerEntry]:
 
 
 def _ports_beside(grpc_port: int, ports: WorkerPorts) -> dict[str, Any]:
-    """Return the ports of a server. The distances from its gRPC port are those in `ports`. None: not a valid port."""
+    """Return the ports of a server. `ports` has their distances from its gRPC port. An invalid port is None."""
     offset = grpc_port - ports.grpc_port
     moved = {key: port and int(port) + offset for key, port in ports.model_dump().items()}
     return {key: port if port and 0 < port < 65536 else None for key, port in moved.items()}
 
 
 def _by_name(workers: Iterable[Worker]) -> dict[str, Worker]:
-    """Return the workers by name. Raises MembersError if two have one name."""
+    """Return the workers by name. Raises MembersError if two workers have the same name."""
     by_name: dict[str, Worker] = {}
     for worker in workers:
         if worker.name in by_name:
@@ -195,8 +196,8 @@ def _by_name(workers: Iterable[Worker]) -> dict[str, Worker]:
 
 async def addresses_of(name: str) -> Iterable[str]:
     """Return the addresses of a name, the best first. Raises OSError."""
-    # The lookup runs in its own thread, because a silent name server may delay it for a minute. At its end, the event loop
-    # waits for the threads of its pool, and planning needs one of them.
+    # The lookup runs in a separate thread, because a silent name server may delay it for a minute. A thread of the event loop's
+    # pool would be missing for planning, and would delay the loop's end.
     answer: Future[list[Any]] = Future()
     answer.set_running_or_notify_cancel()
 
@@ -214,7 +215,7 @@ async def addresses_of(name: str) -> Iterable[str]:
 
 
 async def _listen(path: Path, hint: asyncio.Event) -> None:
-    """Set `hint` with each change in the file's folder, as the file may be replaced or be a link; return if watching fails."""
+    """Set `hint` at each change in the file's folder, because the file may be replaced or be a link. Return if watching fails."""
     try:
         async for _ in awatch(
             path.absolute().parent, watch_filter=None, step=50, debounce=200, recursive=False

@@ -1,8 +1,8 @@
 """Metrics of the gateway for Prometheus, and the merging of all workers' metrics into one text. Pure.
 
-Merged, each family has one HELP and one TYPE, and its samples are together. Every line that is not exactly in
-the text format is left out, so that no worker can spoil the scrape of all. A regular expression decides, in
-some 3 us a sample; prometheus_client's parser takes 22 us.
+In the merged text, each family has one HELP and one TYPE, and its samples follow each other. Every line that is not exactly in the
+text format is left out, so that no worker can spoil the scrape of all workers. A regular expression checks a sample in some 3 us;
+prometheus_client's parser would take 22 us.
 """
 
 import re
@@ -21,19 +21,22 @@ from rsrv.placement.status import PlannerStatus, Repacks
 from rsrv.renewal import FileState
 from rsrv_gateway.traffic import DURATION_BOUNDS, TrafficCounts
 
-#: Seconds for which a departed worker is shown, so that several scrapes get its last counters.
+#: Seconds for which the metrics show a departed worker, so that several scrapes get its last counters.
 _DEPARTED_SHOWN_S = 600.0
 
 
 class DepartedWorkers:
-    """Forgets departed workers. The counters of a worker that returns continue."""
+    """Hides the counters of workers that departed a while ago. If a worker returns, its counters continue."""
 
     def __init__(self) -> None:
         #: Time at which each worker was last present.
         self._there: dict[str, float] = {}
 
     def without(self, counts: TrafficCounts, there: Iterable[str], now: float) -> TrafficCounts:
-        """Return `counts` without workers that left more than ten minutes ago. `now`: seconds."""
+        """Return `counts` without the workers that left more than `_DEPARTED_SHOWN_S` before `now`, in seconds.
+
+        `there` are the present workers.
+        """
         self._there.update(dict.fromkeys(there, now))
 
         def shown(worker: str) -> bool:
@@ -57,7 +60,7 @@ def expose(
 ) -> str:
     """Return the gateway's metrics.
 
-    `scraped`: success of the scrape of each worker, by name; `files`: states of the files with certificates and tokens.
+    `scraped` has for each worker whether its scrape succeeded. `files` are the states of the files with certificates and tokens.
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(
@@ -67,7 +70,7 @@ def expose(
 
 
 def table() -> str:
-    """Return the gateway's own metrics as a table in Markdown. Names show the types."""
+    """Return the gateway's own metrics as a table in Markdown. The end of a name shows its type."""
     plan = PlannerStatus("lpt_packing", 0, (), (), Repacks({}, None, None, 0, 0, 0, 0.0, 1.0, 0), ())
     lines = ["| metric{labels} | meaning |", "|---|---|"]
     for family in (*_traffic(TrafficCounts()), *_workers({}, {}), *_files(()), *_plan(plan)):
@@ -128,7 +131,7 @@ def _traffic(counts: TrafficCounts) -> Iterator[Metric]:
 
 def _workers(views: Mapping[str, WorkerView], scraped: Mapping[str, bool]) -> Iterator[Metric]:
     up = sum(view.alive for view in views.values())
-    # Send this even without workers, for alerts.
+    # Yield this metric even without workers, because alerts need it.
     yield _gauge(
         "rsrv_gateway_workers",
         "Known workers: up answered their last probe, down did not.",
@@ -220,7 +223,7 @@ def _filled(
     labels: tuple[str, ...],
     values: Mapping[Any, float],
 ) -> Metric:
-    """Return a family with samples. A key of `values` is a tuple with a value for each label, or the only label's value."""
+    """Return a family with samples. A key of `values` is the value of the only label, or a tuple with a value for each label."""
     family = kind(name, help, labels=labels)
     for key, value in sorted(values.items()):
         family.add_metric(key if isinstance(key, tuple) else (key,), value)
@@ -255,8 +258,7 @@ class _MergedFamily:
 def merge(own: str, workers: Iterable[tuple[str, str]]) -> str:
     """Merge the gateway's metrics with those of the workers, whose samples get a label `worker`.
 
-    Lines that are not in Prometheus' text format are left out. Of several HELPs and TYPEs of a family the
-    first counts.
+    Lines that are not in Prometheus' text format are left out. If a family has several HELPs or TYPEs, the first one counts.
     """
     families: dict[str, _MergedFamily] = {}
     _take(families, own, "")

@@ -1,7 +1,7 @@
-"""Meaning of a worker's refusal: whether a failover follows, and the error for the client. Pure; both proxies use it.
+"""The meaning of a worker's refusal: whether a failover follows, and the error for the client. Pure. Both proxies use it.
 
-A worker answers with gRPC codes, or equivalent HTTP statuses, as Triton's backends can give them. Other codes
-are sent as UNAVAILABLE with a tag in front of the message.
+A worker answers with the gRPC codes that Triton's backends can return, or with equivalent HTTP statuses. For other codes, it sends
+UNAVAILABLE, and a tag in front of the message.
 """
 
 import re
@@ -12,26 +12,27 @@ from itertools import islice
 
 from grpc import StatusCode
 
-#: The tag looks like `[rsrv:QUEUE_FULL] text`. An ensemble puts its own words before it.
+#: A tag, as in `[rsrv:QUEUE_FULL] text`. An ensemble puts its own words before it.
 _TAG = re.compile(r"\[rsrv:([A-Z_]+)\]")
 
-#: Codes of tagged UNAVAILABLE errors, by tag.
+#: The code that each tag of an UNAVAILABLE error stands for.
 MEANT = {
     "QUEUE_FULL": StatusCode.RESOURCE_EXHAUSTED,
     "DEADLINE": StatusCode.DEADLINE_EXCEEDED,
     "NOT_RESIDENT": StatusCode.FAILED_PRECONDITION,
 }
-#: Codes without failover. It would only move the load that this worker refused, or be too late.
+#: Codes without a failover. A failover would only move the load that this worker refused, or it would be too late.
 _FINAL = (StatusCode.RESOURCE_EXHAUSTED, StatusCode.DEADLINE_EXCEEDED)
 _ELSEWHERE = (StatusCode.NOT_FOUND, StatusCode.UNAVAILABLE)
 
 #: Maximum number of connections that may break during one request, because a request that crashes its server must not reach all
-#: of them.
+#: servers.
 CONNECTION_LOSSES_MAX = 2
 
 #: Maximum number of characters of a client's invented name in an error message.
 _NAME_MAX_CHARS = 256
-#: An unknown name is compared with this many known models, in some 15 ms, whose lengths differ by this many characters.
+#: An unknown name is compared with at most this many known names, which takes some 15 ms. Their lengths may differ from its length by
+#: at most this many characters.
 _COMPARED_MAX, _LENGTHS_DIFFER_MAX = 200, 3
 
 Metadata = Sequence[tuple[str, str | bytes]]
@@ -48,11 +49,11 @@ class Refusal:
     lost: bool = False
 
     def for_client(self) -> StatusCode:
-        """Return the code for the client; message and metadata stay unchanged."""
+        """Return the code for the client. The message and the metadata stay unchanged."""
         return _meant(self) or self.code
 
     def is_retryable(self) -> bool:
-        """Return true if another worker may answer, provided that nothing was answered yet."""
+        """Return True if the request may be sent to another worker. The caller checks that the client has no answer yet."""
         return self.code in _ELSEWHERE and _meant(self) not in _FINAL
 
     def suspects_worker(self) -> bool:
@@ -62,7 +63,7 @@ class Refusal:
     def preferred_to(self, earlier: "Refusal | None") -> "Refusal":
         """Return the better of two consecutive refusals for the client.
 
-        NOT_FOUND yields to any other refusal, because a client may retry those.
+        Any other refusal is better than NOT_FOUND, because a client may retry after it.
         """
         return earlier if earlier is not None and self.code is StatusCode.NOT_FOUND else self
 
@@ -75,7 +76,7 @@ def _meant(refusal: Refusal) -> StatusCode | None:
 
 
 def tagged(message: str) -> bool:
-    """Return true if the message carries a tag for a code that Triton lacks."""
+    """Return True if the message has a tag for a code that Triton lacks."""
     return _TAG.search(message) is not None
 
 
@@ -103,7 +104,7 @@ def _shown(model: str) -> str:
 
 
 def no_classes(model: str, output: str) -> Refusal:
-    """Return the refusal of a request for classes of strings. Tritonserver before 25.07 ends while it computes them."""
+    """Return the refusal of a request for classes of strings. Tritonserver before 25.07 crashes when it computes them."""
     return Refusal(
         StatusCode.INVALID_ARGUMENT,
         f"output '{_shown(output)}' of model '{_shown(model)}' has strings, and Triton has no classes of strings: ask "

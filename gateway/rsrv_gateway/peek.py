@@ -1,8 +1,8 @@
 """Reader for the parts of a ModelInferRequest that decide its route.
 
-protobuf reads them as the worker does, in 2 us for a small request. A large request is first reduced to these parts,
-in a time that does not depend on its bytes. Otherwise, a message of empty inputs would take 50 times its size, and
-block the event loop. Only these parts are checked, so a worker may still refuse the message.
+protobuf reads these parts as the worker does, in 2 us for a small request. A large request is first reduced to these parts, in a
+time that does not depend on the size of its tensors. Otherwise, a message with many empty inputs would take 50 times its size in
+memory, and block the event loop. Only these parts are checked, so a worker may still refuse the message.
 """
 
 from collections.abc import Generator
@@ -15,7 +15,7 @@ from grpc import StatusCode
 from rsrv_gateway.outcomes import Refusal
 from rsrv_gateway.v1 import infer_head_pb2 as pb
 
-#: A request of at most this many bytes is read without reducing it.
+#: Requests of at most this many bytes are read without reducing them.
 SMALL_BYTES = 16 << 10
 #: Maximum number of fields of a request. More fields would block the event loop for too long.
 MOST_FIELDS = 10_000
@@ -26,13 +26,15 @@ _RAW_CONTENTS = 7
 _KEPT_FIELDS = (_MODEL_NAME, _MODEL_VERSION, _ID, _PARAMETERS, _OUTPUTS)
 #: Numbers of the fields of an input that are read.
 _NAME_AND_SHAPE = _INPUT_NAME, _SHAPE = 1, 3
-#: Maximum number of elements of an input. No message holds more. If the product of extents overflows in Triton, the
-#: whole batch fails.
+#: Maximum number of elements of an input. A message cannot hold more. If the product of extents overflowed in Triton, the whole
+#: batch would fail.
 MOST_ELEMENTS = 2**31 - 1
 #: Maximum number of extents of an input.
 MOST_EXTENTS = 100
-#: Kind of fields with a length before their bytes, and sizes of the kinds with a fixed size.
-_OF_LENGTH, _SIZES = 2, {1: 8, 5: 4}
+#: Kind of the fields that have a length before their bytes.
+_OF_LENGTH = 2
+#: Number of bytes of the kinds of fields with a fixed size.
+_SIZES = {1: 8, 5: 4}
 _WRONG = "the request is not a ModelInferRequest"
 _NUMBERS_AND_TEXTS = ("int64_param", "uint64_param", "string_param")
 
@@ -46,9 +48,9 @@ class Malformed(ValueError):
 
 
 def sequence_of(value: object) -> int | str | None:
-    """Return the sequence that tritonserver sees in a parameter's value.
+    """Return the sequence that tritonserver reads from a parameter's value.
 
-    None: there is no sequence, or tritonserver refuses the value.
+    Return None if this is no sequence, or if tritonserver refuses the value.
     """
     if isinstance(value, str):
         return value.partition("\0")[0] or None
@@ -99,7 +101,10 @@ class Peeked:
         )
 
     def items(self, measured: tuple[str, int] | None) -> int:
-        """Return the extent of an input's axis; 1 for None, and if the axis or the input is absent."""
+        """Return the extent of an axis of an input, given as (input, axis).
+
+        Return 1 for None, or if the axis or the input is absent.
+        """
         if measured is not None:
             name, axis = measured
             for tensor in self._head.inputs:
@@ -108,7 +113,7 @@ class Peeked:
         return 1
 
     def parameter(self, name: str) -> int | str | None:
-        """Return a parameter that is a whole number or a text; else None."""
+        """Return the value of a parameter if it is a whole number or a text, otherwise None."""
         if name not in self._head.parameters:
             return None
         parameter = self._head.parameters[name]
@@ -118,13 +123,13 @@ class Peeked:
 
 
 def int_parameter(name: str, value: int) -> bytes:
-    """Return the bytes that, appended to a request, give it a parameter."""
+    """Return bytes that add a parameter to a request if they are appended to it."""
     head = pb.InferHead(parameters={name: pb.InferHeadParameter(int64_param=value)})
     return bytes(head.SerializeToString())
 
 
 def _encoded_input(parts: bytes) -> bytes:
-    """Return a request with one input, which has these fields. Raises DecodeError."""
+    """Return an encoded request with one input, whose encoded fields are `parts`. Raises DecodeError."""
     tensor = pb.InferHeadInput.FromString(parts)
     return bytes(pb.InferHead(inputs=[tensor]).SerializeToString())
 
@@ -144,7 +149,7 @@ def _cut_down(data: bytes) -> bytes:
 
 
 class MessageReader:
-    """Reads the parts of `InferHead` from a message that comes in pieces, and skips tensors."""
+    """Reads the fields of `InferHead` from a message that arrives in pieces, and skips tensors."""
 
     def __init__(self, most: int) -> None:
         """Start a message. At most `most` of its bytes are stored."""
@@ -156,11 +161,11 @@ class MessageReader:
         #: The bytes that were read so far, except those of tensors.
         self.without_tensors = bytearray()
         self._parser = self._message()
-        #: True once the tensors have begun. All serialisers write the other parts before them.
+        #: True once the tensors have begun. All serialisers write the other parts before the tensors.
         self.has_tensors = False
 
     def feed(self, data: bytes, last: bool) -> None:
-        """Read on; `last`: the message ends here. Raises Malformed."""
+        """Read the next bytes. `last` is True if the message ends with them. Raises Malformed."""
         self._data = self._data[self._at :] + data
         self._at, self._last = 0, last
         try:

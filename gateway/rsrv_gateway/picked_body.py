@@ -1,7 +1,7 @@
 """The body of a request that passes Envoy, as the picker reads it. Pure.
 
-Envoy holds back only a part of a body, so the picker may have to choose before the body is complete. It reads the
-rest while that passes. `findings` returns facts that were unknown at the choice.
+Envoy holds back only a part of a body, so the picker may have to choose a server before it has the whole body. It reads the rest of
+the body while Envoy forwards it. `findings` returns facts that were unknown when the server was chosen.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class Wanted:
     classified: tuple[str, ...] = ()
 
 
-#: The input whose shape gives the items of a model's requests, and its axis.
+#: The input and the axis whose extent is the number of items of a request, or None if each request counts as one item.
 Measured = tuple[str, int] | None
 
 
@@ -38,19 +38,19 @@ class Body(Protocol):
     is_slow: bool
 
     def steps(self, data: bytes, last: bool) -> Iterator[None]:
-        """Read the next data, with a pause for other work after each part. `last`: the body ends with it.
+        """Read the next data. Each step reads a part of it, so that other work can run between the steps.
 
-        Raises Malformed.
+        `last` is True if the body ends with this data. Raises Malformed.
         """
 
     def is_enough(self) -> bool:
-        """Return True if a choice is possible, even if the body continues."""
+        """Return True if a server can be chosen, even if the body continues."""
 
     def model(self) -> str:
         """Return the model, or an empty text if it is not known yet. Raises Malformed."""
 
     def wanted(self, measured: Measured) -> Wanted:
-        """Return the known parts, and read the rest for `findings`. Raises Malformed."""
+        """Return the parts that are known now. Later parts only count for `findings`. Raises Malformed."""
 
     def findings(self) -> tuple[str, ...]:
         """Return new names of outputs that the client wants as classes. Raises Malformed if the choice was wrong."""
@@ -107,7 +107,7 @@ class HttpBody:
 
 
 class GrpcBody:
-    """The body of a call, whose first message decides its route."""
+    """The body of a gRPC call. Its first message decides the route."""
 
     def __init__(self, head: Head, infers: bool, streams: bool, most: int) -> None:
         self._reader = GrpcHead(head.text("grpc-encoding"), most)
@@ -117,7 +117,7 @@ class GrpcBody:
         self._later: list[Peeked] = []
         self._chosen: Wanted | None = None
         self.complete = False
-        # Tensors are skipped, compressed or not.
+        # Reading is fast, because tensors are skipped even if they are compressed.
         self.is_slow = False
 
     def steps(self, data: bytes, last: bool) -> Iterator[None]:
@@ -163,7 +163,7 @@ class GrpcBody:
             if message.model != self._chosen.model:
                 raise Malformed(another_model(self._chosen.model, message.model).message)
             if self._first is None:
-                # The message whose beginning decided the route.
+                # This is the message whose beginning decided the route.
                 self._first = message
                 if message.sequence != self._chosen.sequence:
                     raise Malformed("the request's sequence_id must come before its tensors")

@@ -1,7 +1,7 @@
-"""Endpoint picker: names the server of each request to an Envoy, which carries the bytes.
+"""Endpoint picker: tells an Envoy the server for each request. Envoy itself forwards the requests and answers.
 
-`Picker` takes the place of the `Proxy`. For each request Envoy opens a stream in the external processing protocol,
-and keeps it while the request is in flight. So the stream lasts as long as the request.
+`Picker` takes the place of the `Proxy`. For each request, Envoy opens a stream in the external processing protocol, which lasts as
+long as the request is in flight.
 """
 
 import asyncio
@@ -41,26 +41,29 @@ _UNREAD = "a request was not read"
 
 #: Code of a counted request whose answer the picker does not see.
 PICKED = "PICKED"
-#: Seconds for resolving a host's name, for which a new worker's first table waits, and names resolved at a time.
-_RESOLVE_S, _RESOLVE_MAX = 2.0, 32
+#: Seconds for resolving a host's name. The first table with a new worker waits for this.
+_RESOLVE_S = 2.0
+#: Maximum number of names that are resolved at a time.
+_RESOLVE_MAX = 32
 #: Seconds between two checks for connections that Envoy has not closed.
 _CLOSED_S = 0.05
-#: Number of endpoints named for one request: the first, and two for Envoy's retries.
+#: Maximum number of endpoints that are named for one request: one for the request, and two for Envoy's retries.
 _ENDPOINTS_MAX = 3
 _TOKEN_HEADER = ("authorization",)
-#: The picker chooses after this many bytes of a body at the latest, over HTTP and over gRPC. Envoy's own limits are higher: 1 MiB
-#: by default, and one window of HTTP/2 for a call. The parameters of a call come before its tensors.
+#: The picker chooses a server after at most this many bytes of a body, over HTTP and over gRPC. Envoy's own limits are not lower:
+#: 1 MiB by default, and one window of HTTP/2 for a call of gRPC. The parameters of such a call come before its tensors.
 SHOWN_BYTES, SHOWN_CALL_BYTES = 1 << 20, 32 << 10
 #: Seconds that Envoy waits for the choice while a client sends its body slowly.
 _PATIENCE_S = 300
-#: The operation of a call with several messages for inference, and all operations that execute a model.
+#: The operation of a gRPC call that may carry several inference requests.
 _STREAM = "stream"
+#: All operations that execute a model.
 _INFERENCE = (*INFERENCE, _STREAM)
 #: Operation of each method of gRPC.
 _METHODS = {**OPERATIONS, "ModelInfer": "infer", "ModelStreamInfer": _STREAM}
 #: Operations that a server with the model must answer.
 _ABOUT_A_MODEL = ABOUT_A_MODEL | {"stats"}
-#: Operations that any server can answer, in addition to methods and paths that no server knows.
+#: Operations that any server can answer. Methods and paths that no server knows also go to any server.
 _OF_ANY = frozenset(["live", "server ready", "server", "index"])
 
 
@@ -80,7 +83,7 @@ class Picker:
         self.hidden = _TOKEN_HEADER if self.token.needed else ()
         #: Endpoints by worker, for gRPC (True) and for HTTP (False).
         self._endpoints: Mapping[bool, Mapping[str, str]] = {True: {}, False: {}}
-        #: IP address of each host. Empty while it has none.
+        #: IP address of each host, or an empty text while the address is unknown.
         self._ips: dict[str, str] = {}
         self._room = asyncio.Semaphore(_RESOLVE_MAX)
         #: The task that resolves the names again.
@@ -110,7 +113,7 @@ class Picker:
         return self.traffic.counts()
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests, and return when Envoy knows, or after `seconds`.
+        """Refuse new requests. Return when Envoy has closed its connections, or after `seconds`.
 
         Requests in flight continue without the picker, because Envoy knows their servers.
         """
@@ -155,7 +158,7 @@ class Picker:
                 )
 
     def _name_endpoints(self, workers: Mapping[str, Worker]) -> None:
-        """Name the workers by IP:PORT, because override_host knows no names."""
+        """Record each worker's endpoint as IP:PORT, because Envoy's policy override_host accepts no names."""
         named: dict[bool, dict[str, str]] = {True: {}, False: {}}
         for name, worker in workers.items():
             for is_grpc, text in ((True, worker.grpc), (False, worker.http)):
@@ -167,7 +170,7 @@ class Picker:
     # --- one request ---------------------------------------------------------------------------------------
 
     def allowed(self, head: Head, workers: Iterable[str]) -> dict[str, str]:
-        """Return the endpoints of the first of these workers, in order, that Envoy may use for the request."""
+        """Return the endpoints of the first workers in this order that Envoy may use for the request, by worker."""
         known, subset = self._endpoints[head.is_grpc], head.subset
         endpoints: dict[str, str] = {}
         for worker in workers:
@@ -194,14 +197,14 @@ class Picker:
                 yield worker
 
     def in_turn(self) -> Sequence[str]:
-        """Yield all workers, beginning with another one each time."""
+        """Return all workers. Each call begins with another worker."""
         workers = list(self.traffic.workers)
         at = next(self._turns) % max(len(workers), 1)
         return workers[at:] + workers[:at]
 
 
 def _address(text: str | None) -> Address | None:
-    """Return the address where a worker listens. None: Envoy can reach none."""
+    """Return the address where a worker listens, or None if it has no address that Envoy can reach."""
     return None if text is None or text.startswith("unix:") else parse_address(text)
 
 
@@ -213,7 +216,7 @@ def _hosts(workers: Mapping[str, Worker]) -> set[str]:
 def _target_of(head: Head) -> Target | None:
     """Return the operation of a request, and its model if the path names it.
 
-    None: the path is unknown here, and a server handles or refuses it.
+    Return None if the picker does not know the path. Any server then handles or refuses the request.
     """
     if head.is_grpc:
         service, _, method = head.path.rpartition("/")
@@ -222,7 +225,7 @@ def _target_of(head: Head) -> Target | None:
         target = target_of(head.method, head.path)
     except UnknownPath:
         return None
-    # Statistics of all models.
+    # Any server can answer a request for the statistics of all models.
     return None if target == Target("stats") else target
 
 
@@ -233,42 +236,42 @@ def _needs_body(target: Target, is_grpc: bool) -> bool:
 
 
 class PickedRequest:
-    """One request that passes Envoy: the parts that have arrived, and the choice, which is counted until `end`."""
+    """One request that Envoy forwards: the parts that have arrived, and the chosen server. The request counts until `end`."""
 
     def __init__(self, picker: Picker) -> None:
         self._picker = picker
         self._arrived = monotonic()
         self._head: Head | None = None
         self._target: Target | None = None
-        #: Envoy sends the body before the headers are answered.
+        #: True if Envoy sends the body before the headers are answered.
         self._ahead = False
         #: True if Envoy sends only one part of a body, even if the body continues.
         self._partial = False
-        #: Envoy wants each part of a body back.
+        #: True if Envoy expects each part of a body back.
         self._duplex = False
-        #: The body while it is read; None if its parts pass unread.
+        #: The body while the picker reads it, or None if the picker does not read its parts.
         self._body: Body | None = None
         self._received = 0
         #: Kinds and answers of the parts that wait for the choice.
         self._waiting: list[tuple[str, bytes]] = []
-        #: The endpoints of the choice, the best first; None: no choice yet.
+        #: The chosen endpoints, the best one first, or None before the choice.
         self._endpoints: tuple[str, ...] | None = None
         #: True once Envoy knows the endpoints.
         self._directed = False
         self._workers: tuple[str, ...] = ()
         self._wanted = Wanted("")
         self._choice: Choice | None = None
-        #: Outputs that the client wants as classes, and whose types workers must still report.
+        #: Outputs that the client wants as classes, while workers have not reported their types.
         self._unchecked: tuple[str, ...] = ()
         #: A part of a compressed body that `look` must read, and whether it is the last part.
         self._unread: tuple[bytes, bool] | None = None
-        #: `look` has to read a part, or to ask workers for something.
+        #: True if `look` must read a part or ask workers.
         self.looking = False
         #: True if the request is refused, so that Envoy needs nothing more.
         self.done = False
 
     def take(self, data: bytes) -> Iterable[bytes]:
-        """Return the answers that are due after this message. Raises ValueError if it is none."""
+        """Return the answers that are due after this message. Raises ValueError if `data` is not a message of Envoy."""
         try:
             message = pb.ProcessingRequest.FromString(data)
         except DecodeError as error:
@@ -286,7 +289,7 @@ class PickedRequest:
     def _refuse_unread(self) -> bytes:
         """Refuse a request after an error of the picker.
 
-        If the stream ended with the error, Envoy would let the request pass.
+        Otherwise the stream would end with the error, and Envoy would forward the request.
         """
         return self._refuse(Refusal(StatusCode.INTERNAL, "the endpoint picker could not read the request"))
 
@@ -332,7 +335,7 @@ class PickedRequest:
         return self._decide(head)
 
     async def look(self) -> Iterable[bytes]:
-        """Read a part, or ask workers about an unknown model and types of outputs; return the answers that waited for this."""
+        """Read a part, or ask workers about an unknown model or types of outputs. Return the answers that waited for this."""
         answers: Iterable[bytes] = ()
         try:
             while self.looking:  # A model that has just become known may have outputs to check.
@@ -359,7 +362,7 @@ class PickedRequest:
     async def _look(self) -> Iterable[bytes]:
         """Ask workers about the model or about the outputs.
 
-        Return the answers, or none if the other question must be asked as well.
+        Return the answers to Envoy, or nothing if workers must be asked again.
         """
         assert self._head is not None
         traffic, parts = self._picker.traffic, self._wanted
@@ -384,7 +387,7 @@ class PickedRequest:
     def _leave_out(self, refusals: Mapping[str, Refusal]) -> Refusal | None:
         """Leave out workers that refuse classes of these outputs.
 
-        Return the refusal if none is left, or if the request itself is refused.
+        Return a refusal if no worker is left, or if all workers would refuse the request.
         """
         final = [refusal for refusal in refusals.values() if self._directed or not refusal.is_retryable()]
         usable = dict(zip(self._workers, self._endpoints or (), strict=True))
@@ -398,7 +401,7 @@ class PickedRequest:
         return None
 
     def end(self) -> None:
-        """Stop counting it."""
+        """Stop counting the request as in flight."""
         if self._choice is not None:
             traffic = self._picker.traffic
             traffic.router.release(self._choice)
@@ -470,9 +473,9 @@ class PickedRequest:
         return answers
 
     def _choose(self, head: Head, target: Target | None, looked: bool) -> Sequence[str] | Refusal | None:
-        """Return the endpoints for the request, the best first; None: its model is unknown so far. Raises Malformed.
+        """Return the endpoints for the request, the best one first, or None if its model is unknown. Raises Malformed.
 
-        A request for inference is counted.
+        An inference request counts as in flight from now on.
         """
         picker, traffic = self._picker, self._picker.traffic
         workers: Iterable[str] = ()
@@ -502,7 +505,7 @@ class PickedRequest:
             return refusal
         if parts.sequence:
             traffic.pin_sequence(selected, parts.model, parts.sequence)
-        # A sequence's state is at one server.
+        # Only one server has the state of a sequence.
         order = [selected.worker] if parts.sequence else picker.order(parts.model, selected.worker)
         allowed = picker.allowed(head, order)
         if not allowed:

@@ -1,7 +1,6 @@
-"""Probes of the workers: each is probed every half second, and at once when a request to it fails.
+"""Probes of the workers. Each worker is probed every half second, and at once after a request to it has failed.
 
-A probe asks Triton whether it answers and which models are ready, and the control service for figures, over
-gRPC.
+Over gRPC, a probe asks Triton whether it answers and which models are ready, and asks the control service for figures.
 """
 
 import asyncio
@@ -28,16 +27,18 @@ log = logging.getLogger("rsrv.gateway")
 _PROBE_MIN_S = 0.05
 #: Seconds for a probe that detects a death. A port without a listener answers at once.
 _DEATH_PROBE_S = 0.3
-#: Texts of gRPC's error if nothing listens, and of tritonserver's error while it stops.
-_NO_LISTENER, _STOPPING = re.compile("Connection refused|No such file"), re.compile("exiting|not ready")
-#: Seconds for a worker's metrics. Prometheus itself waits ten seconds by default.
+#: Text in gRPC's error if nothing listens.
+_NO_LISTENER = re.compile("Connection refused|No such file")
+#: Text in tritonserver's error while it stops.
+_STOPPING = re.compile("exiting|not ready")
+#: Seconds within which a worker must return its metrics. Prometheus itself waits ten seconds by default.
 METRICS_TIMEOUT_S = 2.0
-#: Seconds for a control service to accept a request.
+#: Seconds within which a control service must accept a request.
 _ACTION_TIMEOUT_S = 10.0
 #: Upper bound of plausible durations in seconds (decades).
 _PLAUSIBLE_MAX_S = 1e9
 
-#: Triton's error for a call without the right key. It has the name of the key.
+#: Triton's error for a call without the right key. It contains the name of the key.
 _RESTRICTED = re.compile("restricted, expecting header 'triton-grpc-protocol-([^']*)'")
 
 #: Views of a server that does not answer and whose devices are unknown.
@@ -48,22 +49,22 @@ class Prober(Protocol):
     """Client of one worker. `look` and `act` may run at the same time."""
 
     async def look(self) -> tuple[WorkerView, ...]:
-        """Probe the worker, and return its view.
+        """Probe the worker, and return its view. Never raises.
 
-        If a gateway chooses among its devices, return a view of each device. Never raises. DEAD: no answer in time.
+        If a gateway chooses among the worker's devices, return a view of each device. Return DEAD without an answer in time.
         """
 
     async def act(self, act: Act, model: str, device: int | None) -> None:
-        """Request this action on a device, or on all devices, from the control service. Raises ActError."""
+        """Request this action on one device, or on all devices for None, from the control service. Raises ActError."""
 
     async def place(self, models: ModelDevices) -> None:
         """Send the devices of the models to the control service. Raises ActError."""
 
     async def metrics(self) -> str | None:
-        """Return its control service's metrics for Prometheus; None: no answer in time. Never raises."""
+        """Return the metrics of the control service for Prometheus, or None without an answer in time. Never raises."""
 
     def control(self) -> ControlClient | None:
-        """Return its control service on the current channel; None: unknown."""
+        """Return the control service on the current channel, or None if none is known."""
 
     def has_died(self, model: str) -> bool:
         """Return True if the worker served the model in its last answer, and nothing listens at its port now."""
@@ -75,7 +76,7 @@ class Prober(Protocol):
 
 
 class ActError(Exception):
-    """A worker did not carry out an action; the message says why."""
+    """A worker did not carry out an action. The message says why."""
 
 
 class Probes:
@@ -106,7 +107,7 @@ class Probes:
         return {name: watch.worker for name, watch in sorted(self._watches.items())}
 
     def views(self) -> Mapping[str, tuple[WorkerView, ...]]:
-        """Return the last views of each worker's devices, by the worker's name; a worker is dead before its first probe."""
+        """Return the last views of each worker's devices, by the worker's name. A worker counts as dead before its first probe."""
         return {name: watch.views for name, watch in sorted(self._watches.items())}
 
     def summaries(self) -> Mapping[str, WorkerView]:
@@ -114,12 +115,12 @@ class Probes:
         return {name: summed(views) for name, views in self.views().items()}
 
     def failed(self, worker: str) -> None:
-        """Probe a worker now, because a request to it failed. Without effect for an unknown name."""
+        """Probe a worker now, because a request to it failed. This has no effect for an unknown name."""
         if worker in self._watches:
             self._watches[worker].hurry()
 
     async def look(self, workers: Iterable[str] | None = None) -> None:
-        """Probe these workers, or all. Return when each of them was probed by a probe that started after this call."""
+        """Probe these workers, or all. Return after a probe of each of them that started after this call."""
         names = self._watches.keys() if workers is None else workers
         await asyncio.gather(*(self._watches[name].looked() for name in list(names) if name in self._watches))
 
@@ -128,7 +129,7 @@ class Probes:
         await self._prober(device.server).act(act, model, device.number)
 
     async def place(self, worker: str, models: ModelDevices) -> None:
-        """Tell a worker its models' devices, as `Prober.place`. Raises ActError, also for an unknown worker."""
+        """Send a worker the devices of its models, as `Prober.place` does. Raises ActError, also for an unknown worker."""
         await self._prober(worker).place(models)
 
     def _prober(self, worker: str) -> Prober:
@@ -138,7 +139,7 @@ class Probes:
         return watch.prober
 
     async def metrics(self, worker: str) -> str | None:
-        """Return the metrics as `Prober.metrics`; None for an unknown worker."""
+        """Return the metrics as `Prober.metrics` does, or None for an unknown worker."""
         watch = self._watches.get(worker)
         return None if watch is None else await watch.prober.metrics()
 
@@ -156,7 +157,7 @@ class Probes:
         return gone(worker) if watch is None else await watch.prober.string_outputs(model, version)
 
     def control(self, worker: str) -> ControlClient | None:
-        """Return the control service as `Prober.control`; None for an unknown worker."""
+        """Return the control service as `Prober.control` does, or None for an unknown worker."""
         watch = self._watches.get(worker)
         return None if watch is None else watch.prober.control()
 
@@ -177,16 +178,16 @@ class _WorkerProbe:
         self._hurried = asyncio.Event()
         #: Error of the last probe, if the probe failed in the gateway itself.
         self._error = ""
-        #: Set at the end of the next probe to start.
+        #: Event at the end of the next probe that starts.
         self._next_ended = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name=f"probe {worker.name}")
 
     def hurry(self) -> None:
-        """Probe again after a running probe, because that one may have seen the earlier state."""
+        """Probe again soon. A running probe does not count, because it may have seen an earlier state."""
         self._hurried.set()
 
     async def looked(self) -> None:
-        """Return after the end of the next probe to start, or after the last one."""
+        """Return at the end of the next probe that starts, or when no more probes follow."""
         ended = self._next_ended
         self.hurry()
         await ended.wait()
@@ -281,13 +282,17 @@ class PlacementSender:
 
     def __init__(self, place: Callable[[str, ModelDevices], Awaitable[None]]) -> None:
         self._place = place
-        #: For each server, the placement that was sent, and the last logged problem with it.
+        #: The placement that was sent to each server.
         self._told: dict[str, ModelDevices] = {}
+        #: The last logged problem with each server.
         self._said: dict[str, str] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def update(self, placements: Mapping[str, ModelDevices]) -> None:
-        """Send the changes to these servers, by name. All other servers do not answer, and forget their placement."""
+        """Send the changes of placements to their servers. Servers that are not in `placements` do not answer at the moment.
+
+        Such a server gets its whole placement again when it returns.
+        """
         self._told = {server: placement for server, placement in self._told.items() if server in placements}
         for server, models in placements.items():
             if self._told.get(server) != models and server not in self._tasks:
@@ -318,8 +323,7 @@ class PlacementSender:
 class GrpcProber:
     """Probes one worker over gRPC.
 
-    A worker that takes longer than `timeout` seconds gets a new connection, because the old one may be half
-    open.
+    If a worker takes longer than `timeout` seconds, the prober opens a new connection, because the old one may be half open.
     """
 
     def __init__(self, worker: Worker, channels: ChannelFactory, timeout: float) -> None:
@@ -329,11 +333,11 @@ class GrpcProber:
         self._ready: frozenset[str] = frozenset()
         #: Models that the worker served in its last answer.
         self._served: frozenset[str] = frozenset()
-        #: True if nothing listens at its port now.
+        #: True if nothing listens at the worker's port now.
         self._vanished = False
         #: Last view of each device.
         self._views: dict[int, WorkerView] = {}
-        #: Positions on which the devices' next figures may build.
+        #: Positions in the figures of the devices. The worker may send only changes since them.
         self._positions: list[pb.LoadPosition] = []
         #: The views of the devices, and the view of the whole server.
         self._whole: tuple[tuple[WorkerView, ...], WorkerView] | None = None
@@ -362,7 +366,7 @@ class GrpcProber:
                 self._served = frozenset()
             return DEAD
         self._vanished = False
-        # Triton may be slow to list models while it loads some. It serves the others meanwhile.
+        # Triton may be slow to list its models while it loads some. Meanwhile, it still serves the others.
         if not _is_late(index):
             self._ready, reason = _listed(index)
             self._refuse(reason)
@@ -457,9 +461,9 @@ class GrpcProber:
         task.add_done_callback(self._closing.discard)
 
     async def _ask_alive(self) -> Any:
-        """Ask whether the server answers.
+        """Call ServerReady, only to see whether the server answers.
 
-        A server that starts, loads or ends is not ready, but the index lists its ready models.
+        The content of the answer does not count: a server that starts, loads or ends is not ready, but may have ready models.
         """
         return await _answer(self._triton.unary_unary(SERVICE + "ServerReady")(b"", timeout=self._timeout))
 
@@ -474,16 +478,16 @@ class GrpcProber:
         return await _answer(call(request, timeout=self._timeout, metadata=metadata))
 
     async def _ask_load(self) -> Any:
-        """Ask for the figures; None: there is no control service."""
+        """Ask the control service for the figures. Return None if there is no control service."""
         if self._control is None:
             return None
         request = pb.GetLoadRequest(positions=self._positions)
         return await _answer(self._control.call("GetLoad", request, self._timeout))
 
     def _refuse(self, reason: str) -> None:
-        """Log a refusal once, because a worker that does not list its models receives no requests.
+        """Log once why a worker refuses to list its models, because it gets no requests then.
 
-        Empty: it has not refused.
+        `reason` is empty if the worker has not refused.
         """
         if reason and reason != self._refused:
             key = _RESTRICTED.search(reason)
@@ -533,7 +537,7 @@ def _said(error: Any) -> str:
 
 
 def _is_sane(load: pb.DeviceLoad) -> bool:
-    """Return true if the figures are finite and plausible; otherwise they would spoil or overflow the sums over all workers."""
+    """Return True if the figures are finite and plausible. Other figures would spoil or overflow the sums over all workers."""
     numbers = [load.backlog_s]
     for model in load.models:
         numbers += model.cost_s, model.device_seconds

@@ -46,7 +46,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
     def __init__(self, gateway: GatewayLoop) -> None:
         self._gateway = gateway
         self._planner = gateway.planner
-        #: The section as rsrv.yaml has it.
+        #: The planner's options as they are in rsrv.yaml.
         self._section = self._planner.options
 
     @answers
@@ -151,7 +151,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
         self, status: WorkerStatus, workers: Mapping[str, Worker], outstanding: Mapping[str, int]
     ) -> pb.WorkerStatus:
         device = self._gateway.devices.get(status.name, ServerDevice(status.name, None))
-        # A server chooses among its devices itself: its requests are shown once.
+        # A server chooses among its devices itself, so its requests are shown only with the first device.
         requests = outstanding.get(device.server, 0) if not device.number else 0
         return worker_message(status, workers.get(device.server), requests)
 
@@ -202,7 +202,10 @@ def policy_message(section: PlannerOptions) -> pb.Policy:
 def changed_policy(
     section: PlannerOptions, original: PlannerOptions, policy: pb.Policy, paths: Iterable[str]
 ) -> PlannerOptions:
-    """Return `section` with these fields from `policy`, or from `original` if absent there. Raises InvalidArgument."""
+    """Return `section` with the fields in `paths` taken from `policy`, or from `original` if `policy` lacks them.
+
+    Raises InvalidArgument.
+    """
     values: dict[str, Any] = {}
     for path in paths:
         if path not in FIELDS:
@@ -242,7 +245,7 @@ def worker_message(status: WorkerStatus, known: Worker | None, outstanding: int)
 
 
 def _given(message: Any, name: str) -> Any:
-    """Return a field as the settings have it; None: absent. Raises InvalidArgument."""
+    """Return a field in the form of the settings, or None if it is absent. Raises InvalidArgument."""
     value = getattr(message, name)
     if name in _ENUMS:
         return member_name(_ENUMS[name], value, name) if value else None

@@ -1,9 +1,9 @@
-"""ModelStreamInfer: one stream of a client, and one to the worker that serves its model.
+"""ModelStreamInfer: one stream of a client, and one stream to the worker that serves its model.
 
-A stream belongs to the model of its first message. All its messages go to one worker, that of the first
-message's sequence if it has one, so that sequences stay together and answers stay in order. Messages for
-another model are refused: tritonserver 24.10 writes the answers of several models at once, and crashes when
-that happens (triton-inference-server/server issue 7472).
+A stream belongs to the model of its first message. All its messages go to one worker, so that sequences stay together and answers
+stay in order. If the first message belongs to a sequence, this is the worker of the sequence. Messages for another model are
+refused, because tritonserver 24.10 writes the answers of several models at the same time, and crashes when that happens
+(triton-inference-server/server issue 7472).
 """
 
 import asyncio
@@ -32,12 +32,12 @@ from rsrv_gateway.peek import Malformed, Peeked
 from rsrv_gateway.suspects import EQUAL, call_digest
 from rsrv_gateway.traffic import CANCELLED, Traffic
 
-#: Reports whether each request for a model gets one answer. It asks in a client's context.
+#: Returns whether each request for a model gets exactly one answer. The second argument is the context of the client's call.
 AnswersOnce = Callable[[str, Any], Awaitable[bool]]
 
-#: Bytes of unanswered messages kept for a failover.
+#: Maximum number of bytes of unanswered messages that are kept for a failover.
 _KEPT_BYTES = 4 << 20
-#: Messages to a decoupled model that count as unanswered. Some get no answer, and nothing shows which.
+#: Maximum number of messages to a decoupled model that count as unanswered. Some messages get no answer, and nothing shows which.
 _WAITING_MAX = 1000
 #: If the client's metadata has this key, tritonserver ends a stream at its first error. Otherwise errors are answers.
 _ERRORS_END_IT = "triton_grpc_error"
@@ -53,7 +53,7 @@ async def stream(
     _: Any,
     context: Any,
 ) -> None:
-    """Serve a client's stream; the last two arguments are gRPC's. `forwarded` selects the metadata for workers."""
+    """Serve a client's stream. `forwarded` selects the metadata for workers. gRPC passes the last two arguments."""
     forwarding = _Stream(traffic, channels, answers_once, context, forwarded(context))
     try:
         await forwarding.run()
@@ -70,7 +70,7 @@ async def stream(
 
 
 def _error_code(answer: bytes) -> str:
-    """Return the code of an error in an answer. Only a tag shows it, and the bytes contain the tag unchanged."""
+    """Return the code of an error in an answer. Only the error's tag shows the code, and the tag is readable in the bytes."""
     message = answer.decode(errors="replace")
     return Refusal(grpc.StatusCode.UNAVAILABLE, message).for_client().name if tagged(message) else "UNKNOWN"
 
@@ -89,9 +89,9 @@ class _Message:
 
     items: int
     choice: Choice
-    #: True if the message asks for classes, which were checked at one worker only.
+    #: True if the message asks for classes. Only the present worker was asked whether it can compute them.
     classified: bool
-    #: The message, while it is kept.
+    #: The message while it is kept for a failover, or empty.
     data: bytes = b""
     #: Number of connections that broke during the request.
     losses: int = 0
@@ -112,9 +112,9 @@ class _Upstream:
     kept_bytes: int = 0
     #: Lock for writing messages one by one, in order.
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    #: True if nothing more is written.
+    #: True if no more messages will be written.
     closed: bool = False
-    #: How the worker ends the stream.
+    #: The end of the stream by the worker.
     end: StreamEnd = field(init=False)
 
     def __post_init__(self) -> None:
@@ -130,7 +130,7 @@ class _Upstream:
                 self.answered()
 
     def answered(self) -> None:
-        """Exclude a failover from now on."""
+        """Record an answer. A failover is not possible any more."""
         if self.kept:
             self.kept = False
             for message in self.waiting:
@@ -162,7 +162,7 @@ class _Stream:
         self._answers_once = answers_once
         self._context = context
         self._metadata = metadata
-        #: The stream's model. Empty before the first message for a served model.
+        #: The stream's model, or empty before the first message for a served model.
         self._model = ""
         #: Worker of the stream's messages.
         self._home = ""
@@ -174,7 +174,7 @@ class _Stream:
         #: Answers are written one by one. The first one also sends the stream's headers.
         self._writing = asyncio.Lock()
         self._first_write: asyncio.Future[None] | None = None
-        #: True if each request gets one answer. None: not asked yet.
+        #: True if each request gets exactly one answer. None until workers are asked.
         self._once: bool | None = None
 
     async def run(self) -> None:
@@ -190,7 +190,7 @@ class _Stream:
                     await upstream.close()
 
     def end(self) -> None:
-        """End the stream; unanswered messages get no answer."""
+        """End the stream. Unanswered messages get no answer."""
         upstream = self._upstream
         if upstream is not None:
             upstream.call.cancel()
@@ -200,7 +200,7 @@ class _Stream:
     async def begun(self) -> None:
         """Wait until the first answer, with the stream's headers, is sent.
 
-        Otherwise gRPC would send an end with headers before it, and fail.
+        If the stream ended earlier, gRPC would send the headers a second time with the end, and fail.
         """
         if self._first_write is not None:
             await asyncio.wait([self._first_write])
@@ -268,7 +268,7 @@ class _Stream:
             await self._forget(upstream)
 
     async def _refusal_of_classes(self, request: Peeked) -> Refusal | None:
-        """Return why the stream's worker must not get a request for classes. None: it may get the request."""
+        """Return why the stream's worker must not get a request for classes, or None if it may get the request."""
         while True:
             home = self._home
             wrong = await self._traffic.refusal_of_classes(
@@ -279,7 +279,7 @@ class _Stream:
                 return wrong
 
     async def _forget(self, upstream: _Upstream) -> None:
-        """Drop the oldest unanswered message, unless its answer will come."""
+        """Stop waiting for an answer to the oldest message, unless each message certainly gets one answer."""
         if self._once is None:
             self._once = await self._answers_once(self._model, self._context)
         if upstream.waiting and not self._once:
@@ -312,7 +312,7 @@ class _Stream:
         """Forward the worker's answers to the client."""
         refusal: Refusal | None = None
         try:
-            # Unlike `read`, this also returns the answers that the worker wrote before it ended the stream during a write.
+            # Unlike `read`, this iteration also yields answers that the worker wrote before it ended the stream during a write.
             async for data in upstream.call:
                 upstream.answered()
                 upstream.link.answers += 1
@@ -324,10 +324,10 @@ class _Stream:
             refusal = await upstream.end.refusal_of(error)
         except asyncio.CancelledError:
             refusal = gone(upstream.worker)
-        # A cancelled wait may have ended in another way, for example with the worker's end of the call.
+        # If this task was cancelled, its wait may have ended in another way, for example with the worker's end of the call.
         if is_cancelled():
             return
-        # Only the client may end a stream without an error.
+        # A worker that ends the stream before the client does has gone, even without an error.
         if refusal is None and upstream.waiting and not upstream.closed:
             refusal = gone(upstream.worker)
         self._upstream = None
@@ -346,7 +346,7 @@ class _Stream:
             raise _StreamRefused(refusal)
 
     async def _move(self, failed: _Upstream) -> bool:
-        """Fail over: send the unanswered messages to another worker of the model. Return false if that is impossible."""
+        """Fail over: send the unanswered messages to another worker of the model. Return False if that is impossible."""
         self._failed.add(failed.worker)
         messages = list(failed.waiting)
         if any(message.losses == CONNECTION_LOSSES_MAX or message.classified for message in messages):
@@ -369,7 +369,7 @@ class _Stream:
             self._traffic.router.move(message.choice, upstream.worker)
             message.data = b""
             upstream.expect(message, data)
-        # There was no await since the new worker was set, so later messages of the client follow these.
+        # There was no await after the new worker was set. So later messages of the client are written after these.
         async with upstream.writing:
             for data in datas:
                 await upstream.write(data)

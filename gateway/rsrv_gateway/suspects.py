@@ -1,10 +1,10 @@
-"""Suspect requests: two workers died while they executed the request, so it may be the cause.
+"""Suspect requests. A request is suspect if two workers died while they executed it, because it may be the cause.
 
-A worker counts as dead if it served the model, its connection broke, and nothing listens at its port any more. A stopped worker
-does not count: it answers requests in flight, and reports in probes that it ends. A broken connection alone does not count
-either. After a death, the requests that were in flight take turns at the next worker. Only one of them executes at a time, so
-if the next worker also dies, its request is the suspect. Equal requests are refused for some minutes. The front does the same
-with requests that end a runtime.
+A worker counts as dead if it served the model, its connection broke, and nothing listens at its port any more. A worker that was
+stopped does not count: it answers its requests in flight, and reports in probes that it ends. A broken connection alone does not
+count either. After a death, the requests that were in flight take turns at the next worker. Only one of them executes at a time, so
+if the next worker also dies, the request that it executed is the suspect. Requests equal to a suspect are refused for some minutes.
+The front does the same with requests that end a runtime.
 """
 
 import asyncio
@@ -20,11 +20,14 @@ from tritonclient.grpc import service_pb2
 
 from rsrv_gateway.outcomes import Refusal
 
-#: Seconds for which equal requests are refused, and the number of stored digests.
-_REFUSED_S, _DIGESTS_MAX = 300.0, 64
-#: Seconds that a request waits for its turn. After that it executes concurrently with others, and is no suspect.
+#: Seconds for which requests equal to a suspect are refused.
+_REFUSED_S = 300.0
+#: Maximum number of stored digests.
+_DIGESTS_MAX = 64
+#: Maximum number of seconds for which a request waits for its turn. After that, it executes concurrently with others, and cannot
+#: become a suspect.
 _TURN_S = 2.0
-#: Maximum number of bytes of JSON that is parsed, so that its digest leaves out the id and the parameters.
+#: JSON of at most this many bytes is parsed, so that its digest can leave out the id and the parameters.
 _PARSED_MAX = 1 << 20
 
 SUSPECT = Refusal(
@@ -67,7 +70,7 @@ class Suspects:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[bool]:
-        """Wait for this request's turn. Yield True if no other suspect executes meanwhile."""
+        """Wait for this request's turn. Yield True if no other request from this queue executes in the block."""
         alone = False
         with suppress(TimeoutError):
             async with asyncio.timeout(_TURN_S):

@@ -1,6 +1,6 @@
 """Routing and counting of requests, shared by both proxies. One event loop owns it.
 
-Every request is counted, so the counters are plain numbers in dicts; `counts` collects them for metrics.
+The counters are plain numbers in dicts, because they change with every request. `counts` collects them for the metrics.
 """
 
 from collections import Counter
@@ -22,9 +22,11 @@ from rsrv_gateway.suspects import Suspects
 DURATION_BOUNDS: tuple[float, ...] = tuple(0.0005 * 2**k for k in range(17))
 #: Code of a request whose client did not wait for the answer.
 CANCELLED = "CANCELLED"
-#: Seconds for which a model's outputs are stored, and the limit of stored models.
-_OUTPUTS_S, _OUTPUTS_MAX = 1.0, 1000
-#: This many errors about unknown models name a similar model at once; later, one error each second does.
+#: Seconds for which the names of a model's outputs with strings are stored.
+_OUTPUTS_S = 1.0
+#: Maximum number of models for which they are stored.
+_OUTPUTS_MAX = 1000
+#: At first, this many errors about unknown models name a similar model. After that, only one error each second does.
 _HINTS_MAX = 5
 #: Maximum number of workers that are asked for the state of a model that no worker serves.
 _ASKED_WORKERS_MAX = 3
@@ -34,15 +36,15 @@ _ASKED_WORKERS_MAX = 3
 class TrafficCounts:
     """Counters of a proxy since its start, and its requests in flight. Model names that clients invented are absent."""
 
-    #: Finished inference requests by model, worker (empty: none was asked) and name of the gRPC code, such as "OK".
+    #: Numbers of finished inference requests by model, worker (empty if none got the request) and gRPC code, such as "OK".
     requests: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
-    #: Items of forwarded requests, by model.
+    #: Numbers of items of forwarded requests, by model.
     items: Mapping[str, int] = field(default_factory=dict)
     #: Load in flight by worker, in the unit of the routes' charges.
     load: Mapping[str, float] = field(default_factory=dict)
-    #: Requests in flight by model and worker, without zeros.
+    #: Numbers of requests in flight by model and worker, without zeros.
     outstanding: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    #: Requests moved to another worker after this one failed, by worker.
+    #: Numbers of requests that moved to another worker after a failure, by the worker that failed.
     failovers: Mapping[str, int] = field(default_factory=dict)
     #: Durations from arrival to the end of the answer, by model.
     durations: Mapping[str, Histogram] = field(default_factory=dict)
@@ -60,13 +62,12 @@ class Brain(Protocol):
     async def refresh(self, sure: bool = False) -> None:
         """Probe all workers now, because a request names a model that is not in the table.
 
-        Returns after `apply` was called with the results, or at once if the last refresh is less than a
-        second ago. Concurrent calls share one refresh. `sure`: something has changed, so a refresh that is
-        already running does not count. Never raises.
+        Return after `apply` was called with the results, or at once if the last refresh was less than a second ago. Concurrent
+        calls share one refresh. If `sure`, something has changed, so a refresh that already runs does not suffice. Never raises.
         """
 
     async def has_died(self, worker: str, model: str) -> bool:
-        """Probe a worker whose connection broke. Return true if it served the model and nothing listens at its port now.
+        """Probe a worker whose connection broke. Return True if it served the model and nothing listens at its port now.
 
         Return False if the worker was stopping, or if this is unknown. Never raises.
         """
@@ -83,13 +84,13 @@ class Traffic:
         #: Workers that answer, by name.
         self.workers: Mapping[str, Worker] = {}
         self.table: Table = {}
-        #: Limits the errors that name the most similar model.
+        #: Limits how many errors name the most similar model.
         self._hints = Throttle(_HINTS_MAX)
         self._requests = Counter[tuple[str, str, str]]()
         self._items = Counter[str]()
         self._failovers = Counter[str]()
         self._durations: dict[str, Histogram] = {}
-        #: Names of the outputs with strings, and the time of the question, by worker, model and version.
+        #: Names of the outputs with strings, and the time when the worker was asked, by worker, model and version.
         self._strings: dict[tuple[str, str, str], tuple[frozenset[str], float]] = {}
 
     def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
@@ -102,7 +103,7 @@ class Traffic:
         return any(routes.ready for routes in self.table.values())
 
     async def find(self, model: str, items: int) -> Choice | Refusal:
-        """Choose a worker for a request whose model no worker seemed to serve, after a refresh if the model is unknown."""
+        """Choose a worker for a request although the table had none for its model. Refresh the table if the model is unknown."""
         if model not in self.table:
             await self.brain.refresh()
         return self.router.select(model, items) or self.reason_for(model)
@@ -111,17 +112,17 @@ class Traffic:
         """Return the reason why no worker can be chosen."""
         if model in self.table:
             return not_served(model)
-        # Without workers all models are unknown.
+        # Without workers, all models are unknown, so report the missing workers instead.
         if not self.workers:
             return no_worker()
-        # The comparison of names takes milliseconds, for which other requests wait.
+        # Comparing names takes milliseconds, and other requests wait meanwhile.
         known = () if self._hints.take("hint") is None else self.table
         return not_found(model, known)
 
     async def workers_for(self, model: str) -> Iterable[str]:
-        """Return the workers that serve a model, after a refresh if it is unknown.
+        """Return the workers that serve a model. Refresh the table if the model is unknown.
 
-        If none serves it, return some that may know why.
+        If no worker serves the model, return some workers that may know why.
         """
         if model not in self.table:
             await self.brain.refresh()
@@ -133,7 +134,7 @@ class Traffic:
     async def refusal_of_classes(
         self, worker: str, model: str, version: str, outputs: Iterable[str]
     ) -> Refusal | None:
-        """Return why a worker must not get a request for classes of these outputs. None: it may get the request."""
+        """Return why a worker must not get a request for classes of these outputs, or None if it may get the request."""
         if not outputs:
             return None
         key, now = (worker, model, version), monotonic()
@@ -160,11 +161,11 @@ class Traffic:
                 self.router.move(choice, home)
 
     def count_failover(self, failed: str) -> None:
-        """Count a failover away from this worker."""
+        """Count a request that moved to another worker because this one failed."""
         self._failovers[failed] += 1
 
     def count_finished(self, model: str, worker: str, code: str, items: int, seconds: float) -> None:
-        """Count a finished request; `worker` is its last one."""
+        """Count a finished request. `worker` is the last worker that got the request."""
         self._requests[model, worker, code] += 1
         self._items[model] += items
         durations = self._durations.get(model)
@@ -175,7 +176,7 @@ class Traffic:
     def count_refused(self, model: str, code: str) -> None:
         """Count a request that was sent to no worker.
 
-        An unknown model has no name here, because clients may invent any number of names.
+        `model` is empty for an unknown model, because clients may invent any number of names.
         """
         self._requests[model if model in self.table else "", "", code] += 1
 
@@ -197,7 +198,7 @@ def _home(key: str, workers: Sequence[str]) -> str:
     """Return a worker that depends only on `key`. When workers join or leave, few sequences move."""
 
     def rank(worker: str) -> bytes:
-        # JSON may contain surrogates.
+        # The key may come from JSON, in which texts may contain surrogates.
         return blake2b(f"{worker}/{key}".encode(errors="surrogatepass"), digest_size=8).digest()
 
     return max(workers, key=rank)

@@ -1,4 +1,4 @@
-"""Body of a client's request: forwarded as it arrives, and kept for a failover within the memory budget."""
+"""The body of a client's request. It is forwarded as it arrives, and kept for a failover if the memory budget allows that."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -10,9 +10,9 @@ from grpc import StatusCode
 
 from rsrv_gateway.outcomes import Refusal
 
-#: A body of at most this many bytes is awaited completely and sent in one piece.
+#: A body of at most this many bytes is sent to workers in one piece, after all of it has arrived.
 SMALL_BODY_BYTES = 1 << 18
-#: Bytes of bodies kept by a process for failovers; further bodies go to one worker and are not kept.
+#: Maximum number of bytes of bodies that a process keeps for failovers. Further bodies are sent to only one worker.
 KEPT_MAX_BYTES = 1 << 30
 #: Pieces of fewer bytes are joined.
 _MERGED_BYTES = 1 << 16
@@ -40,14 +40,14 @@ class UploadError(Exception):
 
 
 class Upload:
-    """One event loop owns it; several workers may receive it at the same time while it is kept."""
+    """The body of one request, owned by one event loop. While it is kept, several workers may receive it at the same time."""
 
     def __init__(
         self, stream: StreamReader, size: int | None, most: int, keeping: UploadBudget | None = None
     ) -> None:
-        """Start an upload of `size` bytes (None: unknown), at most `most`. Raises UploadError.
+        """Start an upload of `size` bytes, or of an unknown size for None. It may have up to `most` bytes. Raises UploadError.
 
-        Without `keeping`, the upload is kept regardless of its size.
+        `keeping` is the memory budget. Without it, the upload is kept regardless of its size.
         """
         self._stream = stream
         #: Number of bytes, or None if unknown.
@@ -69,9 +69,9 @@ class Upload:
             raise self._too_large()
 
     async def read_ahead(self) -> AsyncGenerator[tuple[bytes, bool]]:
-        """Yield the pieces of the body from its beginning, each with True if it is the last one. Keep the whole body.
+        """Yield the pieces of the body from its beginning, each with True if it is the last piece. Keep the whole body.
 
-        Call it before `data`. Raises UploadError, also if the memory for bodies is used up.
+        Call this before `data`. Raises UploadError, also if the memory for bodies is used up.
         """
         at = 0
         while True:
@@ -92,7 +92,7 @@ class Upload:
             at = self._merge(at)
 
     def _merge(self, at: int) -> int:
-        """Join small pieces before `at`, so that a body in many parts takes little memory; return the new `at`."""
+        """Join small pieces before `at`, so that a body in many small pieces takes little memory. Return the new `at`."""
         pieces = self._pieces
         while at > 1 and len(pieces[at - 2]) <= len(pieces[at - 1]) < _MERGED_BYTES:
             pieces[at - 2 : at] = [pieces[at - 2] + pieces[at - 1]]
@@ -100,7 +100,7 @@ class Upload:
         return at
 
     async def settle(self) -> bytes | None:
-        """Wait for a small body and return it; return None at once for others. Raises UploadError."""
+        """Wait for a small body, and return it. Return None at once for a larger body. Raises UploadError."""
         if self.size is None or self.size > SMALL_BODY_BYTES:
             return None
         while not self.ended:
@@ -110,7 +110,7 @@ class Upload:
         return self._pieces[0] if self._pieces else b""
 
     def add_member(self, member: bytes) -> None:
-        """Add a member to the JSON object that was read ahead. Call it before `data`."""
+        """Add a member to the JSON object that was read ahead. Call this before `data`."""
         for number, piece in enumerate(self._pieces):
             start, brace, members = piece.partition(b"{")
             if brace:
@@ -124,7 +124,7 @@ class Upload:
                 return
 
     async def wait(self) -> None:
-        """Wait for all of the body. Raises UploadError, also if the memory for bodies is used up."""
+        """Wait until the whole body has arrived. Raises UploadError, also if the memory for bodies is used up."""
         async for _ in self.read_ahead():
             pass
 
@@ -133,7 +133,7 @@ class Upload:
         return b"".join(self._pieces)
 
     def data(self) -> bytes | AsyncIterator[bytes]:
-        """Yield the body from its beginning, once for each worker."""
+        """Return the body from its beginning, for one worker: bytes of a small body that has arrived, otherwise an iterator."""
         if self.ended and len(self._pieces) <= 1 and self._came <= SMALL_BODY_BYTES:
             return self._pieces[0] if self._pieces else b""
         return self._all()
@@ -153,7 +153,7 @@ class Upload:
                 await self._more(at)
 
     def forget(self) -> None:
-        """Keep nothing for a failover any more. May be called again."""
+        """Stop keeping the body for a failover. This may be called several times."""
         self.kept = False
         if self._keeping is not None:
             self._keeping.bytes -= self._counted

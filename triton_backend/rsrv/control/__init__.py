@@ -1,4 +1,4 @@
-"""The control process: it shows and steers a running server, and keeps its models as their bundles are.
+"""The control process. It shows and steers a running server, and updates the server's models when their bundles change.
 
-One asyncio program for each runtime directory; see docs/operating.md.
+Each server has one control process, an asyncio program. See docs/operating.md.
 """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rsrv.control")
 
-#: After the server's end, calls in flight have this many seconds to end.
+#: Seconds that calls in flight may take after the server's end.
 _GRACE_S = 0.2
 
 
@@ -35,12 +35,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
 
-    # Requests have precedence over the control process.
+    # The control process must not take processor time from requests.
     os.nice(5)
-    # gRPC's own log is about clients that disconnect.
+    # Disable gRPC's own log, which has a line for each client that disconnects.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     logs.setup(aside=True)
-    # At a lower level, it logs the number of files of each change.
+    # Below this level, watchfiles logs the number of files of each change.
     logging.getLogger("watchfiles").setLevel(logging.WARNING)
     try:
         server = os.pidfd_open(options.server_pid)
@@ -54,7 +54,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _claim(path: Path) -> int | None:
-    """Lock the file for as long as this process lives; None if another process has the lock. Raises OSError."""
+    """Lock the file for as long as this process lives. Return its descriptor, or None if another process has the lock.
+
+    Raises OSError.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -65,8 +68,7 @@ def _claim(path: Path) -> int | None:
 
 
 async def _control_and_exit(options: argparse.Namespace, server: int) -> None:
-    # Exit without cleanup: the loop and the interpreter would wait for threads, and a disk may block a thread for
-    # ever.
+    # Exit without cleanup, because the loop and the interpreter would wait for threads, and a disk may block a thread for ever.
     try:
         await _control(options, server)
     except Exception:
@@ -155,7 +157,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
         except ListenError as error:
             log.error("%s. Control listens on its Unix socket only", error)
     if settings.metrics.listen is not None:
-        # Imported only where it is needed: aiohttp takes a tenth of a second.
+        # Import aiohttp only here, because that takes a tenth of a second.
         from rsrv.control import trial
         from rsrv.control.http import HttpServer
         from rsrv.live.routes import LivePage, page_token
@@ -207,8 +209,8 @@ async def _control(options: argparse.Namespace, server: int) -> None:
 
 
 def _launch(options: argparse.Namespace, number: int) -> None:
-    """Connect to the runtime of a device, as a stub does, which starts one if none listens. Raises StatusError."""
-    # Imported only where it is needed: numpy takes memory.
+    """Start the runtime of a device if none listens. This connects to it as a stub does. Raises StatusError."""
+    # Import this only here, because it imports numpy, which takes memory.
     from rsrv.control.grpc_service import StatusError
     from rsrv.stub.session import UNREACHABLE, Launcher
 
@@ -222,12 +224,12 @@ def _launch(options: argparse.Namespace, number: int) -> None:
 
 
 def _exporting(settings: "Settings", runtimes: "Runtimes") -> "Exporting | None":
-    """Return the exporter of traces; None if no collector is set, or OpenTelemetry is missing."""
+    """Return the exporter of traces, or None if no collector is set or OpenTelemetry is missing."""
     endpoint = settings.traces.endpoint
     if endpoint is None:
         return None
     try:
-        # Imported only where it is needed: OpenTelemetry takes memory.
+        # Import OpenTelemetry only here, because it takes memory.
         from rsrv.control.exporting import Collector, Exporting
     except ImportError as error:
         log.error(

@@ -1,4 +1,4 @@
-"""Aliases as people and programs see them: models, shares, and counts of requests that named the alias. Pure."""
+"""Messages and pictures of aliases: their models, shares, and counts of requests that named the alias. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rsrv.control.v1 import control_pb2 as pb
 from rsrv.text import percent
 
 if TYPE_CHECKING:
-    # Commands run without the libraries of `rsrv.settings`.
+    # The commands use this module, and must run without the libraries that `rsrv.settings` imports.
     from rsrv.control.records import RuntimeRecords
     from rsrv.settings import Shares
 
@@ -21,7 +21,7 @@ _NO_ERRORS = ("ok", "cancelled")
 def alias_messages(
     aliases: Mapping[str, Shares], failures: Mapping[str, str], devices: Iterable[RuntimeRecords] = ()
 ) -> list[pb.Alias]:
-    """Return the aliases by name.
+    """Return the messages of the aliases, sorted by name.
 
     Args:
         aliases: Shares of each alias.
@@ -79,7 +79,7 @@ def alias_picture(alias: pb.Alias) -> dict[str, Any]:
 
 
 def share(alias: pb.Alias, target: pb.AliasTarget) -> str:
-    """Return the part of an alias's requests that a model gets."""
+    """Return the share of an alias's requests that a target gets, as text."""
     if target.shadow:
         return "shadow"
     return percent(target.weight / sum(target.weight for target in alias.targets))

@@ -2,8 +2,8 @@
 
 Pure: time is an argument, and nothing is read.
 
-A change counts when two looks that are far enough apart agree, so that a bundle is not taken while it is being copied. A
-missing root changes nothing: it may be a disk that is not mounted.
+Bundles are in the directories of roots. A change counts when two looks that are far enough apart agree, so that a bundle is not
+taken while it is being copied. A missing root changes nothing, because it may be a disk that is not mounted.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def _bundles(state: _State) -> _State:
 class Seen:
     """State of a root in one look."""
 
-    #: Device and inode of the directory; None if it could not be listed: see `trouble`.
+    #: Device and inode of the directory. None: it could not be listed, and `trouble` says why.
     identity: tuple[int, int] | None
-    #: Name -> signature of the bundles below it, and of the directories that may become bundles.
+    #: Signatures of the bundles in the root, and of directories that may become bundles, by name.
     bundles: Mapping[str, Signature] = field(default_factory=dict)
     trouble: str = ""
 
@@ -48,32 +48,33 @@ class _Root:
 
 
 class BundleDebounce:
-    """The conclusions of successive looks at all roots."""
+    """The changes of bundles that follow from successive looks at all roots."""
 
     def __init__(self, pause: float) -> None:
-        """`pause`: seconds between the two looks that must agree."""
+        """`pause` is the minimum number of seconds between the two looks that must agree."""
         self._pause = pause
         self._roots: dict[Path, _Root] = {}
-        #: Name -> the state that counts.
+        #: The states that count, by name.
         self._settled: dict[str, _State] = {}
         #: Names that had a bundle at any time.
         self._known: set[str] = set()
-        #: Name -> a state that differs from the settled one, and the time at which it was first seen.
+        #: States that differ from the settled ones, with the time of the first look that saw them, by name.
         self._pending: dict[str, tuple[_State, float]] = {}
         self._first: float | None = None
-        #: True when two looks could have agreed on every root in sight. Before that, nothing is known.
+        #: True once two looks could have agreed on every root that is not missing. Before that, nothing is known.
         self.agreed = False
-        #: Number of times that a root came into sight. Bundles that vanished before that cause no change.
+        #: Number of times that a new or missing root appeared. Looks do not show what changed there before, so all bundles must
+        #: then be compared.
         self.sightings = 0
 
     @property
     def unsettled(self) -> bool:
-        """True if the changes seen so far need another look to count."""
+        """True if another look is needed before the changes that were seen count."""
         return bool(self._pending) or not self.agreed
 
     def look(self, roots: Mapping[Path, Seen], now: float) -> tuple[frozenset[str], list[str]]:
-        """Take one look at all roots; return the names of the bundles whose change counts now, and lines for the log."""
-        # The bundles of a root that is no longer watched are gone.
+        """Evaluate a look at all roots. Return the names of the bundles whose change counts now, and lines for the log."""
+        # Bundles in a root that is no longer watched count as removed.
         self._roots = {path: self._roots.get(path, _Root()) for path in roots}
         seen_before = self.sightings
         lines = [line for path, seen in roots.items() if (line := self._root(path, seen))]
@@ -100,7 +101,7 @@ class BundleDebounce:
         return frozenset(changed), lines
 
     def _root(self, path: Path, seen: Seen) -> str:
-        """Take one look at a root; return a line for the log, or an empty text."""
+        """Evaluate a look at one root. Return a line for the log, or an empty text."""
         root = self._roots[path]
         trouble = seen.trouble
         if not trouble and not any(map(_is_bundle, seen.bundles.values())) and seen.identity != root.identity:
@@ -122,11 +123,11 @@ class BundleDebounce:
         return states
 
     def settled(self, name: str) -> tuple[tuple[Path, Signature], ...] | None:
-        """Return the signatures of the name's bundles by root if the looks agree on them, else None."""
+        """Return the roots and signatures of the bundles of this name. None: the looks do not agree on them yet."""
         return None if name in self._pending else _bundles(self._settled.get(name, ()))
 
     def gone(self, name: str) -> bool:
-        """Return True if the name has no bundle any more, or never had one; False if it may be out of sight."""
+        """Return True if there is certainly no bundle of this name. Return False if a bundle may be in a missing root."""
         if not self.agreed or self.settled(name) != ():
             return False
         return self.was_known(name) or (

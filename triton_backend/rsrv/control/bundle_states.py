@@ -1,12 +1,12 @@
-"""The state of each bundle in the control process, and the time at which it is next due. Pure: time is an argument.
+"""The state of each bundle in the control process, and the time of its next comparison. Pure: time is an argument.
 
-`TRANSITIONS` is the whole life of a bundle: a pair that it lacks is a fault of this program, and raises with the
-bundle's history. In addition to its state, a bundle has the time of its next comparison with the repository
-(`check_at`), because a bundle may change at any moment. If Triton works on its model then, the comparison waits until
-that has ended.
+`TRANSITIONS` has all changes of a bundle's state. Any other change is a fault of this program, and raises an error with the
+bundle's history. In addition to its state, a bundle has the time of its next comparison with the repository (`check_at`),
+because a bundle may change at any moment. If Triton is loading or unloading the model at that time, the comparison waits for
+the end of that.
 
-Each bundle has its own times: a model that compiles for minutes delays no other. Only an unload waits for the loads that
-began before it, because a renamed bundle's executables and weights would otherwise be gone between the two.
+Each bundle has its own times, so a model that compiles for minutes does not delay others. An exception is an unload, which
+waits for the loads that began before it. Otherwise, executables and weights would be lost when a bundle is renamed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from enum import StrEnum
 
 #: Seconds until the first retry of a failed load or unload. The pause doubles with each failure, up to the longest one.
 RETRY_MIN_S, RETRY_MAX_S = 10.0, 600.0
-#: Seconds after which an unload no longer waits for a load that has not ended.
+#: Longest time that an unload waits for a load, in seconds.
 LOAD_PATIENCE_S = 600.0
-#: Transitions that a bundle's history keeps.
+#: Number of transitions that a bundle's history keeps.
 _HISTORY_LENGTH = 30
 
 
@@ -30,24 +30,24 @@ class BundleState(StrEnum):
 
     #: Not compared with its bundle yet (initial state, during a comparison, and after removal).
     UNCHECKED = "unchecked"
-    #: Triton loads what the repository holds: a new or changed version, or the same one because an operator asked.
+    #: Triton loads the model from the repository: a new or changed version, or the same one because an operator asked.
     LOADING = "loading"
-    #: Triton was told to serve what the repository holds, and that is what the bundle holds.
+    #: The model in the repository equals the bundle, and Triton was told to serve it.
     SERVED = "served"
     #: The model differs from its bundle, because writing, loading or unloading failed. An older version may be
     #: serving.
     FAILED = "failed"
     #: The bundle cannot be served as it is on disk. An older version may be serving.
     BROKEN = "broken"
-    #: The bundle is gone; the unload waits for loads that began before.
+    #: The bundle is gone. The unload waits for loads that began before it.
     UNLOAD_PENDING = "unload_pending"
     #: Triton unloads the model, which is then removed from the repository.
     UNLOADING = "unloading"
     #: Triton loads the same version again, because the model's stub process is dead.
     RELOADING = "reloading"
-    #: As RELOADING, but of the version from before its bundle broke.
+    #: As RELOADING, but the bundle is broken, and Triton loads the version from before.
     RELOADING_BROKEN = "reloading_broken"
-    #: As RELOADING, but of a model that serves only until its unload begins.
+    #: As RELOADING, but the bundle is gone, and the model serves only until its unload begins.
     RELOADING_UNWANTED = "reloading_unwanted"
     #: As FAILED, but only the reload for a dead stub has failed.
     RELOAD_FAILED = "reload_failed"
@@ -56,13 +56,13 @@ class BundleState(StrEnum):
 class BundleEvent(StrEnum):
     """The causes of changes of state."""
 
-    #: A comparison with the bundle reconsiders what an earlier one concluded.
+    #: A comparison with the bundle begins. It may contradict the conclusion of an earlier one.
     CHECK = "check"
     #: The bundle, the repository and Triton agree: there is nothing to do.
     MATCHED = "matched"
     #: A load begins.
     LOAD = "load"
-    #: A load or reload has ended well.
+    #: A load or reload has succeeded.
     LOADED = "loaded"
     #: Writing, loading, reloading or unloading failed.
     FAIL = "fail"
@@ -72,11 +72,11 @@ class BundleEvent(StrEnum):
     ORPHAN = "orphan"
     #: An unload begins.
     UNLOAD = "unload"
-    #: An unload has ended well.
+    #: An unload has succeeded.
     UNLOADED = "unloaded"
     #: There is neither a bundle nor a model.
     FORGET = "forget"
-    #: Its stub is dead: a reload begins.
+    #: The model's stub is dead, and a reload begins.
     STUB_DIED = "stub died"
 
 
@@ -95,7 +95,7 @@ TRANSITIONS: Mapping[tuple[BundleState, BundleEvent], BundleState] = {
     (BundleState.FAILED, BundleEvent.CHECK): BundleState.UNCHECKED,
     (BundleState.FAILED, BundleEvent.STUB_DIED): BundleState.RELOADING,
     (BundleState.BROKEN, BundleEvent.CHECK): BundleState.UNCHECKED,
-    # This server can load nothing: the death of the stub is logged, and the bundle remains broken.
+    # This happens if the server can load nothing. The death of the stub is logged, and the bundle remains broken.
     (BundleState.BROKEN, BundleEvent.FAIL): BundleState.BROKEN,
     (BundleState.UNLOAD_PENDING, BundleEvent.CHECK): BundleState.UNCHECKED,
     (BundleState.UNLOAD_PENDING, BundleEvent.UNLOAD): BundleState.UNLOADING,
@@ -127,9 +127,9 @@ EFFECTS: Mapping[BundleEvent, str] = {
 
 _BROKEN = frozenset({BundleState.BROKEN, BundleState.RELOADING_BROKEN})
 _RELOADING = frozenset({BundleState.RELOADING, BundleState.RELOADING_BROKEN, BundleState.RELOADING_UNWANTED})
-#: States in which Triton works on the model.
+#: States in which Triton is loading or unloading the model.
 _BUSY = frozenset({BundleState.LOADING, BundleState.UNLOADING, *_RELOADING})
-#: Events after which no failure is known.
+#: Events that clear the recorded failure.
 _SUCCESSES = frozenset(
     {
         BundleEvent.LOADED,
@@ -160,14 +160,14 @@ class BundleFailure:
 @dataclass(slots=True)
 class _BundleRecord:
     state: BundleState = BundleState.UNCHECKED
-    #: Time at which Triton began its work on the model.
+    #: Time at which Triton began to load or unload the model.
     busy_since: float = 0.0
-    #: Time of the next comparison with the repository; None: not before something changes.
+    #: Time of the next comparison with the repository. None: there is none before something changes.
     check_at: float | None = None
     failure: BundleFailure | None = None
     #: Meta models that must serve before this model is unloaded.
     carriers: tuple[str, ...] = ()
-    #: Loads that the unload waits for.
+    #: Models whose loads the unload waits for.
     waits_for: frozenset[str] = frozenset()
     history: deque[str] = field(default_factory=lambda: deque(maxlen=_HISTORY_LENGTH))
 
@@ -262,9 +262,9 @@ class BundleStates:
     def set_broken(
         self, broken: Mapping[str, str], now: float, wall: float, uncompared: Collection[str] = ()
     ) -> dict[str, BundleFailure]:
-        """Take the broken bundles of the whole repository; return those that broke, or whose reason has changed.
+        """Record which bundles of the whole repository are broken, with the reasons. Return the new and changed failures.
 
-        The `uncompared` ones keep their state. A model that Triton loads or unloads keeps its state until that has
+        Bundles in `uncompared` keep their state. A model that Triton is loading or unloading keeps its state until that has
         ended and its bundle is compared again.
         """
         for name in self._in(_BROKEN) - broken.keys() - set(uncompared):
@@ -296,7 +296,7 @@ class BundleStates:
     def forget(self, name: str, now: float) -> None:
         """Record that there is neither a bundle nor a model.
 
-        If Triton works on the model, compare it again after that.
+        If Triton is loading or unloading the model, compare it again after that.
         """
         if self.state(name) in _BUSY:
             self.check(name, now)
@@ -304,7 +304,7 @@ class BundleStates:
             self.conclude(name, BundleEvent.FORGET, now)
 
     def retain(self, name: str, now: float) -> None:
-        """Do not unload the model: its bundle is back or out of sight, or its carriers do not serve."""
+        """Do not unload the model, because its bundle is back or in a missing root, or its carriers do not serve."""
         if self.state(name) in (BundleState.UNLOAD_PENDING, BundleState.RELOADING_UNWANTED):
             self.apply(name, BundleEvent.CHECK, now)
 
@@ -320,7 +320,7 @@ class BundleStates:
                 bundle.failure = replace(bundle.failure, tries=0, retry_at=None)
 
     def check(self, name: str, at: float) -> None:
-        """Compare the bundle with the repository by that time, or when Triton's work on the model has ended."""
+        """Compare the bundle with the repository at this time, or after Triton has loaded or unloaded the model."""
         bundle = self._bundles.setdefault(name, _BundleRecord())
         bundle.check_at = at if bundle.check_at is None else min(at, bundle.check_at)
 
@@ -345,7 +345,7 @@ class BundleStates:
         return [name for name in self._pending(now) if self._bundles[name].waits_for.isdisjoint(loading)]
 
     def next_time(self, now: float) -> float | None:
-        """Return the time at which something is due, if nothing happens before."""
+        """Return the time of the next comparison or unload, if no event comes before. None: there is none."""
         waited_for = itertools.chain(*(self._bundles[name].waits_for for name in self._pending(now)))
         busy = self.busy.intersection(waited_for)
         times = [self._bundles[name].busy_since + LOAD_PATIENCE_S for name in busy]
@@ -357,7 +357,7 @@ class BundleStates:
         return min(times, default=None)
 
     def _pending(self, now: float) -> list[str]:
-        """Return the models to unload whose bundles need no comparison before."""
+        """Return the models to unload, without those whose bundles must be compared first."""
         return [
             name
             for name, bundle in self._bundles.items()

@@ -1,4 +1,4 @@
-"""Memory of the server's GPUs as NVIDIA's driver counts it: the weights are a part of it, and so are other processes."""
+"""Memory of the server's GPUs as NVIDIA's driver counts it. It includes the weights, and memory of other processes."""
 
 import asyncio
 import logging
@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 log = logging.getLogger("rsrv.control")
 
-#: Seconds for which figures hold: the driver is not asked for each client.
+#: Figures are used for this many seconds, so that not each client causes a call of the driver.
 _VALID_S = 0.9
 
 
 class CardMemory(NamedTuple):
-    """Memory of a GPU that is in use by all processes, and all of it."""
+    """Memory of a GPU in bytes: the part that all processes use, and the total."""
 
     used_bytes: int
     total_bytes: int
@@ -24,7 +24,10 @@ class NoFigures(Exception):
 
 
 def read_card_memory(devices: Mapping[int, str]) -> dict[int, CardMemory]:
-    """Ask the driver for GPUs, by their names in CUDA_VISIBLE_DEVICES; leave out lost ones. Raises NoFigures."""
+    """Ask the driver for the memory of GPUs. Leave out lost GPUs. Raises NoFigures.
+
+    `devices` has the GPUs' names in CUDA_VISIBLE_DEVICES, by the number of the device.
+    """
     try:
         import pynvml
     except ImportError as error:
@@ -48,14 +51,14 @@ def read_card_memory(devices: Mapping[int, str]) -> dict[int, CardMemory]:
 
 
 class Cards:
-    """The GPUs among a server's devices. Belongs to one event loop; the driver is asked on a thread, as it may block."""
+    """The GPUs among a server's devices. Belongs to one event loop, and asks the driver on a thread, because it may block."""
 
     def __init__(
         self,
         devices: Sequence[str],
         read: Callable[[Mapping[int, str]], Mapping[int, CardMemory]] = read_card_memory,
     ) -> None:
-        """`devices`: values of CUDA_VISIBLE_DEVICES, or cpu, by number."""
+        """`devices` has, for each device of the server, its name in CUDA_VISIBLE_DEVICES, or cpu."""
         self._gpus = {number: name for number, name in enumerate(devices) if name != "cpu"}
         self._read = read
         self._memory: Mapping[int, CardMemory] = {}
@@ -63,7 +66,7 @@ class Cards:
         self._asked_at = float("-inf")
 
     async def memory(self) -> Mapping[int, CardMemory]:
-        """Return the memory of each GPU, by the number of its device; empty if the driver does not report it."""
+        """Return the memory of each GPU by the number of its device. It is empty if the driver does not report it."""
         now = asyncio.get_running_loop().time()
         if self._gpus and self._asking is None and now - self._asked_at >= _VALID_S:
             self._asking = asyncio.create_task(self._ask())

@@ -8,25 +8,25 @@ from rsrv.control.overview import Work
 
 
 class Range(NamedTuple):
-    """A range of time: `points` of `seconds` each."""
+    """A range of time. It has at most `points` points, each of which stands for `seconds` seconds."""
 
     name: str
     seconds: float
     points: int
 
 
-#: In all 324 points, some 50 kB.
+#: The ranges have 324 points in all, about 50 kB.
 RANGES = (Range("5 min", 5.0, 60), Range("1 h", 30.0, 120), Range("24 h", 600.0, 144))
 
 
 class Point(NamedTuple):
-    """Figures of an interval that ended at Unix time `t`; None: there were no requests."""
+    """Figures of an interval that ended at the Unix time `t`. A figure is None if there were no requests."""
 
     t: float
-    #: Answers and failures per second.
+    #: Answers per second, and failures per second.
     rate: float
     errors: float
-    #: Seconds of a request.
+    #: Percentiles of the duration of a request, in seconds.
     p50_s: float | None
     p99_s: float | None
     #: Share of the devices' time in which they executed.
@@ -58,15 +58,15 @@ class Charts:
         ended = {}
         for name, seconds, most in RANGES:
             ring = self._rings.get(name)
-            # After a long time without updates, for example while no runtime answered, the figures of that time are
-            # unknown.
+            # After a long time without updates, for example because no runtime answered, begin a new interval: the figures of
+            # that time are unknown.
             if ring is None or not 0 <= now - ring.began < 2 * seconds + RANGES[0].seconds:
                 points = deque[Point](maxlen=most) if ring is None else ring.points
                 self._rings[name] = _Ring(points, now)
                 continue
             ring.work.add(work)
             elapsed = now - ring.began
-            # Looks come a little early or late.
+            # Updates may be a little early.
             if elapsed >= 0.95 * seconds:
                 ended[name] = _point(now, elapsed, ring.work, devices)
                 ring.points.append(ended[name])

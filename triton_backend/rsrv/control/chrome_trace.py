@@ -9,7 +9,7 @@ from typing import Any
 from rsrv.control.grpc_service import word
 from rsrv.control.v1 import control_pb2 as pb
 
-#: Group of each kind: executions share the device with warm-ups, loads the link with evictions.
+#: Group of each kind of span. Executions and warm-ups share the device; loads and evictions share the link.
 _GROUPS = {
     pb.SPAN_KIND_EXECUTE: "device",
     pb.SPAN_KIND_WARM_UP: "device",
@@ -19,7 +19,7 @@ _GROUPS = {
 
 
 class SpanReader:
-    """Reads all spans that the runtimes keep. Each answer continues where the previous one ended."""
+    """Collects all spans that the runtimes keep. Each answer continues where the previous one ended."""
 
     def __init__(self) -> None:
         self.spans: list[pb.Span] = []
@@ -27,12 +27,12 @@ class SpanReader:
         self._instances: dict[int, str] = {}
 
     def take(self, answer: pb.GetTimelineResponse) -> bool:
-        """Take the answer to a question. Return True if a further question would return more spans."""
+        """Add the spans of an answer to `question`. Return True if a further question would return more spans."""
         before, self._instances = (
             self._instances,
             {position.device: position.instance for position in answer.positions},
         )
-        # A runtime that has ended meanwhile keeps no spans.
+        # Drop the spans of a runtime that has ended since the previous answer.
         ended = {device for device, instance in before.items() if self._instances.get(device) != instance}
         self.spans = [*(span for span in self.spans if span.device not in ended), *answer.spans]
         self.question = pb.GetTimelineRequest(positions=answer.positions)
@@ -40,9 +40,10 @@ class SpanReader:
 
 
 def chrome_trace(spans: Iterable[pb.Span]) -> dict[str, Any]:
-    """Return the trace as an object for json.dumps; its times are microseconds of Unix time.
+    """Return the trace as an object for json.dumps. Times are microseconds of Unix time.
 
-    A group of a device has as many lanes as events at the same time: the format has no overlapping events in one lane.
+    A group of a device has as many lanes as it has events at the same time, because the format does not allow overlapping
+    events in one lane.
     """
     events: list[dict[str, Any]] = []
     known = sorted(
@@ -50,7 +51,7 @@ def chrome_trace(spans: Iterable[pb.Span]) -> dict[str, Any]:
     )
     devices = sorted({0, *(span.device for span in known)})
     groups = [(device, group) for device in devices for group in ("device", "weights")]
-    #: Group -> time at which each of its lanes is free.
+    #: For each group, the times at which its lanes become free.
     lanes: dict[tuple[int, str], list[float]] = {group: [] for group in groups}
     for span in known:
         group = span.device, _GROUPS[span.kind]

@@ -32,7 +32,7 @@ class ModelOverrides:
     paused: PauseMode | Literal["as all"] | None = "as all"
     #: Devices onto which an operator prefetched the weights and has not evicted them since.
     prefetched: list[int] = field(default_factory=list)
-    #: Number of the latest command about its weights.
+    #: Number of the latest command about the model's weights.
     asked: int = 0
 
     @property
@@ -73,8 +73,8 @@ def _read(path: Path) -> Overrides:
 class DesiredState:
     """The desired documents of all runtimes, which change with rsrv.yaml and with commands. Belongs to one event loop.
 
-    A file stores the commands for the next control process, and a copy serves if the file is damaged. If the commands
-    cannot be written, they take effect all the same, and the log has an error.
+    A file stores the commands for the next control process. A copy of it is read if the file is damaged. If commands cannot be
+    written to the file, they still take effect, and the log has an error.
     """
 
     def __init__(self, settings: Settings, path: Path) -> None:

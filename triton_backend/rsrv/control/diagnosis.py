@@ -1,4 +1,4 @@
-"""The findings of a running server: they come from snapshots of its figures, which are kept for a minute."""
+"""The findings of a running server. They compare the present figures with those of a minute ago."""
 
 import asyncio
 import logging
@@ -34,12 +34,12 @@ from rsrv.text import by_number, some
 
 log = logging.getLogger("rsrv.control")
 
-#: Seconds between two looks, and looks that are kept: findings are of the last minute.
+#: Seconds between two snapshots of the figures, and the number of snapshots that are kept. Findings are about the last minute.
 _LOOK_S, _LOOKS = 15.0, 5
 
 
 def find(before: ServerFigures, now: ServerFigures) -> list[ServerFinding]:
-    """Return the findings of the window between two moments, the severest first."""
+    """Return the findings about the time between two snapshots, the severest first."""
     case = Case(before, now, windows(before, now))
     findings = [finding for rule in SERVER_RULES for finding in rule(case)]
     for window in case.windows:
@@ -57,7 +57,10 @@ def find(before: ServerFigures, now: ServerFigures) -> list[ServerFinding]:
 def _worst(
     case: Case, window: DeviceWindow, rule: ModelRule, models: Mapping[str, ModelActivity]
 ) -> Iterator[ServerFinding]:
-    """Yield one finding of each name. It is about the model with the most requests, and names the other models."""
+    """Apply a rule to models. Yield one finding of each name, with the names of the other models that it is true of.
+
+    It is the severest one. Of equally severe ones, it is about the model with the most requests.
+    """
     several: dict[str, list[tuple[str, ServerFinding]]] = {}
     for activity in models.values():
         if (finding := rule(case, window, activity)) is not None:
@@ -72,7 +75,7 @@ def _worst(
 
 
 class Diagnosis:
-    """Looks at the runtimes. `findings` are those of the latest look; `run` drives it."""
+    """Makes findings from the figures of the runtimes. `run` updates `findings` until it is cancelled."""
 
     def __init__(
         self,
@@ -84,16 +87,16 @@ class Diagnosis:
         queues: Callable[[], Awaitable[Mapping[str, tuple[int, float]]]],
         renewals: Iterable[Renewed[Any]] = (),
     ) -> None:
-        """Make it.
+        """Make the diagnosis of a server.
 
         Args:
-            runtimes: of the server.
-            file: rsrv.yaml.
-            lifecycle: reports the facts about models that the runtimes do not know.
-            health: knows the models that should serve and do not.
-            spans: of traces, by outcome; read at each look.
-            queues: asks Triton for `ServerFigures.queues`. Raises TritonError.
-            renewals: files with certificates and tokens.
+            runtimes: The server's runtimes.
+            file: The file rsrv.yaml.
+            lifecycle: Has the facts about models that the runtimes do not know.
+            health: Knows the models that should serve and do not.
+            spans: Numbers of spans of traces, by outcome. They change.
+            queues: Asks Triton for `ServerFigures.queues`. Raises TritonError.
+            renewals: Files with certificates and tokens.
         """
         self._runtimes, self._file = runtimes, file
         self._lifecycle, self._health, self._spans, self._queues = lifecycle, health, spans, queues
@@ -102,8 +105,8 @@ class Diagnosis:
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self._looks: deque[ServerFigures] = deque(maxlen=_LOOKS)
-        #: For each model that should serve and does not, the time when that was first seen after Triton's first
-        #: loads.
+        #: For each model that should serve and does not, the time when this was first seen. It is empty until Triton has loaded
+        #: its first models.
         self._missing_since: dict[str, float] = {}
         self.findings: list[ServerFinding] = []
 
@@ -119,7 +122,7 @@ class Diagnosis:
             await asyncio.sleep(_LOOK_S)
 
     async def look(self) -> tuple[ServerFigures, float]:
-        """Update the findings. Return the figures, and the length in seconds of the window before them."""
+        """Update the findings. Return the figures, and the seconds that the findings cover."""
         now = await self._figures()
         before = self._looks[0] if self._looks else replace(now, t=self._began, devices={})
         self.findings = find(before, now)
@@ -155,7 +158,8 @@ class Diagnosis:
                 )
                 for number, link in enumerate(runtimes.links)
             },
-            # A runtime is not informed when a model ends that it could not start.
+            # Leave out failed versions of models that the repository does not have any more. Nobody informs the runtime that a
+            # model has ended that it could not start.
             entries={
                 key: entry
                 for key, entry in runtimes.entries.items()

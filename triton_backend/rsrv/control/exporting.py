@@ -1,6 +1,6 @@
-"""Exports traces: reads spans from the runtimes, and sends them with OpenTelemetry's exporter.
+"""The export of traces. It reads spans from the runtimes, and sends them with OpenTelemetry's exporter.
 
-Only the runtime buffers spans, and only the latest ones. While the collector is slow, the runtime drops older spans,
+Only the runtimes store spans, and only the latest ones. While the collector is slow, a runtime drops older spans,
 and this module counts them. No request waits for the export.
 """
 
@@ -30,10 +30,10 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
 def make_spans(values: Iterable[Sequence[Any]], offset_ns: int, resource: Resource) -> list[ReadableSpan]:
-    """Make OpenTelemetry's spans of the spans of the runtime and the stubs.
+    """Convert spans of the runtime and the stubs to OpenTelemetry's spans. Equal values give equal spans.
 
-    `values`: as in the answer to the command `traces` (docs/protocol.md); equal ones give equal spans. `offset_ns`: the
-    difference of Unix time and CLOCK_MONOTONIC, the clock of the spans, in nanoseconds.
+    `values` are spans as in the answer to the command `traces` (docs/protocol.md). Their clock is CLOCK_MONOTONIC.
+    `offset_ns` is Unix time minus that clock, in nanoseconds.
     """
     return [_make_span(Span(*value), offset_ns, resource) for value in values]
 
@@ -60,13 +60,13 @@ def _context(trace: str, span: str) -> SpanContext:
 
 
 def _id(span: Span) -> str:
-    """Return the id of a span without one: the same for equal spans, so that a collector can drop duplicates."""
+    """Return an id for a span that has none. Equal spans get the same id, so that a collector can drop duplicates."""
     identity = f"{span.trace} {span.parent} {span.name} {span.start_ns}"
     return blake2b(identity.encode(errors="replace"), digest_size=8).hexdigest()
 
 
 def _text(text: str) -> str:
-    """Return valid text: a client's id may hold surrogates, which would lose all spans of the same export."""
+    """Return text that can be encoded. A client's id may hold surrogates, and would make the whole export fail."""
     return text.encode(errors="replace").decode()
 
 
@@ -78,15 +78,15 @@ class SpanSource(Protocol):
     """The part of `Runtimes` that the export needs."""
 
     async def read_on(self, command: str, since: Positions) -> Answers:
-        """Return the answers to a command, by device, each from a position on. Raises StatusError."""
+        """Return the answers to a command by device. Each answer begins at the device's position. Raises StatusError."""
 
 
 class Collector:
-    """The collector of spans. `send` is for one thread, and may take as long as OTEL_EXPORTER_OTLP_TIMEOUT."""
+    """The collector of spans. Only one thread may call `send`, which takes at most OTEL_EXPORTER_OTLP_TIMEOUT."""
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
-        # The exporter logs the reason of each failure; here it is logged once.
+        # The exporter logs a reason at each failure. Catch these lines, so that the reason is logged once.
         self._reason = _First()
         logger = logging.getLogger("opentelemetry")
         logger.propagate = False
@@ -111,10 +111,7 @@ class Collector:
 
 
 class _First(logging.Handler):
-    """Keeps the first line since `text` was cleared, which has the reason.
-
-    Later lines only say that the export has failed.
-    """
+    """Keeps the first line since `text` was cleared. It has the reason; later lines only say that the export has failed."""
 
     text = ""
 
@@ -123,7 +120,7 @@ class _First(logging.Handler):
 
 
 class _Position(NamedTuple):
-    """Position in the spans of a runtime: the next one's number, and how many its stubs had dropped."""
+    """Position in the spans of a runtime: the number of the next span, and how many spans its stubs had dropped."""
 
     instance: str
     next: int
@@ -131,7 +128,7 @@ class _Position(NamedTuple):
 
 
 class Exporting:
-    """The export. `counts`: spans that were exported, failed to be exported, or were dropped before that."""
+    """The export. `counts` has the numbers of spans that were exported, not taken by the collector, or dropped before that."""
 
     def __init__(
         self,
@@ -143,11 +140,11 @@ class Exporting:
         self._runtimes = runtimes
         self._send = send
         self._pause = pause
-        #: By device.
+        #: Positions of the next answers, by device.
         self._positions: dict[int, _Position] = {}
         self.counts = {"exported": 0, "failed": 0, "dropped": 0}
         ours = {"service.name": "rsrv", "service.version": rsrv.__version__}
-        # The environment takes precedence.
+        # The attributes in OpenTelemetry's environment variables take precedence.
         self._resource = Resource.create(ours).merge(OTELResourceDetector().detect())
 
     async def run(self) -> NoReturn:
@@ -160,17 +157,17 @@ class Exporting:
                 await asyncio.sleep(self._pause)
 
     async def step(self) -> bool:
-        """Read an answer's spans of each device and send them; return True if more are ready. Raises StatusError."""
+        """Read one answer of each device and send its spans. Return True if more spans are ready. Raises StatusError."""
         since = {number: (position.instance, position.next) for number, position in self._positions.items()}
         answers = await self._runtimes.read_on("traces", since)
         return any([await self._take(number, answer) for number, answer in answers.items()])
 
     async def _take(self, number: int, answer: Mapping[str, Any]) -> bool:
-        """Send the spans of a device; return True if more are ready."""
+        """Send the spans of a device's answer. Return True if the device has more."""
         before = self._positions.get(number)
         if before is None:
-            # Do not count spans that the first runtime has dropped by now: an earlier control process may have
-            # exported them.
+            # Do not count the spans that the runtime dropped before the first answer, because an earlier control process may
+            # have exported them.
             before = _Position(answer["instance"], answer["first"], answer["dropped"])
         elif before.instance != answer["instance"]:
             before = _Position(answer["instance"], 0, 0)

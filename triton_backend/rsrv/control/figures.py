@@ -15,7 +15,7 @@ from rsrv.renewal import FileState
 from rsrv.settings import Settings
 
 Json = Mapping[str, Any]
-#: Shortest window of rates, seconds.
+#: Shortest time over which rates are computed, in seconds.
 _MIN_WINDOW_S = 0.5
 _NO_RECORD = pb.ModelRecord()
 
@@ -24,20 +24,20 @@ _NO_RECORD = pb.ModelRecord()
 class DeviceFigures:
     """A device, with the records of its runtime."""
 
-    #: Different for every runtime; empty if none answers.
+    #: Identifies the runtime. Empty: none answers.
     instance: str = ""
     #: Time at which the counters began, by the clock of `ServerFigures.t`.
     since: float = 0.0
     records: RuntimeRecords = field(default_factory=RuntimeRecords)
-    #: Runtimes of the device so far.
+    #: Number of runtimes that the device has had.
     lives: int = 1
-    #: Restarts of the device's runtime by an operator.
+    #: Number of times that an operator has restarted the runtime.
     restarts: int = 0
     #: Seconds since the last answer.
     down_s: float = 0.0
-    #: Process id of a runtime that lives and does not answer; 0: there is none.
+    #: Process id of a runtime that lives and does not answer. 0: there is none.
     silent_pid: int = 0
-    #: Why the device serves nothing, by the latest attempt to start its runtime.
+    #: Reason why the latest attempt to start the runtime failed.
     obstacle: str = ""
     asleep: bool = False
 
@@ -53,12 +53,12 @@ class ServerFigures:
     devices: Mapping[int, DeviceFigures]
     #: Versions of models by key, over all devices.
     entries: Mapping[str, ModelVersion]
-    #: Models that differ from their bundles, with the reasons.
+    #: Reasons why models differ from their bundles, by model.
     failures: Mapping[str, BundleFailure]
     settings: Settings
     #: Keys of the section `scheduler` that operators have set.
     scheduler: Json = field(default_factory=dict)
-    #: Keys of models that operators have set.
+    #: Keys of the sections of models that operators have set, by model.
     policies: Mapping[str, Json] = field(default_factory=dict)
     #: Why the present rsrv.yaml is not used.
     settings_refused: str = ""
@@ -76,23 +76,23 @@ class ServerFigures:
     loading: frozenset[str] = frozenset()
     #: Number of models that Triton loads concurrently.
     load_threads: int = 4
-    #: Reason why no model can be loaded or unloaded, with the remedy; empty if models can be.
+    #: Reason why no model can be loaded or unloaded, with the remedy. Empty if models can be.
     barred: str = ""
-    #: By model, how often its process in Triton was found dead.
+    #: Number of times that a model's process in Triton was found dead, by model.
     process_ends: Mapping[str, int] = field(default_factory=dict)
-    #: None: there is no /dev/shm.
+    #: Use of the shared memory. None: there is no /dev/shm.
     shm: ShmUsage | None = None
     #: Spans of traces by outcome.
     spans: Mapping[str, int] = field(default_factory=dict)
     #: Files with certificates and tokens.
     renewals: Sequence[FileState] = ()
-    #: For each model, the number of requests that have left Triton's queue, and their seconds there. Empty if Triton
-    #: does not report it.
+    #: For each model, the number of requests that have left Triton's queue, and the seconds that they spent there. Empty if
+    #: Triton does not report this.
     queues: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
     @property
     def importing(self) -> dict[str, tuple[float, int]]:
-        """The models whose model.py is being imported: the seconds so far, and the line where that is (0: elsewhere)."""
+        """For models whose model.py is being imported: the seconds so far, and the line that executes (0: another file)."""
         imports: dict[str, tuple[float, int]] = {}
         for device in self.devices.values():
             for name, started in device.records.device.importing.items():
@@ -101,11 +101,11 @@ class ServerFigures:
 
     @property
     def imports_hold_loads(self) -> bool:
-        """True if loads wait for an import of model.py: such imports hold all of Triton's load threads."""
+        """True if loads wait, because imports of model.py occupy all of Triton's load threads."""
         return len(self.importing.keys() & self.loading) >= self.load_threads
 
     def waits_for_import(self, model: str) -> bool:
-        """Return whether a model is served only when its model.py has been imported: no other stub has it ready."""
+        """Return True if the import of model.py keeps the model from being served, because no other stub has it ready."""
         versions = (
             entry for entry in self.entries.values() if entry["name"] == model and entry["state"] == "ready"
         )
@@ -123,13 +123,13 @@ class ServerFigures:
 
 
 class ModelActivity:
-    """A model or meta model on one device between two records. Figures of the window are computed on demand.
+    """The activity of a model or meta model on one device between two records.
 
-    With a thousand models, most rules look at few figures of few models.
+    Figures are computed on demand, because with a thousand models, rules need only a few figures of a few models.
     """
 
     def __init__(self, before: pb.ModelRecord, now: pb.ModelRecord) -> None:
-        """`before` may be empty."""
+        """`before` and `now` are the two records. `before` may be empty."""
         self.name, self._before, self.now = now.name, before, now
 
     def grown(self, figure: str) -> int:
@@ -137,7 +137,7 @@ class ModelActivity:
         return int(getattr(self.now, figure) - getattr(self._before, figure))
 
     def counted(self, figure: str) -> dict[str, int]:
-        """Return by how much each of several counters has grown."""
+        """Return by how much each counter of a map of counters has grown."""
         was = getattr(self._before, figure)
         return {key: count - was.get(key, 0) for key, count in getattr(self.now, figure).items()}
 
@@ -152,7 +152,7 @@ class ModelActivity:
 
     @cached_property
     def ended(self) -> int:
-        """Requests that ended without being cancelled."""
+        """Number of requests that ended without being cancelled."""
         return sum(self.outcomes.values()) - self.outcomes.get("cancelled", 0)
 
     @cached_property
@@ -201,7 +201,7 @@ class ModelActivity:
         }
 
     def hook_seconds(self, *hooks: str) -> float:
-        """Return the seconds in these functions of model.py."""
+        """Return the seconds that these functions of model.py took."""
         before, now = (
             sum(float(record.hooks[hook].sum) for hook in hooks if hook in record.hooks)
             for record in (self._before, self.now)
@@ -211,22 +211,22 @@ class ModelActivity:
 
 @dataclass(frozen=True, slots=True)
 class DeviceWindow:
-    """Figures of one device between two moments. The window is shorter if its runtime is younger."""
+    """Figures of one device in the time between two snapshots (the window), or since its runtime began."""
 
     number: int
     seconds: float
     records: RuntimeRecords
-    #: Active models and models with waiting requests, by name.
+    #: Models that were active, or that have waiting requests, by name.
     models: Mapping[str, ModelActivity]
     metas: Mapping[str, ModelActivity]
     #: Share of the time in which the device executed.
     busy: float
-    #: The model that took most of this time.
+    #: The model that executed for the longest time.
     busiest: ModelActivity | None
 
 
 def windows(before: ServerFigures, now: ServerFigures) -> list[DeviceWindow]:
-    """Return the windows of the devices whose runtimes answer; a runtime that is younger than `before` has less of it."""
+    """Return the windows of the devices whose runtimes answer. The window of a runtime that began after `before` is shorter."""
     windows = []
     for number, device in now.devices.items():
         old = before.devices.get(number)
@@ -239,7 +239,7 @@ def windows(before: ServerFigures, now: ServerFigures) -> list[DeviceWindow]:
         active = _activities(was, device.records.models)
         metas = {name: activity for name, activity in active.items() if activity.now.meta}
         models = {name: activity for name, activity in active.items() if not activity.now.meta}
-        # A meta model's seconds are those of its calls, which count for the called models.
+        # Leave out meta models: their seconds are those of their calls, which also count for the called models.
         busy = min(1.0, sum(activity.device_s for activity in models.values()) / seconds)
         busiest = max(models.values(), key=lambda activity: activity.device_s, default=None)
         windows.append(DeviceWindow(number, seconds, device.records, models, metas, busy, busiest))
@@ -252,7 +252,7 @@ def _activities(
     activities = {}
     for name, record in now.items():
         was = before.get(name, _NO_RECORD)
-        # With a thousand models, most were idle, and their records have not changed.
+        # The record of a model that was idle has not changed. With a thousand models, these are most.
         if record is not was or record.queued:
             activities[name] = ModelActivity(was if _grows(was, record) else _NO_RECORD, record)
     return activities
@@ -269,7 +269,8 @@ def _grows(before: pb.ModelRecord, now: pb.ModelRecord) -> bool:
 def best_size(activity: ModelActivity) -> tuple[int | None, float]:
     """Return the power of two that saves most as a further batch size, and the share of the device time that it saves.
 
-    Executions have the rows of their interval's upper bound. Without known costs, the share is 0.
+    The histogram of rows has intervals. Each execution is assumed to have as many rows as the upper bound of its interval.
+    Without known costs, the share is 0.
     """
     rows = [
         (int(bound), count)
@@ -300,7 +301,10 @@ def best_size(activity: ModelActivity) -> tuple[int | None, float]:
 
 
 def _interpolated(costs: Mapping[int, float], size: int) -> float:
-    """Return the expected seconds of a size that is not compiled: interpolated between its neighbours, or between the smallest size and zero."""
+    """Return the expected seconds of a batch size that is not compiled.
+
+    They are interpolated between the next smaller and larger sizes. A batch of size 0 takes no time.
+    """
     above = min(known_size for known_size in costs if known_size > size)
     below = max((known_size for known_size in costs if known_size < size), default=0)
     low = costs.get(below, 0.0)
@@ -308,7 +312,7 @@ def _interpolated(costs: Mapping[int, float], size: int) -> float:
 
 
 def budget_of(window: DeviceWindow) -> int | None:
-    """Return the device bytes that weights may take; None: there is no limit."""
+    """Return the number of bytes of the device that weights may take. None: there is no limit."""
     memory = window.records.device.memory
     return memory.budget_bytes if memory.HasField("budget_bytes") else None
 

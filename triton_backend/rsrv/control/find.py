@@ -10,7 +10,7 @@ from rsrv.wire.paths import CONTROL_SOCKET, base_directory, start_time
 
 
 class NotFound(Exception):
-    """No server was found, or several; the message says what to do."""
+    """No server was found, or several were found. The message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class ControlEndpoint:
     folder: Path
     #: The folder in which the server was started.
     started_in: Path
-    #: Triton's ports, gRPC first; none for a gateway.
+    #: Triton's ports, gRPC first. Empty for a gateway.
     ports: tuple[int, ...] = ()
 
     @property
@@ -45,7 +45,7 @@ class ControlEndpoint:
         """Return True if the endpoint's folder is in `folder`, or if it was started in `folder` or a folder above."""
         if self.folder.is_relative_to(folder):
             return True
-        # A service that was started in the root folder would match every folder.
+        # Ignore where a service was started if that is the root folder, because it would match every folder.
         return folder.is_relative_to(self.started_in) and self.started_in != Path("/")
 
 
@@ -70,7 +70,10 @@ def running() -> list[ControlEndpoint]:
 
 
 def sockets(kind: str) -> Iterator[tuple[int, Path]]:
-    """Yield the pid and the control service's socket of each process that runs and has a directory of this kind."""
+    """Yield the pid and the control socket of each running process that has a runtime directory of this kind.
+
+    `kind` is the end of the directory's name, and may be a pattern.
+    """
     for socket in sorted(base_directory().glob(f"*-*-{kind}/{CONTROL_SOCKET}")):
         pid, started, _ = socket.parent.name.split("-", 2)
         if pid.isdigit() and started.isdigit() and start_time(int(pid)) == int(started):
@@ -78,7 +81,7 @@ def sockets(kind: str) -> Iterator[tuple[int, Path]]:
 
 
 def working_directory(pid: int) -> Path:
-    """Return the folder that a process's relative paths start from; if it cannot be read, this process's own."""
+    """Return the working directory of a process. If it cannot be read, return this process's own."""
     try:
         return Path(os.readlink(f"/proc/{pid}/cwd"))
     except OSError:
@@ -88,7 +91,7 @@ def working_directory(pid: int) -> Path:
 def address(which: str | None) -> str:
     """Return the address of the server that `which` or RSRV_CONTROL_ADDRESS names.
 
-    Without either, let `choose` decide. Raises NotFound.
+    If both are missing, `choose` decides. Raises NotFound.
     """
     start = "Start one with `rsrv serve bundles/`"
     return choose(which or os.environ.get("RSRV_CONTROL_ADDRESS"), running(), "server", start)
@@ -98,13 +101,13 @@ def choose(which: str | None, running: Sequence[ControlEndpoint], kind: str, sta
     """Return the address of an endpoint.
 
     Args:
-        which: a port, a folder, or an address; None: the only endpoint, or the only one of the working directory.
-        running: the endpoints on this machine.
-        kind: server or gateway.
-        start: how to start one.
+        which: A port, a folder, or an address. None: the only endpoint, or the only one of the working directory.
+        running: The endpoints on this machine.
+        kind: "server" or "gateway", for the error.
+        start: A sentence for the error that says how to start one.
 
     Raises:
-        NotFound: there is none, or there are several.
+        NotFound: There is no such endpoint, or there are several.
     """
     if which and ":" in which:
         return which
@@ -118,13 +121,13 @@ def choose(which: str | None, running: Sequence[ControlEndpoint], kind: str, sta
         here = [endpoint for endpoint in matching if endpoint.is_of(Path.cwd())]
         matching = here if len(here) == 1 else matching
     else:
-        # A server in /m is chosen by /m also if there is another one in /m/b.
+        # An exact match takes precedence: /m names the server in /m, even if there is another one in /m/b.
         exact = Path(which).resolve()
         matching = [endpoint for endpoint in matching if endpoint.folder == exact] or matching
     if len(matching) == 1:
         return matching[0].address
     listed = "; ".join(
-        # Two servers of one folder may have no ports of their own.
+        # Add the address if servers look the same, such as two servers of one folder with the same ports.
         f"{endpoint} ({endpoint.address})"
         if sum(str(server) == str(endpoint) for server in running) > 1
         else str(endpoint)

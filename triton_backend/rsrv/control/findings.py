@@ -1,4 +1,4 @@
-"""The parts of a diagnosis: a finding, and the case that rules judge."""
+"""The data of a diagnosis: a finding, and the case that rules judge."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +16,7 @@ FEW = 20
 class ServerFinding:
     """Something that an operator can improve."""
 
-    #: In snake_case, the label of `rsrv_findings`.
+    #: Name in snake_case. It is a label of the metric `rsrv_findings`.
     name: str
     severity: Severity
     #: The facts in numbers.
@@ -29,7 +29,7 @@ class ServerFinding:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The figures of a look, and the window that ends with it."""
+    """Two snapshots of the server's figures, and the windows of the devices between them."""
 
     before: ServerFigures
     now: ServerFigures

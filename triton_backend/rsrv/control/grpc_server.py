@@ -21,7 +21,7 @@ from rsrv.tokens import bears, read_token
 
 log = logging.getLogger("rsrv.control")
 
-#: Triton's values, so that a client's keepalive that suits a tritonserver suits rsrv's servers, too.
+#: Triton's values. A client whose keepalive suits a tritonserver can use the same keepalive for rsrv's servers.
 KEEPALIVE: Final[Sequence[tuple[str, int]]] = (
     ("grpc.keepalive_time_ms", 7_200_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -41,24 +41,24 @@ class ListenError(Exception):
 class GrpcServer:
     """A server of grpc.aio that is replaced when it dies.
 
-    grpc.aio's server ends for good when a client calls a method whose name is not UTF-8. Then another one takes over,
-    and the calls in flight end where they are.
+    The server of grpc.aio dies when a client calls a method whose name is not UTF-8. Another one then replaces it. The dead one
+    finishes its calls in flight.
     """
 
     def __init__(self, make: Callable[[], Any], setting: str) -> None:
-        """`make`: makes a server of grpc.aio with its services; `setting`: name of the setting with the address."""
+        """`make` makes a server of grpc.aio with its services. `setting` is the name of the setting with the address."""
         self._make = make
         self._setting = setting
         self._server: Any = None
         #: Replaces the server when it dies.
         self._keeper: asyncio.Task[None] | None = None
-        #: Dead servers with calls in flight, and the tasks that wait for the end of these.
+        #: Dead servers with calls in flight, and the task of each that waits for the end of these calls.
         self._dead: dict[Any, asyncio.Task[None]] = {}
 
     async def start(self, address: str, credentials: Any = None) -> int:
         """Listen, and return the port. Raises ListenError.
 
-        `address`: HOST:PORT, or unix:PATH, which then only this user can reach; `credentials`: None: without TLS.
+        `address` is HOST:PORT, or unix:PATH. Only this user can reach such a path. `credentials` is None without TLS.
         """
         port = await self._listen(address, credentials)
         if not address.startswith("unix:"):
@@ -67,14 +67,14 @@ class GrpcServer:
         return port
 
     async def stop(self, seconds: float | None) -> None:
-        """Refuse new calls; calls in flight may take `seconds`. Call it again to shorten that."""
+        """Refuse new calls, and wait for calls in flight for at most `seconds`. A second call may shorten that."""
         if self._keeper is not None:
             self._keeper.cancel()
-        # With 0, grpc waits briefly, and crashes the process if another stop ends meanwhile.
+        # With 0 instead of None, grpc waits briefly, and crashes the process if another stop ends at that time.
         seconds = seconds or None
         dead = [asyncio.ensure_future(server.stop(seconds)) for server in self._dead]
         if self._server is not None:
-            # Do this first and alone: calls of the loop's next turn already count as new.
+            # Stop the present server first, and wait for that alone: calls that arrive in the loop's next turn must be refused.
             await self._server.stop(seconds)
         await asyncio.gather(*dead, *self._dead.values())
 
@@ -99,7 +99,7 @@ class GrpcServer:
                 else server.add_secure_port(address, credentials)
             )
         except RuntimeError:
-            # gRPC gives the reason only in its own log.
+            # gRPC writes the reason only to its own log.
             raise ListenError(
                 f"{self._setting}: cannot listen on {address}: it is in use, or not an address of this machine"
             ) from None
@@ -137,16 +137,16 @@ class GrpcServer:
 
 
 def _path(address: str) -> Path | None:
-    """Return the path of a Unix socket; None for other addresses."""
+    """Return the path of a Unix socket, or None for any other address."""
     return Path(address.removeprefix("unix:")) if address.startswith("unix:") else None
 
 
 _OPTIONS: Sequence[tuple[str, int]] = (
-    # Requests are small.
+    # Limit the size of requests, which are small.
     ("grpc.max_receive_message_length", 1 << 20),
     ("grpc.max_metadata_size", 16 << 10),
     ("grpc.max_concurrent_streams", 64),
-    # Two processes on one port would each answer some of the calls.
+    # Do not share a port with another process: each of the two would answer some of the calls.
     ("grpc.so_reuseport", 0),
     *KEEPALIVE,
 )
@@ -184,9 +184,9 @@ async def listen(
     kind: ServiceKind = CONTROL,
     renewals: Renewals | None = None,
 ) -> tuple[GrpcServer, int]:
-    """Start a server on `settings.listen`; return it and its port. Raises ListenError.
+    """Start a server on `settings.listen`. Return the server and its port. Raises ListenError.
 
-    `renewals` reads the files of certificate and token again when they change.
+    `renewals` reads the files with the certificate and the token again when they change.
     """
     address = settings.listen
     assert address is not None
@@ -205,7 +205,7 @@ async def listen(
 
 
 def _server(service: Any, health: Any, kind: ServiceKind, token: Renewed[bytes] | None = None) -> Any:
-    """Make a server of grpc.aio that does not listen yet. `token`: required of callers, if given."""
+    """Make a server of grpc.aio that does not listen yet. If there is a `token`, callers must send it."""
     interceptors = [] if token is None else [_TokenCheck(token)]
     server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS)
     kind.add(service, server)
@@ -217,7 +217,7 @@ def _server(service: Any, health: Any, kind: ServiceKind, token: Renewed[bytes] 
 
 
 def _credentials(settings: ControlSection, kind: ServiceKind, renewals: Renewals) -> Any:
-    """Return the credentials of TLS; None without TLS. Raises ListenError."""
+    """Return the credentials of TLS, or None without TLS. Raises ListenError."""
     certificate, key, authorities = settings.tls_certificate, settings.tls_key, settings.tls_client_ca
     if certificate is None and key is None and authorities is None:
         return None
@@ -250,7 +250,7 @@ def _check_tls(kind: ServiceKind, certificate: Path, key: Path, authorities: Pat
 
 
 def _token(settings: ControlSection, kind: ServiceKind, renewals: Renewals) -> Renewed[bytes] | None:
-    """Return the token, if one is required. Raises ListenError."""
+    """Return the token that callers must send, or None. Raises ListenError."""
     path = settings.token_file
     if path is None:
         return None
@@ -277,7 +277,7 @@ class _TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         async def refuse(_: Any, context: Any) -> None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing, or wrong")
 
-        # A handler of streams for all methods: any other handler would wait for a request first.
+        # Refuse every method with a handler of streams, because any other handler would wait for a request first.
         self._refuse = grpc.stream_stream_rpc_method_handler(refuse)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call: Any) -> Any:

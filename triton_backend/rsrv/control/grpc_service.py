@@ -17,12 +17,12 @@ Response = TypeVar("Response")
 Service = TypeVar("Service")
 M = TypeVar("M", bound=Message)
 
-#: Seconds between two looks for changes that no event announces.
+#: Seconds between two checks for changes of health that no event announces.
 _HEALTH_LOOK_S = 0.25
 
 
 class StatusError(Exception):
-    """A call that fails with a gRPC status; `code` is its name."""
+    """A call that fails with a gRPC status. `code` is the name of the status."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
@@ -30,7 +30,7 @@ class StatusError(Exception):
 
 
 class InvalidArgument(StatusError):
-    """A request that is wrong in any state; the message says what is wrong."""
+    """A request that is wrong, whatever the server's state is. The message says what is wrong."""
 
     def __init__(self, text: str) -> None:
         super().__init__("INVALID_ARGUMENT", text)
@@ -59,7 +59,7 @@ def answers(
 def steers(
     method: Callable[[Service, Request], Awaitable[Response]],
 ) -> Callable[[Service, Request, Any], Awaitable[Response]]:
-    """Wrap a method that changes something: as `answers`, and log the request and its sender."""
+    """Wrap a method that changes something, as `answers` does, and log each request and its sender."""
     inner = answers(method)
 
     @functools.wraps(method)
@@ -71,10 +71,10 @@ def steers(
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """grpc.health.v1.Health, computed for each call, so that it cannot be out of date.
+    """The service grpc.health.v1.Health. The health is computed for each call, so that it cannot be out of date.
 
-    The package's own servicer keeps a table, which would have to follow every change, and forgets watchers when another
-    watcher of the same name leaves.
+    The servicer of gRPC's package stores the health in a table that every change would have to update. When one watcher of a
+    name leaves, it also forgets the other watchers of the name.
     """
 
     def serving(self, service: str) -> bool | None:
@@ -82,7 +82,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         raise NotImplementedError
 
     def changed(self) -> Awaitable[Any]:
-        """Await the next change of the health after this call. A watcher also looks again without one, after a moment."""
+        """Return an awaitable that ends at the next change of the health. A watcher checks the health regularly as well."""
         return asyncio.Event().wait()
 
     def status(self, service: str) -> Any:
@@ -110,37 +110,37 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 
 def copied(kind: type[M], source: object, **others: Any) -> M:
-    """Return a message with these fields, and all its others from an object that has them by name."""
+    """Return a message with the fields `others`. All other fields are the attributes of `source` with the same names."""
     names = kind.DESCRIPTOR.fields_by_name.keys() - others.keys()
     message: M = kind(**{name: getattr(source, name) for name in names}, **others)
     return message
 
 
 def member(enum: Any, name: str | None) -> Any:
-    """Return the member of a generated enum by its name in the protocol and in rsrv.yaml: for example 'device' of Residency.
+    """Return the number of a generated enum's member, such as 'device' of Residency. `name` is its name in rsrv.yaml.
 
-    None and names that this version does not know are UNSPECIFIED.
+    For None and for names that this version does not know, the number is that of UNSPECIFIED, 0.
     """
     return 0 if name is None else members(enum).get(name, 0)
 
 
 def member_name(enum: Any, value: int, field: str) -> str:
-    """Return the name of the member in a request's field. Raises InvalidArgument if there is none, with the valid names."""
+    """Return the name of an enum's member. `field` has it in a request. Raises InvalidArgument if there is no such member."""
     if not (name := word(enum, value)):
         raise InvalidArgument(f"{field} must be one of {', '.join(members(enum))}")
     return name
 
 
 def word(enum: Any, value: int) -> str:
-    """Return the name of a member; empty for UNSPECIFIED, and for one that this version does not know."""
+    """Return the name of a member. It is empty for UNSPECIFIED and for numbers that this version does not know."""
     return next((name for name, number in members(enum).items() if number == value), "")
 
 
 @functools.cache
 def members(enum: Any) -> dict[str, int]:
-    """Return the members of a generated enum, or of its descriptor, but for UNSPECIFIED."""
+    """Return the numbers of an enum's members by name, without UNSPECIFIED. `enum` is a generated enum or its descriptor."""
     descriptor = getattr(enum, "DESCRIPTOR", enum)
-    # Names in the protobuf begin with the enum's own: RESIDENCY_DEVICE.
+    # In the protobuf, the names of members begin with the name of the enum: RESIDENCY_DEVICE.
     prefix = descriptor.values_by_number[0].name.removesuffix("UNSPECIFIED")
     return {
         value.name.removeprefix(prefix).lower(): value.number for value in descriptor.values if value.number

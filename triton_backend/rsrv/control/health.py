@@ -12,15 +12,15 @@ from rsrv_gen.write import carried, is_alias
 class Health(HealthService):
     """The health of a server and of its models.
 
-    The models that should serve are those of the repository at the start, and each one that has served since, for as
-    long as the repository has it and no operator has unloaded it. So an added model counts once it is ready, and a model
-    that fails from the start counts.
+    The models that should serve are the models of the repository at the start, and each model that has served since then. They
+    count for as long as the repository has them and no operator has unloaded them. So a model that fails from the start counts,
+    and an added model counts once it is ready.
     """
 
     def __init__(self, view: Runtimes, repository: Path, lifecycle: Reconciling, *, decides: bool) -> None:
         """`decides` is True if the repository determines which models are served.
 
-        In explicit mode, an external control plane does, and only it knows them.
+        In explicit mode, an external control plane determines that, and only it knows these models.
         """
         self._view = view
         self._repository = repository
@@ -33,13 +33,13 @@ class Health(HealthService):
         )
 
     async def run(self) -> None:
-        """Record the models that become ready, even if no client asks. Never returns."""
+        """Record the models that become ready, even if no client asks for the health. Never returns."""
         while True:
             self.missing()
             await self.changed()
 
     async def changed(self) -> None:
-        """Return after the next change that is more than a move of weights."""
+        """Return after the next change of the models or runtimes. Loads and evictions of weights do not count."""
         seen = self._view.other_changes
         while self._view.other_changes == seen:
             await self._view.wait_change()
@@ -75,7 +75,7 @@ class Health(HealthService):
     def _serves(self, name: str) -> bool:
         """Return True if a model can serve.
 
-        A model that lost its stub serves when Triton has loaded it. Before, requests go to the dead stub.
+        A model that has lost its stub serves again once Triton has loaded it. Until then, requests go to the dead stub.
         """
         presence = self._view.presence
         if not presence.serves(name):
@@ -91,7 +91,7 @@ class Health(HealthService):
         )
 
     def _targets(self, name: str) -> set[str]:
-        """Return the models that answer for an alias; for any other name, that name."""
+        """Return the models that answer for an alias. For any other name, return the name itself."""
         folder, shares = self._repository / name, self._lifecycle.aliases.get(name, {})
         if Path(name).name != name or not is_alias(folder):
             return {name}

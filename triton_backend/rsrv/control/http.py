@@ -23,7 +23,7 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class HttpServer:
-    """The server; `metrics` makes the text of /metrics."""
+    """The HTTP server. `metrics` returns the text of /metrics."""
 
     def __init__(self, metrics: Callable[[], Awaitable[str]], page: LivePage) -> None:
         self._metrics = metrics
@@ -32,11 +32,11 @@ class HttpServer:
         self._app = app
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, keepalive_timeout=15)
         self._server: asyncio.Server | None = None
-        #: Idle connections -> time at which their last answer ended.
+        #: For each idle connection, the time when its last answer ended.
         self._idle: dict[RequestHandler, float] = {}
 
     async def start(self, address: str) -> int:
-        """Listen on HOST:PORT; return the port. Raises OSError, and ValueError if it is not an address."""
+        """Listen on HOST:PORT, and return the port. Raises OSError, or ValueError if the text is not an address."""
         where = parse_address(address, any_port=True)
         self._app.middlewares.append(KnownHosts(address).middleware)
         await self._runner.setup()
@@ -53,7 +53,7 @@ class HttpServer:
         server, now = self._runner.server, asyncio.get_running_loop().time()
         assert server is not None
         connections = {*server.connections}
-        # A new connection is not yet among those of the server.
+        # The server's list does not have the new connection yet.
         self._idle = {
             connection: since
             for connection, since in self._idle.items()
@@ -66,7 +66,7 @@ class HttpServer:
         return protocol
 
     def _close_idle(self, since: float) -> int:
-        """Close the connections that have been idle since then; return their number."""
+        """Close the connections that have been idle since this time or longer. Return their number."""
         idle = [protocol for protocol, began in self._idle.items() if began <= since]
         for protocol in idle:
             del self._idle[protocol]

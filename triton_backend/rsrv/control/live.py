@@ -1,4 +1,4 @@
-"""The live page's events of one server, all of its devices, for all of its watchers."""
+"""The events of the live page. All watchers of the page get the events of all devices of one server."""
 
 import asyncio
 import json
@@ -31,27 +31,27 @@ from rsrv.settings import Shares
 
 log = logging.getLogger("rsrv.control")
 
-#: Seconds between two looks at the runtimes, with and without watchers. Without watchers, the charts continue.
+#: Seconds between two updates from the runtimes, with watchers and without. The charts need updates even without watchers.
 _LOOK_S, _REST_S = 1.0, RANGES[0].seconds
-#: Changed models that are sent per look, and the maximum number of looks for one state. A thousand busy models take
-#: 35 ms, so the page takes 1 % of a core.
+#: After a state with n changed models, the next state is sent n / _CHANGES_A_LOOK looks later, and at most _MAX_LOOKS later. A
+#: state with a thousand changed models takes 35 ms, so the page takes 1 % of a core.
 _CHANGES_A_LOOK, _MAX_LOOKS = 250, 4
-#: Seconds between two looks at the bytes of models, which take the runtime longer.
+#: Seconds between two updates of the bytes of models, which the runtime needs longer to compute.
 _MEMORY_S = 5.0
-#: Lines of the event log that a new watcher gets.
+#: Number of lines in the event log, all of which a new watcher gets.
 _LOG_LINES = 200
 #: Seconds of the timeline that a new watcher gets.
 _TIMELINE_S = 30.0
-#: Lines about loads and evictions in a second.
+#: Maximum number of lines about loads and evictions in a second.
 _MAX_MOVES_A_SECOND = 5
-#: Answers of the timeline that are read at a look; the next look reads the rest.
+#: Maximum number of answers about the timeline that are read at a look. The next look reads further ones.
 _MAX_ANSWERS = 5
-#: Events that wait for a slow watcher; beyond, its stream ends.
+#: Maximum number of events that wait for a slow watcher. If there are more, its stream ends.
 _MAX_PENDING_EVENTS = 1024
 
 
 class Event(NamedTuple):
-    """An event of the page's stream; `json`: its data."""
+    """An event of the page's stream. `json` has its data."""
 
     name: str
     json: str
@@ -62,14 +62,14 @@ _BEGIN = Event("begin", "null")
 
 
 class Troubles(NamedTuple):
-    """Problems of a server: the reasons why models differ from their bundles, by name, and the findings."""
+    """Problems of a server: the failures of models and aliases by name, and the findings."""
 
     failures: Mapping[str, str]
     findings: Sequence[ServerFinding]
 
 
 class Live:
-    """Reads the runtimes for the page's watchers. Always updates the event log and the charts. `run` drives it."""
+    """Reads the runtimes for the page's watchers. The event log and the charts are also updated without watchers."""
 
     def __init__(
         self,
@@ -103,21 +103,21 @@ class Live:
         self._moved: deque[Event] = deque()
         self._spans: deque[tuple[float, Event]] = deque()
         self._overview, self._charts = Overview(), Charts()
-        #: The state that watchers have.
+        #: The latest state that was sent to the watchers.
         self._state: dict[str, Any] = {}
         #: The models in this state, by name.
         self._models: dict[str, dict[str, Any]] = {}
-        #: The bytes of models.
+        #: The latest event with the bytes of models, and the latest one with the cold models.
         self._memory, self._cold = Event("memory", "{}"), Event("cold", "[]")
-        #: For the bytes of models, the runtimes' count of changes and the time of the latest look.
+        #: The runtimes' count of changes and the time when the bytes of models were last read.
         self._memory_of, self._memory_at = -1, 0.0
-        #: Looks until the next state.
+        #: Number of looks at the runtimes until the next state is sent.
         self._looks_left = 0
-        #: By device, the runtime's instance and the number of its next span.
+        #: The runtime's instance and the number of its next span, by device.
         self._positions: dict[int, tuple[str, int]] = {}
-        #: The second of the last load or eviction, and their number in it.
+        #: The second of the latest load or eviction, and the number of loads and evictions in it.
         self._second, self._moves = 0, 0
-        #: The failures that the event log has, by name.
+        #: The failures that the event log already has, by name.
         self._failures: Mapping[str, str] = {}
 
     async def run(self) -> None:
@@ -127,7 +127,7 @@ class Live:
             group.create_task(self._look())
 
     async def watch(self) -> AsyncGenerator[Event, None]:
-        """Yield the current state, then each event. The stream of a slow watcher ends; it may watch again."""
+        """Yield the present state, then each event. The stream ends if the watcher is too slow. It may then watch again."""
         events: asyncio.Queue[Event | None] = asyncio.Queue()
         whole = {**self._state, "models": list(self._models.values())}
         states = [Event("state", json.dumps(whole)), self._memory, self._cold] if self._state else []
@@ -144,7 +144,7 @@ class Live:
             self._watchers.discard(events)
 
     def latency(self, model: str) -> list[tuple[float | None, int]]:
-        """Return the histogram of a model's request durations that the runtimes have counted, by upper bound."""
+        """Return the histogram of a model's request durations over all runtimes: pairs of upper bound and count."""
         return self._overview.latency(model)
 
     def _tell(self, event: Event) -> None:
@@ -167,7 +167,7 @@ class Live:
                 where = f" of device {device}" if len(runtimes.links) > 1 else ""
                 match update:
                     case None:
-                        if device in known:  # else it has not started yet
+                        if device in known:  # otherwise, it has not started yet
                             known.discard(device)
                             self.note(f"the runtime{where} does not answer")
                     case StateSnapshot(instance, _, found):
@@ -206,12 +206,12 @@ class Live:
             self.note(f"{self._shown(name)} is as it should be again")
 
     def _shown(self, name: str) -> str:
-        """Return the name of a failed model or alias as people read it."""
+        """Return the name of a failed model or alias for the event log."""
         alias = name.removeprefix("aliases.")
         return f"the alias {alias}" if alias != name or name in self._aliases() else name
 
     def _has_room(self) -> bool:
-        """Return True if one more line about weights fits: hundreds in a second would hide all others."""
+        """Return True if the log can have one more line about weights now. Hundreds in a second would hide other lines."""
         second = int(self._clock())
         if second != self._second:
             skipped = self._moves - _MAX_MOVES_A_SECOND
@@ -222,7 +222,10 @@ class Live:
         return self._moves <= _MAX_MOVES_A_SECOND
 
     def note(self, text: str, *, moves: bool = False) -> None:
-        """Add a line to the event log. A full log loses its oldest move of weights, or else its oldest line."""
+        """Add a line to the event log. A full log drops its oldest line about a move of weights, or else its oldest line.
+
+        `moves` is True for such a line.
+        """
         line = {"t": round(self._clock(), 3), "text": text, **({"moves": True} if moves else {})}
         event = Event("log", json.dumps(line))
         self._log.append(event)
@@ -240,7 +243,7 @@ class Live:
             if not watched:
                 self._watched.clear()
                 self._spans.clear()
-                # The next watcher gets everything.
+                # Without watchers, forget what was sent, so that the next watcher gets everything.
                 self._state, self._models, self._memory_of, self._looks_left = {}, {}, -1, 0
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_REST_S):
@@ -266,7 +269,7 @@ class Live:
         removed models.
         """
         runtimes, now = self._runtimes, self._clock()
-        # If any runtime is replaced, the sums of counters fall.
+        # The page needs to know when any runtime is replaced, because the sums of counters then fall.
         instance = " ".join(link.state.instance for link in runtimes.live.values())
         failures, findings = self._troubles()
         self._note_failures(failures)
@@ -293,15 +296,15 @@ class Live:
             ended = self._charts.add(now, self._overview.work, len(records)) if records else {}
             for name, point in ended.items():
                 self._tell(Event("point", json.dumps([name, point])))
-            # Skip models that are leaving or were ready before a sleep: they have a picture.
+            # Leave out cold models that have a picture: they are leaving, or were ready before a sleep.
             cold -= models.keys()
             state |= {"devices": await self._devices(records, now), "cold": len(cold), "asleep": asleep}
         if not self._watchers:
             return
-        # Thousands of rows that never change would be a megabyte a second.
+        # Send only changed models, because thousands of models that never change would be a megabyte a second.
         changed = [model for name, model in models.items() if model is not self._models.get(name)]
         removed = {} if first else {"gone": [name for name in self._models if name not in models]}
-        # After the first state, the page waits for rates.
+        # Send the second state soon, because the page needs two states to show rates.
         self._looks_left = 0 if first else min(_MAX_LOOKS, -(-len(changed) // _CHANGES_A_LOOK))
         state["next_s"] = max(1, self._looks_left) * self._every
         aliases = alias_messages(self._aliases(), failures, records.values())
@@ -316,7 +319,7 @@ class Live:
         self._tell(Event("state", json.dumps({**fields, "models": changed, **removed})))
 
     def _on(self) -> dict[str, list[int]]:
-        """Return the devices that hold the weights, by model."""
+        """Return the devices that hold the weights of each model."""
         on: dict[str, list[int]] = {}
         for number, link in self._runtimes.live.items():
             for entry in link.state.entries.values():
@@ -372,7 +375,7 @@ class Live:
                 event = Event("spans", json.dumps({"spans": spans}))
                 self._spans.append((now, event))
                 self._tell(event)
-            # The clock may have been set back.
+            # Use the absolute difference, because the clock may have been set back.
             while self._spans and abs(now - self._spans[0][0]) > _TIMELINE_S:
                 self._spans.popleft()
             if all(answer["next"] >= answer["end"] for answer in answers.values()):
@@ -408,8 +411,8 @@ class OneServer:
         await page_calls.steer(self._ask, model, action)
 
     async def infer(self, server: str, model: str, inputs: Any) -> tuple[int, str]:
-        # Check the name first: the page serves only rsrv's models, and Triton may have others. Without a name, all
-        # models are meant.
+        # Check the name first, because the page serves only rsrv's models, and Triton may have others. An empty name would mean
+        # all models, so replace it by one that no model has.
         await self._ask("GetStatus", pb.GetStatusRequest(model=model or "?"))
         return await self._infer(model, inputs)
 

@@ -1,4 +1,4 @@
-"""Loads of a server's devices: messages of the runtimes' records, and the views that placement has of them. Pure."""
+"""Loads of a server's devices: messages made from the runtimes' records, and views for placement made from messages. Pure."""
 
 from collections.abc import Iterable, Mapping
 
@@ -16,7 +16,7 @@ def load(
     placement_mode: str,
     aliases: Mapping[str, Shares],
 ) -> pb.GetLoadResponse:
-    """`devices`: the numbers of all; `records`: those of the runtimes that answer."""
+    """Return the loads of all `devices`. `records` has the records of the runtimes that answer."""
     metas = {
         model.name: model.calls_models for record in records.values() for model in record.models if model.meta
     }
@@ -55,14 +55,14 @@ def _device_load(number: int, record: pb.DeviceRecord) -> pb.DeviceLoad:
 def view_of(
     device: pb.DeviceLoad, server: pb.GetLoadResponse, ready: frozenset[str], before: WorkerView | None
 ) -> WorkerView:
-    """Return the view of a device with these ready models.
+    """Return placement's view of a device with these ready models.
 
-    `before`: the previous view. Models that have not changed since stay the same objects.
+    `before` is the previous view. Views of models that have not changed since then stay the same objects.
     """
     known = before.models if before is not None and device.since else {}
     changed = {model.name: _model(model) for model in device.models}
     return WorkerView(
-        # Without its runtime the server's other devices serve its models.
+        # A device without a runtime is not alive: the server's other devices serve its models.
         alive=bool(device.instance),
         ready=ready,
         device=device.number,

@@ -1,4 +1,4 @@
-"""Translates what runtimes report into the service's messages, and messages into settings. Pure."""
+"""Converts reports of runtimes to the service's messages, and messages to settings. Pure."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -125,7 +125,7 @@ def _served(versions: Versions) -> ModelVersion | None:
 
 
 def policy(settings: Settings, name: str, changed: Json) -> pb.Policy:
-    """Return the policy of a model: `changed` takes precedence over rsrv.yaml."""
+    """Return the policy of a model. The settings in `changed`, which operators set, take precedence over rsrv.yaml."""
     section = settings.for_model(name)
     return pb.Policy(
         weight=changed.get("weight", section.weight),
@@ -139,7 +139,7 @@ def policy(settings: Settings, name: str, changed: Json) -> pb.Policy:
 def device_status(
     number: int, link: RuntimeLink, record: pb.DeviceRecord | None, card: CardMemory | None, now: float
 ) -> pb.DeviceStatus:
-    """Return the status of a device; `record`: that of its runtime, if it answers; `now`: Unix time, in seconds."""
+    """Return the status of a device. `record` is None if its runtime does not answer. `now` is Unix time in seconds."""
     shown = pb.DeviceStatus(
         number=number,
         card=None if card is None else copied(pb.CardMemory, card),
@@ -159,7 +159,7 @@ def device_status(
 
 
 def scheduler(section: Json) -> pb.Scheduler:
-    """Translate rsrv.yaml's section as the runtime has it."""
+    """Convert the section `scheduler` to a message."""
     return pb.Scheduler(
         discipline=member(pb.Discipline, section.get("discipline")),
         **_same(pb.Scheduler, section, frozenset({"discipline"})),
@@ -167,7 +167,7 @@ def scheduler(section: Json) -> pb.Scheduler:
 
 
 def scheduler_changes(message: pb.Scheduler) -> dict[str, Any]:
-    """Return the keys that the message has. Raises InvalidArgument."""
+    """Return the keys of the section `scheduler` that a message sets. Raises InvalidArgument."""
     changes = given(message)
     if "discipline" in changes:
         changes["discipline"] = member_name(pb.Discipline, changes["discipline"], "discipline")
@@ -182,7 +182,7 @@ def given(message: Message) -> dict[str, Any]:
 
 
 def memory_use(number: int, records: RuntimeRecords, budget: int | None = None) -> pb.MemoryUse:
-    """Return the memory of a device, by a whole record. `budget`: the setting runtime.weight_budget_bytes."""
+    """Return the use of a device's memory. `records` must be whole. `budget` is the setting runtime.weight_budget_bytes."""
     shared: Counter[str] = Counter()
     for group in records.shared:
         shared.update(dict.fromkeys(group.models, group.bytes))
@@ -247,7 +247,7 @@ def arrivals(answers: Mapping[int, Json]) -> pb.GetArrivalsResponse:
 
 
 def timeline(answers: Mapping[int, Json], now: float) -> pb.GetTimelineResponse:
-    """Return the message for the answers of the devices. `now` is their Unix time in seconds."""
+    """Return the message for the answers of the devices. `now` is the Unix time of the answers in seconds."""
     return pb.GetTimelineResponse(
         positions=_positions(answers),
         spans=[
@@ -296,7 +296,7 @@ def _record(record: Json, unix_s: float) -> pb.HistoryRecord:
 
 
 def slow_request(slow: Json, unix_s: float, device: int) -> pb.SlowRequest:
-    """Return a request of one device, whose clock was 0 at `unix_s`."""
+    """Return the message for a slow request of a device. The device's clock was 0 at the Unix time `unix_s`."""
     requests, rows, size = slow["batch"] or (0, 0, 0)
     return pb.SlowRequest(
         device=device,
@@ -332,12 +332,12 @@ def update(device: int, update: StateUpdate) -> pb.WatchStateResponse:
 
 
 def _same(message: Any, status: Json, but: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Return the fields with the same name and meaning in both; null is absent."""
+    """Return the values in `status` that have the names of the message's fields, without null and the fields in `but`."""
     names = _names(message, but)
     return {key: value for key, value in status.items() if key in names and value is not None}
 
 
 @cache
 def _names(message: Any, but: frozenset[str]) -> frozenset[str]:
-    """Return the names of a message's fields. Cached: reading a descriptor takes longer than making a message."""
+    """Return the names of a message's fields. Cached, because reading a descriptor takes longer than making a message."""
     return frozenset(field.name for field in message.DESCRIPTOR.fields) - but

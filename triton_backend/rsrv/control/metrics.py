@@ -1,4 +1,4 @@
-"""The text for Prometheus: the runtimes' figures, and those of the control process."""
+"""The text for Prometheus. It has the figures of the runtimes and of the control process."""
 
 import asyncio
 import logging
@@ -21,16 +21,16 @@ log = logging.getLogger("rsrv.control")
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """The figures that come from the control process, not from a runtime."""
+    """The figures that come from the control process and not from a runtime."""
 
-    #: Runtimes after the first one, by the number of their device.
+    #: Number of runtimes after the first one, by the number of their device.
     restarts: Mapping[int, int]
     #: Names of models.
     models: Collection[str]
     #: Names of models that differ from their bundles.
     failed: Collection[str]
     version: str
-    #: Spans of traces by outcome; empty if traces are off.
+    #: Number of spans of traces by outcome. Empty if traces are off.
     spans: Mapping[str, int]
     #: Numbers of the devices that sleep.
     asleep: Collection[int] = ()
@@ -40,7 +40,7 @@ class ServerFacts:
 
 
 class Metrics:
-    """Makes the text; simultaneous requests get the same one."""
+    """Makes the text. Requests at the same time get the same text."""
 
     def __init__(
         self,
@@ -50,12 +50,12 @@ class Metrics:
         findings: Callable[[], Collection[ServerFinding]],
         aliases: Callable[[], Collection[str]],
     ) -> None:
-        """Make them.
+        """Make the metrics of a server.
 
         Args:
             runtimes: Runtimes of the server.
             failed: Returns the names of failed models and aliases.
-            spans: As in `ServerFacts`, read for each text.
+            spans: As in `ServerFacts`. The numbers change.
             findings: Returns the present findings.
             aliases: Returns the names of the aliases.
         """
@@ -68,7 +68,7 @@ class Metrics:
         self._running: asyncio.Task[str] | None = None
 
     async def text(self) -> str:
-        """Return the text in Prometheus' format, also without a runtime."""
+        """Return the text in Prometheus' format. Without a runtime, it has only the figures of the control process."""
         if self._running is None:
             self._running = asyncio.create_task(self._make())
             self._running.add_done_callback(self._made)
@@ -104,13 +104,13 @@ class Metrics:
             states=Counter(state.partition(",")[0] for state in states.values()),
             findings=self._findings(),
         )
-        # With hundreds of models, it takes longer than a probe should wait.
+        # Use a thread, because with hundreds of models this takes longer than a health probe should wait.
         return await asyncio.to_thread(expose, records, server)
 
 
 def expose(records: Mapping[int, RuntimeRecords], server: ServerFacts) -> str:
-    """Return the text. `records`: those of the devices whose runtimes answer."""
-    # Most models are in use on some of the devices only.
+    """Return the text. `records` has the records of the runtimes that answer, by device."""
+    # With several devices, leave out empty histograms, because most models are in use on only some of the devices.
     page = _Exposition(sparse=len(records) > 1)
     for number, record in records.items():
         _put_device(page, str(number), record.device)
@@ -152,7 +152,7 @@ def _put_device(page: "_Exposition", number: str, device: pb.DeviceRecord) -> No
 
 
 def _put_common(page: "_Exposition", where: tuple[str, str], model: pb.ModelRecord) -> None:
-    """Add the metrics of both models and meta models. `where`: name and device."""
+    """Add the metrics that models and meta models have in common. `where` has the labels model and device."""
     page.put_each("rsrv_requests_total", where, model.outcomes)
     page.put_each("rsrv_responses_total", where, model.responses)
     page.put_each("rsrv_refused_total", where, model.refused)
@@ -198,10 +198,10 @@ def _put_model(page: "_Exposition", where: tuple[str, str], model: pb.ModelRecor
 
 
 class _Exposition:
-    """Prometheus' text format, written here: with hundreds of models, its own library takes six times as long."""
+    """Writer of Prometheus' text format. With hundreds of models, Prometheus' own library takes six times as long."""
 
     def __init__(self, *, sparse: bool) -> None:
-        """`sparse`: leave out histograms without values."""
+        """If `sparse` is True, leave out histograms without values."""
         self._sparse = sparse
         self._lines: dict[str, list[str]] = {family.name: [] for family in FAMILIES}
 
@@ -209,7 +209,7 @@ class _Exposition:
         self._lines[family].append(f"{family}{_braced(family, labels)} {value!r}\n")
 
     def put_each(self, family: str, labels: Sequence[str], values: Mapping[str, float]) -> None:
-        """Add a sample for each key, which is the last label."""
+        """Add a sample for each key of `values`. The key is the last label."""
         for key, value in values.items():
             self.put(family, (*labels, key), value)
 

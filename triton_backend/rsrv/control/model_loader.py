@@ -1,4 +1,4 @@
-"""Loads and unloads in Triton: one task at a time for each model, models concurrently."""
+"""Loads and unloads in Triton. They run concurrently, but there is only one at a time for each model."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ log = logging.getLogger("rsrv.control")
 
 
 class ModelLoader:
-    """The loads and unloads of one repository. One event loop owns it; only `reserve` is for other threads.
+    """The loads and unloads of one repository. One event loop owns it, except that any thread may call `reserve`.
 
-    The outcome of each is an event of `states`; then `ended` is set.
+    The outcome of each load or unload is applied to `states` as an event. After that, `ended` is set.
     """
 
     def __init__(
@@ -40,13 +40,14 @@ class ModelLoader:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         #: Models that rsrv-gen is writing, and written models whose load has not begun.
         self._reserved: set[str] = set()
-        #: Guards additions to these two.
+        #: Guards additions to `_tasks` and `_reserved`.
         self._lock = threading.Lock()
-        #: Models that were written and not loaded yet; if the load fails, the version before is restored.
+        #: Previous versions of models that were written and are not loaded yet. If the load fails, the previous version is
+        #: restored.
         self._replaced: dict[str, Replaced] = {}
-        #: Model -> version of its directory at Triton's last load.
+        #: The version of each model's directory at Triton's last load.
         self.served: dict[str, tuple[int, int] | None] = {}
-        #: Model -> time of the newest file that Triton has seen of it, in nanoseconds.
+        #: The time of the newest file that Triton has seen of each model, in nanoseconds.
         self.stamps: dict[str, int] = {}
 
     async def wait(self, names: Iterable[str]) -> None:
@@ -61,7 +62,7 @@ class ModelLoader:
     # --- reservations for writing the repository --------------------------------------------------------------
 
     def reserve(self, name: str) -> bool:
-        """Reserve the model for writing until `release`, on any thread; False if it is being loaded or unloaded."""
+        """Reserve the model for writing until `release`. Return False if it is being loaded or unloaded. Thread-safe."""
         with self._lock:
             if name in self._tasks:
                 return False
@@ -75,14 +76,14 @@ class ModelLoader:
     # --- beginnings -------------------------------------------------------------------------------------------
 
     def load(self, name: str, replaced: Replaced | None = None, *, unchanged: bool = False) -> None:
-        """Begin to load an idle model as it is in the repository; if that fails, restore `replaced`.
+        """Begin to load a model from the repository, which is not being loaded or unloaded. If that fails, restore `replaced`.
 
-        `unchanged`: make Triton load it although its files are those of the last load.
+        If `unchanged` is True, Triton loads the model even if its files have not changed since the last load.
         """
         self._start(name, BundleEvent.LOAD, self._load(name, replaced, unchanged=unchanged))
 
     def reload(self, name: str) -> bool:
-        """Begin to load a model whose stub is dead; False if it is reserved, or is being loaded or unloaded."""
+        """Begin to load a model whose stub is dead. Return False if it is reserved, or is being loaded or unloaded."""
         with self._lock:
             free = name not in self._reserved and name not in self._tasks
             if free:
@@ -90,13 +91,13 @@ class ModelLoader:
         return free
 
     def unload(self, name: str) -> None:
-        """Begin to unload an idle model whose bundle is gone."""
+        """Begin to unload a model whose bundle is gone, and which is not being loaded or unloaded."""
         self._start(name, BundleEvent.UNLOAD, self._unload(name))
 
     async def resume(self, *, load_unknown: bool) -> None:
-        """Finish the loads of models that an earlier control process wrote and did not see loaded.
+        """Finish the loads of models that an earlier control process wrote and did not see loaded. Raises TritonError.
 
-        `load_unknown`: also of models that Triton was never told to load. Raises TritonError.
+        If `load_unknown` is True, also load models that Triton was never told to load.
         """
         self._replaced |= await asyncio.to_thread(unfinished, self._repository)
         states = await self._triton.states() if self._replaced else {}
@@ -123,7 +124,7 @@ class ModelLoader:
     async def _load(
         self, name: str, replaced: Replaced | None = None, *, unchanged: bool = False, resumed: bool = False
     ) -> None:
-        """Load the model. `resumed`: an earlier control process wrote it, and Triton may have loaded it already."""
+        """Load the model. If `resumed` is True, an earlier control process wrote it, and Triton may have loaded it already."""
         folder = self._repository / name
         started = self._now()
         if replaced is not None:
@@ -156,7 +157,7 @@ class ModelLoader:
             self._states.apply(name, BundleEvent.LOADED, self._now())
 
     async def _load_restored(self, name: str) -> None:
-        """Load the restored version, if the server was started with the failed version and never loaded the restored one."""
+        """Load the restored version if no version serves. The server may have been started with the failed version."""
         with contextlib.suppress(TritonError, OSError):
             if (await self._triton.states()).get(name) != "ready":
                 await asyncio.to_thread(touch, self._repository / name, self.stamps[name])

@@ -1,7 +1,4 @@
-"""The live page's picture of a server. It is made once a second from the runtimes' records and the models' states.
-
-Pure.
-"""
+"""The live page's picture of a server. It is made once a second from the runtimes' records and the models' states. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from rsrv.control.sentences import failed_models, life
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.histogram import SECONDS, Histogram
 
-#: Seconds of the 99th percentile.
+#: Length of the window of the 99th percentile, in seconds.
 _WINDOW_S = 10.0
 #: Precedence among the versions of one name: first the served version, then the one to be served next.
 _RANK = {"ready": 0, "loading": 1, "failed": 2, "leaving": 3}
@@ -35,7 +32,7 @@ class _CountedRecord(NamedTuple):
 
 @dataclass(slots=True)
 class Work:
-    """Work of all models of a server between two looks."""
+    """Work of all models of a server between two updates."""
 
     requests: int = 0
     errors: int = 0
@@ -45,7 +42,7 @@ class Work:
 
     @property
     def hit_share(self) -> float | None:
-        """Share of the requests that found their weights on the device; None: there were no requests."""
+        """Share of the requests that found their weights on the device, or None if there were no requests."""
         ended = self.requests + self.errors
         return 1 - min(1.0, self.misses / ended) if ended else None
 
@@ -57,7 +54,7 @@ class Work:
         self.request.add(other.request)
 
     def count(self, before: _CountedRecord | None, now: _CountedRecord) -> None:
-        """Add a model's work since `before`; counters that began again count from 0."""
+        """Add a model's work between two records. If the counters began again after `before`, count all work of `now`."""
         was = _NONE if before is None else before.record
         latest = now.record
         if latest.answered < was.answered or latest.device_seconds < was.device_seconds:
@@ -65,20 +62,20 @@ class Work:
         self.requests += latest.answered - was.answered
         self.errors += max(0, latest.errors - was.errors)
         self.misses += max(0, latest.misses - was.misses)
-        if not latest.meta:  # a meta model's seconds are those of its calls
+        if not latest.meta:  # A meta model's seconds are those of its calls, and count for the called models.
             self.device_s += latest.device_seconds - was.device_seconds
             self.request.add(now.request if before is None else now.request.since(before.request))
 
 
 class _Shown:
-    """The picture of a model that was shown last, and the histograms of its requests within the window."""
+    """The latest picture of a model, and the histograms of its requests within the window."""
 
     __slots__ = ("json", "looks", "seen", "source")
 
     def __init__(self) -> None:
         #: Latest record of each device.
         self.seen: dict[int, _CountedRecord] = {}
-        #: Changes of the histogram: time and new value. The first one is the value at the window's beginning.
+        #: Times and new values of changes of the histogram. The first entry has the value at the beginning of the window.
         self.looks: deque[tuple[float, Histogram]] = deque()
         self.source: Any = None
         self.json: dict[str, Any] = {}
@@ -87,7 +84,7 @@ class _Shown:
 class Overview:
     """The picture of a server. Only models that changed get a new picture.
 
-    `work`: their work since the previous update.
+    `work` is the work of all models since the previous update.
     """
 
     def __init__(self) -> None:
@@ -153,7 +150,10 @@ class Overview:
         return {name: shown.json for name, shown in shown_models.items()}
 
     def latency(self, model: str) -> list[tuple[float | None, int]]:
-        """Return the requests of a model by the upper bound of their seconds, from the first interval that has any on."""
+        """Return the histogram of a model's request durations: pairs of upper bound in seconds (None: no bound) and count.
+
+        Empty intervals at both ends are left out.
+        """
         shown = self._shown.get(model)
         counts = shown.looks[-1][1].counts if shown is not None and shown.looks else []
         there = [at for at, count in enumerate(counts) if count]
@@ -161,9 +161,9 @@ class Overview:
         return pairs[there[0] : there[-1] + 1] if there else []
 
     def _read(self, shown: _Shown, devices: Mapping[int, pb.ModelRecord], now: float) -> bool:
-        """Take over a model's records of all devices; return True if any changed."""
+        """Read a model's records of all devices. Return True if any has changed."""
         if shown.looks and shown.looks[-1][0] > now:
-            shown.looks.clear()  # the clock was set back
+            shown.looks.clear()  # The clock was set back.
         changed = False
         for number, record in devices.items():
             before = shown.seen.get(number)
@@ -182,7 +182,7 @@ class Overview:
 
 
 def device_picture(records: RuntimeRecords) -> dict[str, Any]:
-    """Return the picture of a device as JSON; `device_s`: seconds that its executions took so far."""
+    """Return the picture of a device as JSON. `device_s` is the number of seconds that its executions took so far."""
     memory = records.device.memory
     limits = {kind: f"{kind}_bytes" for kind in ("limit", "budget")}
     return {
@@ -190,13 +190,16 @@ def device_picture(records: RuntimeRecords) -> dict[str, Any]:
         **{kind: getattr(memory, name) if memory.HasField(name) else None for kind, name in limits.items()},
         **{kind: getattr(memory, f"{kind}_bytes") for kind in ("pinned", "logical", "physical", "held")},
         "host": records.device.host.physical_bytes,
-        # A meta model's seconds are those of its calls, which count for the called models.
+        # Leave out meta models: their seconds are those of their calls, which also count for the called models.
         "device_s": sum(model.device_seconds for model in records.models.values() if not model.meta),
     }
 
 
 def memory_picture(use: pb.MemoryUse) -> dict[str, Any]:
-    """Return as JSON, for a device, the bytes of each model that no other model shares, and the bytes of shared tensors with their models."""
+    """Return the picture of a device's memory as JSON.
+
+    It has each model's bytes that no other model shares, and the bytes of shared tensors with the models that share them.
+    """
     record = use.record
     state = {model.name: model.state_bytes for model in record.models}
     return {
@@ -207,7 +210,7 @@ def memory_picture(use: pb.MemoryUse) -> dict[str, Any]:
 
 
 def served(entries: Iterable[ModelVersion]) -> dict[str, ModelVersion]:
-    """Return one version of each name."""
+    """Return one version of each name: the served version, or else the one that comes first by _RANK."""
     best: dict[str, ModelVersion] = {}
     for entry in entries:
         earlier = best.get(entry["name"])
@@ -248,7 +251,7 @@ def _failed(name: str, why: str) -> dict[str, Any]:
 
 
 def _picture(devices: Sequence[pb.ModelRecord]) -> dict[str, Any]:
-    """Return the figures that the page shows, over all devices; counters begin with the runtime."""
+    """Return a model's figures that the page shows, over all devices. Counters begin with the runtime."""
     record = total(devices)
     loads = record.loads
     return {
@@ -265,7 +268,7 @@ def _picture(devices: Sequence[pb.ModelRecord]) -> dict[str, Any]:
 
 
 def _p99(looks: Sequence[tuple[float, Histogram]], now: float) -> float | None:
-    """Return the 99th percentile of the requests of the window; at the first update, of all requests so far."""
+    """Return the 99th percentile of the requests in the window. At the first update, it covers all requests so far."""
     latest = looks[-1][1]
     if len(looks) == 1:
         return latest.quantile(0.99) if looks[0][0] == now else None

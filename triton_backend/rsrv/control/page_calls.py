@@ -1,7 +1,4 @@
-"""Translates requests of the live page into calls of a control service.
-
-The service is in this process, or behind a gateway's channel.
-"""
+"""Converts requests of the live page to calls of a control service, in this process or behind a gateway's channel."""
 
 import asyncio
 import json
@@ -19,7 +16,7 @@ from rsrv.text import duration, one_line
 
 #: Calls a method of the service by its name. Raises PageError.
 Ask = Callable[[str, Message], Awaitable[Any]]
-#: The slowest requests that a panel shows.
+#: Maximum number of slow requests that a panel shows.
 _MAX_SLOW = 20
 
 
@@ -28,11 +25,11 @@ async def panel(ask: Ask, model: str, now: float) -> dict[str, Any]:
     status = await ask("GetStatus", pb.GetStatusRequest(model=model))
     try:
         history = history_lines(await ask("GetHistory", pb.GetHistoryRequest(model=model)), now)
-    except PageError as absent:  # The model is cold, or has failed.
+    except PageError as absent:  # the model is cold, or has failed
         history = [str(absent)]
     try:
         slowest = await ask("GetRequests", pb.GetRequestsRequest(model=model))
-    except PageError:  # of a meta model
+    except PageError:  # the runtimes have no slow requests of a meta model
         slowest = pb.GetRequestsResponse()
     del slowest.requests[_MAX_SLOW:]
     facts = [pair for model in status.models for pair in model_facts(model)]

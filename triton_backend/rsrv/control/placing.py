@@ -1,9 +1,7 @@
-"""Places the models on the devices of this server.
+"""Places the models on the devices of this server. It reads the runtimes' loads, runs the planner, and carries out its plan.
 
-It reads the runtimes, runs the planner, and writes the table for the stubs.
-
-The planner is `rsrv.placement`, as in the gateway; here the workers are the server's devices, named by their numbers.
-Its decisions become the placement table, which stubs follow, and prefetches and evictions in the runtimes. After a
+The planner is `rsrv.placement`, which the gateway uses as well. Here its workers are the server's devices, and their names are
+the devices' numbers. A plan has a placement table for the stubs, and prefetches and evictions for the runtimes. After a
 restart, the control process continues with the last table.
 """
 
@@ -30,16 +28,16 @@ from rsrv.wire.placement_table import PlacementWriter
 
 log = logging.getLogger("rsrv.control")
 
-#: pause between two looks at the runtimes' loads, and while a model is on its way to another device
+#: Pause between two looks at the runtimes' loads: in general, and while a model moves to another device.
 _LOOK_S, _MOVING_S = 1.0, 0.25
-#: longest time without a decision while no load changes
+#: Longest time without a decision if no load changes.
 _IDLE_S = 10.0
-#: longest time that the first look waits for further runtimes
+#: Longest time that the first look waits for further runtimes.
 _JOIN_S = 2.0
 #: Seconds for a new model to become ready on all devices. Without this pause, the first ready device would get all
 #: models.
 _ARRIVAL_S = 5.0
-#: least pause between two looks that changes of the runtimes cause
+#: Shortest pause between two looks if runtimes or models change.
 _HURRY_S = 0.1
 
 _DEAD = WorkerView(alive=False)
@@ -60,39 +58,38 @@ def _pinned(settings: Settings) -> set[str]:
 
 
 class Placing:
-    """Decides on which devices models run. Belongs to one event loop; only the planner's looks run in threads."""
+    """Decides on which devices models run. Belongs to one event loop. Only the planner runs on other threads."""
 
     def __init__(
         self, runtimes: Runtimes, settings: Settings, path: Path, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`path`: of the placement table."""
+        """`path` is the path of the placement table."""
         self.mode = settings.placement.mode
         #: Generation of the table that was written last. 0: there is none.
         self.generation = 0
         self._runtimes = runtimes
         self._path = path
         self._clock = clock
-        #: True if this server places models. Otherwise there is only one device, something else places models, or
-        #: nothing does.
+        #: True if this object places models. Otherwise there is only one device, a gateway places models, or nothing does.
         self.packs = self.mode == "lpt_packing" and len(runtimes.links) > 1
-        # Stubs count the work themselves.
+        # Measure the work of a model by its requests, because the stubs divide requests among the devices by themselves.
         self._planner = Planner(PlannerOptions.of(settings.placement, settings.models, work_basis="requests"))
         self._pinned = _pinned(settings)
-        #: Last views of the devices.
+        #: Latest views of the devices, by number.
         self._seen: dict[int, WorkerView] = {}
         #: Positions from which the devices' next loads continue.
         self._positions: Positions = {}
         self._views: dict[str, WorkerView] = {}
-        #: names of the ready models of each device, when `_arriving` was made
+        #: Names of the ready models of each device when `_arriving` was last updated.
         self._ready: list[frozenset[str]] = []
         self._writer: PlacementWriter | None = None
         self._written: Mapping[str, int] = {}
-        #: the planner's table that was written last
+        #: The planner's table that was written last.
         self._table: Table = {}
         self._looking = asyncio.Lock()
-        #: the planner waits for weights, or for a change of the models to settle
+        #: True if the planner waits for the load of weights, or until a change of the models has settled.
         self._unfinished = False
-        #: New models that are ready on some devices only, with the time since when.
+        #: New models that are not ready on all devices yet, with the time when this was first seen.
         self._arriving: dict[str, float] = {}
         self._decided = -_IDLE_S
 
@@ -112,18 +109,18 @@ class Placing:
             try:
                 moving = await self.look()
             except Exception:
-                # The last table holds, and the next look tries again.
+                # Keep the last table. The next look tries again.
                 log.exception("the placement of models was not updated")
                 moving = False
             await self._pause(_MOVING_S if moving else _LOOK_S)
 
     async def look(self) -> bool:
-        """Decide by the present loads, and act. Return true while a model is on its way to another device."""
+        """Make a plan for the present loads, and carry it out. Return True while a model moves to another device."""
         async with self._looking:
             views, now = await self._look_at_all(), self._clock()
             if views == self._views and not self._unfinished and now - self._decided < _IDLE_S:
                 return False
-            # With thousands of models a look takes longer than an operator should wait.
+            # Run the planner on a thread, because with thousands of models it takes longer than an operator should wait.
             plan = await asyncio.to_thread(self._planner.look, views, now)
             self._views, self._decided, self._unfinished = views, now, plan.moving or plan.settling
             try:
@@ -139,7 +136,7 @@ class Placing:
         return plan.moving
 
     def impose(self, placed: Mapping[str, Collection[int]]) -> int:
-        """Replace the table by a gateway's. Return its generation. Raises StatusError, InvalidArgument."""
+        """Replace the table by a gateway's table. Return its generation. Raises StatusError, InvalidArgument."""
         if self.mode != "external":
             raise StatusError(
                 "FAILED_PRECONDITION",
@@ -159,9 +156,9 @@ class Placing:
     async def trial(
         self, dead: Collection[int], without: Collection[str], added: Sequence[pb.AddedModel]
     ) -> Trial:
-        """Return the result of packing all models without some devices and models, and with further ones.
+        """Compute the placement that packing all models would give without some devices and models, and with further models.
 
-        Nothing changes. For a server that packs. Raises StatusError, InvalidArgument.
+        Nothing changes. This works only on a server that packs. Raises StatusError, InvalidArgument.
         """
         self._runtimes.chosen(dead)
         for model in added:
@@ -217,7 +214,7 @@ class Placing:
         return {str(number): view for number, view in self._seen.items()}
 
     def _arrivals(self, ready: list[frozenset[str]]) -> set[str]:
-        """Return the new models that are still on their way to some device. `ready`: the ready models of each device."""
+        """Return the new models that are not ready on all devices yet. `ready` has the ready models of each device."""
         if not self._arriving and ready == self._ready:
             return set()
         self._ready = ready
@@ -227,11 +224,12 @@ class Placing:
         return {name for name, since in self._arriving.items() if now - since < _ARRIVAL_S}
 
     async def _carry_out(self, steps: Sequence[WeightAction]) -> None:
-        """Carry out the steps of one device, whose runtime takes them one after the other."""
+        """Carry out the steps of one device in their order, one at a time."""
         for step in steps:
             command = {"command": "prefetch" if step.act is Act.PREFETCH else "evict", "model": step.model}
             try:
-                # Use a separate connection. The next runtime is asked again only for commands of operators.
+                # Use a separate connection for each. If the runtime dies, its successor does not repeat the step, as it repeats
+                # commands of operators.
                 await self._runtimes.slow_command({int(step.worker): command})
             except StatusError as error:
                 log.info("device %s did not %s %s: %s", step.worker, step.act.value, step.model, error)
@@ -240,7 +238,7 @@ class Placing:
         return tuple((link.up, link.state.instance, len(link.state.entries)) for link in self._runtimes.links)
 
     async def _pause(self, seconds: float) -> None:
-        """Return after this time, or when a runtime or a model has come or gone."""
+        """Wait for this time, or until a runtime or a model was added or has ended."""
         before, end = self._state(), self._clock() + seconds
         while (left := end - self._clock()) > 0 and self._state() == before:
             await asyncio.sleep(min(left, _HURRY_S))
@@ -248,10 +246,11 @@ class Placing:
     # --- the table ------------------------------------------------------------------------------------------
 
     async def _resume(self) -> None:
-        """Wait for the runtimes, and take the places of the table that an earlier control process wrote."""
+        """Wait for the runtimes, and continue with the table that an earlier control process wrote."""
         while not self._runtimes.entries:
             await self._runtimes.wait_change()
-        # Otherwise, models of a device whose runtime has not started yet would move to other devices.
+        # Wait for the other runtimes as well. Otherwise, models of a device whose runtime has not started yet would move to
+        # other devices.
         end = self._clock() + _JOIN_S
         while not all(link.up for link in self._runtimes.links) and self._clock() < end:
             await asyncio.sleep(_HURRY_S)
@@ -270,7 +269,7 @@ class Placing:
     def _write(self, placed: Mapping[str, Iterable[int]]) -> None:
         """Write the table if it has changed. Raises OSError.
 
-        Models without a place are not in it: they may run on all devices.
+        The table does not have models without a place, which may run on all devices.
         """
         devices = {name: tuple(sorted({*numbers})) for name, numbers in placed.items()}
         masks = {

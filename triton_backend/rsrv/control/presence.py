@@ -1,7 +1,8 @@
 """The models of a server and their stubs, as its runtimes and Triton report them. Pure: time is an argument.
 
-`Presence` alone knows in the control process which models serve, are cold or are expected to return, and whose stub is dead.
-Runtimes report versions and connected stubs. `stub_monitor` reports what Triton has loaded and which processes live.
+In the control process, only `Presence` knows which models serve, which are cold or expected to return, and which have a dead
+stub. Runtimes report versions and connected stubs. `stub_monitor` reports which models Triton has loaded and which processes
+live.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -11,7 +12,7 @@ from rsrv.control.protocols import ModelVersion
 
 #: Seconds between the two looks that must agree on a dead stub.
 AGREE_S = 0.5
-#: Within this many seconds, `stub_monitor` notices that a dismissed stub has left.
+#: `stub_monitor` needs at most this many seconds to see a dismissed stub alive without a connection.
 _SEEN_S = 10.0
 
 
@@ -21,7 +22,7 @@ class StubLook:
 
     #: Models whose stubs live without a connection.
     unconnected: Collection[str] = ()
-    #: Models whose stubs will not connect again: the stubs are dead, or Triton has unloaded the models.
+    #: Models whose stubs will not connect again, because the stubs are dead or Triton has unloaded the models.
     gone: Collection[str] = ()
     #: Models that Triton calls ready and that have no process.
     without_process: Collection[str] = ()
@@ -51,15 +52,15 @@ class DevicePresence:
 
     @property
     def dismissed(self) -> set[str]:
-        """Models that this runtime, or the one before a sleep, asked to leave until a request comes."""
+        """Models whose stubs wait without a connection: this runtime, or the one before a sleep, asked them to leave."""
         return {*self._dismissed}
 
     @property
     def returning(self) -> set[str]:
-        """Models that had a stub before the runtime's last end, and none since.
+        """Models that had a stub before the runtime last ended, and have had none since.
 
-        A model stays here until its stub connects or is found dead, or the model is unloaded. The runtime may compile other
-        models for minutes first.
+        They remain in this set until the stub connects or is found dead, or the model is unloaded. This may take minutes,
+        because the runtime may compile other models first.
         """
         return self._before - self._dismissed.keys()
 
@@ -75,7 +76,7 @@ class DevicePresence:
         return self._versions.get(name, {}).values()
 
     def begin(self, entries: Mapping[str, ModelVersion], now: float) -> None:
-        """Take all versions of a runtime, which answers from the next `come_up` on."""
+        """Replace all versions by those of a new connection to the runtime. `come_up` follows."""
         for names in (self._versions, self.ready, self.loading, self._connected):
             names.clear()
         for key, entry in entries.items():
@@ -83,7 +84,7 @@ class DevicePresence:
         self._server.end_starts()
 
     def follow(self, key: str, entry: ModelVersion | None, now: float) -> None:
-        """Take a version. None: the version is gone.
+        """Record a version. None: the version is gone.
 
         If the runtime has asked the version's stubs to leave, its state becomes "leaving".
         """
@@ -229,7 +230,7 @@ class Presence:
     # --- reports of runtimes --------------------------------------------------------------------------------
 
     def note(self, name: str, *, served: bool, waited: bool) -> None:
-        """Note the effect of a change of a version.
+        """Update the started and the lost models after a change of a version.
 
         `served` and `waited` are the values of `serves` and `waits` before the change.
         """
@@ -247,10 +248,10 @@ class Presence:
     # --- reports of `stub_monitor` --------------------------------------------------------------------------
 
     def see(self, look: StubLook, now: float) -> tuple[bool, frozenset[str]]:
-        """Take the result of a look.
+        """Record the result of a look.
 
-        Returns whether other properties have changed, and the models whose stub is dead: two looks have found that Triton
-        calls them ready and that they have no process.
+        Returns two values: True if properties of this object have changed, and the models whose stub is dead. For these, two
+        looks have found that Triton calls them ready and that they have no process.
         """
         for device in self.devices:
             device.forget(look.gone)
@@ -276,7 +277,7 @@ class Presence:
         return bool(self._suspects)
 
     def expect_start(self, name: str, until: float) -> None:
-        """Do not count the model's stub as dead before that time."""
+        """Do not count the model's stub as dead before the time `until`."""
         self._suspects.pop(name, None)
         self._new_stubs[name] = until
 

@@ -1,4 +1,4 @@
-"""Starts cold models before requests come, by command and at the times of `models.NAME.warm_at`."""
+"""Starts cold models before requests come: when an operator asks, and at the times in `models.NAME.warm_at`."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ from rsrv_gen.write import carried, our_models
 
 log = logging.getLogger("rsrv.control")
 
-#: Seconds between two looks at the schedules.
+#: Seconds between two checks of the schedules.
 _LOOK_S: Final = 10.0
 
 
@@ -33,10 +33,10 @@ _LOOK_S: Final = 10.0
 class _Prewarmed:
     """A model that a runtime was asked to keep without a stub."""
 
-    #: The instance of that runtime.
+    #: The instance of the runtime.
     instance: str
     bundle: Path
-    #: The key that the runtime gave the model; empty until it has read the bundle.
+    #: The key that the runtime has given the model. Empty: the runtime has not read the bundle yet.
     key: str = ""
 
 
@@ -46,28 +46,30 @@ class Prewarming:
     def __init__(
         self, file: SettingsFile, runtimes: Runtimes, clock: Callable[[], float] = time.time
     ) -> None:
-        """`file`: in the root of the model repository; `clock`: Unix time."""
+        """`file` is rsrv.yaml in the root of the model repository. `clock` returns Unix time."""
         self._file, self._runtimes, self._clock = file, runtimes, clock
         #: The models that runtimes keep without stubs, by name.
         self._kept: dict[str, _Prewarmed] = {}
-        #: Changes of the runtimes' models since the last check: a model may come and leave between two checks.
+        #: Changes of the runtimes' models since the last check. The present state is not enough, because a model may start and
+        #: leave between two checks.
         self._updates = [link.state.subscribe() for link in runtimes.links]
-        #: Unix time of the last look at the schedules. A time that was missed counts, however long the server was down.
+        #: Unix time of the last check of the schedules. If a scheduled time was missed, the model starts later, however long
+        #: the server was down.
         self._last = 0.0
 
     async def run(self) -> NoReturn:
-        """Follow the schedules, and keep the models that were started, until cancelled."""
+        """Follow the schedules, and restart models that were started and lost, until cancelled."""
         while True:
             try:
                 await self.follow_schedule()
                 await self.keep()
             except (StatusError, OSError) as error:
-                # Without a runtime, the next look tries again.
+                # If there is no runtime, the next check tries again.
                 log.debug("models were not started by their schedule: %s", error)
             await asyncio.sleep(_LOOK_S)
 
     async def follow_schedule(self) -> None:
-        """Start the models whose time has come since the last look."""
+        """Start the models whose scheduled time has passed since the last check."""
         now, models = self._clock(), self._file.settings.models
         names = [name for name, section in models.items() if due(section.warm_at, self._last, now)]
         if names:
@@ -77,10 +79,10 @@ class Prewarming:
         self._last = now
 
     async def keep(self) -> None:
-        """Start models again that ended with their runtime, and end models whose bundles are gone.
+        """Start models again that were lost with their runtime, and end models whose bundles are gone.
 
-        Once a stub has registered a model, this class no longer keeps it. A model that its runtime has unloaded, for example
-        because it was idle, starts with its next request.
+        This does not concern a model that a stub has registered since its start. It also does not concern a model that its
+        runtime has unloaded, for example because it was idle: that starts with its next request.
         """
         self._follow_updates()
         bundles = {name: model.bundle for name, model in self._kept.items()}
@@ -96,7 +98,7 @@ class Prewarming:
         live = {link.state.instance for link in self._runtimes.live.values()}
         lost = {name: model.bundle for name, model in self._kept.items() if model.instance not in live}
         if lost and live:
-            # If a lost model has started in another runtime, a stub or a command keeps it there.
+            # Forget a lost model that another runtime has. A stub or a command has started it there.
             for name in self._known("ready", "loading") & lost.keys():
                 del self._kept[name], lost[name]
             await self._start(lost)
@@ -140,15 +142,15 @@ class Prewarming:
             del self._kept[name]
 
     def _known(self, *states: str) -> set[str]:
-        """Return the names of the runtimes' models in these states."""
+        """Return the names of the models that the runtimes have in these states."""
         return {entry["name"] for entry in self._runtimes.entries.values() if entry["state"] in states}
 
     async def start(self, patterns: Collection[str], *, look: bool = False) -> list[pb.StartedModel]:
         """Start cold models, and return the states of all matching models.
 
         Args:
-            patterns: Names, or patterns with * and ?. Without any, all models are meant.
-            look: Start only models of earlier calls that were lost.
+            patterns: Names, or patterns with * and ?. Empty: all models.
+            look: If True, start only models that an earlier call started and that were lost since.
 
         Raises:
             LookupError: a name or a pattern matches no model.
@@ -193,7 +195,8 @@ class Prewarming:
             for some in in_commands(sorted(names)):
                 missing = {name: paths[name] for name in some}
                 if look:
-                    # A runtime that has started since then does not know what was asked of the previous one.
+                    # A model is not lost if the runtime still has it. A newer runtime does not know the models that its
+                    # predecessor was asked to start.
                     started = {name: model.bundle for name, model in self._kept_by(link.state.instance)}
                     missing = {name: path for name, path in missing.items() if started.get(name) != path}
                 if missing:
@@ -219,7 +222,7 @@ def _started(name: str, entry: ModelVersion | None, failed: str) -> pb.StartedMo
 
 
 def _bundles(repository: Path, names: Iterable[str]) -> dict[str, Path]:
-    """Return the bundles of models of the repository; in place of a meta model, those of the models that it calls."""
+    """Return the bundles of models of the repository by name. A meta model is replaced by the models that it calls."""
     folders: dict[str, Path] = {}
     for name in names:
         called = carried(repository / name)

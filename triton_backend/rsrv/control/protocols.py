@@ -13,12 +13,13 @@ class ModelVersion(TypedDict):
     name: str
     kind: Literal["model", "meta"]
     digest: str
-    #: "cold" only in a frame: the runtime has asked the version's stubs to leave. `DevicePresence` changes it to "leaving".
+    #: In a frame, "cold" means that the runtime has asked the version's stubs to leave. `DevicePresence` changes it to
+    #: "leaving".
     state: Literal["loading", "ready", "leaving", "failed", "cold"]
     error: str | None
     residency: Literal["unpinned", "system", "device"] | None
     weights: Literal["absent", "loading", "resident"] | None
-    #: Pids of the connected stubs that registered it, or are about to.
+    #: Pids of the connected stubs that have registered the version, or are registering it.
     stubs: list[int]
     #: Keys of the models that a meta model calls.
     models: list[str]
@@ -26,7 +27,7 @@ class ModelVersion(TypedDict):
 
 
 class Reconciling(Protocol):
-    """The reconciler, as other parts of the control process use it."""
+    """The interface of the reconciler for other parts of the control process."""
 
     @property
     def reached(self) -> bool:
@@ -45,11 +46,11 @@ class Reconciling(Protocol):
 
     @property
     def barred(self) -> str:
-        """Return why nothing can be loaded or unloaded; empty if models can be."""
+        """Reason why no model can be loaded or unloaded. Empty if models can be."""
 
     @property
     def load_threads(self) -> int:
-        """Models that Triton loads at a time."""
+        """Number of models that Triton loads at a time."""
 
     @property
     def unwanted(self) -> Collection[str]:
@@ -57,7 +58,7 @@ class Reconciling(Protocol):
 
     @property
     def process_ends(self) -> Mapping[str, int]:
-        """How often the process of a model in Triton was found dead."""
+        """Number of times that the process of a model in Triton was found dead, by model."""
 
     @property
     def aliases(self) -> Mapping[str, Shares]:

@@ -1,9 +1,9 @@
 """Makes Triton serve the present bundles, replaces dead stubs, and loads a model again when an operator asks.
 
-`bundle_debounce` says which changes on disk count, `bundle_states` what each bundle's state makes necessary and when,
-`stub_monitor` which stubs are dead: all three are tested without a server. `rsrv_gen` writes the repository, and
-`model_loader` tells Triton. In the mode `dynamic` all of that happens; in `static` and `explicit` only dead stubs are
-replaced, and models are loaded again on request.
+`bundle_debounce` decides which changes on disk count. `bundle_states` decides what to do for each bundle, and when.
+`stub_monitor` finds dead stubs. `rsrv_gen` writes the repository, and `model_loader` makes Triton load and unload models. All
+of this happens in the mode `dynamic`. In the modes `static` and `explicit`, only dead stubs are replaced, and models are
+loaded again on request.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ log = logging.getLogger("rsrv.control")
 
 #: Seconds between attempts to reach a tritonserver that is loading its first models.
 STARTUP_POLL_S = 0.5
-#: Seconds without an answer from a starting tritonserver after which the log says so.
+#: If a starting tritonserver has not answered for this many seconds, the log has a warning.
 _STARTUP_WARNING_S = 120.0
-#: Seconds until a broken bundle is read again although it seems unchanged: the disk may have been at fault.
+#: Seconds until a broken bundle is read again even if it seems unchanged, because the disk may have been the cause.
 _BROKEN_CHECK_S = 60.0
 #: Seconds between an unexpected error and the next attempt.
 _ERROR_PAUSE_S = 5.0
@@ -81,7 +81,7 @@ class ServerPolicy(UpdatePolicy):
         return "" if self._follows and self._debounce.gone(name) else "its bundle is out of sight"
 
     def is_readable(self, name: str) -> bool:
-        """Return whether the bundle on disk equals the state on which the looks agreed."""
+        """Return True if the bundle on disk has not changed since two looks at it agreed."""
         paths = self._debounce.settled(name) or ()
         return bool(paths) and all(
             sign(_place(root, name), linked=self._linked) == signature for root, signature in paths
@@ -95,7 +95,7 @@ class ServerPolicy(UpdatePolicy):
 
 
 def _place(root: Path, name: str) -> Path:
-    """Return a bundle's directory below a root, which may be the bundle itself."""
+    """Return a bundle's directory in a root. The root may be the bundle itself."""
     return root if root.name == name and (root / "manifest.yaml").exists() else root / name
 
 
@@ -110,12 +110,12 @@ class Reconciler:
         triton: Triton,
         processes: Callable[[], Collection[str]],
     ) -> None:
-        """`processes`: returns the models that have a live stub process; called on a thread."""
+        """`processes` returns the models that have a live stub process. It is called on a thread."""
         self._settings = settings
         self._lifecycle = settings.lifecycle
         #: Aliases that should be served.
         self._aliases: Mapping[str, Shares] = settings.aliases
-        #: True if the bundles are looked at all the time, not only when an operator asks for a reload.
+        #: True if changes of bundles are followed. Otherwise, bundles are read only when an operator asks for a reload.
         self._follows = settings.lifecycle.mode == "dynamic"
         self._repository = repository.absolute()
         self._triton = triton
@@ -123,9 +123,9 @@ class Reconciler:
         self._sources = BundleSources(settings.lifecycle.bundles, self._repository / SETTINGS_FILE)
         self._debounce = BundleDebounce(settings.lifecycle.look_s)
         self._states = BundleStates()
-        #: Held while the repository is written, and while loads and unloads other than for dead stubs begin.
+        #: Held while the repository is written, and while loads and unloads begin, except loads that replace dead stubs.
         self._writing = asyncio.Lock()
-        #: Set when something is to be done, or may be.
+        #: Set when there may be something to do.
         self._wake = asyncio.Event()
         self._loader = ModelLoader(self._repository, self._lifecycle.link, triton, self._states, self._wake)
         self._stubs = StubMonitor(
@@ -133,13 +133,13 @@ class Reconciler:
         )
         #: True once Triton has loaded its first models, or cannot be reached.
         self.reached = False
-        #: By model, how often its stub was found dead.
+        #: Number of times that a model's stub was found dead, by model.
         self.process_ends: Counter[str] = Counter()
-        #: Places without bundles that the log has named.
+        #: Warnings about places without bundles that are in the log.
         self._unusable: set[str] = set()
-        #: Settings of models without a bundle that the log has named.
+        #: Warnings about settings of models without a bundle that are in the log.
         self._unknown: set[str] = set()
-        #: Reason why nothing can be loaded or unloaded; empty if it can.
+        #: Reason why no model can be loaded or unloaded. Empty if models can be.
         self._barred = triton.trouble
         if not self._barred and triton.mode == "none":
             self._barred = f"tritonserver's models are fixed; {HOW_TO_START}"
@@ -147,7 +147,7 @@ class Reconciler:
 
     @property
     def failures(self) -> Mapping[str, BundleFailure]:
-        """Models that differ from their bundles, with the reasons. An older version of them may be serving."""
+        """Reasons why models differ from their bundles, by model. An older version of such a model may be serving."""
         return self._states.failures
 
     def bundle_state(self, name: str) -> str:
@@ -161,17 +161,17 @@ class Reconciler:
 
     @property
     def barred(self) -> str:
-        """Return why nothing can be loaded or unloaded, with the remedy; empty if models can be."""
+        """Reason why no model can be loaded or unloaded, with the remedy. Empty if models can be."""
         return self._barred
 
     @property
     def load_threads(self) -> int:
-        """Models that Triton loads at a time."""
+        """Number of models that Triton loads at a time."""
         return self._triton.load_threads
 
     @property
     def unwanted(self) -> Collection[str]:
-        """Models of the repository that need not serve: unloaded by an operator, or being unloaded and removed."""
+        """Models of the repository that need not serve: an operator has unloaded them, or they are being removed."""
         return self._stubs.dismissed | self._states.unloading
 
     async def run(self) -> None:
@@ -211,7 +211,7 @@ class Reconciler:
             self._wake.set()
 
     async def change_alias(self, name: str, shares: Shares | None) -> None:
-        """Serve an alias with these shares, or stop serving it. Return when that is done.
+        """Serve an alias with these shares, or stop serving it if `shares` is None. Return when that is done.
 
         After a ReloadError, nothing has changed.
         """
@@ -237,7 +237,7 @@ class Reconciler:
     async def reload(self, name: str) -> None:
         """Load the model again from its present bundle. Return when that version serves. Raises ReloadError.
 
-        If only meta models carry the model, these are loaded again.
+        If the model is only a part of meta models, these are loaded again.
         """
         if self._barred:
             raise ReloadError("FAILED_PRECONDITION", f"{name} can't be loaded: {self._barred}")
@@ -245,7 +245,7 @@ class Reconciler:
         if not names and not self._follows:
             async with self._writing:
                 await self._look_now()
-        # Do not report NOT_FOUND yet: the next look may find that a new bundle is complete.
+        # Report NOT_FOUND only if the looks agree that there is no bundle. Otherwise, a new bundle may be complete soon.
         if not names and self._debounce.settled(name) == ():
             raise ReloadError("NOT_FOUND", f"there is no model '{name}' that rsrv-gen made, and no bundle")
         names = names or {name}
@@ -270,14 +270,14 @@ class Reconciler:
             raise ReloadError(code, f"{name_of_model} failed: {self.failures[name_of_model].text}")
 
     def _models_of(self, name: str) -> set[str]:
-        """Return the models of the repository that a name means: itself, or the meta models that carry it."""
+        """Return the models of the repository for a name: the model itself, or else the meta models that it is a part of."""
         ours = our_models(self._repository)
         return {name} & ours or {meta for meta in ours if name in carried(self._repository / meta)}
 
     # --- tasks ------------------------------------------------------------------------------------------------
 
     async def _reach(self) -> None:
-        """Return when Triton answers. It answers when its first models are loaded."""
+        """Wait until Triton answers, which it does once its first models are loaded."""
         silent_since: float | None = self._now()
         while not self._triton.trouble:
             try:
@@ -290,7 +290,7 @@ class Reconciler:
             await asyncio.sleep(STARTUP_POLL_S)
 
     async def _forever(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Repeat the work, also after an unexpected error, which must not end the other tasks."""
+        """Repeat the work for ever. An unexpected error is logged, because it must not end the other tasks."""
         while True:
             try:
                 await work()
@@ -299,7 +299,7 @@ class Reconciler:
                 await asyncio.sleep(_ERROR_PAUSE_S)
 
     def _on_look(self, seen: Mapping[Path, Seen]) -> bool:
-        """Take a look at the bundles; return True if another one should follow soon."""
+        """Evaluate a look at the bundles. Return True if another look should follow soon."""
         before = self._debounce.agreed
         changed = self._take_look(seen)
         self._states.changed(changed, self._now())
@@ -314,7 +314,7 @@ class Reconciler:
         return changed
 
     async def _look_now(self) -> None:
-        """Look at bundles that are not followed until two looks agree, or three times."""
+        """Look at the bundles until two looks agree, at most three times. For modes that do not follow bundles."""
         linked = self._lifecycle.link == "hard"
         for _ in range(3):
             self._take_look(await asyncio.to_thread(look, self._sources.read, linked=linked))
@@ -331,7 +331,8 @@ class Reconciler:
         while True:
             self._wake.clear()
             if self._follows and self._debounce.agreed and (first or sightings != self._debounce.sightings):
-                # Compare all bundles: some may have changed while the control process did not run, or a root was away.
+                # Compare all bundles, because some may have changed before the control process started or while a root was
+                # missing.
                 sightings = self._debounce.sightings
                 if first:
                     self._states.due(self._now())
@@ -343,14 +344,14 @@ class Reconciler:
                 await self._unload_pending()
                 at = self._states.next_time(self._now())
             with contextlib.suppress(TimeoutError):
-                # Not wait_for: it loses a cancellation that comes at the moment of the event.
+                # Do not use wait_for, which loses a cancellation that comes at the same time as the event.
                 async with asyncio.timeout_at(at):
                     await self._wake.wait()
 
     async def _do(self, due: Collection[str]) -> None:
         stubs_only = set()
         if not self._follows:
-            # The operator did not ask for another bundle: retry the reload of the version that served.
+            # Bundles are not followed, so do not load a changed bundle. Retry only the reload of the version that served.
             stubs_only = {name for name in due if self._states.state(name) is BundleState.RELOAD_FAILED}
         for name in stubs_only:
             self._replace(name)
@@ -362,15 +363,15 @@ class Reconciler:
             for name in self._states.unloadable(self._now()):
                 may_unload = await self._may_unload(name)
                 if self._states.state(name) is not BundleState.UNLOAD_PENDING:
-                    continue  # its stub was found dead at this moment
+                    continue  # Its stub was found dead in the meantime.
                 if may_unload:
                     self._loader.unload(name)
                     continue
                 carriers = self._states.carriers(name)
                 self._states.retain(name, self._now())
                 if self.failures.keys().isdisjoint(carriers):
-                    # The bundle seems to be back, or a meta model does not serve yet: no other event may follow when
-                    # that changes. The retry of a carrier that failed includes this model.
+                    # The bundle seems to be back, or a meta model does not serve yet. Check again later, because there may be
+                    # no event when that changes. The retry of a carrier that failed includes this model.
                     self._states.check(name, self._now() + self._lifecycle.poll_s)
 
     async def _may_unload(self, name: str) -> bool:
@@ -383,7 +384,7 @@ class Reconciler:
             return name not in self._aliases
         if not self._debounce.gone(name):
             return False
-        # A bundle that was never seen may come from a place that an rsrv-gen is about to name.
+        # If the bundle was never seen, it may be in a place that a running rsrv-gen has not recorded yet.
         return self._debounce.was_known(name) or await asyncio.to_thread(self._all_places_seen)
 
     def _all_places_seen(self) -> bool:
@@ -413,8 +414,8 @@ class Reconciler:
     async def _update(self, names: Collection[str] | None, *, reload: bool = False) -> Update:
         """Bring models (None: all) up to date in the repository, and begin their loads.
 
-        Files without checksums are read twice, and taken if they have not changed in between. `reload`: load these
-        models although they are up to date.
+        Files without checksums are read twice, and used if they have not changed in between. If `reload` is True, these models
+        are loaded even if they are up to date.
         """
         async with self._writing:
             if not self._follows:
@@ -432,7 +433,7 @@ class Reconciler:
         return done
 
     async def _follow_up(self, done: Update, names: Collection[str] | None, *, reload: bool) -> None:
-        """Turn the outcome of each model into its event, which may begin a load or an unload."""
+        """Apply the outcome of each model to its state. This may begin a load or an unload."""
         now, named = self._now(), set(names or ())
         self._report(done, now)
         if names is None:
@@ -447,31 +448,35 @@ class Reconciler:
                 self._loader.fail(name, text, retry=False)
             else:
                 self._states.orphan(name, result.carriers, now)
-        # If bundles are not followed, the error asks the operator to try again.
+        # Check bundles again that are still being written. If bundles are not followed, the error asks the operator to try
+        # again.
         for name in done.of(Later):
             if self._follows or name in self.failures:
                 self._states.check(name, now + self._lifecycle.poll_s)
-        # If bundles are not followed, no later look finds the bundle of a kept model.
+        # If bundles are not followed, there is no later look at the bundle of a retained model, so follow up on it here.
         followed_up = done.results.keys() - (done.names(Retained) if self._follows else set())
         for name in named - followed_up:
-            # There is neither a bundle in sight nor a model in the repository: another rsrv-gen has removed it, or it
-            # never served, and Triton still knows that its load failed.
+            # The update has found neither a bundle nor a model in the repository. Either another rsrv-gen has removed the
+            # model, or it never served, and Triton still knows that its load failed.
             loaded = name in self._loader.served or self._states.state(name) is BundleState.UNLOAD_PENDING
             if (loaded or name in self.failures) and not self._barred:
                 self._states.orphan(name, (), now)
             else:
                 self._states.forget(name, now)
                 if self._follows and not self._debounce.gone(name):
-                    # Its root was missing so briefly that no look noticed. So no look will notice its return either.
+                    # The root was missing so briefly that no look noticed it. So no look will notice that it is back, either.
                     self._states.check(name, now + self._lifecycle.poll_s)
 
     def _follow_unchanged(self, name: str, *, expected: bool, named: bool) -> None:
-        """Load a model that equals its bundle if it is `expected`, has failed, or is not served. `named` is True if an operator named it."""
+        """Load a model that equals its bundle if it is `expected`, has failed, or is not served.
+
+        `named` is True if an operator named the model.
+        """
         now = self._now()
         if name in self._states.busy:
             self._states.retain(name, now)
             return
-        # A model that failed although there is nothing to write has lost its stub, and has none yet.
+        # If a model has failed although there is nothing to write, it has lost its stub.
         expected = expected or name in self.failures
         loaded = self._loader.served.get(name) == version_of(self._repository / name)
         if not self._barred and (expected or not loaded):
@@ -480,16 +485,16 @@ class Reconciler:
             self._states.conclude(name, BundleEvent.MATCHED, now)
 
     async def _learn_served(self) -> None:
-        """Count as loaded the models that Triton loaded at its start, and models that an operator has unloaded since.
+        """Record the models that Triton loaded at its start as loaded, and the models that an operator has unloaded since then.
 
-        The unloaded models stay unloaded until their bundles change.
+        The unloaded models are not loaded until their bundles change.
         """
         states: Mapping[str, State] = {}
         with contextlib.suppress(TritonError):
             states = await self._triton.states()
         for name, state in states.items():
             version = version_of(self._repository / name)
-            # Skip the load: thousands of loads that change nothing would keep Triton busy for minutes.
+            # Do not load these models again: thousands of loads that change nothing would keep Triton busy for minutes.
             at_start = version is not None and version[1] < self._triton.started_ns
             if state == "dismissed" or (state == "ready" and at_start):
                 self._loader.served[name] = version
@@ -522,7 +527,8 @@ class Reconciler:
             self._loader.fail(name, text, retry=not self._barred)
         if self._follows:
             for name in reasons:
-                # While Triton works on the model, its state does not say yet that the bundle is broken.
+                # While Triton is loading or unloading the model, its state does not show that the bundle is broken. Compare it
+                # again right after that.
                 busy = self._states.state(name) in (BundleState.LOADING, BundleState.UNLOADING)
                 self._states.check(name, now if busy else now + _BROKEN_CHECK_S)
 

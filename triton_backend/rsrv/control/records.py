@@ -1,4 +1,4 @@
-"""The records of the runtimes in the control process: kept up to date, added up, and selected from. Pure."""
+"""The records of the runtimes in the control process: updates, sums over devices, and messages made from records. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +16,11 @@ M = TypeVar("M", bound=Message)
 _WEIGHT_STATES = (
     *("resident", "evicting", "reserved", "loading", "reading", "queued", "backoff", "absent", "on disk", ""),
 )
-#: Figures of a model that are taken from the first device.
+#: Figures of a model over several devices that are those of the first device.
 _OF_ONE = ("weight_bytes", "device_bytes", "state_bytes", "host_bytes", "load_seconds", "cost_s", "max_rows")
 _NUMBERS = (FieldDescriptor.TYPE_UINT64, FieldDescriptor.TYPE_DOUBLE)
 _FIELDS = pb.ModelRecord.DESCRIPTOR.fields
-#: Figures that are added up over the devices, and counts by a name.
+#: Figures that are added up over the devices, including maps of counts.
 _SUMMED = tuple(
     field.name
     for field in _FIELDS
@@ -42,7 +42,7 @@ class RuntimeRecords:
     device: pb.DeviceRecord = field(default_factory=pb.DeviceRecord)
     #: Models and meta models by name.
     models: Mapping[str, pb.ModelRecord] = field(default_factory=dict)
-    #: Tensors that several models have, by the last whole record.
+    #: Tensors that several models share, from the last whole record.
     shared: Sequence[pb.SharedTensors] = ()
 
     def updated(self, latest: pb.DeviceRecord) -> "RuntimeRecords":
@@ -50,7 +50,7 @@ class RuntimeRecords:
         models = {model.name: self._detached(model, changed=latest.since > 0) for model in latest.models}
         shared: Sequence[pb.SharedTensors] = list(latest.shared)
         if latest.since:
-            # An answer always has the records of all meta models.
+            # The answer has only the models that changed, but always all meta models.
             models = {name: model for name, model in self.models.items() if not model.meta} | models
             shared = self.shared
         device = pb.DeviceRecord()
@@ -62,7 +62,7 @@ class RuntimeRecords:
         before = self.models.get(latest.name)
         if (latest.meta or not changed) and before == latest:
             return before
-        # A part of an answer would keep the whole answer in memory.
+        # Copy the record, because a part of an answer would keep the whole answer in memory.
         copy = pb.ModelRecord()
         copy.CopyFrom(latest)
         return copy
@@ -91,7 +91,7 @@ def without_histograms(record: M) -> M:
 
 @cache
 def _histograms(record: Descriptor) -> list[str]:
-    """Return the names of a message's fields that are histograms, or histograms by a name."""
+    """Return the names of a message's fields that are histograms or maps of histograms."""
     names = []
     for part in record.fields:
         kind = part.message_type
@@ -141,7 +141,7 @@ def select(kind: type[M], record: pb.ModelRecord | pb.DeviceRecord, **others: An
 
 @cache
 def _figures(kind: Descriptor, record: Descriptor) -> list[tuple[str, bool, bool]]:
-    """Return the figures that a message shares with a record: name, whether it may be absent, and whether it is a sum."""
+    """Return the fields that a message and a record have in common: name, if it may be absent, and if it is summed."""
     fields = record.fields_by_name
     return [
         (name, fields[name].has_presence, fields[name].is_repeated and not field.is_repeated)
@@ -151,6 +151,6 @@ def _figures(kind: Descriptor, record: Descriptor) -> list[tuple[str, bool, bool
 
 
 def early_failures(record: pb.ModelRecord) -> int:
-    """Return how many errors never reached the runtime. Only the fronts count them."""
+    """Return the number of requests that failed before they reached the runtime. Only the fronts count them."""
     ended = sum(record.outcomes.values()) - record.outcomes.get("cancelled", 0)
     return record.errors - int(ended) + record.answered

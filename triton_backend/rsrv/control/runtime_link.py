@@ -1,4 +1,4 @@
-"""The control process's link to the runtime: it reconnects, follows the runtime's state, and notices when it is silent."""
+"""The control process's link to a runtime. It reconnects, follows the runtime's state, and notices if the runtime is silent."""
 
 import asyncio
 import logging
@@ -29,7 +29,7 @@ log = logging.getLogger("rsrv.control")
 
 #: Seconds that starting or ending a profile may take.
 _SLOW_COMMAND_S = 60.0
-#: Frames that are read before the event loop does something else.
+#: Maximum number of frames that are read before the event loop does other work.
 _MAX_FRAMES = 64
 
 Command = dict[str, Any]
@@ -69,10 +69,10 @@ Answer = asyncio.Future[Any]
 
 
 class ControlConnection:
-    """A greeted connection to the runtime, on an event loop. Questions are answered in the order in which they were asked.
+    """A greeted connection to the runtime, on an event loop. The runtime answers questions in their order.
 
-    `on_state` gets the JSON of each STATE frame, or of its document; it raises ProtocolError if that is not valid.
-    `ended` is done when the connection has ended, with the reason.
+    `on_state` gets the JSON of each STATE frame, or of the document that the frame carries. It raises ProtocolError if that
+    is not valid. `ended` is a future with the reason for the end of the connection.
     """
 
     def __init__(self, path: Path, on_state: Callable[[dict[str, Any]], None]) -> None:
@@ -90,7 +90,7 @@ class ControlConnection:
         self.ask(hello(), Kind.WELCOME)
 
     def send(self, frame: bytes, fds: Sequence[int] = ()) -> None:
-        """Send a frame without an answer; end the connection if the runtime does not take it."""
+        """Send a frame that has no answer. If the runtime does not read it, end the connection."""
         if self.ended.done():
             return
         try:
@@ -101,9 +101,10 @@ class ControlConnection:
             self._end(str(error))
 
     def ask(self, question: bytes, answer: Kind, fds: Sequence[int] = ()) -> Answer:
-        """Send a question; return the future of its answer, the JSON object of the frame or of its document, or the record.
+        """Send a question, and return the future of its answer.
 
-        The future is cancelled if the connection ends first. The caller may cancel it.
+        The answer is the JSON object of a frame or of its document, or a record. The future is cancelled if the connection ends
+        first. The caller may cancel it.
         """
         future = self._loop.create_future()
         if self.ended.done():
@@ -117,7 +118,7 @@ class ControlConnection:
         """Send a COMMAND of any size, as `ask`."""
         try:
             return self.ask(pack_json(Kind.COMMAND, command), Kind.COMMANDED)
-        except ProtocolError:  # it exceeds a frame
+        except ProtocolError:  # the command does not fit in a frame
             fd = create_document(command)
             try:
                 return self.ask(pack_json(Kind.COMMAND, {}), Kind.COMMANDED, (fd,))
@@ -177,7 +178,7 @@ class ControlConnection:
 
 
 class DocumentSender:
-    """Sends a runtime its desired document: the whole document when a connection begins, and only changes after that."""
+    """Sends a runtime its desired document: first the whole document on each connection, and then only changes."""
 
     def __init__(self, desired: DesiredState, device: int, who: str) -> None:
         """`who` names the runtime in the log."""
@@ -247,7 +248,7 @@ class DocumentSender:
 
 
 class RuntimeLink:
-    """The link to one runtime: its state, its desired document, and commands. Belongs to one event loop; `run` keeps it up."""
+    """The link to one runtime: its state, its desired document, and commands. Belongs to one event loop. `run` connects it."""
 
     def __init__(
         self,
@@ -258,15 +259,15 @@ class RuntimeLink:
         timing: LinkTiming | None = None,
         device: int | None = None,
     ) -> None:
-        """Link the runtime of a device.
+        """Make the link to the runtime of a device.
 
         Args:
             path: Path of the runtime's socket.
             desired: The desired documents of all runtimes.
-            presence: Models of this device, which the link keeps up to date.
+            presence: Models of this device. The link updates it.
             changes: Counts the changes on all links of the server.
             timing: Intervals.
-            device: Number of the device; None: the server has one only.
+            device: Number of the device, or None if the server has only one.
         """
         self._path = path
         self._who = "the runtime" if device is None else f"the runtime of device {device}"
@@ -279,10 +280,9 @@ class RuntimeLink:
         self.records = RuntimeRecords()
         #: A future that is done while the runtime does not answer.
         self._down = asyncio.get_running_loop().create_future()
-        #: The loop's time when the first runtime of this instance was found. `_down_at`: when the runtime answered
-        #: last.
+        #: Times of the event loop: when the link first connected to the present runtime, and when a runtime last answered.
         self.since, self._down_at = 0.0, _now()
-        #: True if a connection is to wake the device.
+        #: True if the link connects even if the device sleeps, which wakes it.
         self._wakes = False
         #: Number of restarts by an operator.
         self.restarts = 0
@@ -301,7 +301,7 @@ class RuntimeLink:
 
     @property
     def obstacle(self) -> str:
-        """The reason why the device serves nothing, by the latest attempt to start its runtime; empty: it has a device."""
+        """Reason why the latest attempt to start the runtime failed. Empty: it did not fail."""
         for name in (FAILURE, NO_DEVICE):
             with suppress(OSError):
                 return (self._path.parent / name).read_text()
@@ -309,21 +309,22 @@ class RuntimeLink:
 
     @property
     def down_s(self) -> float:
-        """Seconds since the runtime answered last, or since the link's beginning; 0.0 while it does."""
+        """Seconds since the runtime last answered, or since the link was made. 0.0 while the runtime answers."""
         return 0.0 if self.up else _now() - self._down_at
 
     @property
     def silent_pid(self) -> int:
-        """Process id of a runtime that takes connections and does not answer; 0: there is none."""
+        """Process id of a runtime that accepts connections but does not answer. 0: there is none."""
         if self.up or self._connection is None:
             return 0
-        # If a spare holds the socket, the peer's pid is still that of the runtime that listened on it last.
+        # The pid of the peer is that of the process that called listen(). If a spare process holds the socket now, this is an
+        # earlier runtime, which may have ended.
         return self._connection.pid if start_time(self._connection.pid) else 0
 
     def last_records(self) -> RuntimeRecords:
-        """Return the last records of the runtime whose device sleeps, without waiting requests and weights on the device.
+        """Return the last records of a sleeping device's runtime, without waiting requests and weights on the device.
 
-        Called on a thread: it reads a file.
+        Call this on a thread, because it reads a file.
         """
         try:
             last = pb.DeviceRecord.FromString((self._path.parent / LAST_RECORD).read_bytes())
@@ -333,19 +334,19 @@ class RuntimeLink:
         return RuntimeRecords().updated(last).at_rest()
 
     def wake(self) -> None:
-        """Connect although the device sleeps, which wakes it."""
+        """Make the link connect even if the device sleeps, which wakes the device."""
         self._wakes = True
 
     # --- commands ---------------------------------------------------------------------------
 
     async def command(self, command: Command) -> dict[str, Any]:
-        """Send a COMMAND; return its result. Raises RuntimeDown, StatusError."""
+        """Send a COMMAND, and return its result. Raises RuntimeDown, StatusError."""
         return _check(await self._ask(Kind.COMMAND, command, Kind.COMMANDED), "INTERNAL")
 
     def followed(self) -> Awaitable[bool]:
-        """Wait until the runtime follows the document of this call, and return True. Return False if the runtime goes down first.
+        """Wait until the runtime follows the present document, and return True. Return False if the runtime goes down first.
 
-        The next runtime then follows the document. Raises StatusError if the runtime refuses the document.
+        After False, the next runtime will follow the document. Raises StatusError if the runtime refuses the document.
         """
         return self._followed(self._document.sent, self._document.answer)
 
@@ -363,12 +364,12 @@ class RuntimeLink:
         return False
 
     async def record(self, since: int = 0) -> pb.DeviceRecord:
-        """Return the runtime's record: whole, or its changes after the one with the number `since`. Raises RuntimeDown."""
+        """Return the runtime's record, or its changes since the record with the number `since`. Raises RuntimeDown."""
         record: pb.DeviceRecord = await self._ask(Kind.STATUS, {"since": since}, Kind.STATUS_REPLY)
         return record
 
     async def refresh(self, *, whole: bool = False) -> RuntimeRecords:
-        """Bring `records` up to date, and return them. Raises RuntimeDown."""
+        """Update `records`, and return them. If `whole` is True, read the whole record. Raises RuntimeDown."""
         before = self.records.device
         same = before.instance == self.state.instance and not whole
         latest = await self.record(before.next if same else 0)
@@ -376,9 +377,9 @@ class RuntimeLink:
         return self.records
 
     async def slow_command(self, command: Command, seconds: float = _SLOW_COMMAND_S) -> dict[str, Any]:
-        """Send a command that takes up to `seconds`, on a connection of its own: answers keep their order, so others would wait.
+        """Send a command that takes up to `seconds`, and return its result. Raises RuntimeDown, StatusError.
 
-        Raises RuntimeDown, StatusError.
+        It has a connection of its own, because answers keep their order, and the answers to other commands would have to wait.
         """
         self.check_up()
         try:
@@ -407,7 +408,7 @@ class RuntimeLink:
         except ProtocolError as error:
             raise StatusError("INVALID_ARGUMENT", str(error)) from None
         answer = self._connection.ask(question, answer_kind)
-        # The answer is not cancelled with the caller: answers keep their order.
+        # If the caller is cancelled, do not cancel the answer, because it keeps its place in the order of answers.
         await asyncio.wait({answer, self._down}, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done() or answer.cancelled():
             raise RuntimeDown
@@ -455,7 +456,7 @@ class RuntimeLink:
         self.state.free_weights()
 
     async def _serve(self) -> str:
-        """Use one connection to its end; return the reason of the end. Raises OSError, ProtocolError."""
+        """Use one connection until it ends, and return the reason for the end. Raises OSError, ProtocolError."""
         connection = self._connection = ControlConnection(self._path, self._on_state)
         try:
             self._document.begin(connection)
@@ -485,7 +486,7 @@ class RuntimeLink:
             await asyncio.sleep(self._timing.ping_s)
 
     def _on_state(self, frame: dict[str, Any]) -> None:
-        """Take a snapshot, or the next change."""
+        """Apply a STATE frame, which is a snapshot or the next change."""
         state = self.state
         if "entries" in frame:
             new = state.take_snapshot(frame)
@@ -500,7 +501,7 @@ class RuntimeLink:
         if not moves:
             self.presence.follow(change.key, change.entry, _now())
         self._changes.note(moves=moves)
-        if self.up:  # else a snapshot follows
+        if self.up:  # Otherwise, a snapshot follows.
             state.publish(change)
 
     def _come_up(self) -> None:
@@ -526,7 +527,7 @@ def _now() -> float:
 
 
 def _check(answer: dict[str, Any], code: str) -> dict[str, Any]:
-    """Return the answer. Raises StatusError if it is an error, with this code if it has none."""
+    """Return the answer. If it is an error, raise StatusError with the error's code, or with `code` if it has none."""
     if "error" in answer:
         raise StatusError(str(answer.get("code", code)), str(answer["error"]))
     return answer

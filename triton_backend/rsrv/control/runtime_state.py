@@ -30,7 +30,7 @@ class ChangeCounter:
         changed.set_result(None)
 
     async def wait(self, seen: int | None = None) -> None:
-        """Return at once if `count` differs from `seen`, otherwise wait for the next change. None: wait for the next change."""
+        """Wait for the next change. Return at once if `seen` is given and differs from `count`."""
         if seen is None or seen == self.count:
             await asyncio.shield(self._next)
 
@@ -71,17 +71,17 @@ class RuntimeState:
     """Versions of a runtime's models. While the runtime does not answer, these are the last known versions."""
 
     def __init__(self) -> None:
-        #: Different for each runtime; empty before the first one.
+        #: Identifies the runtime. Empty before the first runtime.
         self.instance = ""
         self.revision = 0
-        #: Number of runtimes so far.
+        #: Number of runtimes that there have been.
         self.lives = 0
         self.entries: dict[str, ModelVersion] = {}
         self._up = False
         self._subscriptions: set[Subscription] = set()
 
     def take_snapshot(self, frame: Mapping[str, Any]) -> bool:
-        """Take the first STATE frame of a connection. Return True if this is a new runtime. Raises ProtocolError."""
+        """Apply the first STATE frame of a connection. Return True if this is a new runtime. Raises ProtocolError."""
         try:
             revision, instance, entries = (
                 int(frame["revision"]),
@@ -95,7 +95,7 @@ class RuntimeState:
         return new
 
     def take_change(self, frame: Mapping[str, Any]) -> StateChange:
-        """Take a later STATE frame, and return its change. Raises ProtocolError."""
+        """Apply a later STATE frame, and return its change. Raises ProtocolError."""
         try:
             revision, key, entry = int(frame["revision"]), str(frame["key"]), frame["entry"]
         except (KeyError, TypeError, ValueError) as error:
@@ -120,7 +120,7 @@ class RuntimeState:
     # --- subscriptions ------------------------------------------------------------------------------------
 
     def subscribe(self, some: asyncio.Event | None = None) -> "Subscription":
-        """Subscribe to a snapshot and all later changes. Each of them sets the event. The caller closes the subscription."""
+        """Subscribe to a snapshot and all later changes. Each of them sets the event `some`. The caller must close it."""
         subscription = Subscription(self, some or asyncio.Event())
         self._subscriptions.add(subscription)
         return subscription
@@ -136,7 +136,7 @@ class RuntimeState:
 
 
 class Subscription:
-    """A snapshot of the runtime's state, then its changes. A slow reader gets another snapshot instead of many changes."""
+    """A snapshot of the runtime's state, and then its changes. A slow reader gets another snapshot instead of many changes."""
 
     def __init__(self, state: RuntimeState, some: asyncio.Event) -> None:
         self._state = state
@@ -169,7 +169,7 @@ class Subscription:
         return self._changes.popleft()
 
     async def next(self) -> StateUpdate:
-        """Wait for the next change or snapshot, and return it. Only for a subscription that shares its event with no other."""
+        """Wait for the next change or snapshot, and return it. The subscription's event must belong to it alone."""
         while not self.pending:
             self._some.clear()
             await self._some.wait()

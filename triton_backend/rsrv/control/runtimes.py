@@ -1,7 +1,7 @@
 """The runtimes of one server, one per device: a merged view of their state, and commands for all of them.
 
-A device's number is its position in the server's `runtime.devices`. A runtime that is down costs its device only: the
-server's state is that of the others, and a command fails if no runtime carries it out.
+A device's number is its position in the server's `runtime.devices`. If a runtime is down, the server's state is the state of
+the others. A command fails only if no runtime carries it out.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ T = TypeVar("T")
 Answer = dict[str, Any]
 #: Answers by the numbers of devices.
 Answers = dict[int, Answer]
-#: Positions by the device's number: the runtime's instance, and the `next` of its last answer.
+#: Positions by the number of the device. Each has the runtime's instance, and the `next` of its latest answer.
 Positions = Mapping[int, tuple[str, int]]
 
 #: States of models that commands are about.
@@ -47,42 +47,42 @@ _WEIGHTS = ("resident", "loading", "absent", None)
 #: After the time limit of a drain, wait this many more seconds for the answer, because the next runtime first imports
 #: its modules.
 _GRACE_S = 90.0
-#: Seconds between two looks for models that do not return.
+#: Seconds between two checks for models that do not return after a restart.
 _RETURN_LOOK_S = 0.25
-#: After a runtime was asked to end, stubs have so many seconds to start the next one.
+#: Seconds that stubs may take to start the next runtime after one was asked to end.
 _RESTART_S = 15.0
-#: Seconds for a runtime whose device sleeps to answer, and for one that is to sleep to end.
+#: Longest time in seconds until the runtime of a woken device answers, and until the runtime of a device that is to sleep ends.
 _WAKE_S, _END_S = 60.0, 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class RestartedDevice:
-    """A restart of a runtime: seconds from its last answer until the first model, and all models, were ready again."""
+    """The result of a restart: seconds from the runtime's last answer until the first model and all models were ready."""
 
     number: int
     first_s: float
     all_s: float
-    #: Models that were ready before and are not now.
+    #: Models that were ready before the restart and are not ready now.
     missing: list[str]
 
 
 def server_devices(directory: Path) -> list[str]:
-    """Return the devices of the server whose device 0 has this directory: values of CUDA_VISIBLE_DEVICES, or cpu."""
+    """Return the server's devices: values of CUDA_VISIBLE_DEVICES, or cpu. `directory` is the directory of device 0."""
     try:
         return paths.read_devices(directory)
     except FileNotFoundError:
-        return ["cpu"]  # no runtime has found out yet
+        return ["cpu"]  # No runtime has found the devices yet.
 
 
 def device_directories(server_pid: int, first: Path, count: int) -> list[Path]:
-    """Return the directories of a server's runtimes, by the number of their device. `first`: that of device 0."""
+    """Return the directories of a server's runtimes, by the number of their device. `first` is the directory of device 0."""
     return [first, *(paths.runtime_directory(server_pid, str(number)) for number in range(1, count))]
 
 
 class Runtimes:
-    """The links to all runtimes, and their merged state as it is known. `run` keeps the links up.
+    """The links to all runtimes, and their merged state as far as it is known. `run` connects the links.
 
-    One event loop owns it: it does not change between two awaits.
+    One event loop owns this object, so it does not change between two awaits.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class Runtimes:
         launch: Callable[[int], object] = lambda number: None,
         callees: Callable[[str], Sequence[str]] = lambda name: (),
     ) -> None:
-        """Link the runtimes.
+        """Make the links to the runtimes.
 
         Args:
-            directories: Directories of the runtimes, by the number of their device; the first one has the overrides.
+            directories: Directories of the runtimes, by the number of their device. The first one has the file of overrides.
             settings: Contents of rsrv.yaml.
             timing: Intervals of the links.
             launch: Waits until the runtime of a device takes connections, and starts the runtime if there is none. Raises
@@ -121,7 +121,7 @@ class Runtimes:
         #: Devices that placement allows for each model, by its name. Other models may run on any device.
         self.placement: Mapping[str, Collection[int]] = {}
         self._merged: dict[str, ModelVersion] = {}
-        #: Changes that are not merged yet, of each link.
+        #: A subscription to each link, with the changes that are not merged yet. Empty if there is only one link.
         self._unmerged = [link.state.subscribe() for link in self.links] if len(self.links) > 1 else []
 
     async def run(self) -> None:
@@ -139,7 +139,7 @@ class Runtimes:
 
     @property
     def up(self) -> bool:
-        """True if a runtime answers; False while all are dead, stopped, or not started."""
+        """True if a runtime answers. False if all runtimes are dead, stopped, or not started."""
         return self.presence.up
 
     @property
@@ -149,12 +149,12 @@ class Runtimes:
 
     @property
     def since(self) -> float:
-        """The loop's time at which the first runtime was found. One that was silent for a while is the same one."""
+        """The earliest time (of the event loop) at which the link to a runtime that now answers first connected to it."""
         return min((link.since for link in self.live.values()), default=0.0)
 
     @property
     def entries(self) -> Mapping[str, ModelVersion]:
-        """Versions by key. While no runtime is up, the last known ones; a new runtime starts without any."""
+        """Versions by key. While no runtime is up, these are the last known versions. A new runtime begins without versions."""
         if len(self.links) == 1:
             return self.links[0].state.entries
         changed: set[str] | None = set()
@@ -169,7 +169,7 @@ class Runtimes:
         if changed is None:
             self._merged = merge(tables)
         else:
-            # Weights of hundreds of models may move within a second.
+            # Merge only the changed versions, because weights of hundreds of models may move within a second.
             for key in changed:
                 self._merged |= merge([{key: entries[key]} for entries in tables if key in entries])
                 if not any(key in entries for entries in tables):
@@ -183,13 +183,13 @@ class Runtimes:
 
     @property
     def awaited(self) -> set[str]:
-        """Names of the models that no runtime has, but one had before it ended. Their stubs may return, or be dead."""
+        """Names of models that no runtime has, but that one had before it ended. Their stubs may return or be dead."""
         left = self.presence.returning
         return left.difference(entry["name"] for entry in self.entries.values()) if left else left
 
     @property
     def changes(self) -> int:
-        """A counter that rises whenever another property of this class changes."""
+        """A counter that rises whenever any other property of this class changes."""
         return self._changes.count
 
     @property
@@ -198,14 +198,14 @@ class Runtimes:
         return self._changes.others
 
     def see_stubs(self, look: StubLook) -> frozenset[str]:
-        """Take the result of a look at Triton and at the server's processes. Return the models whose stub is dead."""
+        """Record the result of a look at Triton and at the server's processes. Return the models whose stub is dead."""
         changed, dead = self.presence.see(look, asyncio.get_running_loop().time())
         if changed:
             self._changes.note()
         return dead
 
     async def wait_change(self, seen: int | None = None) -> None:
-        """Return at once if `changes` is not `seen` any more, else after the next change (None: as it is now)."""
+        """Wait for the next change. Return at once if `seen` is given and differs from `changes`."""
         await self._changes.wait(seen)
 
     # --- commands -------------------------------------------------------------------------------------------
@@ -219,7 +219,8 @@ class Runtimes:
     async def records(self, *, whole: bool = False) -> dict[int, RuntimeRecords]:
         """Return the records of the runtimes that answer, by the numbers of their devices.
 
-        With `whole`, what tensors models share is up to date, too. Raises RuntimeDown if none answers, unless devices sleep.
+        If `whole` is True, the shared tensors in the records are also up to date. Raises RuntimeDown if no runtime answers,
+        unless devices sleep.
         """
         if self.asleep:
             return {}
@@ -239,9 +240,9 @@ class Runtimes:
         return answers
 
     async def command(self, command: Command, devices: Collection[int] | None = None) -> Answers:
-        """Send a command to all runtimes, or to those of `devices`; return the results of the runtimes that carried it out.
+        """Send a command to the runtimes of `devices` (default: all). Return the results of the runtimes that carried it out.
 
-        Raises RuntimeDown, StatusError if none did.
+        Raises RuntimeDown or StatusError if none of them did.
         """
         answers, _ = await self._ask(self.chosen(devices), lambda _, link: link.command(command))
         return answers
@@ -278,7 +279,7 @@ class Runtimes:
             change()
         except SettingsError as error:
             raise InvalidArgument(str(error)) from None
-        # `change` has already sent the documents, so a caller that gives up here undoes nothing.
+        # `change` has already sent the documents, so the change remains even if the caller is cancelled here.
         followed = await asyncio.gather(*(link.followed() for link in live.values()))
         return [number for number, follows in zip(live, followed, strict=True) if follows]
 
@@ -289,14 +290,14 @@ class Runtimes:
         return answers
 
     async def last_records(self) -> dict[int, RuntimeRecords]:
-        """Return the last records of the runtimes whose devices sleep: counters and sizes of their models."""
+        """Return the last records of the sleeping devices' runtimes. They have the counters and sizes of models."""
         links = {number: link for number, link in enumerate(self.links) if link.asleep_since is not None}
         return {number: await asyncio.to_thread(link.last_records) for number, link in links.items()}
 
     async def restart(self, number: int, drain_s: float, *, force: bool) -> RestartedDevice:
-        """Replace a runtime by a new one. Return when all models that the new one brings back are ready.
+        """Replace a runtime by a new one. Return when all models whose stubs return to the new one are ready.
 
-        Raises RuntimeDown and StatusError. The old runtime then continues.
+        Raises RuntimeDown or StatusError if the old runtime continues.
         """
         link, clock = self.links[number], asyncio.get_running_loop().time
         presence = link.presence
@@ -315,7 +316,7 @@ class Runtimes:
             if link.state.instance != instance and link.up:
                 now, back = clock() - began, before & presence.ready
                 first = first or (now if back else 0.0)
-                # A stub whose model was unloaded meanwhile does not return.
+                # Do not wait for the stub of a model that was unloaded in the meantime.
                 awaited = presence.loading | presence.returning
                 if not (before - back) & awaited:
                     return RestartedDevice(number, first, now, sorted(before - back))
@@ -323,7 +324,7 @@ class Runtimes:
                 if before:
                     text = f"no runtime of device {number} has come back; the server's log says why"
                     raise StatusError("UNAVAILABLE", text)
-                return RestartedDevice(number, 0.0, 0.0, [])  # the next model starts it
+                return RestartedDevice(number, 0.0, 0.0, [])  # The next model starts the runtime.
             with suppress(TimeoutError):
                 async with asyncio.timeout(_RETURN_LOOK_S):
                     await self.wait_change(seen)
@@ -331,13 +332,13 @@ class Runtimes:
     async def sleep(self, number: int, drain_s: float, *, force: bool) -> None:
         """End a runtime so that its device sleeps. Return when the runtime is gone.
 
-        Raises RuntimeDown, StatusError; then the runtime goes on.
+        Raises RuntimeDown or StatusError if the runtime continues.
         """
         link = self.links[number]
         if link.asleep_since is not None:
             raise StatusError("FAILED_PRECONDITION", f"device {number} sleeps already")
         runtime = -1
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # The runtime has just ended.
             runtime = os.pidfd_open((await link.record()).pid)
         try:
             command = {"command": "sleep", "drain_s": drain_s, "force": force}
@@ -352,14 +353,14 @@ class Runtimes:
                 os.close(runtime)
 
     async def wake(self, number: int) -> float:
-        """Wake a device; return the seconds until its runtime answered, 0.0 if it did. Raises StatusError."""
+        """Wake a device. Return the seconds until its runtime answered, or 0.0 if it was awake. Raises StatusError."""
         link, clock = self.links[number], asyncio.get_running_loop().time
         if number in self.live:
             return 0.0
         began = clock()
         try:
             async with asyncio.timeout(_WAKE_S):
-                # The spare may have been killed meanwhile.
+                # Start a runtime even if there was a spare process, because that may have been killed.
                 await asyncio.to_thread(self._launch, number)
                 while not link.up:
                     seen = self.changes
@@ -373,7 +374,7 @@ class Runtimes:
         return clock() - began
 
     def chosen(self, devices: Collection[int] | None) -> dict[int, RuntimeLink]:
-        """Return the links of these devices by number, of all if there are none. Raises InvalidArgument."""
+        """Return the links of these devices by number, or all links if `devices` is empty. Raises InvalidArgument."""
         for number in devices or ():
             if number >= len(self.links):
                 raise InvalidArgument(
@@ -385,7 +386,7 @@ class Runtimes:
     async def _ask(
         links: Mapping[int, RuntimeLink], ask: Callable[[int, RuntimeLink], Awaitable[T]]
     ) -> tuple[dict[int, T], dict[int, StatusError]]:
-        """Ask all at once; return the answers and the refusals. If none answers, raise the most informative refusal."""
+        """Ask all runtimes concurrently. Return the answers and the refusals. If none answers, raise the best refusal."""
         replies = await asyncio.gather(
             *(ask(number, link) for number, link in links.items()), return_exceptions=True
         )
@@ -399,7 +400,7 @@ class Runtimes:
             else:
                 answers[number] = reply
         if not answers:
-            # The refusal of a runtime that is up is more informative than RuntimeDown.
+            # The refusal of a runtime that is up says more than RuntimeDown.
             down = next(iter(refusals.values()), RuntimeDown())
             raise next(
                 (refusal for refusal in refusals.values() if not isinstance(refusal, RuntimeDown)), down
@@ -407,10 +408,10 @@ class Runtimes:
         return answers, refusals
 
     async def read_on(self, command: str, since: Positions) -> Answers:
-        """Return the answers to `timeline`, `arrivals` or `traces`.
+        """Return the answers to the command `timeline`, `arrivals` or `traces`.
 
-        Each device returns its new elements since a position. A device returns all elements if it has no position, or
-        if its runtime is another one now. Raises RuntimeDown, StatusError if none answers.
+        Each device returns its elements since its position. It returns all elements if it has no position, or if its runtime
+        was replaced. Raises RuntimeDown or StatusError if none answers.
         """
 
         async def ask(number: int, link: RuntimeLink) -> Answer:
@@ -425,7 +426,7 @@ class Runtimes:
     # --- changes --------------------------------------------------------------------------------------------
 
     def subscribe(self) -> "DeviceStateFeed":
-        """Subscribe to all changes of all runtimes from now on, after a snapshot of each. Close the feed."""
+        """Subscribe to a snapshot of each runtime and all later changes. The caller must close the feed."""
         return DeviceStateFeed(self.links)
 
 
@@ -435,11 +436,11 @@ class DeviceStateFeed:
     def __init__(self, links: Iterable[RuntimeLink]) -> None:
         self._some = asyncio.Event()
         self._parts = {number: link.state.subscribe(self._some) for number, link in enumerate(links)}
-        #: The device whose turn it is.
+        #: The device whose changes `next` returns first, so that each device has its turn.
         self._next = 0
 
     async def next(self) -> tuple[int, StateUpdate]:
-        """Wait for the next change or snapshot; return the number of its device with it."""
+        """Wait for the next change or snapshot. Return it with the number of its device."""
         while True:
             count = len(self._parts)
             for number in ((self._next + offset) % count for offset in range(count)):
@@ -455,7 +456,11 @@ class DeviceStateFeed:
 
 
 def merge(tables: Sequence[Mapping[str, ModelVersion]]) -> dict[str, ModelVersion]:
-    """Return the versions of several runtimes as those of one: each version has the best of its states on the devices, the best state of its weights, and the stubs of the devices in that best state."""
+    """Return the versions of several runtimes as if one runtime had them.
+
+    Each version has the best of its states on the devices, the best state of its weights, and the stubs of the devices where
+    it has that best state.
+    """
     by_key: dict[str, list[ModelVersion]] = {}
     for entries in tables:
         for key, entry in entries.items():

@@ -7,8 +7,8 @@ from rsrv.control.grpc_service import word
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.text import amount, duration, one_line
 
-#: (what, why) of a record -> a sentence about the model; of any other `why`: (what, "").
-#: Empty: another record of that moment says the same.
+#: Sentences about a model by `what` and `why` of a record. The entry (what, "") is for any other `why`. An empty sentence means
+#: that another record of the same moment says the same.
 _SENTENCES = {
     ("added", ""): "known to the scheduler",
     ("arrived", ""): "{requests} arrived",
@@ -72,7 +72,7 @@ _SENTENCES = {
     ("model failed", ""): "failed to start",
     ("model gone", ""): "the version has left",
 }
-#: reason of a refusal -> words
+#: Words for the reasons of refusals.
 _REFUSALS = {
     "queue_full": "the queue was full",
     "unloaded": "the model was removed",
@@ -83,7 +83,7 @@ _REFUSALS = {
     "no_memory": "its weights had found no memory",
     "not_loaded": "its weights could not be loaded a moment before",
 }
-#: outcome of a request -> words before its time
+#: For each outcome of a request, the words before its time.
 _OUTCOMES = {
     "answered": "answered after",
     "waiting": "still waits after",
@@ -94,12 +94,15 @@ _OUTCOMES = {
     "cancelled": "cancelled after",
     "failed": "failed after",
 }
-#: shorter parts of a request's time are left out
+#: Parts of a request's time that are shorter than this are left out. In seconds.
 MIN_PART_S = 50e-6
 
 
 def history_lines(answer: pb.GetHistoryResponse, now: float) -> list[str]:
-    """Return a line per record of all histories, oldest first, then what absent weights wait for at Unix time `now`."""
+    """Return a line for each record of all histories, the oldest first. Lines about what absent weights wait for now follow.
+
+    `now` is Unix time.
+    """
     several = len(answer.histories) > 1
     devices = len({history.device for history in answer.histories}) > 1
     timed, waits = [], []
@@ -116,7 +119,7 @@ def history_lines(answer: pb.GetHistoryResponse, now: float) -> list[str]:
 
 
 def request_lines(answer: pb.GetRequestsResponse, now: float) -> list[str]:
-    """Return a line per request, the newest last; before it, the eviction of the weights that it waited for."""
+    """Return a line for each request, the newest last, and before it a line about the eviction of its weights, if any."""
     several = len({request.device for request in answer.requests}) > 1
     timed: list[tuple[float, str]] = []
     for request in answer.requests:
@@ -126,7 +129,7 @@ def request_lines(answer: pb.GetRequestsResponse, now: float) -> list[str]:
             timed.append(
                 (request.evicted.unix_s, f"{request.model}{where} was {record_sentence(request.evicted)}")
             )
-    # Requests that waited for the same weights name the same eviction.
+    # Remove duplicates: requests that waited for the same weights have the same line about the eviction.
     lines = sorted(dict.fromkeys(timed), key=lambda line: line[0])
     return [f"{clock_time(at, now)} {one_line(text)}" for at, text in lines]
 
@@ -193,7 +196,7 @@ def record_sentence(record: pb.HistoryRecord) -> str:
 
 
 def clock_time(at: float, now: float) -> str:
-    """Return the local time with milliseconds; with the date, if `now` is on another day."""
+    """Return the local time of `at` with milliseconds, and with the date if `now` is on another day."""
     when = datetime.fromtimestamp(at)
     day = "" if when.date() == datetime.fromtimestamp(now).date() else f"{when:%Y-%m-%d} "
     return f"{day}{when:%H:%M:%S}.{when.microsecond // 1000:03}"
@@ -226,13 +229,13 @@ def failed_models(failures: Iterable[str], aliases: Container[str]) -> Iterator[
 
 
 def state_of(versions: Sequence[pb.Version]) -> str:
-    """Return the state of a model: ready if any version is ready, else the state of the last version, or an empty text."""
+    """Return "ready" if any version is ready, otherwise the state of the last version, or "" if there is no version."""
     states = [word(pb.State, version.state) for version in versions]
     return "ready" if "ready" in states else states[-1] if states else ""
 
 
 def weights_of(record: pb.ModelRecord) -> str:
-    """Return the state of a model's weights. A model that is not built has only the coarse state, a meta model has none."""
+    """Return the state of a model's weights. It is coarse for a model that is not built, and empty for a meta model."""
     return record.weights_state or word(pb.Weights, record.weights)
 
 
@@ -253,7 +256,7 @@ def life(state: str, weights: str, step: str = "", *, broken: bool = False, asle
     if asleep and state in ("ready", "cold", ""):
         return "asleep"
     older = ", in an older version" if broken and state in ("ready", "cold") else ""
-    # Its weights may be on the device before its stub has imported model.py and takes requests.
+    # The weights may be on the device before the stub has imported model.py and takes requests.
     if state == "loading" or step == "importing model.py":
         return f"starting, {step}" if step else "starting"
     if state != "ready" or not weights:
@@ -266,7 +269,7 @@ def life(state: str, weights: str, step: str = "", *, broken: bool = False, asle
 
 
 def failed_how(*, serves: bool) -> str:
-    """Return the words for a model whose newest bundle cannot be loaded. `serves`: an older version serves."""
+    """Return the words for a model whose newest bundle cannot be loaded. `serves` is True if an older version serves."""
     return "is served in an older version" if serves else "has failed"
 
 

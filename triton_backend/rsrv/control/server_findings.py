@@ -1,4 +1,4 @@
-"""Findings about a server and its devices: each rule reads the figures, and yields what an operator can improve. Pure."""
+"""Rules for findings about a server and its devices. Each rule reads the figures and yields findings. Pure."""
 
 from collections.abc import Callable, Iterator
 from math import inf
@@ -11,12 +11,12 @@ from rsrv.hooks.loader import import_limit_s
 from rsrv.renewal import WARN_S
 from rsrv.text import amount, by_number, duration, percent, some
 
-#: A runtime without an answer counts as missing after `_DOWN_S`, and a model without a stub after `_UNSERVED_S`.
-#: Restarts take less time, and so does the return of hundreds of stubs to a new runtime.
+#: A runtime that does not answer counts as missing after this many seconds, and a model without a stub after that many. A
+#: restart takes less time, and so does the return of hundreds of stubs to a new runtime.
 _DOWN_S, _UNSERVED_S = 10.0, 30.0
-#: Seconds after which an import of model.py is more than large libraries on a slow disk.
+#: An import of model.py that takes longer than this many seconds is a finding. Large libraries on a slow disk take less.
 _IMPORT_S = 30.0
-#: Seconds after which models that wait for the server's start are more than a note.
+#: If models wait longer than this many seconds for the server's start, the finding is more than a note.
 _LONG_START_S = 600.0
 
 
@@ -44,9 +44,10 @@ def _runtime_down(case: Case) -> Iterator[ServerFinding]:
 def _runtime_restarts(case: Case) -> Iterator[ServerFinding]:
     for number, device in case.now.devices.items():
         old = case.before.devices.get(number)
-        times = 0 if old is None else device.lives - max(1, old.lives)  # this is the first look
+        times = 0 if old is None else device.lives - max(1, old.lives)  # None: this is the first look
         if times > 0:
-            # A restart counts when the old runtime ends, a life when the next one answers.
+            # The number of restarts rises when the old runtime ends, and the number of lives when the next one answers. So
+            # there may be more restarts than lives.
             planned = min(times, device.restarts - (0 if old is None else old.restarts))
             deaths = times - planned
             reasons = [
@@ -96,7 +97,7 @@ def _model_failed(case: Case) -> Iterator[ServerFinding]:
         state: {entry["name"] for entry in entries if entry["state"] == state}
         for state in ("ready", "failed")
     }
-    # A cold model starts with its next request, unless the latest request could not start it.
+    # Cold models count as ready, because they start with the next request, unless the latest request could not start them.
     ready = named["ready"] | case.now.cold - named["failed"]
     ready -= {name for name in ready if case.now.waits_for_import(name)}
     texts = {name: failure.text for name, failure in case.now.failures.items()}
@@ -116,7 +117,7 @@ def _model_failed(case: Case) -> Iterator[ServerFinding]:
             ages = [case.now.unix_s - since[model] for model in names if model in since]
             age = f", for {duration(max(ages))} now" if ages and max(ages) > 0 else ""
             reason = texts[names[0]]
-            # If the reason ends with `barred`, the server's flags are to blame, not the bundle.
+            # If the reason ends with `barred`, the server's flags are to blame and not the bundle.
             remedy = (
                 f"restart tritonserver to serve what the bundles hold now. So that it follows them from then on, {HOW_TO_START}"
                 if case.now.barred and reason.endswith(case.now.barred)
@@ -174,7 +175,7 @@ def _not_served(case: Case) -> Iterator[ServerFinding]:
     if not waits or not any(device.instance for device in case.now.devices.values()):
         return
     if case.now.imports_hold_loads:
-        return  # slow_import has the cause
+        return  # The finding slow_import has the cause.
     names, longest = sorted(waits, key=by_number), max(waits.values())
     evidence = f"{some(names)} {'has' if len(names) == 1 else 'have'} not been served for {duration(longest)}"
     if case.now.starting:
@@ -260,7 +261,7 @@ def _shm_full(case: Case) -> Iterator[ServerFinding]:
         ("other files", shm.others),
     ]
     used = ", ".join(f"{use} take {amount(size)}" for use, size in uses if size)
-    # Advice about less than a tenth of the used bytes would free too little.
+    # Give advice only about users of at least a tenth of the used bytes. Other advice would free too little.
     notable = 0.1 * (shm.total - shm.free)
     cures = ["give the container more of it (--shm-size)"]
     if most >= notable:
@@ -320,7 +321,8 @@ def _waits_in_triton(case: Case) -> Iterator[ServerFinding]:
     waits = {}
     for name, (count, total) in case.now.queues.items():
         old_count, old_total = case.before.queues.get(name, (0, 0.0))
-        # Little's law: as many requests wait at any time as the seconds of all waits in a second.
+        # By Little's law, the average number of waiting requests is the sum of all waits divided by the time. It must be at
+        # least 1.
         if total - old_total >= seconds and count - old_count >= FEW:
             waits[name] = (total - old_total) / (count - old_count)
     worst = max(waits, key=lambda name: waits[name], default="")
@@ -356,7 +358,7 @@ def _uneven(case: Case) -> Iterator[ServerFinding]:
 
 
 def _binding(case: Case, name: str, free: int) -> tuple[str, str]:
-    """Return why a model does not also run on a device that is free, and what changes that."""
+    """Return the reason why a model does not also run on the device `free`, and the cure."""
     placement, devices = case.now.settings.placement, case.now.policy(name, "devices")
     both = f"{name} then takes its weights on both devices"
     if placement.mode == "external":
@@ -513,13 +515,13 @@ def _disk_loads(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
 
 
 def _together(case: Case, window: DeviceWindow, used: list[ModelActivity]) -> int:
-    """Return the bytes of these models and of the pinned models, whose room is reserved even without requests."""
+    """Return the bytes of the `used` models and of the pinned models, because these keep their room even without requests."""
     sizes = {
         name: model.device_bytes
         for name, model in window.records.models.items()
         if not model.meta and case.now.policy(name, "residency") == "device"
     } | {model.name: model.now.device_bytes for model in used}
-    # Tensors that models share are stored once.
+    # Count tensors that models share once.
     saved = sum(
         group.bytes * max(0, len(sizes.keys() & {*group.models}) - 1) for group in window.records.shared
     )
@@ -539,7 +541,7 @@ def _span(case: Case) -> str:
 
 
 def _short(text: str) -> str:
-    """Return the text as one line of bounded length."""
+    """Return the text as one line of at most 300 characters."""
     line = " ".join(text.split())
     return line if len(line) <= 300 else line[:299] + "…"
 

@@ -1,4 +1,4 @@
-"""rsrv.control.v1.Control: the runtime and the reconciler over gRPC. control.proto documents each call."""
+"""The service rsrv.control.v1.Control: the runtimes and the reconciler over gRPC. control.proto documents each call."""
 
 import asyncio
 import os
@@ -36,9 +36,9 @@ from rsrv.settings_changes import CHANGEABLE, read_shares
 from rsrv.text import by_number
 from rsrv_gen.write import front_of
 
-#: Seconds between two looks for failures of bundles.
+#: Seconds between two checks for failures of bundles.
 _FAILURES_LOOK_S = 0.25
-#: folder of the runtime's profiles
+#: Folder of the runtimes' profiles.
 PROFILES = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "rsrv/profiles")
 
 
@@ -57,7 +57,7 @@ class ControlledServer:
 
 @dataclass(frozen=True, slots=True)
 class Monitoring:
-    """Figures for people and for Prometheus."""
+    """The sources of figures for people and for Prometheus."""
 
     metrics: Metrics
     live: Live
@@ -78,7 +78,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self._server = server
         #: Held while runtimes are restarted, put to sleep or woken.
         self._changing = asyncio.Lock()
-        #: Held while an alias is changed: a change that fails restores the aliases that were there before.
+        #: Held while an alias is changed, because a change that fails restores all earlier aliases.
         self._changing_alias = asyncio.Lock()
         self._runtimes = runtimes
         self._lifecycle = lifecycle
@@ -99,7 +99,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             if link.up or link.asleep_since is not None
         }
         failures = self._lifecycle.failures
-        # A model that is not built yet, or could not be built, has no record.
+        # Take names from the versions as well, because a model that is not built yet or could not be built has no record.
         names = {
             kind: {
                 model.name
@@ -110,12 +110,13 @@ class ControlService(control_pb2_grpc.ControlServicer):
             | {entry["name"] for entry in entries.values() if entry["kind"] == kind}
             for kind in ("model", "meta")
         }
-        # Whether a cold model is a meta model is known only when it has started.
+        # A cold model counts as a model, because only its start shows whether it is a meta model.
         starting = {
             name: step for record in records.values() for name, step in record.device.starting.items()
         }
         if awaited := runtimes.awaited:
-            # A stub that imports model.py sees the end of its runtime afterwards, and connects to the next one then.
+            # A stub that is importing model.py notices the end of its runtime only after that, and then connects to the next
+            # one.
             repository = self._server.repository.absolute()
             living = await asyncio.to_thread(stub_processes, self._server.pid, repository)
             starting |= dict.fromkeys(awaited & living, "its process connects again")
@@ -123,7 +124,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         aliases = self._lifecycle.aliases
         front = ""
         if request.model in names["model"] | names["meta"]:
-            # Its directory may be gone, or another program's.
+            # The model's directory may be gone, or may belong to another program.
             with suppress(OSError):
                 front = await asyncio.to_thread(front_of, self._server.repository / request.model)
         chosen = {request.model, f"aliases.{request.model}", *aliases.get(request.model, ())}
@@ -235,7 +236,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return messages.history(await self._ask_about(_model(request.model), "history"))
 
     async def _ask_about(self, model: str, command: str) -> Answers:
-        """Ask the runtimes about a model. Raises StatusError. If no runtime has the model, the error states why."""
+        """Ask the runtimes about a model. Raises StatusError. If no runtime has the model, the error says why."""
         try:
             return await self._runtimes.query({"command": command, "model": model})
         except StatusError as unknown:
@@ -292,7 +293,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         try:
             while True:
                 if clock() >= due:
-                    # No event announces a failure.
+                    # Read the failures again after some time, because no event announces them.
                     due = clock() + _FAILURES_LOOK_S
                     failures_shown = self._lifecycle.failures
                     failures = pb.Failures(
@@ -349,7 +350,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     ) -> None:
         subscriptions = [link.state.subscribe() for link in self._runtimes.links]
         try:
-            # The state before the command: the load may begin, and fail, before the answer.
+            # Read the state before the command, because the load may begin and fail before the answer.
             before = [subscription.take() for subscription in subscriptions]
             followed = await self._runtimes.change(change, devices)
             if wait:
@@ -359,7 +360,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
                     raise StatusError("FAILED_PRECONDITION", text)
                 waits = (_until_resident(before[number], subscriptions[number], model) for number in serving)
                 ended = await asyncio.gather(*waits, return_exceptions=True)
-                # A device that died meanwhile loads the weights when it is back.
+                # Ignore a runtime that has died if other devices have loaded the weights: the next runtime will load them.
                 failed = [error for error in ended if error is not None]
                 failed.sort(key=lambda error: isinstance(error, RuntimeDown))
                 if failed and (len(failed) == len(ended) or not isinstance(failed[0], RuntimeDown)):
@@ -374,11 +375,11 @@ class ControlService(control_pb2_grpc.ControlServicer):
         names = None if model is None else await runtimes.named(model)
         answers: Answers = {}
         try:
-            # The command comes first. If the document changed first, the runtime would evict the models by itself, and this
-            # answer would not list them.
+            # Send the command before the document. Otherwise, the runtime would evict the models because of the document, and
+            # this answer would not list them.
             answers = await runtimes.command({"command": "evict", "model": model}, request.devices)
         except StatusError as error:
-            if error.code != "NOT_FOUND":  # it is cold
+            if error.code != "NOT_FOUND":  # a cold model has no weights to evict
                 raise
         devices = runtimes.chosen(request.devices).keys()
         await runtimes.change(lambda: runtimes.desired.evict(names, devices), devices)
@@ -442,7 +443,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return pb.SetSchedulerResponse(scheduler=self._scheduler(await self._runtimes.records()))
 
     def _scheduler(self, records: Mapping[int, RuntimeRecords]) -> pb.Scheduler:
-        """Return the section scheduler; `depth` is the number that the first runtime uses."""
+        """Return the section scheduler. Its `depth` is the number that the first runtime uses."""
         section = self._runtimes.desired.scheduler
         return messages.scheduler(
             section | ({"depth": records[min(records)].device.depth} if records else {})
@@ -509,7 +510,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def Wake(self, request: pb.WakeRequest) -> pb.WakeResponse:
         chosen = self._runtimes.chosen(request.devices)
         answer = pb.WakeResponse()
-        # Wait for a sleep that is under way, of which the caller may not know.
+        # If a sleep is in progress, wait for its end, because the caller may not know about it.
         async with self._changing:
             for number in chosen:
                 answer.devices.add(number=number, seconds=await self._runtimes.wake(number))
@@ -532,8 +533,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def ReloadWeights(self, request: pb.ReloadWeightsRequest) -> pb.ReloadWeightsResponse:
         model = _model(request.model)
         section, loop = self._server.file.settings.lifecycle, asyncio.get_running_loop()
-        # A new bundle counts when two looks agree that it is whole, and the looks begin when the reconciler has found that
-        # the server serves: a client that has just copied a bundle is ahead of them.
+        # Try again for some time. A client that has just copied a bundle may call this before two looks agree that the bundle
+        # is whole. The looks begin only when the reconciler has found that the server serves.
         deadline = loop.time() + STARTUP_POLL_S + section.poll_s + 3 * section.look_s
         while True:
             try:
@@ -563,7 +564,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 if shares is None and name not in self._lifecycle.aliases:
                     raise StatusError("NOT_FOUND", f"there is no alias {name!r}")
                 before = desired.overrides.aliases
-                # Do this first. Otherwise, rsrv.yaml could be read meanwhile and undo the change.
+                # Set the alias in the document first. Otherwise, a change of rsrv.yaml at this time could undo the change.
                 desired.set_aliases({**before, name: shares})
                 try:
                     await self._lifecycle.change_alias(name, shares)
@@ -577,9 +578,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return {name: failure.text for name, failure in self._lifecycle.failures.items()}
 
     async def _until_tried(self, model: str) -> None:
-        """Return when no device is loading a version of the model.
+        """Wait until no device is loading a version of the model.
 
-        Triton waits only for the first device, or for some slow ones.
+        This is necessary because a load in Triton waits for the first device, and only some seconds for others.
         """
         while True:
             seen = self._runtimes.changes
@@ -594,8 +595,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def StartProfile(self, request: pb.StartProfileRequest) -> pb.StartProfileResponse:
         moment = time.strftime("%Y%m%d-%H%M%S", time.localtime(self._clock()))
         parent = self._profiles()
-        # The name has the server's pid, so that StopProfile finds the profile even if another control process started
-        # it.
+        # The name of the directory has the server's pid, so that StopProfile finds the profile even if an earlier control
+        # process has started it.
         directory = parent / f"{moment}-{self._server.pid}"
         try:
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -648,16 +649,16 @@ def _refuse(text: str) -> NoReturn:
 
 
 def _serves(update: StateUpdate, model: str) -> bool:
-    """Return True if the model has not failed there."""
+    """Return True if the device of this update has a version of the model that has not failed."""
     return isinstance(update, StateSnapshot) and any(
         entry["name"] == model and entry["state"] != "failed" for entry in update.entries.values()
     )
 
 
 async def _until_resident(update: StateUpdate, subscription: Subscription, model: str) -> None:
-    """Return when the weights of a model, or of the models that a meta model calls, are resident.
+    """Wait until the weights of a model, or of the models that a meta model calls, are resident.
 
-    `update`: the first one. Raises RuntimeDown, and StatusError if a load began and did not end well.
+    `update` is the first update. Raises RuntimeDown, or StatusError if a load began and did not succeed.
     """
     entries: dict[str, Any] = {}
     loading: set[str] = set()

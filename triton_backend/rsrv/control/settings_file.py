@@ -1,7 +1,7 @@
-"""rsrv.yaml of a running server, read again when it changes.
+"""The file rsrv.yaml of a running server, which is read again when it changes.
 
-Settings that take effect at once go to the runtimes and to the placement; the other changes are named until the restart
-that they wait for. A file with an error changes nothing.
+The runtimes and the placement get changes that take effect at once. Other changes wait for a restart, and are reported until
+then. A file with an error changes nothing.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from rsrv.settings_changes import LOOK_S, Effect, FileLooks, differences
 
 log = logging.getLogger("rsrv.control")
 
-#: keys that one line names
+#: Maximum number of keys that a line of the log names.
 _MAX_KEYS: Final = 10
 _REMEDIES: Final[dict[Effect, str]] = {
     "restart": "run `rsrv restart`",
@@ -30,20 +30,20 @@ class SettingsFile:
     """The file, its present settings, and the settings that the server does not follow yet."""
 
     def __init__(self, path: Path, settings: Settings, devices: int) -> None:
-        """`settings`: of the file when the server started; `devices`: their number."""
+        """`settings` are the settings in the file when the server started. `devices` is the number of devices."""
         self.path = path
         #: Settings of the last valid file.
         self.settings = settings
         #: Reason why the present file is not used. Empty: it is used.
         self.refused = ""
         self._at_start = settings
-        #: settings of each device's runtime at its start
+        #: For each device, the settings in the file when its runtime started.
         self._runtimes = [settings] * devices
-        #: lines about changes that wait; with thousands of models, comparing takes time
+        #: Lines about changes that wait. They are stored, because with thousands of models the comparison takes time.
         self.waiting: list[str] = []
 
     async def read(self) -> Settings:
-        """Read the file. Raises SettingsError; then the settings stay."""
+        """Read the file. Raises SettingsError. The settings are then unchanged."""
         settings = await asyncio.to_thread(lambda: read_settings(self.path if self.path.exists() else None))
         self.settings, self.refused = settings, ""
         self.waiting = self._compare()
@@ -76,7 +76,7 @@ def _listed(keys: list[str]) -> str:
 
 
 class Rereading:
-    """Reads the file again, and gives the settings to the parts of the server. Belongs to the control process's loop."""
+    """Reads the file again, and passes the settings to the parts of the server. Belongs to the control process's loop."""
 
     def __init__(
         self,
@@ -86,24 +86,24 @@ class Rereading:
         lifecycle: Reconciling,
         note: Callable[[str], None],
     ) -> None:
-        """`note`: adds a line to the live page's log."""
+        """`note` adds a line to the live page's log."""
         self._file, self._runtimes, self._placing, self._note = file, runtimes, placing, note
         self._lifecycle = lifecycle
         self._looks = FileLooks(file.path)
-        #: The settings that the server follows. A restart may have read the file before a look does.
+        #: The settings that the server follows. They may differ from `file.settings`, because a restart also reads the file.
         self._followed = file.settings
         #: The instance of each device's latest runtime.
         self._instances: dict[int, str] = {}
 
     async def run(self) -> NoReturn:
-        """Look until cancelled."""
+        """Check the file regularly until cancelled."""
         while True:
             await self.look()
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:
         """Apply the file if it has changed and two readings agree. Record the runtimes that have read it."""
-        # A disk may block a thread for ever.
+        # Use a thread, because a disk may block for ever.
         if await asyncio.to_thread(self._looks.changed):
             await self._read_again()
         aliases = self._runtimes.desired.merged_aliases(self._file.settings.aliases)
@@ -132,7 +132,7 @@ class Rereading:
         await self._placing.change(settings)
         desired, old, new = self._runtimes.desired, before.aliases, settings.aliases
         desired.follow_file(settings)
-        # For an alias, the last change counts. Otherwise, an edit of the file would have no effect.
+        # For an alias, the latest change counts. So drop the commands about aliases that have changed in the file.
         aliases = desired.overrides.aliases.items()
         desired.set_aliases({name: shares for name, shares in aliases if old.get(name) == new.get(name)})
         if changed := [key for key, when in differences(before, settings) if when == "at once"]:

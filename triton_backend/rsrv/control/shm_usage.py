@@ -1,4 +1,4 @@
-"""The users of /dev/shm: copies of weights, the regions that Triton gives models, and other files. Blocks for milliseconds."""
+"""The users of /dev/shm: copies of weights, Triton's regions for models, and other files. Calls block for milliseconds."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ class ShmUsage(NamedTuple):
 
     free: int
     total: int
-    #: Host copies of weights, of all servers.
+    #: Host copies of weights of all servers.
     weights: int = 0
     #: Triton's regions with the inputs and outputs of requests, by model.
     requests: Mapping[str, int] = {}
@@ -33,11 +33,11 @@ class ShmUsage(NamedTuple):
 
 
 def measure_shm(stubs: Mapping[str, Sequence[int]], directory: Path = _SHM) -> ShmUsage | None:
-    """Return the usage of /dev/shm, or None if there is no /dev/shm. The users are looked up only if little is free.
+    """Return the usage of /dev/shm, or None if there is no /dev/shm. It names the users only if little memory is free.
 
     Args:
-        stubs: process ids by model. Tritonserver does not count, because it has mapped the regions of all models.
-        directory: /dev/shm.
+        stubs: Process ids of stubs by model, without tritonserver's, because it has mapped the regions of all models.
+        directory: The path /dev/shm.
     """
     try:
         status = os.statvfs(directory)
@@ -54,7 +54,7 @@ def measure_shm(stubs: Mapping[str, Sequence[int]], directory: Path = _SHM) -> S
 
 
 def _bytes(path: Path) -> int:
-    """Return the bytes of a file; 0 for a directory or if it is gone."""
+    """Return the bytes of a file, or 0 for a directory or a missing file."""
     with suppress(OSError):
         status = path.lstat()
         return status.st_blocks * 512 if S_ISREG(status.st_mode) else 0
@@ -62,7 +62,7 @@ def _bytes(path: Path) -> int:
 
 
 def _mapped(pid: int, directory: Path) -> set[Path]:
-    """Return the files of the directory itself that a process has mapped."""
+    """Return the files in the directory, but not in folders below it, that a process has mapped."""
 
     def paths() -> Iterator[Path]:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():

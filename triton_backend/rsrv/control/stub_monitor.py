@@ -1,9 +1,9 @@
-"""Finds the models whose stub process is dead.
+"""Finds the models whose stub process is dead. Triton calls such models ready.
 
-Triton calls a model ready whose stub is dead. A stub is dead when its process is gone, however long it has been without a
-connection: a cold model has none, and after a runtime's death a model may wait for minutes until another one is compiled.
-A connected stub is alive, so most checks need no list of processes. A model behind an alias needs a process of its own,
-because the alias's stub also connects by the model's name. Models with the native front have no process.
+A stub is dead when its process is gone. A missing connection proves nothing: the stub of a cold model has none, and after a
+runtime's death a stub may wait for minutes until other models are compiled. A connected stub is alive, so most checks need no
+list of processes. There is an exception: the stub of an alias connects by the names of its targets, so a target needs a
+process of its own to count as alive. Models with the native front have no process.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from rsrv_gen.known import SETTLED_NS
 from rsrv_gen.plan import NATIVE_MARK, VERSION
 from rsrv_gen.write import carried, is_alias, our_models
 
-#: Seconds after which Triton is asked again for models that were unloaded by hand, though all stubs are alive.
+#: Even if all stubs are alive, ask Triton after this many seconds which models were unloaded by hand.
 _DISMISSED_S = 60.0
 #: Minimum number of seconds between two looks.
 _LOOK_MIN_S = 0.2
-#: Seconds after a reload during which the stub does not count as dead, by Triton's mode. A Triton that polls has yet to
-#: see what to load.
+#: Seconds after a reload during which the stub does not count as dead, by Triton's mode. In the mode poll, Triton notices later
+#: that it has to load the model.
 _START_S = {"explicit": 10.0, "poll": 60.0, "none": 3600.0}
 
 
 def stub_processes(server_pid: int, repository: Path) -> set[str]:
     """Return the models whose code runs in a process of this tritonserver.
 
-    A stub's command line has the path of model.py with the repository as tritonserver's own command line spells it. It may
-    be relative to the working directory of tritonserver.
+    A stub's command line has the path of model.py. It begins with the path of the repository in tritonserver's command line,
+    which may be relative to tritonserver's working directory.
     """
     names: set[str] = set()
     start, end = os.fsencode(repository) + b"/", f"/{VERSION}/model.py".encode()
@@ -57,13 +57,13 @@ def stub_processes(server_pid: int, repository: Path) -> set[str]:
 
 
 def parent_pid(process: Path) -> int:
-    """Return the parent of a process, a folder of /proc. Raises OSError."""
-    # The process name before it may contain any character.
+    """Return the pid of a process's parent. `process` is a folder of /proc. Raises OSError."""
+    # Search from the end, because the process name, which stands before the pid, may contain any character.
     return int((process / "stat").read_bytes().rpartition(b")")[2].split()[1])
 
 
 class _Listing:
-    """The models of a repository that rsrv-gen made, listed again if a directory came, went or was replaced."""
+    """The list of models that rsrv-gen made in a repository. It is read again after a directory was added or removed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -71,18 +71,19 @@ class _Listing:
         self.models: set[str] = set()
         #: Models with the native front.
         self.native: set[str] = set()
-        #: Names that are aliases. The runtime knows only the models behind them.
+        #: Names of aliases. The runtime knows only the models behind them.
         self.aliases: set[str] = set()
-        #: Models behind aliases. The stubs of aliases connect by these names, so the models' own stubs may be dead.
+        #: Models behind aliases. They may seem connected although their own stubs are dead, because the stubs of aliases also
+        #: connect by their names.
         self.aliased: set[str] = set()
-        #: Names by which the stub of a meta model or an alias connects in addition to its own.
+        #: For each meta model or alias, the further names by which its stub connects.
         self.carried: dict[str, list[str]] = {}
 
     def look(self) -> None:
-        """List the models, if necessary. On any thread."""
+        """List the models if the repository has changed. Thread-safe."""
         with contextlib.suppress(OSError):
             changed = self._path.stat().st_mtime_ns
-            # A change of the same moment as the last listing may have come after it.
+            # List again if the latest change was at about the time of the last listing, because it may have come after that.
             if changed == self._listed[0] < self._listed[1] - SETTLED_NS:
                 return
             self._listed = changed, time.time_ns()
@@ -94,7 +95,7 @@ class _Listing:
 
 
 class StubMonitor:
-    """The looks at the stubs of one repository's models."""
+    """The monitor of the stubs of one repository's models."""
 
     def __init__(
         self,
@@ -105,27 +106,27 @@ class StubMonitor:
         poll_s: float,
         processes: Callable[[], Collection[str]],
     ) -> None:
-        """`processes`: returns the models that have a live stub process; called on a thread."""
+        """`processes` returns the models that have a live stub process. It is called on a thread."""
         self._processes = processes
         self._listing = _Listing(repository)
         self._view = view
         self._triton = triton
         self._states = states
         self._poll_s = poll_s
-        #: Models that an operator has unloaded in Triton, as of the last look.
+        #: Models that an operator had unloaded in Triton when Triton was last asked.
         self.dismissed: set[str] = set()
 
     def expect_start(self, name: str) -> None:
-        """Give the model's stub time to start."""
+        """Do not count the model's stub as dead while it may be starting."""
         self._view.presence.expect_start(name, self._now() + _START_S[self._triton.mode])
 
     async def dead(self) -> AsyncGenerator[str]:
         """Yield models whose stub is dead, as they are found."""
-        #: Models without a connected stub that are not suspects, so that Triton need not be asked at every change.
+        #: Models without a connected stub that are no suspects. Triton need not be asked about them at every change.
         idle: set[str] = set()
-        #: All models without a connected stub when Triton was last asked.
+        #: All models that had no connected stub when Triton was last asked.
         unanswered: set[str] = set()
-        #: Models that Triton called ready then.
+        #: Models that Triton called ready when it was last asked.
         loaded: set[str] = set()
         renewed = asked_at = -_DISMISSED_S
         while True:
@@ -148,7 +149,7 @@ class StubMonitor:
                 may_return = living.union(*(self._listing.carried.get(name, ()) for name in living))
                 lost = returning - may_return - self._listing.native - self._states.busy
             ready: set[str] = set()
-            # Ask rarely: for thousands of cold models, Triton's answer is a megabyte.
+            # Ask Triton rarely, because its answer for thousands of cold models has a megabyte.
             due = without - unanswered or (without and self._now() - asked_at >= _DISMISSED_S)
             if (suspects or due) and not self._triton.trouble:
                 with contextlib.suppress(TritonError):
@@ -162,7 +163,7 @@ class StubMonitor:
             unconnected = loaded & without - suspects - self._listing.aliases - attached
             dead = self._view.see_stubs(StubLook(unconnected, lost, ready))
             if not self._view.up:
-                # A stub without a connection is not cold now. If it connects and dies before the next look, it is dead.
+                # No stub counts as idle now, so that a stub that connects and dies before the next look is found.
                 idle = set()
             for name in dead - self._states.busy:
                 yield name

@@ -1,4 +1,4 @@
-"""One request of the live page's form, through the HTTP port of the server's own tritonserver."""
+"""Requests from the form of the live page. They go through the HTTP port of the server's own tritonserver."""
 
 import json
 import math
@@ -11,20 +11,20 @@ from yarl import URL
 
 from rsrv.live.source import PageError
 
-#: Limits of an answer: seconds and bytes.
+#: Longest time until an answer in seconds, and maximum size of the answer in bytes.
 _TIMEOUT_S, _MAX_ANSWER = 30.0, 1 << 18
 
 
 async def infer(address: str, model: str, inputs: Any) -> tuple[int, str]:
-    """Send a request of a page to a known model; return the HTTP status and the text of the answer.
+    """Send a request of the page to a known model. Return the HTTP status and the text of the answer.
 
     Args:
-        address: HOST:PORT of tritonserver's HTTP front end; empty: it has none.
-        model: its name.
+        address: HOST:PORT of tritonserver's HTTP front end. Empty: it has none.
+        model: The model's name.
         inputs: JSON from a client: objects with name, datatype, shape, and data as a flat list.
 
     Raises:
-        PageError: the request is not sent, or not answered.
+        PageError: The request is wrong, cannot be sent, or is not answered.
     """
     body = json.dumps({"inputs": _checked(inputs)})
     if not address:
@@ -33,7 +33,7 @@ async def infer(address: str, model: str, inputs: Any) -> tuple[int, str]:
         )
     url = URL(f"http://{address}/v2/models/{quote(model, safe='')}/infer", encoded=True)
     try:
-        # Neither a proxy of the environment nor a redirection takes the request elsewhere.
+        # Use no proxy and follow no redirection, so that the request goes to this tritonserver.
         async with (
             ClientSession(timeout=ClientTimeout(_TIMEOUT_S), trust_env=False) as session,
             session.post(url, data=body, allow_redirects=False) as answer,
@@ -51,9 +51,10 @@ async def infer(address: str, model: str, inputs: Any) -> tuple[int, str]:
 
 
 def _checked(inputs: Any) -> list[Mapping[str, Any]]:
-    """Return inputs without other fields, such as those that name shared memory. Raises PageError.
+    """Return inputs with only the known fields, so that a client cannot name shared memory. Raises PageError.
 
-    Triton 24.10 takes the memory for a shape before it reads the values, and ends if there is not enough.
+    The number of values must match the shape: Triton 24.10 allocates memory for the shape before it reads the values, and
+    crashes if there is not enough memory.
     """
     tensors: list[Mapping[str, Any]] = []
     for tensor in inputs if isinstance(inputs, list) else ():

@@ -20,19 +20,19 @@ from rsrv.address import Address
 from rsrv.triton_command_line import Options, listening, read_command_line, restriction, restrictions
 from rsrv.wire.paths import start_time
 
-#: tritonserver's --model-control-mode
+#: Values of tritonserver's option --model-control-mode.
 Mode = Literal["none", "poll", "explicit"]
 
-#: State of a model in Triton. `dismissed`: unloaded on request. `other`: loading, unloading, or failed.
+#: State of a model in Triton. `dismissed` means unloaded on request. `other` means loading, unloading, or failed.
 State = Literal["ready", "dismissed", "other"]
 
 HOW_TO_START = "start tritonserver with --model-control-mode=explicit --load-model=* --exit-on-error=false"
 
 #: Seconds that calls other than loads may take.
 _TIMEOUT_S = 10.0
-#: Seconds for statistics. Missing statistics do the least harm.
+#: Seconds that the call for statistics may take. The time is short because missing statistics do little harm.
 _STATISTICS_S = 2.0
-#: model that is loaded in place of one that failed, before that is unloaded
+#: Config of a placeholder, a model that is loaded in place of a failed model before that is unloaded.
 _PLACEHOLDER_CONFIG = (
     '{"backend": "python", "instance_group": [{"kind": "KIND_CPU", "count": 1}],'
     ' "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [1]}],'
@@ -42,7 +42,7 @@ _PLACEHOLDER_CODE = b"class TritonPythonModel:\n    def execute(self, requests):
 
 
 class TritonError(Exception):
-    """A call of tritonserver failed; the text is its reason."""
+    """A call of tritonserver failed. The text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class TritonEndpoint:
     metadata: tuple[tuple[str, str], ...] = ()
     #: Reason why Triton cannot be called. Empty: it can be called.
     trouble: str = ""
-    #: HOST:PORT of its HTTP front end; empty if it has none.
+    #: HOST:PORT of Triton's HTTP front end. Empty if there is none.
     http: str = "127.0.0.1:8000"
 
 
@@ -88,7 +88,7 @@ def read_endpoint(arguments: Sequence[str]) -> TritonEndpoint:
 
 
 def _reached(options: Options, front: str) -> str:
-    """Return the address of a front end as this machine reaches it; empty if the options have none."""
+    """Return the address at which this machine reaches a front end of Triton, or "" if the options have no valid address."""
     try:
         address = listening(options, front)
     except ValueError:
@@ -97,7 +97,7 @@ def _reached(options: Options, front: str) -> str:
 
 
 def facts(pid: int) -> dict[str, Any]:
-    """Return what the live page says about the tritonserver with this process id."""
+    """Return the facts about the tritonserver with this process id that the live page shows."""
     options = Options(read_command_line(pid))
     doors = {}
     for name, front in (("gRPC", "grpc"), ("HTTP", "http")):
@@ -128,7 +128,7 @@ def _repository_headers(options: Options) -> tuple[tuple[str, str], ...]:
 def _state(state: str, reason: str) -> State:
     if state == "READY":
         return "ready"
-    # Triton unloads it until its stub has ended.
+    # The state is UNLOADING until the model's stub has ended.
     dismissed = state == "UNLOADING" or (state, reason) == ("UNAVAILABLE", "unloaded")
     return "dismissed" if dismissed else "other"
 
@@ -138,21 +138,21 @@ _TRITONS_WORDS = re.compile(r"^load failed for model '[^']*': version [0-9]+ is 
 
 def _reason(name: str, text: str) -> str:
     """Return a stub's error without the text that Triton puts around it."""
-    # An error of model.py itself is no TritonModelException.
+    # Keep the type of any exception other than TritonModelException, because that is an error of the user's model.py.
     own = _TRITONS_WORDS.sub("", text).removeprefix("TritonModelException: ").partition("\n\nAt:\n")[0]
     return own.removeprefix(f"{name}: ").strip()
 
 
 class Triton:
-    """The repository API of one tritonserver. For one event loop."""
+    """The repository API of one tritonserver. Belongs to one event loop."""
 
     def __init__(self, endpoint: TritonEndpoint, started_ns: int = 0, program: str | None = None) -> None:
         """Make the API of a tritonserver.
 
         Args:
             endpoint: Address and options of the server.
-            started_ns: Unix time at which it started to load what its repository held; 0: unknown.
-            program: Path of its program, or None if it is unknown.
+            started_ns: Unix time at which the server began to load its first models, in nanoseconds. 0: unknown.
+            program: Path of the server's program, or None if it is unknown.
         """
         self.started_ns = started_ns
         self.program = program
@@ -164,14 +164,14 @@ class Triton:
         self._metadata = endpoint.metadata
         self._channel = grpc.aio.insecure_channel(
             endpoint.address,
-            # No proxy between processes of one machine; short pauses, to find a starting server soon.
+            # Use no proxy between processes of one machine, and short pauses to find a starting server soon.
             options=[("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", 1000)],
         )
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     @classmethod
     def of(cls, pid: int) -> Self:
-        """Reach the tritonserver with this process id."""
+        """Return the API of the tritonserver with this process id."""
         return cls(read_endpoint(read_command_line(pid)), _started_ns(pid), f"/proc/{pid}/exe")
 
     async def states(self) -> Mapping[str, State]:
@@ -204,7 +204,7 @@ class Triton:
         return {**tensors, "streams": streams, "sequence": config.HasField("sequence_batching")}
 
     async def queues(self) -> Mapping[str, tuple[int, float]]:
-        """Return the requests of each model that have left Triton's queue, and their seconds there. Raises TritonError."""
+        """Return, by model, the number of requests that have left the queue, and their seconds there. Raises TritonError."""
         reply = await self._call(
             self._stub.ModelStatistics, service_pb2.ModelStatisticsRequest(), timeout=_STATISTICS_S
         )
@@ -216,22 +216,23 @@ class Triton:
         return counts
 
     async def load(self, name: str) -> None:
-        """Load the model as it is in the repository; return when that version serves. Raises TritonError.
+        """Load the present version of a model from the repository. Return when that version serves. Raises TritonError.
 
-        An older version serves until then, and also if this fails. If nothing in its directory has changed, Triton does
-        nothing. A Triton that polls loads by itself: then this returns at once.
+        An older version serves until then, and continues to serve after an error. If nothing in the model's directory has
+        changed, Triton does nothing. In the mode poll, Triton loads models by itself, and this returns at once.
         """
         if self.mode != "poll":
-            request = service_pb2.RepositoryModelLoadRequest(model_name=name)  # without a limit: it compiles
+            # There is no time limit, because the load compiles.
+            request = service_pb2.RepositoryModelLoadRequest(model_name=name)
             try:
                 await self._call(self._stub.RepositoryModelLoad, request, timeout=None)
             except TritonError as error:
                 raise TritonError(_reason(name, str(error))) from None
 
     async def unload(self, name: str) -> None:
-        """Unload the model; return when Triton refuses new requests. Requests in flight are answered. Raises TritonError."""
+        """Unload a model. Return when Triton refuses new requests. Requests in flight are answered. Raises TritonError."""
         if self.mode != "poll":
-            # Triton's index does not list models without a directory.
+            # A model without a directory is not in Triton's index, and may have failed.
             if (await self.states()).get(name, "other") == "other":
                 await self._load_placeholder(name)
             await self.dismiss(name)
@@ -242,19 +243,19 @@ class Triton:
         await self._call(self._stub.RepositoryModelUnload, request)
 
     async def remaining(self) -> dict[str, bool]:
-        """Return the models that are not unloaded, and whether each is ready. Raises TritonError."""
+        """Return the models that are not unloaded. The value is True if the model is ready. Raises TritonError."""
         reply = await self._call(self._stub.RepositoryIndex, service_pb2.RepositoryIndexRequest())
         loaded = ("READY", "LOADING", "UNLOADING")
         return {model.name: model.state == "READY" for model in reply.models if model.state in loaded}
 
     async def request_count(self) -> int:
-        """Return how many requests have left Triton's queues since its start. Raises TritonError."""
+        """Return the number of requests that have left Triton's queues since its start. Raises TritonError."""
         return sum(count for count, _ in (await self.queues()).values())
 
     async def _load_placeholder(self, name: str) -> None:
-        """Load a model that does nothing in place of one that failed.
+        """Load a model that does nothing in place of a model that failed.
 
-        Under --strict-readiness Triton 24.10 counts a model whose last load failed as not ready, unloaded or not.
+        With --strict-readiness, Triton 24.10 is not ready if a model's last load failed, even if that model is unloaded.
         """
         request = service_pb2.RepositoryModelLoadRequest(model_name=name)
         request.parameters["config"].string_param = _PLACEHOLDER_CONFIG

@@ -1,7 +1,7 @@
-"""Reads the bundles on disk: soon after a notice from the kernel, and periodically because notices may be missing.
+"""Reads the bundles on disk (a "look"), soon after a notice from the kernel, and periodically.
 
-Network and bind mounts give no notices. So only these reads ("looks") count, and a notice only makes the next look
-come sooner, at the bundles that it names. A whole look at ten thousand bundles takes a second of CPU time.
+The periodic looks are necessary because network and bind mounts give no notices. A notice only makes the next look at the
+bundles that it names come sooner. A whole look at ten thousand bundles takes a second of CPU time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger("rsrv.control")
 
 
 class BundleSources:
-    """The places of bundles, as the repository's settings name them now: another rsrv-gen may have added some."""
+    """The places of bundles in the present settings of the repository, to which another rsrv-gen may have added places."""
 
     def __init__(self, places: Sequence[Path], file: Path) -> None:
         self._places = places
@@ -34,7 +34,7 @@ class BundleSources:
 
     def read(self) -> Sequence[Path]:
         if (version := self._look()) != self._version:
-            # The environment takes precedence here as well. A file that cannot be read changes nothing.
+            # `read_settings` also applies environment variables. A file that cannot be read changes nothing.
             with contextlib.suppress(SettingsError):
                 self._places = read_settings(self._file).lifecycle.bundles
             self._version = version
@@ -49,14 +49,15 @@ class BundleSources:
 
 
 _MANIFEST = "manifest.yaml"
-#: Pause between two whole looks, in the CPU time of one: they take at most 0.3 % of a core.
+#: Pause between two whole looks, as a multiple of the CPU time of one. So whole looks take at most 0.3 % of a core.
 _LOOK_PAUSE = 300
 
 
 def scan(root: Path, *, linked: bool, before: Mapping[str, Signature] | None = None) -> Seen:
-    """Look at a root: a bundle, or a directory of bundles. `linked`: rsrv-gen makes hard links of large files.
+    """Look at a root, which is a bundle or a directory of bundles.
 
-    `before`: signatures of bundles that have not changed since.
+    `linked` is True if rsrv-gen makes hard links of large files. `before` has the signatures of bundles that have not changed
+    since the last look.
     """
     try:
         status = os.stat(root)
@@ -77,7 +78,7 @@ def scan(root: Path, *, linked: bool, before: Mapping[str, Signature] | None = N
             except NotADirectoryError:
                 continue
             except FileNotFoundError:
-                # This may be an unfinished copy of a bundle whose manifest is copied last.
+                # This may be an unfinished copy of a bundle, because the manifest may be copied last.
                 if _holds_something(folder) and (signature := sign(folder, linked=linked)) is not None:
                     bundles[name] = NO_BUNDLE + signature
             except OSError:
@@ -96,7 +97,7 @@ def _holds_something(folder: Path) -> bool:
 
 
 def look(roots: Callable[[], Sequence[Path]], *, linked: bool) -> dict[Path, Seen]:
-    """Look at all current roots."""
+    """Look at all roots that `roots` returns now."""
     return {root: scan(root, linked=linked) for root in roots()}
 
 
@@ -113,7 +114,7 @@ class Looks:
         self.cost_s = 0.0
 
     def look(self, changed: Iterable[str] | None = None) -> Mapping[Path, Seen]:
-        """Look at the bundles of these paths and at bundles that differed in the last look.
+        """Look at the bundles that have the `changed` paths, and at bundles that differed in the last look.
 
         None: look at all bundles.
         """
@@ -189,7 +190,7 @@ async def watch(
     try:
         while True:
             changed = notices.take()
-            # Without notices, each look is a whole one.
+            # Without notices, each look is at all bundles.
             whole = clock() >= whole_at or listener is None or listener.done()
             seen = await asyncio.to_thread(looks.look, None if whole else changed)
             now = {root: each.identity for root, each in seen.items()}
@@ -197,7 +198,7 @@ async def watch(
                 missing = None in now.values()
                 whole_at = clock() + max(settings.poll_s, 0.0 if missing else _LOOK_PAUSE * looks.cost_s)
             if now != identities:
-                # The kernel watches directories, not names: register the new directories.
+                # The kernel watches directories and not names, so listen again to the new directories.
                 identities = now
                 listened = [root for root, identity in now.items() if identity is not None]
                 if listener is not None:
@@ -218,7 +219,7 @@ async def watch(
 
 
 async def _listen(roots: Iterable[Path], notices: Notices) -> None:
-    """Pass on each change below the roots; return if the kernel gives no notices."""
+    """Record each change below the roots in `notices`. Return if the kernel gives no notices."""
     try:
         async for changes in awatch(*roots, watch_filter=None, step=200, debounce=400):
             notices.add(path for _, path in changes)

@@ -1,1 +1,1 @@
-"""The live page: what watchers of a server, or of a fleet, see in their browsers."""
+"""The live page, which shows a server or a fleet in browsers."""

@@ -1,4 +1,4 @@
-"""The live page over HTTP: its files, a stream of events, panels of models, traces, and actions for clients with the token."""
+"""The live page over HTTP: files, a stream of events, panels of models, traces, and actions for clients with the token."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from rsrv.tokens import bears, read_token
 log = logging.getLogger("rsrv.live")
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
-#: The page loads nothing from other sites, and no other page embeds it.
+#: Headers with which the page can load nothing from other sites, and no other page can embed it.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -26,11 +26,11 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-#: Watchers at a time.
+#: Maximum number of watchers at a time.
 _MAX_WATCHERS = 64
-#: Seconds that a watcher may take for an event.
+#: Seconds that a watcher may take to read an event.
 _WATCHER_TIMEOUT_S = 30.0
-#: Bytes of a body with an action, and of one with inputs for a model.
+#: Maximum bytes of a body with an action, and of a body with inputs for a model.
 _MAX_BODY, _MAX_TRIAL = 4096, 1 << 16
 
 
@@ -39,7 +39,7 @@ PageToken = Callable[[], bytes]
 
 
 def page_token(file: Path | None, renewals: Renewals) -> PageToken | None:
-    """Return the token in the file of metrics.token_file; None: there is no file. Raises TokenError."""
+    """Return a function that returns the token in metrics.token_file. None: the setting names no file. Raises TokenError."""
     if file is None:
         return None
     setting = "metrics.token_file"
@@ -48,12 +48,12 @@ def page_token(file: Path | None, renewals: Renewals) -> PageToken | None:
 
 
 class LivePage:
-    """The page's routes. `token`: returns the token that actions need; None: no client may act."""
+    """The page's routes. `token` returns the token that actions need. None: no client may act."""
 
     def __init__(self, source: PageSource, token: PageToken | None) -> None:
         self._source, self._token = source, token
         self._watchers = 0
-        #: Held while a trace is made: it has megabytes.
+        #: Held while a trace is made, so that only one trace, which has megabytes, is in memory.
         self._tracing = asyncio.Lock()
         folder = resources.files("rsrv.live") / "page"
         self._files = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}

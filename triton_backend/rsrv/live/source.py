@@ -1,11 +1,11 @@
-"""Source of the live page: its events, histories, actions and errors. Without aiohttp, which only the page's server needs."""
+"""The interface between the live page and its source: events, histories, actions and errors. It does not import aiohttp."""
 
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
 #: Actions of clients with the token.
 ACTIONS = ("pin", "unpin", "prefetch", "evict")
-#: Residency that an action sets.
+#: The residency that each of these actions sets.
 RESIDENCIES = {"pin": "device", "unpin": "system"}
 #: HTTP status of a gRPC status.
 _STATUSES = {
@@ -27,7 +27,7 @@ class PageError(Exception):
 
     @classmethod
     def of(cls, code: str, text: str) -> "PageError":
-        """Make the error of a gRPC status; `code`: its name."""
+        """Make the error for a gRPC status. `code` is the name of the status."""
         return cls(_STATUSES.get(code, 500), text)
 
 
@@ -35,10 +35,10 @@ class PageSource(Protocol):
     """One server, or several by name. A source with one server accepts any name."""
 
     def events(self) -> AsyncGenerator[tuple[str, str, str], None]:
-        """Yield the server, the event's name and its JSON: the current state, then each event."""
+        """Yield (server, name of the event, its JSON): first the present state, then each event."""
 
     async def panel(self, server: str, model: str) -> dict[str, Any]:
-        """Return what is known of a model, as JSON. Raises PageError."""
+        """Return a model's history, slow requests, counters and executables as JSON. Raises PageError."""
 
     async def trace(self, server: str) -> str:
         """Return the latest spans of a server, for Perfetto. Raises PageError."""
@@ -47,4 +47,4 @@ class PageSource(Protocol):
         """Carry out one of ACTIONS. Raises PageError."""
 
     async def infer(self, server: str, model: str, inputs: Any) -> tuple[int, str]:
-        """Send inputs from a client to a model; return the HTTP status and the text of the answer. Raises PageError."""
+        """Send inputs from a client to a model. Return the HTTP status and the text of the answer. Raises PageError."""

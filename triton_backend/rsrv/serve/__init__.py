@@ -1,1 +1,1 @@
-"""Serving on one machine: a tritonserver with all devices, installed, started with the right flags, and supervised."""
+"""`rsrv serve`: serves bundles on one machine. It starts a tritonserver with the right flags, and supervises it."""

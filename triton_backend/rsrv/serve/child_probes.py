@@ -11,12 +11,12 @@ from contextlib import closing, suppress
 
 from rsrv.address import Address
 
-#: Unanswered requests in a row that count as a hang. A single one may meet a busy thread or a suspended machine.
+#: Number of unanswered requests in a row that count as a hang. A single one may be due to a busy thread or a suspended machine.
 _QUESTIONS = 6
 
 
 async def listens(address: Address) -> bool:
-    """Return true if the port is open: tritonserver opens it after loading."""
+    """Return True if the port is open. Tritonserver opens it after it has loaded its models."""
     try:
         _, writer = await asyncio.open_connection(address.local, address.port)
     except OSError:
@@ -26,7 +26,7 @@ async def listens(address: Address) -> bool:
 
 
 async def wait_for_hang(address: Address, patience_s: float) -> None:
-    """Return when the server has answered nothing for `patience_s` seconds.
+    """Wait until the server has answered nothing for `patience_s` seconds.
 
     A refused connection does not count, because the server is then starting or ending.
     """
@@ -44,7 +44,7 @@ async def wait_for_hang(address: Address, patience_s: float) -> None:
 
 
 async def _ask(address: Address) -> None:
-    """Return when the server has answered, or has refused the connection."""
+    """Wait until the server has answered, or has refused the connection."""
     try:
         reader, writer = await asyncio.open_connection(address.local, address.port)
     except OSError:
@@ -55,7 +55,7 @@ async def _ask(address: Address) -> None:
 
 
 def bind_error(address: Address) -> str:
-    """Return why this process cannot listen at the address, or an empty text if it can."""
+    """Return the reason why this process cannot listen at the address, or an empty text if it can."""
     with socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET) as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -21,10 +21,10 @@ _LONGEST = 1 << 20
 
 
 class Process:
-    """One server, from its start. Belongs to the event loop and to the thread that started it.
+    """The process of one server. Belongs to the event loop and to the thread that started it.
 
-    The kernel kills it with SIGKILL when that thread ends. Every process that writes to the pipe of its log counts as started
-    by it. This finds the server's stubs and its runtime in any process group.
+    When that thread ends, the kernel kills the server with SIGKILL. Every process that writes to the pipe of the server's log
+    counts as one of its children. This finds the server's stubs and its runtime in any process group.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class Process:
 
     @classmethod
     def start(cls, server: ServerPlan, write: Callable[[bytes], None]) -> Self:
-        """Start a server; `write` gets whole lines of its log. Raises OSError."""
-        # A server before this one may have been killed together with its supervisor.
+        """Start a server. `write` gets whole lines of its log. Raises OSError."""
+        # Remove the shared memory of an earlier server, which may have been killed together with its supervisor.
         remove_regions(regions_of(server.regions))
         log, theirs = os.pipe2(os.O_CLOEXEC)
         try:
@@ -75,19 +75,19 @@ class Process:
         return self._over.done()
 
     async def over(self) -> None:
-        """Return when the process has ended."""
+        """Wait until the process has ended."""
         await asyncio.shield(self._over)
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal unless the process is reaped, because another process may have its pid then."""
+        """Send a signal unless the process was reaped, because another process may then have its pid."""
         if self._popen.returncode is None:
             os.kill(self.pid, number)
 
     async def bury(self, patience: float) -> tuple[int, list[int]]:
-        """Reap the ended child; return its status, as in subprocess, and the pids of killed processes.
+        """Reap the ended server. Return its status, as in subprocess, and the pids of killed processes.
 
-        The killed processes are the server's own children that did not end within `patience` seconds. Afterwards its log is
-        complete, and the shared memory of its stubs is gone.
+        The killed processes are the server's own children that did not end within `patience` seconds. After this call, the
+        server's log is complete, and the shared memory of its stubs is removed.
         """
         left = {pid: asyncio.ensure_future(_over(pid)) for pid in _writers(self._pipe)}
         if left:
@@ -96,7 +96,7 @@ class Process:
         for pid in killed:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        # The number of the process group is reserved until the process is reaped.
+        # Until the process is reaped, no other process group can have its number.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         if killed:
@@ -115,7 +115,7 @@ class Process:
         except BlockingIOError:
             return False
         if not data:
-            # End of the log; `bury` closes the descriptor.
+            # This is the end of the log. `bury` closes the descriptor.
             self._loop.remove_reader(self._log)
             return False
         lines, end, rest = (self._rest + data).rpartition(b"\n")
@@ -137,7 +137,7 @@ class Process:
 
 
 async def _over(pid: int) -> None:
-    """Return when a process has ended, whether or not it was reaped."""
+    """Wait until a process has ended, whether or not it was reaped."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:

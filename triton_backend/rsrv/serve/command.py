@@ -101,7 +101,7 @@ def _copy_demo(directory: Path) -> None:
 def _log_lines(path: Path) -> Iterator[Callable[[bytes], None]]:
     """Yield a function that writes whole lines to the log."""
     with ExitStack() as stack:
-        # This function closes the file, so remove the handlers that write to it.
+        # At the end, the file is closed, so remove the handlers that write to it.
         stack.callback(server.log.handlers.clear)
         if path == STDOUT:
             yield _put
@@ -120,7 +120,7 @@ def _log_lines(path: Path) -> Iterator[Callable[[bytes], None]]:
             try:
                 file.write(lines)
             except OSError as error:
-                # The server continues without its log.
+                # The server continues without its log. Report each kind of error once.
                 if error.errno not in failed:
                     failed.add(error.errno)
                     lost = f"{path} cannot be written: {error.strerror}. Lines of the log are lost until it can be written again"
@@ -210,12 +210,12 @@ class _Terminal:
 def find_tritonserver(named: str | None, ask: Callable[[str], bool]) -> str:
     """Return the path of the tritonserver to start.
 
-    In order of precedence: the named one, PATH, NVIDIA's container, and the user's own installation, which is made if
-    `ask` agrees.
+    In order of precedence, this is the `named` program, the one on PATH, the one in NVIDIA's container, or the user's own
+    installation. If that is missing, it is installed if `ask` returns True.
 
     Raises:
-        ServeError: there is none; the message says what to do.
-        InstallError: the installation failed.
+        ServeError: There is no tritonserver. The message says what to do.
+        InstallError: The installation failed.
     """
     if named is not None:
         path = shutil.which(named)
@@ -237,7 +237,7 @@ def find_tritonserver(named: str | None, ask: Callable[[str], bool]) -> str:
 
 
 def _ask(question: str) -> bool:
-    """Return whether the user agrees; without a terminal the answer is no."""
+    """Return True if the user agrees. Return False if there is no terminal."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return False
     return input(f"{question} [Y/n] ").strip().lower() in ("", "y", "yes")

@@ -1,4 +1,4 @@
-"""Program that makes the kernel kill it at its parent's end, and then becomes another program.
+"""A program that asks the kernel to kill it when its parent ends, and then becomes another program.
 
     python exec_bound.py PARENT_PID PROGRAM ARGUMENTS...
 

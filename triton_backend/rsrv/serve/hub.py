@@ -1,7 +1,4 @@
-"""`rsrv serve --hf`: bundles exported from Hugging Face directories before the server starts.
-
-They are reused at the next start.
-"""
+"""`rsrv serve --hf`: exports bundles from Hugging Face directories before the server starts. The next start reuses them."""
 
 from __future__ import annotations
 

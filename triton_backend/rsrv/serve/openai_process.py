@@ -20,7 +20,7 @@ from rsrv.triton_command_line import Options, restrictions
 
 log = logging.getLogger("rsrv.serve")
 
-#: Seconds between checks for a model with a task, for the keys, and for the port.
+#: Seconds between two checks that a model has a task, that the keys can be read, and that the port is free.
 _LOOK_S = 5.0
 #: Longest pause before the process starts again, in seconds.
 _LONGEST_S = 30.0
@@ -33,10 +33,10 @@ async def keep_openai(
     started: Callable[[str], None],
     end: asyncio.Event,
 ) -> None:
-    """Run the process until `end`, and return when it has answered its calls.
+    """Run the process until `end` is set. Return when the process has answered its calls.
 
-    If this coroutine is cancelled, the process is killed. `write` gets whole lines of its log, and `started` the address of
-    each process.
+    If this coroutine is cancelled, the process is killed. `write` gets whole lines of its log. `started` gets the address of
+    each started process.
     """
     section = settings.openai
     if section.listen is None:

@@ -34,25 +34,26 @@ class RunningServer(Protocol):
         """HOST:PORT of the server's HTTP front end, or empty if it has none."""
 
     async def request_count(self) -> int:
-        """Return how many requests have left Triton's queues."""
+        """Return the number of requests that have left Triton's queues."""
 
     async def remaining(self) -> dict[str, bool]:
-        """Return the models that are not unloaded yet, and whether each is ready."""
+        """Return the models that are not unloaded yet. The value is True if the model is ready."""
 
     async def dismiss(self, name: str) -> None:
-        """Unload a model once its requests in flight are answered. Refuse new requests from now on."""
+        """Make Triton refuse new requests for a model, and unload it once its requests in flight are answered."""
 
 
 async def end_in_order(
     server: RunningServer, terminate: Callable[[], None], callers: Collection[str], linger_s: float
 ) -> bool:
-    """Make a server end with `terminate`, and unload its models. Return False if the models cannot be unloaded.
+    """Call `terminate`, which makes the server end, and unload its models. Return False if the models cannot be unloaded.
 
     Clients with open connections are served until they are idle, for `linger_s` seconds at most. `callers` are the models
     that call other models. They are unloaded first.
     """
     try:
-        # Triton ends HTTP first. While this connection is open, Triton answers gRPC in every release.
+        # Triton first waits for the end of HTTP connections. While this one is open, every release of Triton still answers
+        # gRPC.
         connection = await _connect(server.http) if server.http else None
     except TimeoutError:
         terminate()  # The server hangs.
@@ -93,7 +94,7 @@ async def _connect(address: str) -> asyncio.StreamWriter | None:
 
 
 async def _wait_until_quiet(server: RunningServer, linger_s: float) -> None:
-    """Return when no request has come for a while, or after `linger_s` seconds."""
+    """Wait until no request has come for _QUIET_S, and at most `linger_s` seconds."""
     until = asyncio.get_running_loop().time() + linger_s
     before, quiet = await server.request_count(), False
     while not quiet and asyncio.get_running_loop().time() < until:
@@ -103,7 +104,7 @@ async def _wait_until_quiet(server: RunningServer, linger_s: float) -> None:
 
 
 async def _unload(server: RunningServer, callers: Collection[str]) -> None:
-    """Unload all models, the callers first. Return when all requests in flight are answered."""
+    """Unload all models, the callers first. Wait until all requests in flight are answered."""
     for first in (True, False):
         while models := {
             name: ready for name, ready in (await server.remaining()).items() if name in callers or not first

@@ -27,18 +27,18 @@ from rsrv.triton_command_line import (
 
 #: Name of the model repository in the directory of `rsrv serve`.
 REPOSITORY = "models"
-#: Threads of tritonserver for each model. They carry late answers and calls through Triton. The default of 32 makes up most of
-#: a server's threads. With 2 threads, late answers were as fast. Calls of a meta model were slower (0.69 times as many with 8
-#: clients), because each call holds a thread and one thread must stay free for answers.
+#: Number of tritonserver's threads for each model. They send late answers, and wait for calls through Triton. With the default,
+#: 32, they would be most of a server's threads. With 2 threads, late answers were as fast in measurements. Calls through Triton
+#: were slower (0.69 times as many with 8 clients), because each call holds a thread, and one thread must stay free for answers.
 _THREADS_PER_MODEL = 2
-#: One more than the calls that a stub has in flight (`rsrv.stub.bls.MAX_CALLS`).
+#: Number of threads if a bundle calls models through Triton: one more than `rsrv.stub.bls.MAX_CALLS`.
 CALLING_THREADS = 9
 #: Placeholder of the operators' key on the command line until the server starts.
 _KEY = "OPERATOR-KEY"
 
 
 class ServeError(Exception):
-    """The server cannot be started; the message names the option or setting, and the remedy."""
+    """The server cannot be started. The message names the option or setting, and the remedy."""
 
     #: Exit status of the command.
     status = 1
@@ -67,7 +67,7 @@ class ServerPlan:
     drain_s: float
     #: Address of the live page, or None if it is off.
     page: Address | None
-    #: Prefix of the names of the shared memory of its stubs. No other server of the machine has the same prefix.
+    #: Prefix of the names of the stubs' shared memory. No other server on the machine has the same prefix.
     regions: str
 
     @property
@@ -86,7 +86,7 @@ class ServerPlan:
 
     @property
     def warning(self) -> str:
-        """Return what clients on other machines can do with the operators' APIs, or an empty text if they can do nothing."""
+        """A warning about what clients on other machines can do with the operators' APIs. Empty if they can do nothing."""
         return open_apis_warning(Options(self.argv), "Leave out --host or --client-shm (docs/security.md)")
 
     def describe(self) -> str:
@@ -126,7 +126,7 @@ def plan(
         directory: Absolute path of the server's directory.
         tritonserver: Path of the program.
         links: Private folder for a link to `directory`, if Triton needs one.
-        ports: Ports by Triton's word for each.
+        ports: Ports by Triton's name of each protocol.
         host: IP address at which tritonserver listens.
         client_shm: True if clients may register shared memory.
         arguments: More flags for tritonserver, which take precedence.
@@ -137,7 +137,8 @@ def plan(
     """
     repository = directory / REPOSITORY
     link = _link(directory, links) if unusable_characters(directory) else None
-    # Servers that share /dev/shm differ in one of these values. Triton does not let clients use names with this prefix.
+    # Servers that share /dev/shm differ in one of these values, so the prefix is unique. Triton does not let clients use names
+    # with this prefix.
     identity = repr((machine, str(directory), sorted(ports.items())))
     regions = f"triton_python_backend_shm_region_{sha256(identity.encode(errors='surrogateescape')).hexdigest()[:12]}_"
     flags = [
@@ -148,7 +149,7 @@ def plan(
         # The other models must start even if one fails or is still loading.
         "--exit-on-error=false",
         "--strict-readiness=false",
-        # The generated configurations are complete. Completing them would cost an additional stub and 1 s per model.
+        # The generated configurations are complete. To complete them would cost an additional stub and 1 s per model.
         "--disable-auto-complete-config",
         "--model-load-thread-count=32",
         "--backend-config=python,shm-default-byte-size=1048576",

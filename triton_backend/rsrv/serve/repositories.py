@@ -23,7 +23,7 @@ from rsrv_gen.write import RepositoryWriter, carried, is_alias, is_ours, open_re
 def complaints(sources: Sources, repository: Path | None = None) -> list[str]:
     """Return a line for each path without bundles and for each broken bundle.
 
-    The repository may hold an earlier version of a broken one.
+    If `repository` has an earlier version of a broken bundle, the line says that this version serves.
     """
     lines = [*sources.unusable.values()]
     for name, reasons in sources.broken.items():
@@ -44,7 +44,7 @@ def call_through_triton(sources: Sources, settings: Settings) -> bool:
 
 
 def check(bundles: Sequence[Path], settings: Settings, known: Known | None = None) -> Sources:
-    """Return what can be served now. Raises ServeError if no bundle will ever be served."""
+    """Return the bundles that can be served now. Raises ServeError if no bundle can ever be served."""
     sources = read_sources(bundles, known)
     if sources.good:
         return sources
@@ -61,16 +61,13 @@ def check(bundles: Sequence[Path], settings: Settings, known: Known | None = Non
 
 
 def model_folders(repository: Path) -> set[str]:
-    """Return the names of the models that a server would find there."""
+    """Return the names of the models that a server would find in a repository."""
     with os.scandir(repository) as entries:
         return {entry.name for entry in entries if entry.is_dir()}
 
 
 def watched(settings: Settings, bundles: Sequence[Path]) -> Settings:
-    """Return the settings with the bundles' folders added unless they are already set.
-
-    The control process watches these folders.
-    """
+    """Return the settings with `bundles` as the folders that the control process watches, unless they name others."""
     if settings.lifecycle.bundles:
         return settings
     places = [Path(os.path.abspath(place)) for place in bundles]
@@ -85,13 +82,15 @@ def generate(
     known: Known | None = None,
     tritonserver: str | None = None,
 ) -> list[str]:
-    """Generate a repository. Return a line for each model that failed, and one if no model has its front. Raises OSError.
+    """Generate a repository. Return lines about problems. Raises OSError.
+
+    There is a line for each model that failed, and one if all models have the Python front although native is set.
 
     `tritonserver` is the path of the program that will serve the repository, or None if it is unknown. A model without a valid
-    bundle keeps its earlier version, unless its bundle is known to be outside the given paths. Then the model is removed.
+    bundle keeps its earlier version. If its bundle is known to be outside the given paths, the model is removed.
     """
     known = Known(repository, linked=settings.lifecycle.link == "hard") if known is None else known
-    # Remove a model without a bundle. Keep it if some bundles cannot be read now and it may be one of them.
+    # Remove models without a bundle. But if some places cannot be read now, keep the models whose bundles may be there.
     stays = "not all of the given paths hold bundles" if sources.unusable else ""
     failed: dict[str, str] = {}
     named = {text for place in (*sources.given, *settings.lifecycle.bundles) for text in _spellings(place)}
@@ -133,9 +132,9 @@ def _may_be_given(folder: Path, named: set[str], known: Known) -> bool:
 
 
 def _spellings(path: str | Path) -> set[str]:
-    """Return the spellings of an absolute path: as it is, with the links of its folder resolved, and with all links resolved.
+    """Return three spellings of an absolute path: unchanged, with the links of its folder resolved, and with all resolved.
 
-    The last part may itself be a link. Links into a folder that is not mounted may lead nowhere.
+    The last part may itself be a link. A link into a folder that is not mounted cannot be resolved.
     """
     plain = os.path.abspath(path)
     folder, name = os.path.split(plain)
@@ -155,9 +154,9 @@ def _may_serve(name: str, repository: Path, sources: Sources) -> bool:
 
 
 def compile_for(card: str, repository: Path) -> None:
-    """Compile the models of a repository for a card, and print the results.
+    """Compile the models of a repository for a card, and print the results. Raises KeyboardInterrupt.
 
-    The server compiles models that could not be compiled here. Raises KeyboardInterrupt.
+    The server will compile the models that could not be compiled here.
     """
     if run_in_runtime("rsrv.runtime.compile_for", repository, card) == 130:
         raise KeyboardInterrupt

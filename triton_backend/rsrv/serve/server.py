@@ -1,4 +1,4 @@
-"""Life of `rsrv serve`: its settings, the repository, and the supervised server."""
+"""The course of `rsrv serve`: it reads the settings, makes the repository, and runs the supervised server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ log = logging.getLogger("rsrv.serve")
 HANG_S = 60.0
 #: After SIGTERM, clients with open connections are served for at most this many seconds.
 _LINGER_S = 5.0
-#: Seconds after which Triton has sent its last traces.
+#: Seconds that Triton needs to send its last traces.
 _TRACES_S = 8.0
 
 
@@ -57,9 +57,9 @@ class Output:
 
 
 class ErrorLines:
-    """Forwards the lines of a server's log, and keeps the last error."""
+    """Passes the lines of a server's log on, and remembers the last error."""
 
-    #: Errors of Triton, of rsrv as text, and of rsrv as JSON.
+    #: Matches an error line of Triton, of rsrv as text, or of rsrv as JSON.
     _ERROR = re.compile(
         rb"^(?:E\d{4} |\d{4}-\d\d-\d\d [\d:,]+ [EC] |\{.*\"level\": ?\"(?:error|critical)\").*$", re.MULTILINE
     )
@@ -69,7 +69,7 @@ class ErrorLines:
         self.last = ""
 
     def put(self, lines: bytes) -> None:
-        """Take whole lines."""
+        """Pass whole lines on."""
         self._put(lines)
         if errors := self._ERROR.findall(lines):
             self.last = errors[-1].decode(errors="replace")
@@ -132,14 +132,14 @@ def _client_shm_flags(options: Namespace) -> list[str]:
 
 
 def run(options: Namespace, settings: Settings, planned: ServerPlan, known: Known, output: Output) -> int:
-    """Serve until a signal; return the exit status. Raises OSError."""
+    """Serve until a signal, and return the exit status. Raises OSError."""
     broken = _generate(planned, settings, options.bundles, known)
     if options.compile_for:
         repositories.compile_for(options.compile_for, planned.repository)
     return asyncio.run(_serve(planned, settings, options, broken, output))
 
 
-#: Thread counts of libraries that would otherwise start a thread for each core of the machine.
+#: Variables that limit the threads of libraries, which would otherwise start a thread for each core of the machine.
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NPROC")
 
 
@@ -149,7 +149,7 @@ def _runtime_python() -> dict[str, str]:
 
 
 def _thread_counts() -> dict[str, str]:
-    """Return variables for a container with a CPU limit. Counts that the environment already has stay."""
+    """Return variables with thread counts for a container with a CPU limit. Variables that are already set are left out."""
     limit = cpu_limit()
     return {} if limit is None else {name: str(limit) for name in _THREADS if name not in os.environ}
 
@@ -174,10 +174,7 @@ def cpu_limit(root: Path = Path("/")) -> int | None:
 
 
 def check_free(planned: ServerPlan) -> None:
-    """Raise ServeError if another process uses a port of the server.
-
-    The server would otherwise load its models first and then fail.
-    """
+    """Raise ServeError if another process uses a port of the server. Otherwise, the server would fail after its loads."""
     for kind, address in planned.ports.items():
         if taken := bind_error(address):
             holder = next(
@@ -190,9 +187,9 @@ def check_free(planned: ServerPlan) -> None:
 
 
 def live_page(page: Address | None) -> str | None:
-    """Return the address of the live page for people.
+    """Return the URL of the live page, or None without a page.
 
-    If another process answers there, return the reason why there is no page.
+    If another process uses the address, return a text that says why there is no page.
     """
     if page is None:
         return None
@@ -219,7 +216,7 @@ def alone(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def linked(planned: ServerPlan) -> Iterator[None]:
-    """Make the plan's link until the block ends. Raises ServeError, OSError."""
+    """Make the plan's link, and remove it when the block ends. Raises ServeError, OSError."""
     if planned.link is None:
         yield
         return
@@ -227,7 +224,7 @@ def linked(planned: ServerPlan) -> Iterator[None]:
         make_private(planned.link.parent)
     except RuntimeDirectoryError as error:
         raise ServeError(str(error)) from None
-    # A killed server may have left the link. This server has the lock of the folder.
+    # A killed server may have left the link. It can be replaced, because this server has the lock of the folder.
     planned.link.unlink(missing_ok=True)
     planned.link.symlink_to(planned.repository.parent)
     try:
@@ -325,7 +322,7 @@ async def _unload(planned: ServerPlan, pids: Sequence[int], terminate: Callable[
 
 
 def _idle_s(planned: ServerPlan) -> float:
-    """Return how many seconds a server may take to end after its models are unloaded. Triton's traces wait for five seconds."""
+    """Return the seconds that a server may take to end after the unload of its models. Traces take longer."""
     return _TRACES_S if any(word.startswith("--trace-config") for word in planned.argv) else IDLE_S
 
 
@@ -347,9 +344,9 @@ def take_settings(options: Namespace, repository: Path) -> None:
 
 
 async def _first_bundles(planned: ServerPlan, settings: Settings, bundles: Sequence[Path]) -> None:
-    """Return when the repository has models.
+    """Wait until the repository has models.
 
-    The control process then watches for more. A server without a model has no control process.
+    Before that, there is no control process that could watch for bundles, because a model's start also starts that process.
     """
     pause = settings.lifecycle.poll_s
     log.info("there is nothing to serve yet: looking for the first bundle every %g s", pause)

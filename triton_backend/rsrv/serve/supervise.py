@@ -16,7 +16,7 @@ log = logging.getLogger("rsrv.serve")
 
 #: After this many restarts in a row, give up the server.
 MAX_RESTARTS = 10
-#: After a life of this many seconds, earlier restarts no longer count.
+#: If a server has lived for this many seconds, earlier restarts no longer count.
 STABLE_S = 60.0
 #: Longest pause before a restart, in seconds.
 _LONGEST = 30.0
@@ -30,7 +30,7 @@ class Restarts:
     """Counts restarts, and decides when the next one happens."""
 
     def __init__(self) -> None:
-        #: Restarts in a row.
+        #: Number of restarts in a row.
         self.count = 0
 
     def ended(self, lived_s: float) -> float | None:
@@ -47,7 +47,7 @@ class Restarts:
 class StopSignals:
     """Events that stop `rsrv serve`, set by signals."""
 
-    #: Set to stop. Requests in flight have the configured time.
+    #: Set to stop in order. Requests in flight may take the configured time.
     end: asyncio.Event = field(default_factory=asyncio.Event)
     #: Set to stop at once.
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
@@ -149,7 +149,7 @@ async def _live(server: ServerPlan, hooks: SupervisorHooks, orders: StopSignals)
 async def _stop(process: Process, server: ServerPlan, hooks: SupervisorHooks, orders: StopSignals) -> None:
     """Make the server end.
 
-    Kill it if it still runs after its models are unloaded, if its time is over, or if the user is in a hurry.
+    Kill it if it continues to run after its models are unloaded, after its drain time, or if the user asks again.
     """
     terminate = partial(process.send, signal.SIGTERM)
     unloading = asyncio.ensure_future(hooks.unload(terminate))
@@ -171,7 +171,7 @@ async def _stop(process: Process, server: ServerPlan, hooks: SupervisorHooks, or
 
 
 async def _succeeds(unloading: asyncio.Future[bool], terminate: Callable[[], None]) -> None:
-    """Return when the models are unloaded. Never return if they cannot be unloaded."""
+    """Wait until the models are unloaded. Never return if they cannot be unloaded."""
     try:
         if await asyncio.shield(unloading):
             return
@@ -182,7 +182,7 @@ async def _succeeds(unloading: asyncio.Future[bool], terminate: Callable[[], Non
 
 
 async def _first(*waits: Awaitable[object]) -> None:
-    """Return when one of these is done."""
+    """Wait until one of these is done."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Lines of `rsrv serve`: models as they become ready, the endpoints, and every later change."""
+"""The lines that `rsrv serve` prints: each model that becomes ready, the endpoints, and every later change."""
 
 from __future__ import annotations
 
@@ -64,19 +64,21 @@ class Changes:
         """`models` and `aliases` return the names of the models and of the aliases in the repository."""
         self._models, self._aliases = models, aliases
         present = models()
-        #: Bundles that were broken before the start and whose earlier version still serves. They have been shown.
+        #: Bundles that were broken before the start, and whose earlier version still serves. They have already been shown.
         self._kept = {name: reason for name, reason in broken.items() if name in present}
-        #: The last shown state of each model. Other bundles that were broken before the start are shown at the start.
+        #: The last shown state of each model. Bundles that were broken before the start and do not serve are shown at the
+        #: start.
         self._shown = {name: ("failed", text) for name, text in broken.items() if name not in present}
-        #: Versions of each model by key, the latest last, and of each version by device.
+        #: For each model, its versions by key, the latest last, and for each version its state by device.
         self._versions: dict[str, dict[str, dict[int, pb.Version]]] = {}
         self._failures: dict[str, str] = {}
-        #: Models that may have changed since the last call of `lines`, those that changed before it, and those that were
-        #: removed.
+        #: Models that may have changed since the last call of `lines`.
         self._touched: set[str] = set()
+        #: Models that may have changed before the last call of `lines`. The next call reports them.
         self._waiting: set[str] = set()
+        #: Models that have left the runtimes.
         self._gone: set[str] = set()
-        #: Number of checks, by model, without a known reason why the model had left the runtimes.
+        #: For each model that has left the runtimes, the number of checks that found no reason for this.
         self._unclear = Counter[str]()
         #: True once the models of a device are known.
         self.known = False
@@ -96,13 +98,13 @@ class Changes:
         return {name for name in names if not _is_ready(self._shown.get(name))}
 
     def left(self) -> bool:
-        """Return whether a model has left the runtimes since its last line. It may be cold, failed or removed."""
+        """Return True if a model has left the runtimes since its last line. It may be cold, failed or removed."""
         return not self._waiting.isdisjoint(self._gone)
 
     def lines(self, lives: Mapping[str, str] | None = None) -> Iterator[str]:
-        """Yield a line for each model whose state changed before the last call. By now Triton also has that state.
+        """Yield a line for each model whose state changed before the previous call. By now, Triton has the new state as well.
 
-        `lives` has the state of each model as the control service names it. Starting models get their lines later.
+        `lives` has the state of each model in the words of the control service. Starting models get their lines later.
         """
         lives = lives or {}
         due, self._waiting, self._touched = self._waiting, self._touched, set()
@@ -113,7 +115,7 @@ class Changes:
                 continue
             state, before = self._state(name), self._shown.get(name)
             if state is None:
-                # A model that is loading again keeps its last line: either it serves, or its failure has been shown.
+                # A model that is loading again needs no line: it still serves, or its failure has been shown.
                 if name in self._gone:
                     yield from self._left(name, lives, models)
                 continue
@@ -132,7 +134,7 @@ class Changes:
                 yield f"{name} is ready"
 
     def _serves(self, name: str) -> bool:
-        """Return whether a version of a model is ready on any device."""
+        """Return True if a version of a model is ready on any device."""
         versions = self._versions.get(name, {}).values()
         return any(device.state == pb.STATE_READY for devices in versions for device in devices.values())
 
@@ -142,7 +144,7 @@ class Changes:
         if name in models and word not in ("cold", "asleep"):
             self._unclear[name] += 1
             if self._unclear[name] < _UNCLEAR_LOOKS:
-                # The control service will report in a few seconds whether it is cold or has failed.
+                # Wait: in a few seconds, the control service will report that the model is cold or has failed.
                 self._touched.add(name)
                 return
             word = "not loaded"
@@ -160,9 +162,10 @@ class Changes:
             yield f"the alias {alias} is served"
 
     def counts(self, lives: Mapping[str, str], loaded: Collection[str] | None) -> Counter[str]:
-        """Return how many models are ready, cold, asleep, starting and failed.
+        """Return the number of models that are ready, cold, asleep, starting and failed.
 
-        `lives` has the words of the control service. `loaded` has the models that Triton has loaded, or is None if unknown.
+        `lives` has each model's state in the words of the control service. `loaded` has the models that Triton has loaded, or
+        is None if they are unknown.
         """
         return Counter(self._word(name, lives, loaded) for name in {*self._models(), *self._shown})
 
@@ -201,7 +204,7 @@ class Changes:
                 name = update.change.key.rpartition("@")[0]
                 self._drop(name, update.change.key, update.change.device)
                 return {name}
-        # The last states stay while a runtime is silent.
+        # While a runtime does not answer, keep the last states.
         return set()
 
     def _put(self, entry: pb.Entry, device: int) -> None:
@@ -216,7 +219,7 @@ class Changes:
             self._versions.pop(name, None)
 
     def _state(self, name: str) -> tuple[str, str] | None:
-        """Return whether a model is ready, with its key, or failed, with the reason. Return None in other states."""
+        """Return ("ready", key) or ("failed", reason) for a model in these states, and None in other states."""
         if name in self._failures:
             return "failed", self._failures[name]
         for key, devices in reversed(self._versions.get(name, {}).items()):
@@ -264,7 +267,7 @@ def local(address: Address) -> str:
 
 
 class Patience:
-    """Decides when to print what a start waits for: after ten seconds without a line, then less and less often. Pure."""
+    """Decides when to print what a start waits for: after ten seconds without a line, and then after twice the time. Pure."""
 
     def __init__(self, now: float) -> None:
         self._began = self._spoke = now
@@ -289,11 +292,11 @@ def waits_for(
     """Return the text about what a starting server waits for.
 
     Args:
-        models: number of models in the repository.
-        starting: models that are starting, as the control process reports. Empty without a control process.
-        processes: models that have a process.
+        models: Number of models in the repository.
+        starting: Models that are starting, as the control process reports. Empty without a control process.
+        processes: Models that have a process.
         runtime: True if a runtime runs.
-        error: the last error in the log.
+        error: The last error in the log.
     """
     if starting:
         text = f"starting {some(sorted(starting))}"
@@ -309,17 +312,17 @@ def waits_for(
 async def follow(
     planned: ServerPlan, pid: int, broken: Mapping[str, str], last_error: Callable[[], str] = str
 ) -> AsyncGenerator[Line, None]:
-    """Yield a line for each change of a tritonserver's models, and one when it serves; never end.
+    """Yield a line for each change of a tritonserver's models, and one when it begins to serve. Never ends.
 
-    While it starts and has no other lines, yield a line about what it waits for. `last_error` returns the last error in the
-    log.
+    If there is no line for some time while the server starts, yield a line about what it waits for. `last_error` returns the
+    last error in the log.
     """
     clock = asyncio.get_running_loop().time
     silence = Patience(clock())
     changes = Changes(broken, partial(_models, planned.repository), partial(_aliases, planned.repository))
     patience, listening, serves = CONTROL_S, False, False
     directory, shown = runtime_directory(pid, "0"), ""
-    # By default gRPC waits longer after each failed attempt. Models that become ready would stay unseen for up to two minutes.
+    # By default, gRPC waits longer after each failed attempt, so ready models could be shown up to two minutes late.
     options = [
         (f"grpc.{which}_reconnect_backoff_ms", int(LOOK_S * 1000)) for which in ("min", "initial", "max")
     ]
@@ -349,10 +352,10 @@ async def follow(
                 yield Line(failure, "waits")
             if not serves and listening:
                 models = _models(planned.repository)
-                # Without its control service, the models that the server has loaded are unknown here.
+                # The loaded models are known only through the control service.
                 known = changes.known or not models
-                # The control process starts concurrently with the models and may be ready later. A server without a model has
-                # none.
+                # The control process starts concurrently with the models, and may be ready later than they are. A server
+                # without models has none.
                 patience -= LOOK_S
                 if known or shown or patience < 0:
                     serves = True
@@ -418,7 +421,7 @@ async def _lives(control: control_pb2_grpc.ControlStub) -> dict[str, str]:
 
 
 async def _loaded(pid: int) -> set[str] | None:
-    """Return the models and aliases that Triton has loaded; None if it does not answer."""
+    """Return the models and aliases that Triton has loaded, or None if it does not answer."""
     with suppress(TritonError):
         async with Triton.of(pid) as triton:
             return {name for name, state in (await triton.states()).items() if state == "ready"}

@@ -19,13 +19,14 @@ from rsrv.progress import steps
 from rsrv.text import nearest, one_line, os_error
 from rsrv.tokens import TokenError, parse_token
 
-#: Seconds to wait for an answer, and for the answer to a call that loads or compiles first.
+#: Seconds to wait for an answer.
 TIMEOUT_S = 10.0
+#: Seconds to wait for the answer to a call that loads or compiles first.
 LONG_TIMEOUT_S = 600.0
 
 
 class CommandLineError(Exception):
-    """The command line is wrong; the message says why."""
+    """The command line is wrong. The message says why."""
 
 
 def carry_out(
@@ -37,7 +38,8 @@ def carry_out(
 ) -> int:
     """Connect, carry out a command, and return its exit status.
 
-    `messages` is the service's module of messages, `stub` makes a stub of it on a channel, and `find_address` finds the service that --server names.
+    `messages` is the service's module of messages. `stub` makes a stub of the service on a channel. `find_address` returns the
+    address of the service that --server names.
     """
     try:
         address = find_address(getattr(options, "server", None))
@@ -62,7 +64,7 @@ def _fail(options: argparse.Namespace, text: str) -> int:
     return 1
 
 
-#: Cause and remedy for parts of gRPC's texts about a connection.
+#: Cause and remedy of an error, by a part of gRPC's text about the connection.
 _CAUSES = {
     "WRONG_VERSION_NUMBER": "it does not use TLS; leave out the options --tls",
     "CERTIFICATE_VERIFY_FAILED": "its certificate is of another authority; name that with --tls-ca",
@@ -92,7 +94,7 @@ def _explain(error: Any, address: str, server: "Server") -> str:
                 f"{address} does not know this command: it is not the control service, or not of this version "
                 f"({rsrv.__version__})"
             )
-        # If there are several models or patterns, the service names the most similar model.
+        # This is for a single model. If there are several models or patterns, the service names the most similar model.
         case grpc.StatusCode.NOT_FOUND if (
             isinstance(model := getattr(server.options, "model", ""), str) and model
         ):
@@ -109,7 +111,7 @@ class Server:
         self, channel: Any, messages: Any, stub: Callable[[Any], Any], options: argparse.Namespace
     ) -> None:
         content = _read(options, "token_file")
-        # A server takes no other tokens, and gRPC's metadata are ASCII.
+        # Check the token here: a server has no other tokens, and gRPC's metadata must be ASCII.
         token = None if content is None else parse_token(content, options.token_file, "--token-file")
         self._messages = messages
         self.options = options
@@ -133,9 +135,9 @@ class Server:
         return getattr(self._control, call)(request, timeout=timeout, metadata=self._metadata)
 
     def health(self, reason: Callable[[Any], str]) -> int:
-        """Print whether the service, or the model of the command, serves; return the exit status. Raises grpc.RpcError.
+        """Print whether the service, or the model of the command, serves. Return the exit status. Raises grpc.RpcError.
 
-        `reason`: says why it does not serve, by the answer to GetStatus.
+        `reason` returns the reason why it does not serve from the answer to GetStatus.
         """
         model: str = self.options.model
         request = health_pb2.HealthCheckRequest(service=model)
@@ -144,7 +146,7 @@ class Server:
         if answer.status == health_pb2.HealthCheckResponse.SERVING:
             return self.done(answer, "serving")
         why = ""
-        # JSON has no reasons. A service that does not serve may also not answer the second question.
+        # The JSON output has no reasons. A service that does not serve may not answer GetStatus, either.
         if not self.json:
             try:
                 why = reason(self.ask("GetStatus", self._messages.GetStatusRequest(model=model)))
@@ -154,7 +156,7 @@ class Server:
         return 1
 
     def models(self) -> list[str]:
-        """Return the names of the models; none if the server does not answer."""
+        """Return the names of the models. Empty if the server does not answer."""
         with suppress(grpc.RpcError):
             request = self._messages.GetStatusRequest()
             status = self.ask("GetStatus", request)
@@ -171,8 +173,8 @@ class Server:
         return ""
 
     def targets(self, alias: str) -> list[str]:
-        """Return the models behind an alias; none if there is no such alias."""
-        with suppress(grpc.RpcError, AttributeError):  # a gateway has no aliases
+        """Return the models behind an alias. Empty if there is no such alias."""
+        with suppress(grpc.RpcError, AttributeError):  # A gateway has no aliases.
             answer = self.ask("SetAlias", self._messages.SetAliasRequest())
             return [
                 target.model
@@ -183,7 +185,7 @@ class Server:
         return []
 
     def done(self, answer: Message, text: str) -> int:
-        """Print the text, or the answer as JSON; return the exit status."""
+        """Print the text, or the answer as JSON. Return the exit status."""
         if self.json:
             print_json(answer)
         else:
@@ -205,7 +207,7 @@ def _connected(address: str, options: argparse.Namespace) -> Iterator[Any]:
     ca, certificate, key = (_read(options, f"tls_{name}") for name in ("ca", "cert", "key"))
     limits = [("grpc.max_receive_message_length", -1)]
     if _is_here(address):
-        # A proxy of the environment cannot reach this machine's loopback addresses.
+        # Do not use the proxy in the environment, because it cannot reach this machine's loopback addresses.
         limits.append(("grpc.enable_http_proxy", 0))
     if ca or certificate or getattr(options, "tls", False):
         credentials = grpc.ssl_channel_credentials(ca, key, certificate)
@@ -224,7 +226,7 @@ def _is_here(address: str) -> bool:
 
 
 def _read(options: argparse.Namespace, name: str) -> bytes | None:
-    """Return the content of the file that an option names; None without it. Raises OSError that names the option."""
+    """Return the content of the file that an option names, or None without the option. Raises OSError that names the option."""
     path = getattr(options, name, None)
     try:
         return None if path is None else bytes(path.read_bytes())

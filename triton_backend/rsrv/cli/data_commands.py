@@ -14,7 +14,7 @@ from rsrv.text import os_error
 
 
 def run(options: argparse.Namespace) -> int:
-    """Carry out the command; return the exit status."""
+    """Carry out the command, and return the exit status."""
     prog = options.parser.prog
     try:
         from rsrv.client import Client, InputError, RequestError
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _doctor(client: Any, options: argparse.Namespace) -> int:
-    """Print how large requests travel from here to the server, and why."""
+    """Print the transport of large requests from here to the server, and the reason for it."""
     transport = client.probe()
     if getattr(options, "json", False):
         print(json.dumps({"url": options.url, "transport": transport}))
@@ -79,7 +79,7 @@ def _infer(client: Any, options: argparse.Namespace) -> int:
 
 
 def _value(text: str, is_text: bool) -> Any:
-    """Return the value of an argument: a file's array or bytes, a text, or numbers as JSON has them."""
+    """Return the value of an argument: a file's array or bytes, a text, or numbers in JSON."""
     import numpy as np
 
     path = Path(text)
@@ -94,7 +94,7 @@ def _value(text: str, is_text: bool) -> Any:
 
 
 def _plain(array: Any) -> Any:
-    """Return strings as texts; what is not UTF-8 is escaped."""
+    """Return an array with strings as texts. Bytes that are not UTF-8 are escaped."""
     import numpy as np
 
     if array.dtype == object:

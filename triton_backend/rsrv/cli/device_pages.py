@@ -1,4 +1,4 @@
-"""Prints what devices hold and do, for people: their memory, load and placement."""
+"""Prints the memory, the load and the placement of devices for people."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ def weights_text(memory: pb.DeviceMemory | pb.HostMemory) -> str:
 
 
 def memory_page(answer: pb.GetMemoryResponse) -> None:
-    """Print the memory of each device and of its host copies: the calculation of the budget, models, shared tensors, and free memory."""
+    """Print the memory of each device and of its host copies: the budget, models, shared tensors, and free memory."""
     for at, device in enumerate(answer.devices):
         print(f"{chr(10) if at else ''}device {device.device}: {device.record.memory.name or 'none yet'}")
         print_pairs([(f"  {name}", text) for name, text in _budget(device)])
@@ -22,7 +22,7 @@ def memory_page(answer: pb.GetMemoryResponse) -> None:
 
 
 def _print_weights(use: pb.MemoryUse) -> None:
-    """Print the models of a device, and what they share."""
+    """Print the models of a device, and the tensors that they share."""
     shared_with = shared_with_each(use)
     print_section(
         sorted((model for model in use.record.models if not model.meta), key=lambda model: model.name),
@@ -49,7 +49,7 @@ def _print_weights(use: pb.MemoryUse) -> None:
 
 
 def _budget(use: pb.MemoryUse) -> list[tuple[str, str]]:
-    """Return how the device's memory is divided, line by line, and the host's."""
+    """Return the lines about the use of the device's memory, and of the host's."""
     record, memory = use.record, use.record.memory
     pairs = []
     if memory.HasField("limit_bytes"):
@@ -132,7 +132,7 @@ def _print_load(device: pb.DeviceLoad) -> None:
 
 
 def placement_page(answer: pb.GetPlacementResponse, *, dry: bool) -> None:
-    """Print the devices, the models with the reasons for their places, and the next moves; `dry`: as a dry run has them."""
+    """Print the devices, the models with the reasons for their places, and the next moves. `dry` is True for a dry run."""
     state = (
         "dry run: nothing is changed"
         if dry

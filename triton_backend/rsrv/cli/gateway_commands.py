@@ -18,7 +18,7 @@ _PACKING_TIMEOUT_S = 60.0
 
 
 def run(options: argparse.Namespace) -> int:
-    """Carry out a command of `rsrv gateway`; return its exit status."""
+    """Carry out a command of `rsrv gateway`, and return its exit status."""
     return carry_out(options, _COMMANDS[options.gateway_command], pb, gateway_pb2_grpc.GatewayStub, address)
 
 
@@ -169,7 +169,7 @@ def _warnings(warnings: Any, otherwise: str = "") -> None:
 
 
 def _set(message: Any, key: str, value: str) -> None:
-    """Set a field to a value as in rsrv.yaml. Raises CommandLineError."""
+    """Set a field to a value that is written as in rsrv.yaml. Raises CommandLineError."""
     if key != "replicas":
         set_field(message, key, value)
         return

@@ -1,4 +1,4 @@
-"""The commands that tell what happened: `rsrv history` of a model, `rsrv why` of a request."""
+"""The commands `rsrv history`, about the events of a model, and `rsrv why`, about the time of a request."""
 
 import sys
 import time
@@ -13,7 +13,7 @@ from rsrv.text import duration
 
 #: Seconds between two checks of a history that is followed.
 _FOLLOW_S = 1.0
-#: Number of lines of the table of slow requests.
+#: Maximum number of lines in the table of slow requests.
 _MOST_SLOWEST = 25
 
 

@@ -1,4 +1,4 @@
-"""The command `rsrv`: shows and controls a running server. Heavy modules are imported by subcommands only."""
+"""The command `rsrv`, which shows and controls a running server. Only subcommands import heavy modules."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["serve"]:
         end_in_order()
-    # Words after -- are tritonserver's.
+    # Words after -- are flags for tritonserver.
     cut = words.index("--") if words[:1] == ["serve"] and "--" in words else len(words)
     options = parser().parse(words[:cut])
     options.arguments = words[cut + 1 :]
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parser().parse([*options.words, "--help"])
     if options.command == "version":
         options = parser().parse(["--version"])
-    # gRPC logs failures of a connection, which the command explains.
+    # Disable gRPC's own log, because the command itself explains a failure of the connection.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     if options.command == "gateway":
         from rsrv.cli import gateway_commands
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _triton(options: argparse.Namespace) -> int:
-    """Carry out `rsrv triton install` and `rsrv triton pip`; return the exit status."""
+    """Carry out `rsrv triton install` or `rsrv triton pip`, and return the exit status."""
     from rsrv.triton_install import Installation, InstallError, default_folder
 
     installation = Installation.at(options.dir or default_folder())
@@ -98,7 +98,7 @@ def _triton(options: argparse.Namespace) -> int:
 
 
 def _run_on_gpu(options: argparse.Namespace) -> int:
-    """Carry out `rsrv gpu profile` and `check`; return the exit status."""
+    """Carry out `rsrv gpu profile` or `rsrv gpu check`, and return the exit status."""
     from rsrv_gen.run import run_in_runtime
 
     if options.verb == "profile":
@@ -108,7 +108,7 @@ def _run_on_gpu(options: argparse.Namespace) -> int:
 
 
 def _print_completion(shell: str) -> int:
-    """Carry out `rsrv completion`; return its exit status."""
+    """Carry out `rsrv completion`, and return its exit status."""
     try:
         from argcomplete.shell_integration import shellcode
     except ImportError:
@@ -121,7 +121,7 @@ def _print_completion(shell: str) -> int:
     return 0
 
 
-#: The commands by what they are for, in the order of the help.
+#: The commands by their purpose, in the order of the help.
 _GROUPS: Final[Mapping[str, Sequence[str]]] = {
     "serve": ("serve", "openai", "check-triton", "triton", "gpu", "gateway"),
     "see what a server does": ("status", "top", "watch", "health", "memory", "load", "placement"),
@@ -403,7 +403,7 @@ def parser() -> CommandParser:
     described.set_defaults(command="help")
     help = "rsrv's version, as --version"
     commands.add_parser("version", help=help, description=help).set_defaults(command="version")
-    # Do this last, so that its help is below the commands.
+    # Add these options last, so that their help is below the commands.
     _add_connection(top, "server", "control.listen")
     return top
 
@@ -597,7 +597,10 @@ def _add_gateway(gateway: argparse.ArgumentParser) -> None:
 
 
 def _add_connection(parser: argparse.ArgumentParser, kind: str, listen: str, *, hidden: bool = False) -> None:
-    """Add the options of all commands that ask a server or a gateway. `hidden`: their help stands in one place."""
+    """Add the options of all commands that ask a server or a gateway.
+
+    If `hidden` is True, the help does not list them, but names the page that does.
+    """
     group = parser.add_argument_group("connection")
     if hidden:
         page = "rsrv --help" if kind == "server" else "rsrv gateway --help"

@@ -17,9 +17,9 @@ Row = TypeVar("Row")
 
 
 def to_json(message: Message) -> dict[str, Any]:
-    """Return the message as protobuf's JSON, with all fields except absent optional ones and messages.
+    """Return the message as protobuf's JSON, with all fields except absent optional fields and absent messages.
 
-    Integers of 64 bits are numbers, not strings: no value here is too large for programs that only have doubles.
+    Integers of 64 bits are numbers and not strings, because no value is too large for programs that have only doubles.
     """
     out: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
@@ -55,23 +55,26 @@ def _value(field: FieldDescriptor, value: Any) -> Any:
 
 
 def print_json(message: Message, *, line: bool = False) -> None:
-    """Print the message indented, or on one line without delay."""
+    """Print the message indented. If `line` is True, print it on one line at once, without a buffer."""
     print(json.dumps(to_json(message), indent=None if line else 2), flush=line)
 
 
 def saved(physical: int, logical: int) -> str:
-    """Return what sharing of tensors saves of weights: ` (138 MB without sharing, 73.3% saved)`; empty below 1 %."""
+    """Return the text about the memory that shared tensors save: ` (138 MB without sharing, 73.3% saved)`.
+
+    It is empty if they save at most 1 %.
+    """
     if physical >= 0.99 * logical:
         return ""
     return f" ({amount(logical)} without sharing, {percent(1 - physical / logical)} saved)"
 
 
 def headline(findings: Sequence[tuple[str, str]], more: str) -> str:
-    """Return the severest finding in a line, a note if there is nothing worse; empty without findings.
+    """Return a line with the severest finding, which may be a note. Empty without findings.
 
     Args:
-        findings: severity and evidence of each, the severest first.
-        more: where the reader finds the cause, the cure and the other findings.
+        findings: Severity and evidence of each finding, the severest first.
+        more: The command that prints the cause, the cure and the other findings.
     """
     if not findings:
         return ""
@@ -82,9 +85,9 @@ def headline(findings: Sequence[tuple[str, str]], more: str) -> str:
 
 
 def print_table(rows: Iterable[Row], columns: Mapping[str, Callable[[Row], str]]) -> None:
-    """Print a table with numbers to the right: with rich on a terminal, else as plain text.
+    """Print a table, with rich on a terminal and otherwise as plain text. Numbers are aligned to the right.
 
-    `columns`: makes the cell of a row, by the column's head.
+    `columns` has the functions that make the cell of a row, by the heads of the columns.
     """
     head, cells = list(columns), [[cell(row) for cell in columns.values()] for row in rows]
     numeric = [
@@ -123,16 +126,16 @@ def print_table(rows: Iterable[Row], columns: Mapping[str, Callable[[Row], str]]
 
 
 def print_section(rows: Collection[Row], columns: Mapping[str, Callable[[Row], str]]) -> None:
-    """Print an empty line and a table; nothing without rows."""
+    """Print an empty line and a table. Print nothing if there are no rows."""
     if rows:
         print()
         print_table(rows, columns)
 
 
 def _fitting(widths: Sequence[int], cells: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Return the columns to show in a terminal of this width: later columns that do not fit are left out.
+    """Return the columns to show in a terminal of this width. Columns without a value, and then later columns, are left out.
 
-    Columns without a value are left out before. The last column of all may wrap, as it may have long texts, and then stays.
+    If the last column of the table has long texts, it may wrap, and is kept.
     """
     least = [*widths[:-1], min(widths[-1], _WRAPPED)]
     shown = list(range(len(widths)))
@@ -152,7 +155,7 @@ def is_terminal() -> bool:
     return sys.stdout.isatty()
 
 
-#: characters that a column of texts gets at least
+#: Minimum width of a column of texts that wraps, in characters.
 _WRAPPED = 24
 
 

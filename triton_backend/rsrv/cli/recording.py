@@ -1,4 +1,4 @@
-"""The command `rsrv record`: the requests of a server as a trace, and its models as the scenario around the trace."""
+"""The command `rsrv record`. It writes the requests of a server as a trace, and its models as a scenario for the trace."""
 
 import csv
 import sys
@@ -19,36 +19,36 @@ from rsrv.control.grpc_service import word
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.progress import steps
 
-#: columns of a trace, as `rsrv.sim.schema.RequestKeys` names them
+#: Columns of a trace. `rsrv.sim.schema.RequestKeys` has the same names.
 COLUMNS = ("t", "model", "rows", "variant", "deadline_s", "priority", "committed")
-#: seconds between two looks at the server, which keeps the latest 32,768 requests of each device
+#: Seconds between two questions to the server, which keeps the latest 32,768 requests of each device.
 _LOOK_S = 0.5
 #: After this many seconds without an answer, the server counts as gone.
 _GONE_S = 60.0
-#: seconds between two lines about the progress, where the output is no terminal
+#: Seconds between two lines about the progress if the output is not a terminal.
 _LINE_S = 10.0
-#: executions of one size whose mean counts, in place of the scheduler's latest estimate
+#: If there were at least this many executions of a size, their mean is its cost. Otherwise, it is the scheduler's estimate.
 _ENOUGH = 10
-#: cost of models whose requests all ended without an execution
+#: Cost of models whose requests all ended without an execution, in seconds.
 _NEVER_EXECUTED_S = 1e-6
-#: Modes of several devices that the simulator also has.
+#: Values of placement.mode that the simulator also has.
 _MODES = ("least_outstanding", "lpt_packing")
 
 
 class Recording:
-    """The requests of one record, by answers that continue each other."""
+    """The requests of one record. They come from answers each of which continues where the previous one ended."""
 
     def __init__(self) -> None:
         self._positions: dict[int, pb.TimelinePosition] = {}
-        #: requests by model.
+        #: Number of requests by model.
         self.counts: Counter[str] = Counter()
-        #: requests that the server forgot before they were read.
+        #: Number of requests that the server forgot before they were read.
         self.lost = 0
-        #: runtimes that were replaced; requests of the moments before and after are not known.
+        #: Number of times that a runtime was replaced. Some requests before and after each of these times are not known.
         self.replaced = 0
         #: Unix time of the first request, by the server's clock.
         self.began: float | None = None
-        #: seconds from the first request to the last one.
+        #: Seconds from the first request to the last one.
         self.seconds = 0.0
 
     @property
@@ -56,12 +56,12 @@ class Recording:
         return pb.GetArrivalsRequest(positions=self._positions.values())
 
     def begin(self, answer: pb.GetArrivalsResponse) -> bool:
-        """Pass over requests of an earlier record; return False if there are more of them."""
+        """Skip the requests in an answer from before the record. Return False if there are more of them."""
         self._positions = {position.device: position for position in answer.positions}
         return all(position.next >= position.end for position in answer.positions)
 
     def take(self, answer: pb.GetArrivalsResponse) -> list[tuple[str | int, ...]]:
-        """Handle an answer; return the rows of its requests."""
+        """Count the requests of an answer, and return their rows in the trace."""
         for position in answer.positions:
             before = self._positions.get(position.device)
             if before is not None and before.instance == position.instance:
@@ -75,7 +75,8 @@ class Recording:
         return [self._row(request) for request in requests]
 
     def _row(self, request: pb.Arrival) -> tuple[str | int, ...]:
-        # The first answer may have a later request of one device before an earlier one of another.
+        # The time may be before `began`: the first answer may have a later request of one device before an earlier request of
+        # another device.
         t = max(0.0, request.unix_s - (self.began or 0.0))
         self.counts[request.model] += 1
         self.seconds = max(self.seconds, t)
@@ -85,7 +86,7 @@ class Recording:
 
 
 def run_record(server: Server) -> int:
-    """Write requests until Ctrl-C or SIGTERM, or for `--seconds`; then write the scenario."""
+    """Write requests until Ctrl-C or SIGTERM, or for `--seconds`. Then write the scenario."""
     path: Path = server.options.output
     scenario = path.with_suffix(".yaml")
     if path.suffix != ".csv":
@@ -109,10 +110,10 @@ def run_record(server: Server) -> int:
     except grpc.RpcError:
         print("the server has gone: its figures are those of the record's start", file=sys.stderr)
         served = before
-    # A model that was removed meanwhile still has requests in the trace.
+    # Add the models that were removed during the record, because they have requests in the trace.
     names = {model.name for model in served.status.models}
     served.status.models.extend([model for model in before.status.models if model.name not in names])
-    # Other commands need no YAML.
+    # Import this only here, because other commands need no YAML.
     from rsrv_bundle import yaml12
 
     text = yaml12.dump(scenario_of(path.name, recording, served))
@@ -140,7 +141,7 @@ def _look(server: Server) -> "ServedState":
 
 
 def _answers(server: Server, recording: Recording, seconds: float | None) -> Iterator[pb.GetArrivalsResponse]:
-    """Yield answers until the time is over, or the server is gone. If a runtime is replaced, wait for the next one."""
+    """Yield answers until the time is over or the server is gone. If a runtime ends, wait for the next one."""
     answered = time.monotonic()
     end = None if seconds is None else answered + seconds
     while True:
@@ -179,18 +180,18 @@ class ServedState(NamedTuple):
 
     status: pb.GetStatusResponse
     memory: pb.GetMemoryResponse
-    #: the setting placement.mode.
+    #: The setting placement.mode.
     mode: str
-    #: the devices' latest work, as far as it is kept.
+    #: The latest work of the devices, as far as the runtimes keep it.
     spans: Sequence[pb.Span]
 
 
 def scenario_of(trace: str, recording: Recording, served: ServedState) -> dict[str, Any]:
-    """Return the scenario of a recorded trace: the models that can be simulated, by their measured costs and bytes."""
+    """Return the scenario for a recorded trace. It has the measured costs and bytes of models."""
     status, counts = served.status, recording.counts
     shares = _shares(served.memory)
     costs = _measured(span for span in served.spans if span.start_unix_s >= (recording.began or 0.0))
-    # The simulator fills the device in this order.
+    # Sort the models, because the simulator first loads weights in the order of the scenario.
     listed = sorted(
         status.models,
         key=lambda model: (model.record.weights != pb.WEIGHTS_RESIDENT, -counts[model.name], model.name),
@@ -198,7 +199,7 @@ def scenario_of(trace: str, recording: Recording, served: ServedState) -> dict[s
     models = {
         model.name: keys for model in listed if (keys := _model(model, shares.get(model.name, {}), costs))
     }
-    # A trace can only be simulated if all of its models are in the scenario.
+    # Add models that never executed, because a trace can be simulated only if all of its models are in the scenario.
     models |= {name: {"cost": {1: _NEVER_EXECUTED_S}} for name in counts if name not in models}
     usual = {"weight": 1.0, "max_delay_us": 0, "max_queue_depth": status.scheduler.max_queue_depth}
     for model in listed:
@@ -245,7 +246,7 @@ def _model(
     variants: dict[int, dict[int, float]] = {}
     single, jitters = len({executable.variant for executable in model.record.executables}) == 1, []
     for executable in model.record.executables:
-        # Spans do not distinguish variants.
+        # Use the spans only if there is one variant, because they do not name variants.
         taken = measured.get((model.name, executable.size), ()) if single else ()
         if len(taken) >= _ENOUGH:
             cost = fmean(taken)
@@ -257,7 +258,7 @@ def _model(
         variants.setdefault(executable.variant, {})[executable.size] = round(cost, 7)
     if not variants:
         return None
-    # A variant that never executed gets the cost of the next one that did.
+    # A variant that never executed gets the cost of the nearest variant that did.
     filled = [
         variants[min(variants, key=lambda at: (abs(at - index), at))] for index in range(max(variants) + 1)
     ]
@@ -273,7 +274,7 @@ def _model(
 
 
 def _shares(memory: pb.GetMemoryResponse) -> dict[str, dict[str, int]]:
-    """Return the bytes that each model has in common with others, by a name for each group of tensors."""
+    """Return, for each model, the bytes of each group of tensors that it shares with other models. Groups get names."""
     home: dict[str, int] = {}
     for device in memory.devices:
         for name in device.own_bytes:
@@ -288,7 +289,7 @@ def _shares(memory: pb.GetMemoryResponse) -> dict[str, dict[str, int]]:
 
 
 def _measured(spans: Iterable[pb.Span]) -> dict[tuple[str, int], list[float]]:
-    """Return the seconds of executions, by model and size."""
+    """Return the seconds of successful executions, by model and size."""
     seconds_of: dict[tuple[str, int], list[float]] = {}
     for span in spans:
         if span.kind == pb.SPAN_KIND_EXECUTE and not span.failed:

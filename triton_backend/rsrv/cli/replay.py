@@ -1,7 +1,7 @@
-"""The command `rsrv replay`: a trace, sent to a real server as its clients would, beside what the simulator expects of it.
+"""The command `rsrv replay`. It sends a trace to a real server as clients would, and compares the result with a simulation.
 
-Requests are sent at their times whether earlier ones are answered or not, and their latencies count from these times: a
-server, or a sender, that falls behind cannot hide it.
+Each request is sent at its time in the trace, even if earlier ones are not answered, and its latency counts from that time.
+So if the server or the sender is too slow, the latencies show it.
 """
 
 import argparse
@@ -36,13 +36,14 @@ from rsrv.sim.tally import Tally, in_time, percentile, ratio
 from rsrv.text import duration, one_line, percent, printable, rate
 from rsrv.wire.paths import write_whole
 
-#: Seconds until the first request, and seconds after which a request without an answer has failed.
+#: Seconds until the first request, and seconds after which a request without an answer counts as failed.
 _START_S, _LOST_S = 0.1, 120.0
-#: seconds between two lines about the progress, where the output is no terminal
+#: Seconds between two lines about the progress if the output is not a terminal.
 _LINE_S = 10.0
-#: tag of the error of a request whose deadline has passed; Triton has no code for it
+#: Tag in the error of a request whose deadline has passed. Triton has no code for this.
 _EXPIRED = "[rsrv:DEADLINE]"
-#: Refusals of rsrv and of Triton's queue. gRPC reports a server that is gone with the same code, UNAVAILABLE.
+#: Matches the texts of refusals by rsrv and by Triton's queue. Their code, UNAVAILABLE, is also gRPC's code for a server that
+#: is gone.
 _REFUSED = re.compile(r"\[rsrv:|maximum queue size")
 _OUTCOMES = {
     grpc.StatusCode.DEADLINE_EXCEEDED: Outcome.EXPIRED,
@@ -52,15 +53,15 @@ _OUTCOMES = {
 
 
 class Unsendable(Exception):
-    """Requests of a model cannot be made; the message says why, and what to do."""
+    """Requests of a model cannot be made. The message says why, and what to do."""
 
 
 class Replayed(NamedTuple):
-    """Requests of a replay, in the order of their times, and what came of them."""
+    """The results of a replay's requests, in the order of their times."""
 
     requests: Sequence[RequestRecord]
     sent: Sequence[RequestKeys]
-    #: Delays of the requests in seconds, in ascending order.
+    #: Delays with which requests were sent, in seconds, in ascending order.
     late: Sequence[float]
     #: First error of each model, except for missed deadlines.
     errors: Mapping[str, str]
@@ -69,7 +70,7 @@ class Replayed(NamedTuple):
 
 
 def run(options: argparse.Namespace) -> int:
-    """Replay a trace, and print the report; return the exit status."""
+    """Replay a trace, print the report, and return the exit status."""
     parser: CommandParser = options.parser
     path: Path = options.trace
     problems: list[str] = []
@@ -85,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"{parser.prog}: --fit: there is no {beside}, the scenario of a record", file=sys.stderr)
         return 1
     try:
-        # Do this first, so that an error in the options does not cost a replay.
+        # Read these files first, so that an error in the options does not cost a replay.
         draw = None if options.out is None else _drawing(options.out)
         scenario = load_scenario(beside) if beside.exists() else None
         inputs = {model: _rows(file) for model, file in options.inputs}
@@ -129,7 +130,7 @@ def _drawing(out: Path) -> Callable[..., Path]:
 
 
 def _rows(file: str) -> dict[str, np.ndarray[Any, Any]]:
-    """Return a row of each input. Raises ValueError if the file has none."""
+    """Return the row of each input in a file. Raises ValueError if the file has no arrays."""
     try:
         with open(file, "rb") as content, np.load(content, allow_pickle=False) as arrays:
             return dict(arrays)
@@ -172,7 +173,7 @@ async def _config(triton: Any, model: str) -> Any:
 
 
 def infer_request(config: Any, rows: int, arrays: Mapping[str, np.ndarray[Any, Any]] | None) -> Any:
-    """Return a request of so many rows: of zeros, or of a row that is given by input. Raises Unsendable."""
+    """Return a request with `rows` rows. They are zeros, or copies of the row of each input in `arrays`. Raises Unsendable."""
     if config.HasField("sequence_batching") or config.model_transaction_policy.decoupled:
         raise Unsendable("its requests depend on each other; only models without state are replayed")
     if config.max_batch_size and not 0 < rows <= config.max_batch_size:
@@ -246,7 +247,7 @@ async def _send(
                 task.add_done_callback(tasks.discard)
                 progress.step(sent.model)
         except asyncio.CancelledError:
-            pass  # Ctrl-C: the requests so far are a replay, too; those that it finds unanswered are cancelled
+            pass  # After Ctrl-C, report the requests so far. Unanswered ones are cancelled.
         with suppress(asyncio.CancelledError):
             await asyncio.gather(*tasks)
     return Replayed(requests, trace[: len(requests)], sorted(late), errors, unsent)
@@ -277,7 +278,7 @@ def _dated(message: Any, request: RequestKeys) -> Any:
 
 
 def _expected(scenario: Scenario | None, sent: Sequence[RequestKeys]) -> Sequence[RequestRecord] | None:
-    """Simulate the requests that were sent; None without a scenario."""
+    """Return the simulated results of the requests that were sent, or None without a scenario."""
     if scenario is None or not sent:
         return None
     records = simulate_devices(replace(scenario, requests=(), recorded=[sent], duration=sent[-1].t + 1e-3))
@@ -285,7 +286,7 @@ def _expected(scenario: Scenario | None, sent: Sequence[RequestKeys]) -> Sequenc
 
 
 def front_seconds(records: Sequence[RequestRecord], expected: Sequence[RequestRecord]) -> float:
-    """Return the median of the seconds by which answers came later than simulated; negative: they came sooner."""
+    """Return the median of the seconds by which answers came later than simulated. It is negative if they came sooner."""
     late = sorted(
         (real.ended - real.arrived) - (simulated.ended - simulated.arrived)
         for real, simulated in zip(records, expected, strict=True)
@@ -299,7 +300,7 @@ def _note_front(path: Path, seconds: float) -> None:
 
     Raises OSError.
     """
-    # Other commands need no YAML.
+    # Import this only here, because other commands need no YAML.
     from rsrv_bundle import yaml12
 
     text = path.read_text(encoding="utf-8")
@@ -311,7 +312,7 @@ def _note_front(path: Path, seconds: float) -> None:
 
 
 def figures(requests: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Return the figures of some requests; times in seconds."""
+    """Return the figures of some requests. Times are in seconds."""
     tally = Tally()
     for request in requests:
         tally.add(request)
@@ -326,7 +327,7 @@ def figures(requests: Sequence[RequestRecord]) -> dict[str, Any]:
 
 
 def report(replayed: Replayed, expected: Sequence[RequestRecord] | None) -> dict[str, Any]:
-    """Return the figures in total and by model, and those of the simulator, if there are any."""
+    """Return the figures in total and by model. If there is a simulation, also return its figures."""
     figures_of: dict[str, Any] = {"replayed": _by_model(replayed.requests)}
     figures_of["replayed"]["late_p99_s"] = percentile(replayed.late, 0.99)
     if expected is None:
@@ -349,7 +350,7 @@ def _by_model(requests: Sequence[RequestRecord]) -> dict[str, Any]:
 
 
 def page(replayed: Replayed, expected: Sequence[RequestRecord] | None) -> str:
-    """Return a table: each model by its requests, the busiest first, and all."""
+    """Return a table with a line for each model, the one with the most requests first, and a line for all models."""
     both = report(replayed, expected)
     real, beside = both["replayed"], both.get("simulated")
     total = real["total"]

@@ -35,7 +35,7 @@ _STATUSES = {pb.SEVERITY_WARNING: 1, pb.SEVERITY_CRITICAL: 3}
 
 
 def run(options: argparse.Namespace) -> int:
-    """Carry out a command that asks a server; return its exit status."""
+    """Carry out a command that asks a server, and return its exit status."""
     return carry_out(options, _COMMANDS[options.command], pb, control_pb2_grpc.ControlStub, find.address)
 
 
@@ -61,7 +61,7 @@ def _status(server: Server) -> int:
 
 
 def _watch_status(server: Server) -> NoReturn:
-    """Show the status again and again. A terminal shows only the latest page; JSON has an object per line."""
+    """Show the status regularly. A terminal shows only the latest page. JSON has an object per line."""
     status: _StatusPage | None = _ask_status(server)
     while True:
         if status is not None:
@@ -76,7 +76,7 @@ def _watch_status(server: Server) -> NoReturn:
         try:
             status = _ask_status(server)
         except grpc.RpcError as error:
-            # The next runtime may answer.
+            # Ask again later, because the next runtime may answer.
             status = None
             print(one_line(error.details() or error.code().name), file=sys.stderr, flush=True)
 
@@ -111,7 +111,7 @@ def _ask_status(server: Server) -> _StatusPage:
 
 
 def _memory_of_models(server: Server) -> pb.GetMemoryResponse | None:
-    """Return what models share; None while no runtime answers."""
+    """Return the memory of all models, which shows the tensors that they share, or None if no runtime answers."""
     with suppress(grpc.RpcError):
         answer: pb.GetMemoryResponse = server.ask("GetMemory", pb.GetMemoryRequest())
         return answer
@@ -182,7 +182,7 @@ def _prefetch(server: Server) -> int:
         return _warm(server)
     if options.all or len(options.model) != 1:
         raise CommandLineError("name one model, or start several with --warm")
-    # Use the single name from now on, as other commands do: an error then names the most similar model.
+    # Store the single name in the options, as other commands do, so that an error names the most similar model.
     (options.model,) = options.model
     model, wait = options.model, options.wait
     call, request = "Prefetch", pb.PrefetchRequest(model=model, wait=wait, devices=_devices(server))
@@ -280,7 +280,7 @@ def _policy(server: Server) -> int:
 def _scheduler(server: Server) -> int:
     changes = pb.Scheduler()
     for key, value in map(key_and_value, server.options.changes):
-        # The message has 0 for null.
+        # In the message, 0 stands for null.
         set_field(changes, key, "0" if (key, value) == ("depth", "null") else value)
     answer = server.ask("SetScheduler", pb.SetSchedulerRequest(scheduler=changes))
     return server.show(answer, pages.scheduler_page)
@@ -299,7 +299,7 @@ def _alias(server: Server) -> int:
 
 
 def _alias_target(text: str) -> pb.AliasTarget:
-    """Return a model of MODEL[=WEIGHT]. Raises CommandLineError."""
+    """Return the target in MODEL, MODEL=WEIGHT or MODEL=shadow. Raises CommandLineError."""
     model, _, weight = text.partition("=")
     if weight == "shadow":
         return pb.AliasTarget(model=model, shadow=True)

@@ -133,7 +133,7 @@ def _print_aliases(answer: pb.GetStatusResponse) -> None:
 
 
 def model_page(answer: pb.GetStatusResponse, memory: pb.GetMemoryResponse | None = None) -> None:
-    """Print the details of one model or meta model; `memory`: of all models, for what this one shares."""
+    """Print the details of one model or meta model. `memory` has the memory of all models, to show shared tensors."""
     for model in answer.models:
         pairs = [
             ("model", model.name),
@@ -201,7 +201,7 @@ def _aliases_of(answer: pb.GetStatusResponse, model: str) -> list[tuple[str, str
 
 
 def reasons(answer: pb.GetStatusResponse) -> list[str]:
-    """Return why a server, or the one model in its status, does not serve."""
+    """Return the reasons why a server, or the one model in its status, does not serve."""
     where = lives(answer)
     lines = [
         f"{failure.name} {_failed(failure, where)}: {one_line(failure.text)}" for failure in answer.failures
@@ -235,7 +235,7 @@ def scheduler_page(answer: pb.SetSchedulerResponse) -> None:
 
 
 def print_update(update: pb.WatchStateResponse) -> None:
-    """Print a line for each model without delay."""
+    """Print the lines about an update at once."""
     match update.WhichOneof("update"):
         case "snapshot":
             snapshot = update.snapshot
@@ -306,7 +306,7 @@ def _print_server(answer: pb.GetStatusResponse) -> None:
 
 
 def _headline(findings: Sequence[pb.Finding]) -> str:
-    """Return the severest finding, and how many more there are; empty if there is nothing urgent."""
+    """Return a line with the severest finding and the number of further ones. Empty without findings."""
     return headline(
         [(word(pb.Severity, finding.severity), finding.evidence) for finding in findings], "`rsrv doctor`"
     )
@@ -357,7 +357,7 @@ def _device_pairs(device: pb.DeviceStatus, *, alone: bool) -> list[tuple[str, st
 
 
 def _sharing(memory: pb.GetMemoryResponse | None, name: str) -> str:
-    """Return how many bytes of weights only this model has, and the models with which it shares the rest."""
+    """Return the text about the bytes of weights that only this model has, and about the bytes that it shares with others."""
     for use in () if memory is None else memory.devices:
         for model in use.record.models:
             if model.name == name and (sharers := shared_with_each(use).get(name)):
@@ -367,7 +367,7 @@ def _sharing(memory: pb.GetMemoryResponse | None, name: str) -> str:
 
 
 def _places(model: pb.ModelStatus) -> str:
-    """Return the devices that have the weights of a model, if it is on several."""
+    """Return the text about the devices that have a model's weights. Empty if the model is on only one device."""
     holders = _holders(model)
     return f" on device {', '.join(holders)}" if holders and len(model.devices) > 1 else ""
 
@@ -406,14 +406,14 @@ def _print_versions(versions: Sequence[pb.Version]) -> None:
 
 
 def _precision(precision: pb.Precision) -> str:
-    """Return the counts other than 0, by the keys of docs/exporting.md."""
+    """Return the counts of products by precision that are not 0. docs/exporting.md explains the names."""
     counts = [(field.name, value) for field, value in precision.ListFields() if field.name != "ungovernable"]
     ungovernable = sorted(precision.ungovernable.items())
     return ", ".join(f"{name} {count}" for name, count in (*counts, *ungovernable)) or "none"
 
 
 def _count(answer: pb.GetStatusResponse) -> str:
-    """Return how many models are in each state, without its details."""
+    """Return the number of models in each state. Details of states are left out."""
     metas = {meta.name for meta in answer.metas}
     counts = Counter(text.partition(",")[0] for name, text in lives(answer).items() if name not in metas)
     text = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))

@@ -1,4 +1,4 @@
-"""`rsrv top`: the live page in a terminal, from the same stream; without a terminal, lines of text."""
+"""`rsrv top`: shows the events of the live page in a terminal. Without a terminal, it prints lines of text."""
 
 import json
 import os
@@ -19,14 +19,14 @@ from rsrv.text import amount, duration, one_line, percent, printable, rate
 
 #: Seconds between two blocks of lines without a terminal.
 _BLOCK_INTERVAL_S = 5.0
-#: Models in such a block, and lines of events below the table on a terminal.
+#: Maximum number of models in such a block, and of events below the table on a terminal.
 _MAX_MODELS, _MAX_EVENTS = 10, 6
-#: Cells of the bar of a full device, and of a model's latest rates.
+#: Width in characters of the bar for a device's whole time, and of the chart of a model's latest rates.
 _BAR = 10
 _SPARKS = " ▁▂▃▄▅▆▇█"
 _HEAD = ("MODEL", "STATE", "SIZE", "QUEUED", "RUNNING", "REQUESTS", "DEVICE", "P99", "LOADS", "ERRORS")
 _SHARE, _RATE = _HEAD.index("DEVICE"), _HEAD.index("REQUESTS")
-#: Columns of a terminal with at least this many characters per line.
+#: Only terminals with at least this many characters per line show the columns in _IF_WIDE.
 _WIDE = 110
 _IF_WIDE = ("SIZE", "RUNNING", "LOADS")
 #: With fewer characters a line, show only these columns, and no bar.
@@ -35,17 +35,18 @@ _IF_NARROW = ("MODEL", "REQUESTS", "DEVICE", "P99")
 
 
 class ModelRow(NamedTuple):
-    """A model's row; values that are not known yet are None."""
+    """A model's row. Values that are not known yet are None."""
 
     model: dict[str, Any]
-    #: Requests a second and share of the device's time, since the previous event.
+    #: Requests per second since the previous event.
     rate: float | None
+    #: Share of the device's time since the previous event.
     share: float | None
     #: True if the server has several devices.
     several: bool = False
 
     def values(self) -> tuple[str | float, ...]:
-        """Return what the columns of `cells` are sorted by."""
+        """Return the values by which the columns of `cells` are sorted."""
         model, cells = self.model, self.cells()
         numbers = (model["bytes"], model["queued"], model["executing"], self.rate, self.share, model["p99_s"])
         return (*cells[:2], *(number or 0.0 for number in (*numbers, model["loads"], model["errors"])))
@@ -101,12 +102,12 @@ class Top:
     def __init__(self) -> None:
         self.state: dict[str, Any] = {"up": False, "why": "no figures yet"}
         self._before = self.state
-        #: Models, by the column that `sort_by` has chosen.
+        #: Rows of models, sorted by the chosen column.
         self.rows: list[ModelRow] = []
-        #: Models behind aliases, by name.
+        #: Rows of the models behind aliases, sorted by name.
         self.aliases: list[AliasRow] = []
         self.column, self.reverse = _SHARE, False
-        #: Part of the names of the models to show. `typing`: True while the part is being typed.
+        #: Only models whose names contain this text are shown. `typing` is True while the user types it.
         self.filter, self.typing = "", False
         #: The latest rates by model.
         self.rates: dict[str, deque[float]] = {}
@@ -114,7 +115,7 @@ class Top:
         self.log: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
 
     def take(self, event: str, text: str) -> bool:
-        """Take an event; return True if it has new figures."""
+        """Process an event. Return True if it has new figures."""
         if event == "begin":
             self.log.clear()
         if event == "log":
@@ -135,7 +136,8 @@ class Top:
     def press(self, key: str) -> None:
         """Handle a key.
 
-        `s` sorts by the next column, `r` reverses the order, and `/` begins to type the filter, until Enter; Esc drops it.
+        `s` sorts by the next column. `r` reverses the order. `/` begins the typing of the filter, and Enter ends it. Esc
+        removes the filter.
         """
         if key == "\x1b":
             self.filter, self.typing = "", False
@@ -158,7 +160,7 @@ class Top:
 
     @property
     def shown(self) -> list[ModelRow]:
-        """The rows of the models that the filter admits."""
+        """Rows of the models whose names match the filter."""
         return [row for row in self.rows if self.filter in row.model["name"]]
 
     def sparks(self, row: ModelRow) -> str:
@@ -168,19 +170,19 @@ class Top:
         return "".join(_SPARKS[ceil(8 * rate / most)] for rate in rates)
 
     def keys(self) -> str:
-        """Return the last line: what keys do, or the filter."""
+        """Return the last line. It explains the keys, or has the filter while the user types it."""
         if self.typing:
             return f"/{self.filter}_   Enter keeps this part of the names, Esc shows all"
         shown = f" ({self.filter})" if self.filter else ""
         return f"q quit   s sort by the next column   r reverse   / filter by name{shown}"
 
     def headlines(self) -> list[str]:
-        """Return a line about the device and all models together; with several devices, a line for each, and one for all."""
+        """Return the lines above the table: one for a single device, or one for each device and one for all models."""
         if not self.state["up"]:
             return [one_line(self.state["why"])]
         devices = self.state["devices"]
         busy = {device["number"]: _busy(self._before, self.state, device) for device in devices}
-        # Runtimes share what they have in host memory.
+        # Do not add the figures of the devices, because runtimes share their host memory.
         host = amount(max((device.get("host", 0) for device in devices), default=0))
         models = (
             f"{rate(sum(row.rate or 0 for row in self.rows))}, "
@@ -206,7 +208,7 @@ class Top:
         return [*first, *lines, models]
 
     def _states(self) -> str:
-        """Return how many models are in each state, without its details."""
+        """Return the number of models in each state. Details of states are left out."""
         counts = Counter(row.model["weights"].partition(",")[0] for row in self.rows)
         counts["asleep" if self.state.get("asleep") else "cold"] += self.state.get("cold", 0)
         return ", ".join(f"{count} {word}" for word, count in sorted(counts.items()) if count) or "no models"
@@ -217,7 +219,7 @@ def _asleep(device: dict[str, Any]) -> str:
 
 
 def _weights(device: dict[str, Any]) -> str:
-    """Return the weights of a device, and the memory of a GPU; empty while its runtime is down."""
+    """Return the text about a device's weights and a GPU's memory. Empty while the runtime is down."""
     if "held" not in device:
         return ""
     of = "" if device["budget"] is None else f" of {amount(device['budget'])}"
@@ -228,7 +230,7 @@ def _weights(device: dict[str, Any]) -> str:
 
 
 def _busy(before: dict[str, Any], now: dict[str, Any], device: dict[str, Any]) -> float | None:
-    """Return the share of a device's time since the previous event that executions took; None if it is not known."""
+    """Return the share of a device's time since the previous event that executions took, or None if it is not known."""
     elapsed = _elapsed(before, now)
     old = {device["number"]: device for device in before["devices"]} if elapsed > 0 else {}
     then = old.get(device["number"], {}).get("device_s")
@@ -238,7 +240,7 @@ def _busy(before: dict[str, Any], now: dict[str, Any], device: dict[str, Any]) -
 
 
 def _whole(before: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state with its unchanged models, which a state with the key `gone` leaves out."""
+    """Return the whole state. A state with the key `gone` has only changed models, so add the unchanged ones from `before`."""
     if "gone" not in state:
         return state
     models = {model["name"]: model for model in (*before.get("models", ()), *state["models"])}
@@ -250,7 +252,7 @@ def _whole(before: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _elapsed(before: dict[str, Any], now: dict[str, Any]) -> float:
-    """Return the seconds between two states whose counters can be compared; else 0."""
+    """Return the seconds between two states, or 0 if their counters cannot be compared."""
     same = before["up"] and before["instance"] == now["instance"]
     return float(now["t"] - before["t"]) if same else 0.0
 
@@ -298,7 +300,7 @@ def show(events: Iterable[tuple[str, str]]) -> None:
 
 
 def print_events(events: Iterable[tuple[str, str]]) -> None:
-    """Print each event as a line of JSON, for programs; states are whole, although the stream has only changes."""
+    """Print each event as a line of JSON, for programs. The printed states are whole, unlike those of the stream."""
     top = Top()
     for event, text in events:
         shown = top.state if top.take(event, text) else json.loads(text)
@@ -326,7 +328,7 @@ def _show_live(events: Iterable[tuple[str, str]]) -> None:
 
 
 def _forward(events: Iterable[tuple[str, str]], inbox: "SimpleQueue[tuple[str, Any]]") -> None:
-    """Put each event into the inbox, and at last `end`, with the error if there was one."""
+    """Put each event into the inbox, and at the end `end`, with the error if there was one."""
     try:
         for event in events:
             inbox.put(event)
@@ -338,7 +340,7 @@ def _forward(events: Iterable[tuple[str, str]], inbox: "SimpleQueue[tuple[str, A
 
 @contextmanager
 def _keys(press: Callable[[str], None]) -> Iterator[None]:
-    """Call `press` with each key, on a thread, if standard input is a terminal; Ctrl-C stays a signal."""
+    """If standard input is a terminal, call `press` with each key, on a thread. Ctrl-C is still a signal."""
     if not sys.stdin.isatty():
         yield
         return
@@ -373,7 +375,7 @@ def to_screen(top: Top) -> Any:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for at in shown:
         name = _HEAD[at]
-        # If there is little room, cut the ends of names and states, and show figures whole.
+        # If there is little room, cut off the ends of names and states, but show figures whole.
         most = max(1, size.columns - 27) if at == 0 and narrow else None
         mark = ("▲" if top.reverse else "▼") if at == top.column else ""
         table.add_column(
@@ -385,7 +387,7 @@ def to_screen(top: Top) -> Any:
     heads = [part for line in top.headlines() for part in wrap(line, size.columns)]
     keys = wrap(top.keys(), size.columns)
     events = list(top.log)[-max(1, size.lines // 4) :]
-    # The table has two lines of its own.
+    # Subtract the two lines of the table's head.
     room = size.lines - len(events) - len(heads) - len(keys) - 2
     aliases = [row for row in top.aliases if top.filter in row.alias][: max(1, room // 3)]
     for alias in aliases:
@@ -398,7 +400,7 @@ def to_screen(top: Top) -> Any:
             cells[_RATE] = f"{top.sparks(row):>{_BAR}} {cells[_RATE]:>6}"
         texts = (Text(cells[at], no_wrap=True, overflow="ellipsis") for at in shown)
         table.add_row(*texts, style="bold" if row.model["error"] else None)
-    # An event has one line.
+    # Do not wrap events, because there is room for one line each.
     lines = [Text(line, "dim", no_wrap=True, overflow="ellipsis") for line in (*map(_line, events), *keys)]
     return Group(*(Text(line, "bold") for line in heads), table, *lines)
 
@@ -411,7 +413,7 @@ def _show_lines(events: Iterable[tuple[str, str]]) -> None:
             print(_line(top.log[-1]), flush=True)
         if not new:
             continue
-        # The first event has no rates: print the second one, and then one every few seconds.
+        # Do not print the first state, because it has no rates. Print the second one, and then one every few seconds.
         at = top.state["t"]
         if next_at is None and top.state["up"]:
             next_at = at

@@ -1,4 +1,4 @@
-"""rsrv: many compiled models on one GPU, behind Triton. Importing this costs nothing."""
+"""rsrv serves many compiled models on one GPU, behind Triton. To import this package costs nothing."""
 
 __version__: str
 

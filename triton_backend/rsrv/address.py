@@ -1,4 +1,4 @@
-"""Addresses HOST:PORT of settings."""
+"""Addresses HOST:PORT in settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ipaddress import ip_address
 
 LOOPBACK = "127.0.0.1"
 
-#: a host with colons is in brackets
+#: HOST:PORT. A host with colons is in brackets.
 _ADDRESS = re.compile(r"(\[[^][/\s]+\]|[^][:/\s]*):([0-9]{1,5})")
 
 
@@ -41,9 +41,9 @@ def parse_address(text: str, *, any_host: bool = False, any_port: bool = False) 
     """Parse HOST:PORT, with an IPv6 address in brackets. Raises ValueError.
 
     Args:
-        text: the address.
-        any_host: allow an empty host, for a server that listens on all addresses.
-        any_port: allow port 0, for a server that takes any free port.
+        text: The address.
+        any_host: True to allow an empty host, for a server that listens on all addresses.
+        any_port: True to allow port 0, for a server that listens on any free port.
     """
     match = _ADDRESS.fullmatch(text)
     host, port = ("", -1) if match is None else (match[1], int(match[2]))

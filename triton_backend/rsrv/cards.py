@@ -1,7 +1,7 @@
-"""Figures of GPUs that modules can be compiled for without having one, and profiles of those that someone has.
+"""Figures of GPUs, for compiling modules on machines without such a GPU, and profiles made on machines with one.
 
-Those of H100, A100 and B200 are the ones of XLA's own target configurations (xla/backends/gpu/target_config/specs in
-openxla/xla); those of L4 and T4, and all rates of tensor cores, are of NVIDIA's data sheets.
+The figures of H100, A100 and B200 are from XLA's own target configurations (xla/backends/gpu/target_config/specs in
+openxla/xla). The figures of L4 and T4, and all rates of tensor cores, are from NVIDIA's data sheets.
 """
 
 import json
@@ -13,10 +13,10 @@ from pathlib import Path
 class Card:
     """A GPU as XLA's compiler sees it."""
 
-    #: name by the driver, which is jax's `device_kind`
+    #: Name by the driver. It equals jax's `device_kind`.
     kind: str
     capability: tuple[int, int]
-    #: streaming multiprocessors
+    #: Number of streaming multiprocessors.
     cores: int
     #: Number of f32 units in each core.
     units: int
@@ -25,11 +25,12 @@ class Card:
     #: Bandwidth of the device memory, in bytes per second.
     bandwidth: int
     l2_bytes: int
-    #: shared memory of a core, and what one block of threads may take of it, bytes
+    #: Bytes of shared memory of a core.
     shared_bytes: int
+    #: Bytes of a core's shared memory that one block of threads may take.
     block_bytes: int
     threads_per_core: int
-    #: dense products of TF32, FLOP per second; None: no TF32
+    #: FLOP per second of dense products in TF32. None: the card has no TF32.
     tf32_rate: float | None
 
     @property
@@ -38,14 +39,17 @@ class Card:
         return self.cores * self.units * 2 * self.clock_ghz * 1e9
 
     def seconds(self, flop: float, nbytes: float, kernels: int, *, tf32: bool) -> float:
-        """Estimate one execution: the longer of computing and of moving bytes, and the launches. It was never calibrated."""
+        """Estimate the seconds of one execution. The estimate was never calibrated.
+
+        It is the time for computing or for moving bytes, whichever is longer, plus the launches of the kernels.
+        """
         rate = self.tf32_rate if tf32 and self.tf32_rate is not None else self.f32_rate
         return max(flop / rate, nbytes / self.bandwidth) + kernels * _KERNEL_S
 
     def target(self) -> str:
-        """Return the card as text of XLA's GpuTargetConfigProto, with the versions of docker/requirements.txt."""
+        """Return the card as text of XLA's GpuTargetConfigProto, for the versions in docker/requirements.txt."""
         major, minor = self.capability
-        # Instructions of one generation only, such as wgmma. The driver offers them since 9.0.
+        # From 9.0 on, there are instructions of one generation only, such as wgmma.
         extension = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
         return f"""gpu_device_info {{
   threads_per_block_limit: 1024
@@ -150,28 +154,29 @@ CARDS = {
     ),
 }
 
-#: seconds that a GPU needs for each kernel beside its work
+#: Seconds that a GPU needs for each kernel in addition to its work.
 _KERNEL_S = 3e-6
-#: version of a profile's file
+#: Version of the format of a profile's file.
 _FORMAT = 1
 
 
 class ProfileError(Exception):
-    """A file is no profile of a card."""
+    """A file is not a card's profile."""
 
 
 @dataclass(frozen=True, slots=True)
 class CardProfile:
-    """A card, and how XLA tuned kernels on it."""
+    """A card, and the results of XLA's tuning of kernels on it."""
 
-    #: name by the driver, and CUDA compute capability
+    #: Name by the driver.
     card: str
+    #: CUDA compute capability.
     capability: str
     #: Versions of jax and its plugin.
     versions: str
-    #: the card and its driver, as text of XLA's GpuTargetConfigProto
+    #: The card and its driver, as text of XLA's GpuTargetConfigProto.
     target: str
-    #: text of XLA's AutotuneResults
+    #: Text of XLA's AutotuneResults.
     tuning: str
 
     @property

@@ -1,4 +1,4 @@
-"""The common part of rsrv's commands. Imports nothing that `--help` does not need."""
+"""The common part of rsrv's commands. It imports only modules that `--help` needs."""
 
 import argparse
 import functools
@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TextIO
 from rsrv.extras import install_command
 from rsrv.text import nearest
 
-#: all commands of the package, for the shell's completion
+#: All commands of the package, for the shell's completion.
 COMMANDS = ("rsrv", "rsrv-bundle", "rsrv-gateway", "rsrv-gen", "rsrv-sim")
 #: Exit statuses of every command. docs/operating.md has the table.
 EXIT_STATUS = (
@@ -27,9 +27,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"formatter_class": _Formatter, **options})
-        # The innermost parser of the command line, for errors found later.
+        # Set `options.parser` to the innermost parser, which prints errors that are found later.
         self.set_defaults(parser=self)
-        #: The commands under each headline of the help. If it is empty, all commands are under one headline.
+        #: The commands under each headline of the help. If this is empty, all commands are under one headline.
         self.command_groups: Mapping[str, Sequence[str]] = {}
 
     def add_version(self) -> None:
@@ -44,7 +44,7 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        """Parse the command line; a wrong one ends the process with status 2."""
+        """Parse the command line. A wrong command line ends the process with status 2."""
         if "_ARGCOMPLETE" in os.environ:
             with suppress(ImportError):
                 import argcomplete
@@ -75,7 +75,7 @@ class CommandParser(argparse.ArgumentParser):
     def _sections(
         self, group: argparse._ArgumentGroup
     ) -> Iterator[tuple[str | None, Iterable[argparse.Action]]]:
-        """Yield the headlines of a group of arguments: several for commands in groups."""
+        """Yield the headlines of a group of arguments, each with its actions. Commands in groups have several headlines."""
         for action in group._group_actions:
             if isinstance(action, argparse._SubParsersAction) and self.command_groups:
                 commands = {choice.dest: choice for choice in action._choices_actions}
@@ -92,7 +92,7 @@ class CommandParser(argparse.ArgumentParser):
         """Return the lines that an error of the command line prints."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction) and message.endswith(f": {action.metavar}"):
-                # Aliases are listed with the commands, and have no help of their own.
+                # List the commands without their aliases: argparse's own message has both.
                 message = f"name a command: {', '.join(choice.dest for choice in action._choices_actions)}"
         return f"{self.prog}: {message}\n{self.format_usage()}`{self.prog} --help` has more.\n"
 
@@ -106,12 +106,12 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Usage lines without the options, which the sections below them list; texts of several lines."""
+    """Formats usage lines without the options, because the sections below list them, and keeps line breaks in texts."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         import textwrap
 
-        # Flags in a text can be copied only if they are not broken across lines.
+        # Do not break at hyphens, so that flags in a text can be copied.
         lines = (textwrap.fill(line, width, break_on_hyphens=False) for line in text.splitlines())
         return "\n".join(lines)
 
@@ -159,13 +159,14 @@ Main = Callable[[Sequence[str] | None], int]
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM has come. A command that finishes its work after Ctrl-C does the same after SIGTERM."""
+    """The process received SIGTERM. A command that finishes its work after Ctrl-C does the same after SIGTERM."""
 
 
 def command(program: str, *, extra: str) -> Callable[[Main], Callable[..., int]]:
-    """Make a command's main function end without a traceback in four cases, and able to print every name of a file.
+    """Return a decorator for a command's main function.
 
-    The cases are Ctrl-C, SIGTERM, a reader that has closed stdout, and a package of `extra` that is not installed.
+    The command then ends without a traceback after Ctrl-C, SIGTERM, or the end of the reader of stdout, and if a package of
+    `extra` is not installed. It can also print names of files that are not UTF-8.
     """
 
     def wrap(main: Main) -> Callable[..., int]:
@@ -173,7 +174,7 @@ def command(program: str, *, extra: str) -> Callable[[Main], Callable[..., int]]
         def run(argv: Sequence[str] | None = None) -> int:
             try:
                 if isinstance(sys.stdout, TextIOWrapper):
-                    # A name that is not UTF-8 would end the command. stderr escapes it by default.
+                    # Escape names that are not UTF-8, which would otherwise end the command. stderr does this by default.
                     sys.stdout.reconfigure(errors="backslashreplace")
                 with _sigterm_raises():
                     return main(argv)
@@ -240,7 +241,7 @@ def end_in_order() -> None:
 def put(line: str, stream: TextIO | None = None) -> None:
     """Print a line at once, on `stream` or stdout. If the reader has closed it, this line and all later ones are lost.
 
-    For commands whose work goes on without a reader, and for what they start.
+    For commands that continue without a reader, and for processes that they start.
     """
     stream = stream or sys.stdout
     try:
@@ -250,7 +251,7 @@ def put(line: str, stream: TextIO | None = None) -> None:
 
 
 def _is_closed(stream: TextIO) -> bool:
-    """Return whether the reader of a pipe has closed it."""
+    """Return True if the reader of a pipe has closed it."""
     import select
 
     try:
@@ -262,6 +263,6 @@ def _is_closed(stream: TextIO) -> bool:
 
 
 def _discard(stream: TextIO) -> None:
-    """Drop all further output, and what is buffered: Python would log an error when it flushes the stream at the end."""
+    """Drop all further output and the buffered output. Otherwise, Python would log an error when it flushes the stream."""
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), stream.fileno())

@@ -1,4 +1,4 @@
-"""Errors of YAML files: the key as the file has it, the fault, and the remedy."""
+"""Errors in YAML files, with the key as it is in the file, the fault, and the remedy."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import UnionType
@@ -14,7 +14,7 @@ class YamlError(Exception):
     """The text is not the expected YAML. The message says what is expected."""
 
 
-#: characters of a value that a message repeats
+#: Maximum number of characters of a value in a message.
 _MAX_VALUE = 80
 
 
@@ -27,10 +27,10 @@ def parse_yaml(text: str) -> object:
 
 
 def read_yaml(text: str, of: str) -> dict[str, Any]:
-    """Return the mapping in a YAML 1.2 text, {} if the text is empty. `of` names its entries in messages.
+    """Return the mapping in a YAML 1.2 text, or {} for an empty text. `of` names its entries in messages.
 
     Raises:
-        YamlError: the text is not YAML, or not a mapping.
+        YamlError: The text is not YAML, or not a mapping.
     """
     raw = parse_yaml(text)
     if raw is None:
@@ -41,10 +41,10 @@ def read_yaml(text: str, of: str) -> dict[str, Any]:
 
 
 def explain(error: Mapping[str, Any], root: type[BaseModel], raw: object) -> str:
-    """Return a line `key: problem` for one of the `errors()` of validating `raw` as `root`.
+    """Return a line `key: problem` for an error of pydantic. `error` is one of the `errors()` of validating `raw` as `root`.
 
-    The key is the file's. Parts of pydantic's path that are not in the file, because a validator
-    put a list around a single entry or a mapping around a list, are left out.
+    The key is the key in the file. Some parts of pydantic's path are not in the file, because a validator has put a list
+    around a single entry or a mapping around a list. They are left out.
     """
     path = [part for part in error["loc"] if part != "[key]"]
     key = ".".join(_in_file(path, raw))
@@ -54,11 +54,11 @@ def explain(error: Mapping[str, Any], root: type[BaseModel], raw: object) -> str
     if kind == "missing":
         return f"{key}: missing, and there is no default: give it"
     mapping = kind in ("dict_type", "model_type")
-    # pydantic's words: "Input should be a valid integer, unable to parse string as an integer"
+    # pydantic's message is, for example, "Input should be a valid integer, unable to parse string as an integer".
     message = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     message = "must be a mapping" if mapping else message.partition(", unable to parse")[0]
     if not key:
-        return str(message)  # about several keys, which it names
+        return str(message)  # This message is about several keys, and names them.
     value = repr(error["input"])
     return f"{key}: {message} (found {value if len(value) <= _MAX_VALUE else value[:_MAX_VALUE] + '...'})"
 
@@ -66,7 +66,7 @@ def explain(error: Mapping[str, Any], root: type[BaseModel], raw: object) -> str
 def _in_file(path: Sequence[int | str], raw: object) -> Iterable[str]:
     for part in path:
         if isinstance(part, int) and not isinstance(raw, list) and raw is not None:
-            continue  # the file has no list here
+            continue  # The file has no list here.
         elif isinstance(part, str) and isinstance(raw, list):
             continue
         yield str(part)
@@ -79,13 +79,13 @@ def _in_file(path: Sequence[int | str], raw: object) -> Iterable[str]:
 
 
 def _known(root: type[BaseModel], path: Sequence[int | str]) -> list[str]:
-    """Return the keys of the model at a path, found along the fields' annotations."""
+    """Return the known keys at a path. The annotations of the fields lead to their model."""
     here: list[Any] = [root]
     for part in path:
         fields = [
             kind.model_fields[part].annotation for kind in here if part in getattr(kind, "model_fields", ())
         ]
-        # Other types are lists and mappings: all entries are of one type, the last argument.
+        # Other types are lists and mappings. All of their entries have one type, the last argument of the annotation.
         here = [
             kind
             for annotation in fields or [get_args(member)[-1] for member in here]
@@ -95,7 +95,7 @@ def _known(root: type[BaseModel], path: Sequence[int | str]) -> list[str]:
 
 
 def _members(annotation: Any) -> list[Any]:
-    """Return the types of a union that may hold keys, or the one type."""
+    """Return the members of a union that may have keys. For any other type, return the type itself."""
     if get_origin(annotation) not in (Union, UnionType):
         return [annotation]
     return [kind for kind in get_args(annotation) if get_args(kind) or hasattr(kind, "model_fields")]

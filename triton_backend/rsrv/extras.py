@@ -6,7 +6,7 @@ from urllib.parse import unquote
 
 
 def install_command(*extras: str) -> str:
-    """Return the command that adds `extras`, from where rsrv came: a folder, a wheel, Git or an index."""
+    """Return the command that installs `extras` from the source of this rsrv: a folder, a wheel, Git or an index."""
     selection = f"[{','.join(extras)}]"
     origin = _origin()
     url: str = origin.get("url", "")
@@ -19,8 +19,8 @@ def install_command(*extras: str) -> str:
 
 
 def _origin() -> dict[str, Any]:
-    """Return pip's record of where rsrv came from (PEP 610); nothing if that was an index."""
-    # Imported only for a message: commands start faster without it.
+    """Return pip's record of the source of rsrv (PEP 610). It is empty if rsrv came from an index."""
+    # Import this only for a message, because commands start faster without it.
     from importlib.metadata import PackageNotFoundError, distribution
 
     try:

@@ -1,14 +1,15 @@
-"""Histograms of fixed bounds, as Prometheus has them, for values that come many times a second."""
+"""Histograms with fixed bounds, as in Prometheus, for values that are measured many times a second."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
 from operator import add, sub
 from typing import Any, Protocol
 
-#: upper bounds of intervals, seconds: of requests and executions, and of compilations
+#: Upper bounds of intervals in seconds, for requests and executions.
 SECONDS: tuple[float, ...] = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
 )  # fmt: skip
+#: Upper bounds of intervals in seconds, for compilations.
 LONG_SECONDS: tuple[float, ...] = (
     0.01,
     0.025,
@@ -26,9 +27,9 @@ LONG_SECONDS: tuple[float, ...] = (
     300.0,
     600.0,
 )
-#: rows of an execution
+#: Upper bounds for rows of an execution.
 ROWS: tuple[float, ...] = tuple(float(2**k) for k in range(13))
-#: rows of padding in an execution
+#: Upper bounds for rows of padding in an execution.
 PADDING: tuple[float, ...] = (0.0, *ROWS)
 
 
@@ -40,19 +41,19 @@ class Trimmed(Protocol):
 
     @property
     def counts(self) -> Sequence[int]:
-        """The counts of `Histogram.trimmed`."""
+        """The counts as in `Histogram.trimmed`."""
 
 
 class Histogram:
-    """Counts values by interval; not thread-safe. An interval includes its upper bound; one more is above the last bound."""
+    """Counts values by interval. Not thread-safe. An interval includes its upper bound. The last interval has no bound."""
 
     __slots__ = ("bounds", "counts", "sum")
 
     def __init__(self, bounds: Sequence[float], counts: list[int] | None = None, sum: float = 0.0) -> None:
         self.bounds = bounds
-        #: by interval, one more than bounds
+        #: Number of values in each interval. There is one more interval than bounds.
         self.counts = [0] * (len(bounds) + 1) if counts is None else counts
-        #: of all values
+        #: Sum of all values.
         self.sum = sum
 
     def observe(self, value: float) -> None:
@@ -71,14 +72,14 @@ class Histogram:
         self.sum += other.sum
 
     def since(self, earlier: "Histogram") -> "Histogram":
-        """Return the values that came since `earlier`, with the same bounds; all of them if counting has restarted since."""
+        """Return the values added since `earlier`, which has the same bounds. If counting began again since, return all."""
         counts = list(map(sub, self.counts, earlier.counts))
         if min(counts) < 0:
             return self
         return Histogram(self.bounds, counts, self.sum - earlier.sum)
 
     def quantile(self, q: float) -> float | None:
-        """Return a quantile as PromQL's histogram_quantile: values are spread evenly in their interval. None: no values."""
+        """Return a quantile as PromQL's histogram_quantile, with values spread evenly in their interval. None: no values."""
         total = sum(self.counts)
         if not total:
             return None
@@ -91,7 +92,7 @@ class Histogram:
         return self.bounds[-1]
 
     def trimmed(self) -> tuple[int, list[int]]:
-        """Return the number of empty intervals at the start, and the counts from there to the last non-empty one."""
+        """Return the number of empty intervals at the start, and the counts of the next ones up to the last non-empty one."""
         counts, first, end = self.counts, 0, len(self.counts)
         while end and not counts[end - 1]:
             end -= 1
@@ -100,13 +101,13 @@ class Histogram:
         return first, counts[first:end]
 
     def to_json(self) -> list[float]:
-        """Return the sum, and what `trimmed` returns."""
+        """Return [sum, number of empty intervals at the start, counts as in `trimmed`...]."""
         first, counts = self.trimmed()
         return [self.sum, first, *counts]
 
     @classmethod
     def of(cls, bounds: Sequence[float], trimmed: Trimmed) -> "Histogram":
-        """Return the histogram with these bounds of a record."""
+        """Return the histogram with these bounds that a record has in `trimmed`."""
         histogram = cls(bounds, sum=trimmed.sum)
         histogram.counts[trimmed.first : trimmed.first + len(trimmed.counts)] = trimmed.counts
         return histogram

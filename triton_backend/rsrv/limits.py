@@ -1,4 +1,4 @@
-"""Limits and memory of this process, and the memory of the machine, or of the container's control group if that has less."""
+"""Limits and memory of this process, and memory of the machine or, if that is less, of the container's control group."""
 
 import ctypes
 import gc
@@ -9,28 +9,28 @@ from pathlib import Path
 import numpy as np
 
 _libc = ctypes.CDLL(None)
-#: bytes of a thread's stack if the system sets no limit
+#: Bytes of a thread's stack if the system sets no limit.
 _DEFAULT_STACK_BYTES = 2 << 20
-#: mappings where the system limits none
+#: Number of mappings if the system sets no limit.
 _NO_LIMIT = 1 << 31
 
 
 def raise_limit(which: int) -> None:
-    """Raise a soft limit, which holds, to the hard one; `which` is one of `resource.RLIMIT_...`."""
+    """Raise a soft limit, the one that applies, to the hard limit. `which` is one of `resource.RLIMIT_...`."""
     _, hard = resource.getrlimit(which)
     resource.setrlimit(which, (hard, hard))
 
 
 def total_memory(root: Path = Path("/")) -> int:
-    """Return the bytes that this process and its neighbours may take together."""
+    """Return the bytes of memory that all processes of the machine or the container may take together."""
     return min([_meminfo(root, "MemTotal"), *(limit for _, limit in _limits(root))])
 
 
 def spare_memory(root: Path = Path("/")) -> int:
-    """Return about the bytes that can be taken now.
+    """Return about how many bytes of memory are free now.
 
-    Parts of the kernel's file cache that were read once count as free, and half of the parts that were read again,
-    because these include programs.
+    The parts of the kernel's file cache that were read only once count as free. Of the parts that were read again, half
+    counts as free, because they include programs.
     """
     amounts = [_meminfo(root, "MemAvailable")]
     for group, limit in _limits(root):
@@ -45,9 +45,9 @@ def spare_memory(root: Path = Path("/")) -> int:
 
 
 def spare_mappings(root: Path = Path("/")) -> tuple[int, int]:
-    """Return how many more mappings this process may make, and how many it may have. Counting 60,000 takes 60 ms.
+    """Return how many more mappings this process may make, and how many it may have in all. To count 60,000 takes 60 ms.
 
-    If the system does not report it, there is no limit.
+    If the system does not report the limit, both are _NO_LIMIT.
     """
     most = _number(root / "proc" / "sys" / "vm" / "max_map_count")
     try:
@@ -58,7 +58,7 @@ def spare_mappings(root: Path = Path("/")) -> tuple[int, int]:
 
 
 def private_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes that count against RLIMIT_DATA: private writable memory, touched or not, with stacks."""
+    """Return the bytes that count against RLIMIT_DATA: private writable memory, including stacks and untouched memory."""
     return _fields(root / "proc" / "self" / "status")["VmData:"] * 1024
 
 
@@ -83,7 +83,7 @@ def lift_limit() -> None:
 
 
 def can_have(nbytes: int) -> bool:
-    """Return whether this process can allocate this much in one piece, from the system or from memory that it has freed."""
+    """Return True if this process can allocate this many bytes in one piece, from the system or from its own freed memory."""
     gc.collect()
     _libc.malloc_trim(0)
     try:
@@ -100,8 +100,8 @@ def _meminfo(root: Path, name: str) -> int:
 def _limits(root: Path) -> Iterator[tuple[Path, int]]:
     """Yield the control groups that limit this process's memory, each with its limit in bytes.
 
-    Inside a container the path that the kernel names may be the one outside: then the group is at the root. A kernel
-    may have no control groups.
+    Inside a container, the kernel may report the path of the group outside the container. The group is then at the root. If the
+    kernel has no control groups, nothing is yielded.
     """
     mounts = {"": root / "sys" / "fs" / "cgroup", "memory": root / "sys" / "fs" / "cgroup" / "memory"}
     for line in _text(root / "proc" / "self" / "cgroup").splitlines():
@@ -118,19 +118,19 @@ def _limits(root: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _number(file: Path) -> int | None:
-    """Return the number in a file; None for "max", and for a file that does not exist."""
+    """Return the number in a file. Return None for "max", and if the file does not exist."""
     text = _text(file).strip()
     return int(text) if text.isdecimal() else None
 
 
 def _fields(file: Path) -> dict[str, int]:
-    """Return the numbers in a file of the kernel, by the first word of their lines; none if there is no such file."""
+    """Return the numbers in a file of the kernel by the first words of the lines. Empty if the file does not exist."""
     lines = (line.split() for line in _text(file).splitlines())
     return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdecimal()}
 
 
 def _text(file: Path) -> str:
-    """Return the text of a file of the kernel; empty if there is no such file."""
+    """Return the text of a file of the kernel. Empty if the file does not exist."""
     try:
         return file.read_text(errors="replace")
     except OSError:

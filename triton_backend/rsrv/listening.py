@@ -1,4 +1,4 @@
-"""Listening for HTTP, on IPv4 and IPv6, and only for requests to this machine's own names."""
+"""Listens for HTTP on IPv4 and IPv6, and refuses requests for names of other machines."""
 
 import asyncio
 import re
@@ -15,10 +15,11 @@ from rsrv.address import Address, bare
 
 #: Hosts that mean all addresses of this machine. For each of them, gRPC's servers listen on IPv4 and IPv6.
 _ANY = ("", "0.0.0.0", "::")
-#: Ends of names that no public name server resolves: RFC 6761, RFC 6762, RFC 8375, ICANN's .internal, Kubernetes' services.
+#: Ends of names that no public name server resolves, from RFC 6761, RFC 6762 and RFC 8375, ICANN's .internal, and names of
+#: services in Kubernetes.
 _PRIVATE = (".localhost", ".local", ".internal", ".home.arpa", ".svc")
 
-#: A host, with an IPv6 address in brackets, and perhaps a port.
+#: A host and an optional port. An IPv6 address is in brackets.
 _HOST = re.compile(r"\s*(\[[^]]*\]|[^:\s]*)(?::[0-9]*)?\s*")
 
 
@@ -34,7 +35,7 @@ async def listen(
         return await loop.create_server(
             factory, where.host, where.port, ssl=tls, backlog=backlog, reuse_address=True
         )
-    # For `::`, asyncio itself would listen on IPv6 only.
+    # Make the socket here, because asyncio would listen only on IPv6 for `::`.
     both = socket.has_dualstack_ipv6()
     listener = socket.create_server(
         ("::" if both else "0.0.0.0", where.port),
@@ -48,13 +49,13 @@ async def listen(
 class KnownHosts:
     """Refuses requests whose Host is a public name that is not this machine's.
 
-    A web page of another site can make its own name resolve to this machine (DNS rebinding). Then it can read everything
-    that its visitor's browser reaches here. Such a request has the page's name in its header Host. The page's name cannot be
-    an address, a name without dots or a name that only private networks resolve.
+    A web page of another site can make its own name resolve to this machine (DNS rebinding). It can then read everything
+    that its visitor's browser can reach here. Such a request has the page's name in its header Host. The page's name cannot be
+    an address, a name without dots, or a name that only private networks resolve, so these hosts are admitted.
     """
 
     def __init__(self, listens: str, *open_paths: str) -> None:
-        """`listens`: HOST:PORT of the server, whose host is known; `open_paths`: paths that answer any Host."""
+        """`listens` is HOST:PORT of the server. Its host is admitted. `open_paths` are paths that answer any Host."""
         self._known = {host_of(listens), socket.gethostname().lower()}
         self._open_paths = open_paths
         #: The machine's full name. A name server may have to resolve it.
@@ -78,13 +79,13 @@ class KnownHosts:
 
 
 def host_of(header: str) -> str:
-    """Return the host in a header Host, in lower case, without port and brackets; empty if there is none."""
+    """Return the host in a header Host, in lower case, without port and brackets. Empty if there is none."""
     match = _HOST.fullmatch(header)
     return bare(match[1]).rstrip(".").lower() if match else header
 
 
 def is_private(host: str) -> bool:
-    """Return true if no public name server resolves the host: an address, a name without dots, or one of a private zone."""
+    """Return True if no public name server resolves the host: it is an address, has no dots, or is in a private zone."""
     with suppress(ValueError):
         ip_address(host)
         return True

@@ -1,6 +1,6 @@
 """Log lines: text for people, or a JSON object per line for programs. They have numbers and names, never tensors.
 
-Every process of rsrv writes to its stderr, which is tritonserver's log, or that of `rsrv serve`.
+Every process of rsrv writes to its stderr, which is the log of tritonserver or of `rsrv serve`.
 """
 
 import json
@@ -23,16 +23,16 @@ Format = Literal["human", "json"]
 _NAME = "rsrv"
 #: Words for a request whose client has given it no id.
 NAMELESS = "a request without an id"
-#: lines that wait for a blocked log; seconds that `flush` waits
+#: Maximum number of lines that wait for a blocked log, and the seconds that `flush` waits.
 _MAX_WAITING, _FLUSH_TIMEOUT_S = 1000, 2.0
-#: Owns the requests from here on, and answers each one. If it returned an error, Triton would own them again.
+#: Maximum numbers of characters in a line: of a request's id, of a text from outside, and of any message or traceback.
 ID, TEXT, _MAX_MESSAGE = 200, 500, 16_000
-#: control characters and line ends of a terminal, without tabs and newlines
+#: Control characters and line ends of a terminal, without tabs and newlines.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def shorten(text: str, most: int) -> str:
-    """Cut a text to about `most` characters, of its start and of its end: a client may send megabytes."""
+    """Shorten a text to about `most` characters from its start and its end, because a client may send megabytes."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -40,7 +40,7 @@ def shorten(text: str, most: int) -> str:
 
 
 def fields(**values: Any) -> dict[str, Any]:
-    """Return `extra` for a log call: fields for programs, beside the text for people.
+    """Return `extra` for a log call. It has fields for programs, in addition to the text for people.
 
     Values are numbers, texts and lists of them. None and empty texts are left out.
     """
@@ -54,7 +54,7 @@ def request_name(id: str) -> str:
 
 
 def of_request(id: str, **values: Any) -> dict[str, Any]:
-    """Return `fields` for a line about one request, which `LineLimit` counts: clients can cause any number of them."""
+    """Return `fields` for a line about one request. `LineLimit` limits such lines, because clients can cause any number."""
     return {**fields(request=id, **values), "of_request": True}
 
 
@@ -63,10 +63,10 @@ def _is_empty(value: object) -> bool:
 
 
 def setup(format: Format = "human", model: str | None = None, *, aside: bool = False) -> None:
-    """Log to stderr. May be called again, when the settings are known.
+    """Log to stderr. This may be called again when the settings are known.
 
-    `model` is the name of the model that this process serves, if there is one. With `aside`, logging never waits until
-    a line is written (`Aside`).
+    `model` is the name of the model that this process serves, if there is one. If `aside` is True, a thread writes the lines,
+    and logging does not wait for it (`Aside`).
     """
     root = logging.getLogger()
     handler = next((known for known in root.handlers if known.name == _NAME), None)
@@ -78,26 +78,26 @@ def setup(format: Format = "human", model: str | None = None, *, aside: bool = F
         handler.name = _NAME
         root.addHandler(handler)
         root.setLevel(logging.INFO)
-        # Otherwise warnings of Python would be lines of another format.
+        # Log the warnings of Python as well. Otherwise, they would be lines of another format.
         logging.captureWarnings(True)
         handler.addFilter(LineLimit())
     handler.setFormatter(formatter(format, model))
 
 
 def flush() -> None:
-    """Write the waiting lines, within limited time: for processes that end without the interpreter's own end."""
+    """Write the waiting lines, within limited time. For processes that end without the interpreter's exit."""
     for handler in logging.getLogger().handlers:
         handler.flush()
 
 
 def write(fd: int, data: bytes) -> None:
-    """Write all of `data`, also if another process has made the file non-blocking. Raises OSError."""
+    """Write all of `data`, even if another process has made the file non-blocking. Raises OSError."""
     left = memoryview(data)
     while left:
         try:
             left = left[os.write(fd, left) :]
         except BlockingIOError:
-            # Not select(), which is limited to descriptors up to 1023: a server has more.
+            # Do not use select(), because it takes only descriptors up to 1023, and a server has more.
             poll = select.poll()
             poll.register(fd, select.POLLOUT)
             poll.poll()
@@ -112,7 +112,7 @@ def formatter(format: Format, model: str | None = None) -> logging.Formatter:
 
 
 class TextLines(logging.Formatter):
-    """Formats lines for people. Continued lines are indented, and control characters escaped: texts quote clients."""
+    """Formats lines for people. Texts quote clients, so further lines of a text are indented, and control characters escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(_rendered(record))
@@ -150,12 +150,12 @@ class JsonLines(logging.Formatter):
 
 def _json(value: object) -> str:
     """Return JSON. Raises TypeError or ValueError for a key or a number that JSON does not have."""
-    # An array must not get into the log by mistake.
+    # Write only the type of any other value, so that an array cannot get into the log by mistake.
     return json.dumps(value, default=lambda unknown: type(unknown).__name__, allow_nan=False)
 
 
 def _jsonable(value: object) -> object:
-    """Replace numbers that JSON does not have, and keys of other types, by texts."""
+    """Replace numbers that JSON does not have, and keys that are not texts, by texts."""
     match value:
         case dict():
             return {str(key): _jsonable(each) for key, each in value.items()}
@@ -169,9 +169,9 @@ def _jsonable(value: object) -> object:
 class Aside(logging.Handler):
     """Writes on a thread of its own, so that a stopped terminal or a pipe without a reader blocks no other thread.
 
-    Lines that find no room are dropped, and a line counts them. Logging a critical line waits for a while until it is
-    written: the process may end after it. The thread starts with the first line. A fork of the process has no such
-    thread, so logging waits there.
+    If too many lines wait, further lines are dropped, and a line counts them. A critical line is an exception: logging waits
+    some time until it is written, because the process may end after it. The thread starts with the first line. A fork of the
+    process does not have the thread, so logging waits there.
     """
 
     def __init__(self, fd: int = 2, most: int = _MAX_WAITING) -> None:
@@ -186,7 +186,7 @@ class Aside(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            # An exception would keep everything alive that it refers to, including tensors.
+            # Format an exception now. Otherwise, it would keep everything alive that it refers to, including tensors.
             line = self.format(record) if record.exc_info else _rendered(record)
         except Exception:  # noqa: BLE001  as in every handler
             self.handleError(record)
@@ -228,8 +228,7 @@ class Aside(logging.Handler):
                 self._changed.wait_for(lambda: self._lines)
                 line = self._lines[0]
             self._put(line)
-            # Read the count after the write, which may have waited. So one line counts all lines that were lost
-            # meanwhile.
+            # Read the count after the write, because lines may be lost while the write waits. One line then counts all of them.
             with self._changed:
                 lost, self._lost = self._lost, 0
             if lost:
@@ -239,12 +238,12 @@ class Aside(logging.Handler):
                 self._changed.notify_all()
 
     def _put(self, line: str | logging.LogRecord) -> None:
-        """Write a line with one call: lines of several processes stay apart, unless they are very long."""
+        """Write a line with one call, so that lines of several processes do not mix, unless they are very long."""
         try:
             text = line if isinstance(line, str) else self.format(line)
             write(self._fd, f"{text}\n".encode(errors="backslashreplace"))
         except OSError:
-            pass  # the log was closed
+            pass  # The log was closed.
         except Exception:  # noqa: BLE001  the thread must go on
             self.handleError(logging.makeLogRecord({}))
 

@@ -1,4 +1,4 @@
-"""Progress of long work in rsrv's commands, `rsrv_bundle` included: a bar on a terminal, plain lines elsewhere.
+"""Progress of long work in the commands of rsrv and `rsrv_bundle`: a bar on a terminal, and plain lines elsewhere.
 
 Servers log their progress instead.
 """
@@ -12,15 +12,15 @@ from typing import Protocol, TextIO
 from rsrv.command import put
 from rsrv.terminal import obeys_codes
 
-#: seconds between two plain lines, at least; shorter work has none, so that a file is not flooded
+#: Shortest time between two plain lines, in seconds. Shorter work has no line, so that a file is not flooded.
 LINE_PERIOD_S = 1.0
 
 
 class Steps(Protocol):
-    """Work of known or unknown length."""
+    """Work with a known or unknown number of steps."""
 
     def step(self, text: str = "", count: int = 1) -> None:
-        """Count steps that are done; `text` names the last one."""
+        """Count steps that are done. `text` describes the last one."""
 
 
 @contextmanager
@@ -32,11 +32,11 @@ def steps(
     clock: Callable[[], float] = time.monotonic,
     every: float = LINE_PERIOD_S,
 ) -> Iterator[Steps]:
-    """Show how many of `total` steps are done (None: the total is unknown), on `stream` or stderr.
+    """Show how many of `total` steps (None: unknown) are done, on `stream` or stderr.
 
-    On a terminal, if rich is installed, this is a bar with the elapsed time, which is removed at the end. Elsewhere it is
-    a line for a step that ends at least `every` seconds after the last line, or after the start; and for the last step
-    if there were lines. `clock` returns seconds.
+    On a terminal, if rich is installed, this is a bar with the elapsed time, which is removed at the end. Elsewhere, there is a
+    line for a step that ends at least `every` seconds after the start or the last line. If there were lines, the last step also
+    has one. `clock` returns seconds.
     """
     stream = stream or sys.stderr
     bar = _bar(title, total, stream, clock)
@@ -82,7 +82,7 @@ class _Lines:
 
 
 class _Bar:
-    """A bar on a terminal. The constructor raises ImportError without rich."""
+    """A bar on a terminal. The constructor raises ImportError if rich is missing."""
 
     def __init__(self, title: str, total: int | None, stream: TextIO, clock: Callable[[], float]) -> None:
         from rich import progress
@@ -98,7 +98,7 @@ class _Bar:
             console=Console(file=stream),
             get_time=clock,
             transient=True,
-            # Output of the command goes above the bar; redirected output stays redirected.
+            # Print the command's own output above the bar, unless it is redirected.
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=sys.stderr.isatty(),
         )

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("rsrv.renewal")
 
-#: Seconds between two looks at the files.
+#: Seconds between two checks of the files.
 LOOK_S = 5.0
 #: The log warns this many seconds before a certificate ends.
 WARN_S = 14 * 86400.0
@@ -33,14 +33,14 @@ class FileState:
 
     #: Name of the setting.
     setting: str
-    #: Unix time at which the certificate in use ends; None: there is none.
+    #: Unix time at which the certificate in use ends. None: there is no certificate.
     ends_at: float | None
-    #: Reason why the present files are not in use; empty if they are.
+    #: Reason why the present files are not in use. Empty if they are in use.
     problem: str
 
 
 class Renewed(Generic[T]):
-    """The content of files. `value` is the last good one; any thread may read it."""
+    """The content of files. `value` is the last good content. Any thread may read it."""
 
     def __init__(
         self, setting: str, files: Sequence[Path], read: Callable[[], T], certificate: Path | None = None
@@ -48,10 +48,10 @@ class Renewed(Generic[T]):
         """Read the files. Raises the errors of `read`.
 
         Args:
-            setting: name of the setting, for the log and metrics.
-            files: the files.
-            read: returns their content; its error says why they cannot be used.
-            certificate: the file in `files` with the certificate whose end is watched.
+            setting: Name of the setting, for the log and metrics.
+            files: The files.
+            read: Returns their content. Its error says why they cannot be used.
+            certificate: The file in `files` with the certificate whose end is watched.
         """
         self.setting = setting
         self._files = [file.expanduser() for file in files]
@@ -59,9 +59,9 @@ class Renewed(Generic[T]):
         self._certificate = None if certificate is None else certificate.expanduser()
         self._state = self._stat()
         self.value = read()
-        #: Unix time at which the certificate in use ends; None: there is none.
+        #: Unix time at which the certificate in use ends. None: there is no certificate.
         self.ends_at = self._end()
-        #: Reason why the present files are not in use; empty if they are.
+        #: Reason why the present files are not in use. Empty if they are in use.
         self.problem = ""
         self._warned = ""
 
@@ -70,7 +70,7 @@ class Renewed(Generic[T]):
         return FileState(self.setting, self.ends_at, self.problem)
 
     def look(self, now: float) -> None:
-        """Read the files if they have changed. `now`: Unix time. Call it on one thread at a time."""
+        """Read the files if they have changed. `now` is Unix time. Only one thread at a time may call this."""
         state = self._stat()
         if state != self._state:
             self._state = state
@@ -83,7 +83,7 @@ class Renewed(Generic[T]):
             if ends_at is not None and ends_at <= now:
                 raise ValueError(f"the certificate in {self._certificate} ended on {_day(ends_at)}")
             value = self._read()
-        except Exception as error:  # noqa: BLE001  any fault of the files
+        except Exception as error:  # noqa: BLE001  the files may have any fault
             # The cause may also be a short lack of descriptors or memory, so read the files again at the next check.
             self._state = ()
             if str(error) != self.problem:
@@ -105,7 +105,7 @@ class Renewed(Generic[T]):
             log.warning("%s; replace the file: a renewed one is used without a restart", text)
 
     def _end(self) -> float | None:
-        """Return the Unix time of the certificate's end; None: there is no certificate, or its end cannot be read."""
+        """Return the Unix time of the certificate's end. None: there is no certificate, or its end cannot be read."""
         with suppress(OSError, ValueError):
             return None if self._certificate is None else end_of(self._certificate.read_bytes())
         return None
@@ -122,7 +122,7 @@ class Renewed(Generic[T]):
 
 
 class Renewals:
-    """All files of a process. `run` looks at them."""
+    """All renewed files of a process. `run` checks them regularly."""
 
     def __init__(self) -> None:
         self._all: dict[str, Renewed[Any]] = {}
@@ -130,7 +130,10 @@ class Renewals:
     def of(
         self, setting: str, files: Sequence[Path], read: Callable[[], T], certificate: Path | None = None
     ) -> Renewed[T]:
-        """Look at these files from now on, once for each setting. Arguments and errors are those of `Renewed`."""
+        """Return the content of these files, which are checked from now on. Each setting has one `Renewed`.
+
+        Arguments and errors are as in `Renewed`.
+        """
         renewed = self._all.get(setting)
         if renewed is None:
             renewed = self._all[setting] = Renewed(setting, files, read, certificate)
@@ -141,12 +144,12 @@ class Renewals:
         return iter(list(self._all.values()))
 
     def look(self, now: float) -> None:
-        """Look at all files. `now`: Unix time."""
+        """Check all files. `now` is Unix time."""
         for renewed in self:
             renewed.look(now)
 
     async def run(self) -> None:
-        """Look at all files again and again."""
+        """Check all files regularly, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             # Use a thread, because a file system may hang.
@@ -154,7 +157,7 @@ class Renewals:
 
 
 class RenewedTls(ssl.SSLContext):
-    """A context that uses the latest files for new connections. It is for asyncio, which only calls `wrap_bio`."""
+    """A context that uses the latest files for new connections. Only asyncio may use it, because it calls only `wrap_bio`."""
 
     latest: Callable[[], ssl.SSLContext]
 
@@ -169,7 +172,7 @@ class RenewedTls(ssl.SSLContext):
 
 
 def end_of(pem: bytes) -> float:
-    """Return the earliest end of the certificates in a chain, as Unix time. Raises ValueError if there is no certificate."""
+    """Return the Unix time at which the first certificate of a chain ends. Raises ValueError if there is no certificate."""
     ends = [_end(ssl.PEM_cert_to_DER_cert(match[0].decode("ascii"))) for match in _CERTIFICATE.finditer(pem)]
     if not ends:
         raise ValueError("the file has no certificate")
@@ -182,7 +185,8 @@ def _end(der: bytes) -> float:
         _, at, _ = _element(der, 0)
         _, at, _ = _element(der, at)
         tag, _, end = _element(der, at)
-        # The version is optional. Before the validity are the serial number, the signature's algorithm and the issuer.
+        # Skip the fields before the validity: the optional version, the serial number, the signature's algorithm and the
+        # issuer.
         for _ in range(3 if tag == _CONTEXT_0 else 2):
             _, _, end = _element(der, end)
         _, at, _ = _element(der, end)
@@ -196,7 +200,7 @@ def _end(der: bytes) -> float:
 
 
 def _element(der: bytes, at: int) -> tuple[int, int, int]:
-    """Return tag, start and end of the content of the element at this offset."""
+    """Return the tag of the element at this offset, and the start and end of its content."""
     size, start = der[at + 1], at + 2
     if size & 0x80:
         start += size & 0x7F

@@ -1,8 +1,8 @@
-"""rsrv.yaml: every setting, typed. Environment variables `RSRV_<SECTION>__<KEY>` take precedence over the file.
+"""All settings of rsrv.yaml and their types. Environment variables `RSRV_<SECTION>__<KEY>` take precedence over the file.
 
-The runtime, the control process, the gateway and the generator read it. Stubs never do: registration gives them their
-settings. The sections stand together because a user reads the file as a whole, and because no part may import the
-others: the generator needs all of them.
+The runtime, the control process, the gateway and the generator read the settings. Stubs do not: they get their settings when
+they register. All sections are in this module, because the generator needs all of them and may not import the other parts, and
+because a user reads the file as a whole.
 """
 
 import io
@@ -32,7 +32,7 @@ from rsrv_bundle import yaml12
 
 
 class SettingsError(Exception):
-    """The settings cannot be used; the message names the key and what to do."""
+    """The settings cannot be used. The message names the key and the remedy."""
 
 
 class SchedulerSection(Section):
@@ -62,15 +62,15 @@ class SchedulerSection(Section):
     )
 
 
-#: precision in which models multiply f32
+#: Precision in which models multiply f32.
 Numerics = Literal["auto", "f32", "tf32"]
 
 
-#: the placement table has a bit for each device of a server, and one for pins
+#: Maximum number of devices of a server. The placement table has a bit for each device, and one for pins.
 MAX_DEVICES = 63
 
 
-#: when a model starts: with the server, or when it is first asked for
+#: When a model starts: with the server, or with its first request.
 Start = Literal["eager", "lazy"]
 
 
@@ -172,7 +172,7 @@ class RuntimeSection(Section):
     @field_validator("devices", mode="before")
     @classmethod
     def _are_devices(cls, devices: object) -> object:
-        """Refuse unknown names, and a GPU that is named twice."""
+        """Refuse unknown names, and GPUs that are named twice."""
         if devices == "all":
             return devices
         if not isinstance(devices, list) or not devices:
@@ -205,7 +205,7 @@ class RuntimeSection(Section):
         return self
 
 
-#: connection of a model in Triton with the runtime
+#: The front of a model, which connects Triton with the runtime.
 Front = Literal["python", "native", "auto"]
 
 
@@ -247,7 +247,7 @@ class StubSection(Section):
     )
 
 
-#: transport of a meta model's calls of rsrv's models
+#: The way of a meta model's calls to rsrv's models.
 Transport = Literal["direct", "bls"]
 
 
@@ -288,7 +288,7 @@ class LifecycleSection(Section):
 
     @property
     def poll_s(self) -> float:
-        """Seconds between looks while no change is reported; network and bind mounts never report one."""
+        """Seconds between two looks while no change is reported. Network and bind mounts never report changes."""
         return 5 * self.look_s
 
 
@@ -373,13 +373,13 @@ class TracesSection(Section):
     @field_validator("endpoint")
     @classmethod
     def _is_url(cls, endpoint: str | None) -> str | None:
-        """Refuse what is no URL: otherwise only the first span would show it."""
+        """Refuse a text that is not a URL. Otherwise, only the first span would show the error."""
         if endpoint is not None and not re.fullmatch(r"(?i:https?)://[^\s/]\S*", endpoint):
             raise ValueError(f"{endpoint!r} is no URL; write it as http://localhost:4318/v1/traces")
         return endpoint
 
 
-#: guaranteed place of a model's weights
+#: The place that a model's weights are guaranteed to have.
 Residency = Literal["unpinned", "system", "device"]
 
 
@@ -445,7 +445,7 @@ class ModelSection(PlacedModelSection):
 
 
 def _are_shares(value: object) -> object:
-    """Take one name for all of an alias's requests, and refuse other values in one sentence."""
+    """Convert a single name to a share of all requests. Refuse wrong values with one sentence."""
     if isinstance(value, str):
         return {value: 1}
     rule = "must be a model's name, or a mapping from models to weights up to 1e9, of which one is positive, and `shadow`"
@@ -460,16 +460,16 @@ def _are_shares(value: object) -> object:
     return value
 
 
-#: models behind an alias: each one's weight among the alias's requests, or `shadow`
+#: The models behind an alias, each with its weight among the alias's requests, or `shadow`.
 Shares = Annotated[Mapping[str, float | Literal["shadow"]], BeforeValidator(_are_shares)]
 
 
-#: settings of a model that rsrv.yaml does not name
+#: Settings of a model that rsrv.yaml does not name.
 _NO_SETTINGS: Final = ModelSection()
 
 
 class _Environment(EnvSettingsSource):
-    """Variables of the environment; a text that is not JSON is left to the validation, whose errors name the key."""
+    """Reads variables of the environment. A text that is not JSON is passed to the validation, whose errors name the key."""
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
         try:
@@ -484,7 +484,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(
         env_prefix="RSRV_",
         env_nested_delimiter="__",
-        # As in the file: otherwise it would be the name of a directory.
+        # Read "null" as None, as in the file. Otherwise, it could be the name of a directory.
         env_parse_none_str="null",
         extra="forbid",
         frozen=True,
@@ -533,20 +533,20 @@ class Settings(BaseSettings):
 
     @property
     def traced(self) -> bool:
-        """True if a collector is set, and a control process can send it spans."""
+        """True if a collector is set, and there is a control process that sends spans to it."""
         return self.traces.endpoint is not None and self.control.enabled
 
     def for_model(self, name: str) -> ModelSection:
-        """Return a model's settings, with the runtime's `start` and `idle` where it has none of its own."""
+        """Return a model's settings. If it has no `start` or `idle` of its own, these are the runtime's."""
         own = self.models.get(name, _NO_SETTINGS)
         return own.model_copy(update={"start": self.start_of(name), "idle": self.idle_limits(name)})
 
     def start_of(self, name: str) -> Start:
-        """Return when a model starts. Cheaper than `for_model`, for those who look at all models."""
+        """Return when a model starts. This is cheaper than `for_model`, for callers that need it for all models."""
         return self.models.get(name, _NO_SETTINGS).start or self.runtime.start
 
     def idle_limits(self, name: str) -> IdleSection:
-        """Return a model's `idle`, as cheaply as `start_of`."""
+        """Return a model's `idle`. This is as cheap as `start_of`."""
         own = self.models.get(name, _NO_SETTINGS).idle
         if not own.model_fields_set:
             return self.runtime.idle
@@ -554,9 +554,9 @@ class Settings(BaseSettings):
 
 
 def read_settings(path: Path | None, remedy: str = "Name a file of settings") -> Settings:
-    """Read the settings from a file, if one is given, and the environment. Raises SettingsError.
+    """Read the settings from a file, if there is a path, and from the environment. Raises SettingsError.
 
-    `remedy`: what to do if the file cannot be read.
+    `remedy` is a sentence for the error if the file cannot be read.
     """
     if path is None:
         return load_settings()
@@ -589,7 +589,7 @@ def load_settings(text: str = "", source: str = "rsrv.yaml") -> Settings:
 
 
 def _line(error: Mapping[str, Any], raw: object, variables: Mapping[str, str], source: str) -> str:
-    """Return one error of the validation, with the variable or the file that has the value."""
+    """Return the line about an error of the validation. It names the variable or the file that has the value."""
     variable = _origin(error["loc"], variables)
     line = f"{variable or source}: {explain(error, Settings, raw)}"
     example = {"list_type": '["one", "two"]', "dict_type": '{"key": 1}', "model_type": '{"key": 1}'}
@@ -599,13 +599,13 @@ def _line(error: Mapping[str, Any], raw: object, variables: Mapping[str, str], s
 
 
 def _origin(path: Sequence[int | str], variables: Mapping[str, str]) -> str | None:
-    """Return the variable of the environment that has the value at a path, None if the file has it."""
+    """Return the environment variable that has the value at a path, or None if the file has the value."""
     names = ("rsrv_" + "__".join(map(str, path[:end])).lower() for end in range(len(path), 0, -1))
     return next((variables[name] for name in names if name in variables), None)
 
 
 def dump_settings(settings: Settings) -> str:
-    """Return rsrv.yaml with every key and its meaning; loading it gives the same settings.
+    """Return the text of a rsrv.yaml with every key and its meaning. To load it gives the same settings.
 
     Raises SettingsError if the name of a folder cannot be written to a file of text.
     """

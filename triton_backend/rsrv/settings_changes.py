@@ -1,4 +1,4 @@
-"""Changes of rsrv.yaml while a server runs: when each setting takes effect, and the settings of a running runtime."""
+"""Changes of rsrv.yaml while a server runs: when each change takes effect, and changes of a runtime's settings."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,8 +20,8 @@ from rsrv.settings import (
 )
 from rsrv.wire.paths import write_whole
 
-#: when a change takes effect. at once; restart: after `rsrv restart`; server: with the next tritonserver (after rsrv-gen,
-#: if the meaning says so); gateway: with the next rsrv-gateway
+#: When a change takes effect: at once, after `rsrv restart` (restart), with the next tritonserver (server; after rsrv-gen, if
+#: the setting's description says so), or with the next rsrv-gateway (gateway).
 Effect = Literal["at once", "restart", "server", "gateway"]
 
 _SECTIONS: Final[Mapping[str, Effect]] = {
@@ -32,7 +32,8 @@ _SECTIONS: Final[Mapping[str, Effect]] = {
     "gateway": "gateway",
     "models": "at once",
 }
-#: keys that differ from their section; other sections wait for the next server
+#: Exceptions: keys whose changes take effect at another time than those of their section. Sections that are not in _SECTIONS
+#: wait for the next server.
 _KEYS: Final[Mapping[str, Effect]] = {
     "runtime.platform": "server",
     "runtime.devices": "server",
@@ -50,7 +51,7 @@ _KEYS: Final[Mapping[str, Effect]] = {
 
 
 def effect(section: str, key: str) -> Effect:
-    """Return when a change of a key takes effect; `models` is the section of each model."""
+    """Return when a change of a key takes effect. The section of every model is `models`."""
     return _KEYS.get(f"{section}.{key}", _SECTIONS.get(section, "server"))
 
 
@@ -62,26 +63,26 @@ def _at_once(section: str, model: type[BaseModel]) -> set[str]:
 SCHEDULER_KEYS: Final = _at_once("scheduler", SchedulerSection)
 RUNTIME_KEYS: Final = _at_once("runtime", RuntimeSection)
 MODEL_KEYS: Final = _at_once("models", ModelSection)
-#: keys of the scheduler's section that `rsrv scheduler` changes
+#: Keys of the scheduler's section that `rsrv scheduler` can change.
 CHANGEABLE: Final = tuple(key for key in SchedulerSection.model_fields if key != "max_queue_depth")
-#: models in one command, which must fit into a frame
+#: Maximum number of models in one command, which must fit in a frame.
 _MODELS: Final = 200
 
 
-#: seconds between two looks at a file of settings
+#: Seconds between two looks at a file of settings.
 LOOK_S: Final = 1.0
 
 
 class FileLooks:
-    """Looks at a file that is read again when it changes. A change counts when two looks agree."""
+    """Looks at a file to find out when it must be read again. A change counts when two looks agree."""
 
     def __init__(self, path: Path) -> None:
-        """The content of now is known."""
+        """The present content of the file is no change."""
         self._path = path
         self._known = self._latest = self._look()
 
     def changed(self) -> bool:
-        """Look; return true once for each change."""
+        """Look at the file. Return True once for each change."""
         before, self._latest = self._latest, self._look()
         if self._latest != before or before == self._known:
             return False
@@ -97,10 +98,9 @@ class FileLooks:
 
 
 def read_or_keep(file: Path, copy: Path) -> tuple[Settings, str]:
-    """Return the settings of a file, whose text is kept for the time when it is broken.
+    """Return the settings of a file and "", or the settings of its last good text and the reason why the file is broken.
 
-    If it is broken now, the settings are those of the kept text, and the reason comes with them. Raises SettingsError: the
-    file is broken, and there is no kept text.
+    `copy` stores the last good text. Raises SettingsError if the file is broken and there is no copy.
     """
     try:
         text = file.read_text(encoding="utf-8") if file.exists() else ""
@@ -109,7 +109,7 @@ def read_or_keep(file: Path, copy: Path) -> tuple[Settings, str]:
         if not copy.exists():
             raise SettingsError(str(error)) from None
         return read_settings(copy), str(error)
-    with suppress(OSError):  # a full disk: the next start may do without
+    with suppress(OSError):  # The disk may be full. The next start may not need the copy.
         write_whole(copy, text)
     return settings, ""
 
@@ -118,7 +118,7 @@ def read_or_keep(file: Path, copy: Path) -> tuple[Settings, str]:
 
 
 def differences(before: Settings, after: Settings) -> Iterator[tuple[str, Effect]]:
-    """Yield the keys whose values differ, `models.NAME.KEY` among them, and when each change takes effect."""
+    """Yield the keys whose values differ, and when each change takes effect. Keys of models are `models.NAME.KEY`."""
     for section in Settings.model_fields:
         if section not in ("models", "aliases"):
             old, new = getattr(before, section), getattr(after, section)
@@ -146,9 +146,9 @@ def in_commands(names: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def change_settings(settings: Settings, changes: Mapping[str, Any]) -> Settings:
-    """Return the settings with these sections. Raises SettingsError.
+    """Return the settings with the changed sections. Raises SettingsError.
 
-    A model's section replaces all its keys that take effect at once.
+    A model's section in `changes` replaces all of the model's keys that take effect at once.
     """
     sections: dict[str, Any] = {}
     models = dict(settings.models)
@@ -171,7 +171,7 @@ def change_settings(settings: Settings, changes: Mapping[str, Any]) -> Settings:
 def _explained(where: tuple[str, ...], error: Exception, raw: object) -> SettingsError:
     if not isinstance(error, ValidationError):
         return SettingsError(f"{'.'.join(where)}: must be a mapping of keys")
-    # The first few suffice: explaining takes time, and the runtime waits meanwhile.
+    # Explain only the first errors, because this takes time, and the runtime waits meanwhile.
     errors = [{**problem, "loc": (*where, *problem["loc"])} for problem in error.errors()[:10]]
     return SettingsError("\n".join(explain(problem, Settings, raw) for problem in errors))
 
@@ -193,7 +193,7 @@ def check_model(name: str, section: Mapping[str, Any]) -> None:
 
 
 def read_shares(name: str, raw: object) -> Shares:
-    """Return the shares of an alias as rsrv.yaml has them. Raises SettingsError."""
+    """Return the shares of an alias from their form in rsrv.yaml. Raises SettingsError."""
     try:
         return TypeAdapter(Shares).validate_python(raw)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""The section of rsrv.yaml about several servers: the gateway's."""
+"""The sections of rsrv.yaml about several devices and servers: placement, and the gateway."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,7 +16,7 @@ class Section(BaseModel):
 
 
 def _are_replicas(value: Any) -> Any:
-    """Refuse other values in one sentence, where a union's members would each say what they want."""
+    """Refuse wrong values with one sentence. A union would give one sentence for each of its members."""
     text = str(value)
     if text not in ("auto", "all") and not (text.isdecimal() and 1 <= int(text) <= 1024):
         raise ValueError("must be a number from 1 to 1024, auto or all")
@@ -28,12 +28,12 @@ Replicas = Annotated[
 ]
 
 
-#: the choice of a request's worker
+#: Method by which the gateway chooses a request's worker.
 GatewayMode = Literal["round_robin", "least_outstanding", "lpt_packing"]
 
 
 def _as_text(value: Any) -> Any:
-    """Return a port as text: YAML reads it as a number."""
+    """Return a port as text, because YAML reads it as a number."""
     return str(value) if type(value) is int else value
 
 

@@ -1,4 +1,4 @@
-"""Times of a week in rsrv.yaml, as `Mon-Fri 08:55`."""
+"""Times of the week in rsrv.yaml, such as `Mon-Fri 08:55`."""
 
 import re
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from typing import Annotated, Final, Self
 
 from pydantic import AfterValidator
 
-#: Seconds after a time of the week in which it still counts, if the server was down.
+#: If the server was down at a time of the week, the time still counts for this many seconds.
 MISSED_S: Final = 600.0
 
 _DAYS: Final = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
@@ -18,13 +18,13 @@ _DAYS: Final = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 class WeekTimes:
     """A time of day on some days of the week."""
 
-    #: 0: Monday
+    #: Numbers of the days. Monday is 0.
     days: frozenset[int]
     at: time
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the times that a text as `Mon-Fri 08:55` means; without days, each day. Raises ValueError."""
+        """Parse a text such as `Mon-Fri 08:55`. A text without days means every day. Raises ValueError."""
         days, _, clock = text.strip().rpartition(" ")
         try:
             hours, minutes = re.fullmatch(r"(\d?\d):(\d\d)", clock).groups()  # type: ignore[union-attr]
@@ -35,10 +35,11 @@ class WeekTimes:
             ) from None
 
     def latest(self, now: float) -> float:
-        """Return the last of these times that is not after `now`, in Unix time. Days are the machine's time zone's."""
+        """Return the Unix time of the latest of these times that is not after `now`. The machine's time zone applies."""
         here = datetime.fromtimestamp(now)
         moments = (datetime.combine(here - timedelta(days=back), self.at) for back in range(8))
-        # In Unix time: a time that the clock skips in spring comes as much later, and one that it repeats in autumn once.
+        # Compare Unix times. If the clock skips a time in spring, it counts as much later. If the clock repeats a time in
+        # autumn, it counts once.
         times = (moment.timestamp() for moment in moments if moment.weekday() in self.days)
         return next(time for time in times if time <= now)
 
@@ -54,7 +55,7 @@ def _days(text: str) -> frozenset[int]:
 
 
 def due(times: Iterable[str], last: float, now: float) -> bool:
-    """Return whether one of these times of the week came after `last` and at most ten minutes before `now`."""
+    """Return True if one of these times of the week is after `last` and at most ten minutes before `now`."""
     return any(max(last, now - MISSED_S) < WeekTimes.parse(text).latest(now) for text in times)
 
 
@@ -63,5 +64,5 @@ def _is_week_time(text: str) -> str:
     return text
 
 
-#: text of `WeekTimes`
+#: The text of a `WeekTimes`.
 WeekTime = Annotated[str, AfterValidator(_is_week_time)]

@@ -1,11 +1,11 @@
-"""Colours of words, for terminals only. The variable NO_COLOR turns them off."""
+"""Colours of words on terminals. The environment variable NO_COLOR turns them off."""
 
 import os
 import sys
 from collections.abc import Mapping
 from typing import Final, TextIO
 
-#: Words that should catch the eye, and rich's style of each.
+#: Words that are coloured, and rich's style of each.
 STYLES: Final[Mapping[str, str]] = {
     "critical": "bold red",
     "warning": "yellow",
@@ -21,12 +21,15 @@ STYLES: Final[Mapping[str, str]] = {
 
 
 def obeys_codes(stream: TextIO) -> bool:
-    """Return whether the stream is a terminal that understands control codes."""
+    """Return True if the stream is a terminal that understands control codes."""
     return stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
 
 
 def styled(word: str, stream: TextIO | None = None) -> str:
-    """Return a word in its colour for a terminal, `stream` or stdout. Elsewhere, and without rich, return it as it is."""
+    """Return a word with the codes of its colour if `stream` (default: stdout) is a terminal and rich is installed.
+
+    Otherwise, return the word without codes.
+    """
     style = STYLES.get(word.strip(), "")
     if not style or os.environ.get("NO_COLOR") or not obeys_codes(stream or sys.stdout):
         return word

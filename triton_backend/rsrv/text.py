@@ -24,7 +24,7 @@ def duration(seconds: float | None) -> str:
     """Return a time with the unit that fits."""
     if seconds is None:
         return "-"
-    # A unit begins where the smaller one would round up to it.
+    # Use the larger unit if the smaller one would be rounded up to it.
     if seconds >= 59.95 * 60:
         return f"{seconds / 3600:.1f} h"
     if seconds >= 59.95:
@@ -36,8 +36,8 @@ def duration(seconds: float | None) -> str:
 
 
 def by_number(name: str) -> list[str | int]:
-    """Return a key by which names sort as people count: `m2` before `m10`."""
-    # Texts and numbers alternate, so equal places hold equal types.
+    """Return a sort key for names that sorts numbers by value: `m2` before `m10`."""
+    # Texts and numbers alternate, so two keys have equal types at each place.
     return [int(part) if at % 2 else part for at, part in enumerate(re.split(r"([0-9]+)", name))]
 
 
@@ -87,7 +87,7 @@ def naming(path: object) -> Iterator[None]:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return a hint about an unknown word: the most similar known word, or all known words."""
-    # Every command imports this module; only a wrong word needs difflib.
+    # Import difflib only here: every command imports this module, but only a wrong word needs difflib.
     import difflib
 
     known = list(known)
@@ -99,6 +99,6 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def some(names: Sequence[str]) -> str:
-    """Return the first three names, and how many more there are."""
+    """Return the first three names as text, and the number of further names."""
     more = len(names) - 3
     return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""Throttling of log lines that clients can cause at any rate: a few of a kind, and counts of those left out."""
+"""Throttling of log lines that clients can cause at any rate. A few lines of each kind are written; others are counted."""
 
 import logging
 import threading
@@ -7,31 +7,32 @@ from collections.abc import Callable, Hashable
 
 #: End of a line that stands for several suppressed lines of the same kind.
 MORE = " (%u more since the last such line)"
-#: loggers of the libraries that read what clients send
+#: Loggers of the libraries that read data from clients.
 _LIBRARIES = frozenset({"aiohttp", "asyncio", "grpc"})
-#: module of the errors of requests that are not HTTP: aiohttp logs a traceback for each of them
+#: Module of the errors about requests that are not HTTP. aiohttp logs a traceback for each such request.
 _NOT_HTTP = "aiohttp.http_exceptions"
-#: characters of such an error's text
+#: Maximum number of characters of such an error's text.
 _MAX_TEXT = 200
-#: lines about single requests, with the same message, that may be written at once
+#: Number of lines about single requests with the same message that may be written at once.
 _BURST = 5
 
 
 class Throttle:
-    """A budget of lines for each kind: `burst` at once, and one more each second. Any thread."""
+    """A budget of lines for each kind: `burst` lines at once, and one more each second. Thread-safe."""
 
     def __init__(self, burst: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` gives seconds."""
+        """`clock` returns seconds."""
         self._burst = burst
         self._clock = clock
         self._lock = threading.Lock()
-        #: by kind: lines that may be written at a time, that time, and the lines left out since the last one
+        #: For each kind, the number of lines that could be written at a time, that time, and the number of lines left out since
+        #: the last written one.
         self._kinds: dict[Hashable, tuple[float, float, int]] = {}
 
     def take(self, kind: Hashable) -> int | None:
-        """Return the number of lines of this kind left out since the last one, or None if this line is left out, too.
+        """Return None if this line must be left out. Otherwise, return the number of lines of the kind left out before it.
 
-        There must be few kinds: each is remembered.
+        There must be few kinds, because each is remembered.
         """
         now = self._clock()
         with self._lock:
@@ -45,15 +46,15 @@ class Throttle:
 
 
 def more(left_out: int) -> str:
-    """Return the end of a line before which `left_out` of the same kind were left out."""
+    """Return the text at the end of a line that says that `left_out` lines of the kind were left out before it."""
     return MORE % left_out if left_out else ""
 
 
 class LineLimit(logging.Filter):
-    """Limits the lines that clients cause, so that none of them can fill the disk; passes all others.
+    """Limits the lines that clients cause, so that no client can fill the disk. All other lines pass.
 
-    Such lines are about single requests (`logs.of_request`), limited by message, or come from libraries, limited by
-    logger and class of exception. A request that is not HTTP costs no traceback.
+    Lines about single requests (`logs.of_request`) are limited by message. Lines of libraries are limited by logger and class
+    of exception. A request that is not HTTP gets no traceback.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

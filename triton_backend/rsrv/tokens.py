@@ -1,4 +1,4 @@
-"""Bearer tokens: reading their files, and checking requests."""
+"""Bearer tokens: reads their files, and checks requests."""
 
 import hmac
 import os
@@ -7,11 +7,11 @@ from pathlib import Path
 
 
 class TokenError(ValueError):
-    """A token's file is unfit; the message names it and says why."""
+    """A token's file cannot be used. The message names the file and says why."""
 
 
 def read_token(path: Path, key: str) -> bytes:
-    """Return the token in a file. Raises TokenError if the file, which the setting `key` names, holds no secret."""
+    """Return the token in a file. Raises TokenError if it holds no secret token. `key` is the setting that names the file."""
     try:
         token = parse_token(path.expanduser().read_bytes(), path, key)
         mode = stat.S_IMODE(os.stat(path.expanduser()).st_mode)
@@ -23,7 +23,7 @@ def read_token(path: Path, key: str) -> bytes:
 
 
 def parse_token(content: bytes, path: Path, key: str) -> bytes:
-    """Return the token that a file holds. Raises TokenError that names the file and `key`, its setting or option."""
+    """Return the token in the content of a file. Raises TokenError, which names the file and its setting or option, `key`."""
     token = content.strip()
     if not (token.isascii() and token.decode("ascii", "replace").isprintable()) or len(token.split()) != 1:
         raise TokenError(f"{key}: {path} holds no token: one line of ASCII without spaces")
@@ -35,7 +35,7 @@ def bears(authorization: str | bytes, token: bytes) -> bool:
 
     The header's scheme may be in upper or lower case, and any number of blanks may follow it (RFC 9110).
     """
-    # Over HTTP, bytes that are not text arrive as surrogates.
+    # HTTP headers with bytes that are not text arrive as text with surrogates.
     sent = authorization.encode(errors="surrogateescape") if isinstance(authorization, str) else authorization
     scheme, _, secret = sent.partition(b" ")
     return scheme.lower() == b"bearer" and hmac.compare_digest(secret.lstrip(b" "), token)

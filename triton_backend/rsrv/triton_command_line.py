@@ -58,7 +58,7 @@ def ask_flags(program: str, expected: str = "model-repository") -> frozenset[str
 
 
 def read_command_line(pid: int) -> list[str]:
-    """Return the words of a process's command line; none if the process is gone, or another user's."""
+    """Return the words of a process's command line. Empty if the process has ended, or belongs to another user."""
     try:
         raw = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -69,7 +69,7 @@ def read_command_line(pid: int) -> list[str]:
 class Options:
     """The options of a command line, as getopt_long reads them: `--name=value`, `--name value`, or `--name` for true.
 
-    A name may be cut short as far as it stays unambiguous.
+    A name may be abbreviated if it is still unambiguous.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
@@ -89,7 +89,7 @@ class Options:
         return [value for flag, value in self._given if flag.startswith(shortest) and name.startswith(flag)]
 
     def last(self, name: str, default: str) -> str:
-        """Return the value that counts of an option that may be given once."""
+        """Return the last value of an option, which is the one that counts, or `default`."""
         return [default, *self.values(name)][-1]
 
     def is_on(self, name: str, *, default: bool) -> bool:
@@ -97,22 +97,22 @@ class Options:
 
 
 def listening(options: Options, front: str) -> Address:
-    """Return where a front end (a key of DEFAULT_PORTS) listens. Raises ValueError if the options have no such address."""
-    # The HTTP and metrics front ends take IPv6 addresses with a prefix, gRPC takes them in brackets.
+    """Return the address where a front end (a key of DEFAULT_PORTS) listens. Raises ValueError if that is no valid address."""
+    # The HTTP and metrics front ends expect IPv6 addresses with a prefix, and gRPC expects them in brackets.
     host = bare(options.last(f"{front}-address", "0.0.0.0").removeprefix("ipv4:").removeprefix("ipv6:"))
     port = options.last(f"{front}-port", str(DEFAULT_PORTS[front]))
     return parse_address(f"{str(Address(host, 0)).removesuffix('0')}{port}")
 
 
 def address_flag(front: str, host: str) -> str:
-    """Return the flag with which a front end listens at the IP address `host`."""
+    """Return the flag that makes a front end listen at the IP address `host`."""
     if ":" in host:
         host = f"[{host}]" if front == "grpc" else f"ipv6:{host}"
     return f"--{front}-address={host}"
 
 
 def restrictions(options: Options, front: str) -> dict[str, tuple[str, str]]:
-    """Return the key and value that callers of each restricted API need. The values are secrets."""
+    """Return, for each restricted API, the key and the value that its callers must send. The values are secrets."""
     secrets: dict[str, tuple[str, str]] = {}
     for value in options.values(RESTRICTIONS[front]):
         apis, _, secret = value.partition(":")
@@ -122,12 +122,12 @@ def restrictions(options: Options, front: str) -> dict[str, tuple[str, str]]:
 
 
 def restriction(key: str, value: str) -> tuple[str, str]:
-    """Return the header that an API restricted with KEY=VALUE requires over gRPC."""
+    """Return the gRPC header (name, value) that an API requires if it is restricted with KEY=VALUE."""
     return f"triton-grpc-protocol-{key.lower()}", value
 
 
 def open_apis(options: Options) -> tuple[list[str], list[str]]:
-    """Return the addresses at which other machines reach APIs of operators without a key, and these APIs."""
+    """Return the addresses at which other machines can call APIs for operators without a key, and the names of these APIs."""
     reachable = set(OPERATOR_APIS)
     if options.last("model-control-mode", "none").lower() != "explicit":
         reachable.discard("model-repository")
@@ -147,9 +147,9 @@ def open_apis(options: Options) -> tuple[list[str], list[str]]:
 
 
 def open_apis_warning(options: Options, remedy: str = "") -> str:
-    """Return what other machines can do with the operators' APIs, and the remedy; empty if they can do nothing.
+    """Return a warning about what other machines can do with the operators' APIs. It is empty if they can do nothing.
 
-    By default, `remedy` names flags of tritonserver.
+    `remedy` is its last sentence. By default, it names flags of tritonserver.
     """
     addresses, apis = open_apis(options)
     if not apis:

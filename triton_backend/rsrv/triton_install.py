@@ -1,8 +1,8 @@
-"""Install tritonserver without a container: `rsrv triton install`.
+"""Installs tritonserver without a container: `rsrv triton install`.
 
 Everything comes from wheels whose checksums are fixed below: the server with its Python backend from `nvidia-pytriton`,
-perf_analyzer from `tritonclient`, and a small environment for Triton's stub processes. Nothing is installed outside one
-folder. Only the standard library is imported.
+perf_analyzer from `tritonclient`, and the packages of a small environment for Triton's stub processes. Everything is installed
+in one folder. This module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from pathlib import Path
 import rsrv
 from rsrv.triton_command_line import unusable_characters
 
-#: tritonserver 2.51 (release 24.10) with its Python backend
+#: Wheel with tritonserver 2.51 (release 24.10) and its Python backend.
 SERVER = """\
 nvidia-pytriton==0.7.0 --hash=sha256:21f063ff93bb426d0c06b7a55e7eb9efcfe62c0dddd9a908e9877e18710128df
 """
-#: the last tritonclient whose Linux wheel carries the binary perf_analyzer
+#: The last version of tritonclient whose Linux wheel has the binary perf_analyzer.
 PERF_ANALYZER = """\
 tritonclient==2.46.0 --hash=sha256:10d2cda89b72599757ef5aeab160c39c6dead64a97871c6156cdf25043f2f655
 """
-#: Imports of stubs: numpy, and those of `rsrv.hooks`. The stub of 24.10 was built before numpy 2 and passes wrong
-#: inputs with it. Python 3.13 has no numpy 1.26; there `rsrv.stub` reads its inputs through DLPack.
+#: Packages that stubs import: numpy, and the imports of `rsrv.hooks`. The stub of 24.10 was built before numpy 2, and passes
+#: wrong inputs with it. There is no numpy 1.26 for Python 3.13, so `rsrv.stub` reads its inputs through DLPack there.
 STUB = """\
 numpy==1.26.4 ; python_version < "3.13" \
 --hash=sha256:666dbfb6ec68962c033a450943ded891bed2d54e6755e35e5835d63f4f6931d5 \
@@ -58,7 +58,7 @@ class InstallError(Exception):
 
 
 def default_folder() -> Path:
-    """Return the folder of the user's cache that `rsrv serve` looks into."""
+    """Return the folder in the user's cache where `rsrv serve` looks for an installation."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "rsrv" / "triton-24.10"
 
@@ -67,8 +67,8 @@ def default_folder() -> Path:
 class Installation:
     """Paths of one installation.
 
-    `folder` holds the parts that all environments share; `own` holds those of this Python environment, by default in
-    `folder/env-<hash of its path>`.
+    `folder` has the parts that all Python environments share. `own` has the parts of this environment. By default, it is
+    `folder/env-<hash of the environment's path>`.
     """
 
     folder: Path
@@ -86,12 +86,12 @@ class Installation:
 
     @property
     def libs(self) -> Path:
-        """The wheel's shared libraries, under the hashed names that its binaries ask for."""
+        """The wheel's shared libraries. They have the hashed names that its binaries need."""
         return self.site / "nvidia_pytriton.libs"
 
     @property
     def tritonserver(self) -> Path:
-        """The binary, which needs `library_path` and `backends`; `launcher` sets both."""
+        """The server's binary. It needs `library_path` and `backends`, which `launcher` sets."""
         return self.site / "pytriton" / "tritonserver" / "bin" / "tritonserver"
 
     @property
@@ -100,7 +100,7 @@ class Installation:
 
     @property
     def backends(self) -> Path:
-        """Value of --backend-directory: the Python backend, with the stub of this Python."""
+        """The value of --backend-directory. It has the Python backend with the stub for this Python."""
         return self.own / "backends"
 
     @property
@@ -110,7 +110,7 @@ class Installation:
 
     @property
     def stub_bin(self) -> Path:
-        """`bin` of the stubs' environment; Triton takes the first python3 on its PATH."""
+        """The folder `bin` of the stubs' environment. Triton uses the first python3 on its PATH."""
         return self.own / "stub" / "bin"
 
     @property
@@ -128,16 +128,16 @@ class Installation:
         return f"{self.libs}:{self.python_lib}"
 
     def is_installed(self) -> bool:
-        """Return true if every step is done, for the present versions."""
+        """Return True if every step was done for the present versions."""
         return all(self._stamp(step) == step.key for step in self._steps())
 
     def install(self, say: Callable[[str], None]) -> None:
-        """Do the steps that are missing or out of date; `say` is given a line before and after each.
+        """Do the steps that are missing or out of date. `say` gets a line before and after each step.
 
-        Safe to interrupt and to run twice at once.
+        This may be interrupted, and may run twice at the same time.
 
         Raises:
-            InstallError: the machine is not supported, or a step failed.
+            InstallError: The machine is not supported, or a step failed.
         """
         if not ((3, 11) <= sys.version_info < (3, 14)):
             raise InstallError(f"tritonserver 24.10 needs Python 3.11 to 3.13, found {PYTHON_TAG}")
@@ -185,7 +185,7 @@ class Installation:
         ]
 
     def _stamp(self, step: _Step) -> str | None:
-        """Return the key under which a step was last done."""
+        """Return the key with which a step was last done."""
         try:
             key = json.loads((step.folder / "stamp.json").read_text()).get(step.name)
         except (OSError, ValueError, AttributeError):
@@ -214,13 +214,13 @@ class Installation:
         stub = folder / "python" / name
         shutil.copy2(source / "python_backend_stubs" / PYTHON_TAG / name, stub)
         stub.chmod(0o755)
-        # Only the one library: a whole lib folder on LD_LIBRARY_PATH would shadow the system's libraries.
+        # Link only this library, because a whole lib folder on LD_LIBRARY_PATH would shadow the system's libraries.
         lib = _emptied(self.python_lib)
         library = str(sysconfig.get_config_var("INSTSONAME") or f"libpython{PYTHON_TAG}.so.1.0")
         folders = [str(sysconfig.get_config_var("LIBDIR")), *os.environ.get("LD_LIBRARY_PATH", "").split(":")]
         if own := next((path for folder in folders if (path := Path(folder, library)).is_file()), None):
             (lib / library).symlink_to(own.absolute())
-        # Without arguments the stub only complains about them, unless the loader stops it before.
+        # Try the stub without arguments. It reports that they are missing, unless the loader cannot start it (status 127).
         trial = _run([str(stub)], {"LD_LIBRARY_PATH": self.library_path})
         if trial.returncode == 127:
             raise InstallError(
@@ -263,7 +263,7 @@ class Installation:
         launcher = self.perf_analyzer
         launcher.write_text(f'#!/bin/sh\nLD_LIBRARY_PATH="{lib}:{self.libs}" exec "{binary}" "$@"\n')
         launcher.chmod(0o755)
-        # perf_analyzer ends with a usage error's status even for -h; it works if it prints its usage.
+        # perf_analyzer ends with the status of an error even for -h. It works if it prints its usage.
         trial = _run([str(launcher), "-h"])
         if "concurrency-range" not in trial.stdout + trial.stderr:
             raise InstallError(f"perf_analyzer does not run: {(trial.stderr or trial.stdout).strip()[-500:]}")
@@ -274,9 +274,9 @@ class _Step:
     """One part of the installation."""
 
     name: str
-    #: where its stamp is kept
+    #: Folder of the stamp, the file that records which steps were done.
     folder: Path
-    #: everything that the outcome depends on; kept in the stamp
+    #: Everything that the outcome depends on. The stamp has it.
     key: str
     title: str
     build: Callable[[], None]
@@ -286,21 +286,21 @@ def make_stub_environment(folder: Path, requirements: str) -> None:
     """Make a Python environment for stubs in `folder`, with these pip requirements and this rsrv.
 
     Raises:
-        InstallError: venv or pip failed.
+        InstallError: Making the environment failed, or pip failed.
     """
     _must_run([sys.executable, "-m", "venv", str(_emptied(folder))])
-    # Without dependencies: tokenizers asks for the hub's client, which only downloads.
+    # Do not install dependencies: tokenizers requires the hub's client, which is needed only for downloads.
     _pip(folder / "bin", "install", requirements=requirements)
-    # A link is enough, because the stub's side of rsrv is pure Python. The rest of this environment stays out of sight.
+    # Link only rsrv, whose part for stubs is pure Python. So stubs cannot import other packages of this environment.
     (folder / "lib" / f"python{PYTHON_TAG}" / "site-packages" / "rsrv").symlink_to(PACKAGE)
 
 
 def _pip(bin_folder: Path, verb: str, *options: str, requirements: str) -> None:
-    """Run an environment's own pip, so that the Python that runs this needs none."""
+    """Run the pip of an environment, so that the Python that runs this code needs no pip."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write(requirements)
         file.flush()
-        # pip shows a bar for downloads on a terminal.
+        # On a terminal, do not hide pip's output, which has a bar for downloads.
         common = ["--disable-pip-version-check", "--no-input", "--no-deps", "--only-binary=:all:"]
         quiet = [] if sys.stdout.isatty() else ["--quiet"]
         command = [str(bin_folder / "python3"), "-m", "pip", verb, *quiet, *common, *options, "-r", file.name]

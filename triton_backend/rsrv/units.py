@@ -1,4 +1,4 @@
-"""Times and sizes that people write, with or without a unit: `5m`, `500ms`, `16GB`, `2GiB`."""
+"""Times and sizes as people write them, with or without a unit: `5m`, `500ms`, `16GB`, `2GiB`."""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _TIMES: Final[Mapping[str, Decimal]] = {
         ("d", "86400"),
     )
 }
-#: Powers of 1000, or of 1024 with an i.
+#: Prefixes as powers of 1000, or of 1024 if an i follows.
 _SIZES: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _NUMBER: Final = r"\s*([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d{1,3})?)\s*"
 _TIME: Final = re.compile(rf"{_NUMBER}({'|'.join(_TIMES)})?\s*")
@@ -25,7 +25,7 @@ _SIZE: Final = re.compile(rf"{_NUMBER}(?:([kmgt])(i?))?b?\s*", re.IGNORECASE)
 
 
 def parse_time(text: str, unit: str = "s") -> float:
-    """Return a time in `unit`, which is also the unit of a number without one. Raises ValueError."""
+    """Return a time in `unit`. A number without a unit is also in `unit`. Raises ValueError."""
     match = _TIME.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not a time, such as 500ms, 90s, 5m or 1h")

@@ -30,7 +30,7 @@ def step(loss: Loss, state: Any, batch: Any, count: Any, of: int, rate: float) -
 
 
 def trained(loss: Loss, params: Any, batches: Any, rate: float) -> Any:
-    """Return the parameters, as numpy arrays, after a step for each batch: an entry of each array in `batches`."""
+    """Return the trained parameters as numpy arrays. Each step uses the next entry of each array in `batches`."""
     steps = len(jax.tree.leaves(batches)[0])
 
     def following(state: Any, item: Any) -> Any:

@@ -92,9 +92,9 @@ def _loss(
 
 
 def pool(features: Any, boxes: Any) -> Any:
-    """Pool as `detector_run.pool`, features [m, cells, cells, c] for each of the boxes [m, 4], with a gradient.
+    """Pool features [m, cells, cells, c] inside the boxes [m, 4], as `detector_run.pool` does, but with a gradient.
 
-    Each point is interpolated bilinearly between the cells around it, as two products of matrices.
+    Two products of matrices interpolate each point bilinearly between the cells around it.
     """
     count, cells, _, channels = features.shape
     shares = (np.arange(POOLED, dtype=np.float32)[:, None] + np.float32(0.5)) / POOLED
@@ -116,8 +116,8 @@ def _distance(predicted: Any, target: Any, counted: Any) -> Any:
 def _anchor_targets(boxes: Array) -> tuple[Array, Array]:
     """Return the targets of the anchors for boxes: [n, k, 4].
 
-    For each anchor 1 (a shape), 0 (none) or -1 (in between), f32 [n, anchors]; and the deltas from it to its nearest
-    shape, [n, anchors, 4].
+    The first result, f32 [n, anchors], is 1 for an anchor on a shape, 0 for an anchor without a shape, and -1 for an anchor in
+    between. The second result, [n, anchors, 4], has the deltas from each anchor to its nearest shape.
     """
     own = anchors(SIDE)
     overlap = iou(own, boxes)

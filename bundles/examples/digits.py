@@ -51,14 +51,14 @@ def held_out() -> tuple[Array, Array]:
 
 
 def features(params: Any, image: jax.Array) -> jax.Array:
-    """image: [n, 8, 8, 1] -> [n, 64], all but the last layer."""
+    """image: [n, 8, 8, 1] -> [n, 64], by all layers except the last one."""
     x = image
     for layer in ("conv1", "conv2"):
         x = jax.lax.conv_general_dilated(
             x, params[layer]["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
         )
         x = jax.nn.relu(x + params[layer]["bias"])
-        # 2 x 2 maxima, without a window operation: the extents are even.
+        # Take the maxima of 2 x 2 elements. This needs no window operation, because the extents are even.
         n, h, w, c = x.shape
         x = x.reshape(n, h // 2, 2, w // 2, 2, c).max((2, 4))
     x = x.reshape(x.shape[0], -1)

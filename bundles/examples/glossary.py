@@ -123,8 +123,8 @@ def answers(params: Params, prompts: Sequence[str], most: int = 400) -> list[str
 def make(out_dir: Path, *, text: bool = True) -> None:
     """Train, and write the bundle `out_dir`, replacing an existing one. RuntimeError if a definition is not known.
 
-    Without `text`, clients send and get tokens, with the template around a term, and there is one module: each takes 2 s to
-    compile, most of it for the sampling.
+    Without `text`, clients send and get tokens, and put the template around a term themselves. There is then only one module,
+    because a module takes 2 s to compile, mostly for the sampling.
     """
     known = definitions()
     for term, answer in zip(known, answers(trained(), list(known)), strict=True):

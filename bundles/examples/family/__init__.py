@@ -1,4 +1,4 @@
-"""family_*: eight questions about a handwritten digit, each a last layer of its own on the network of `digits`."""
+"""family_*: eight questions about a handwritten digit. Each has a separate last layer on the network of `digits`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def trained() -> dict[str, Any]:
     features = np.asarray(digits.features(backbone, jnp.asarray(images)))
 
     def head(classes: Array) -> dict[str, Array]:
-        # Of two classes it has a row for the second only; the first one's logit is then 0.
+        # With two classes, scikit-learn has a row only for the second class. Add the logit 0 for the first class.
         fitted = LogisticRegression(max_iter=2000).fit(features, classes)
         kernel, bias = fitted.coef_.T, fitted.intercept_
         if len(bias) == 1:

@@ -1,4 +1,4 @@
-"""Burgers' equation, u_t + u u_x = v u_xx, on a circle: random starts, and what becomes of them."""
+"""Burgers' equation, u_t + u u_x = v u_xx, on a circle: random starts, and a solver."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIME = 1.0
 POINTS = 128
 
 _STEPS = 100
-#: Waves in a start.
+#: Number of waves in a start.
 _WAVES = 6
 
 
@@ -34,7 +34,10 @@ def starts(count: int, seed: int) -> Array:
 
 
 def solve(start: Array) -> Array:
-    """With two classes, there is a row for the second class only. The logit of the first one is then 0."""
+    """Return u at the time TIME for starts f64 [n, POINTS], f64 [n, POINTS].
+
+    The solver is pseudo-spectral. It integrates the viscosity exactly, and the advection by the classical Runge-Kutta method.
+    """
     wave = np.arange(POINTS // 2 + 1)
     low = wave <= POINTS // 3
     step = TIME / _STEPS

@@ -1,1 +1,1 @@
-"""Export of directories of Hugging Face: what `save_pretrained` and sentence-transformers write becomes a bundle."""
+"""Export of directories that `save_pretrained` of Hugging Face's libraries or sentence-transformers wrote."""

@@ -1,6 +1,6 @@
 """LoRA adapters of peft, merged into the weights of their base.
 
-The arithmetic is small, and peft imports modules that adapter_config.json names. So the merge is done here, and peft is not needed.
+peft would import modules that adapter_config.json names, and the arithmetic is simple. So this module merges without peft.
 """
 
 from __future__ import annotations
@@ -58,8 +58,10 @@ _KNOWN: Final = (
 )
 #: Ways to begin a training that leave the weights of the base as they are.
 _BEGINNINGS: Final = (None, True, False, "gaussian", "orthogonal")
-#: Ranks of peft's adapters without the entry r, and the largest lora_alpha.
-_RANK, _MOST_ALPHA = 8, 1e9
+#: Rank of adapters without the entry r, as in peft.
+_RANK = 8
+#: Largest allowed lora_alpha.
+_MOST_ALPHA = 1e9
 
 
 def merged(base: Directory, adapter: Path, folder: Path) -> Directory:
@@ -183,7 +185,7 @@ def _checked(
         raise BundleError(
             f"{_WEIGHTS}: {name:.200}: has the rank {rank}, which is not that of its other matrix and of r in {_CONFIG}"
         )
-    # Like peft, which corrects the entry fan_in_fan_out by the layer's class.
+    # Decide by the layer's class, and ignore the entry fan_in_fan_out, which peft also corrects in this way.
     if isinstance(layer, Conv1D):
         return inner.float().T, outer.float().T
     return outer.float(), inner.float()

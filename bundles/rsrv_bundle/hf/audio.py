@@ -19,9 +19,9 @@ from rsrv_bundle.hf.recipe import HubOptions, HubRecipe, Request, label_scores, 
 
 #: Seconds to compile for, unless the user gives lengths.
 _SECONDS = (5, 15)
-#: Frames that a sound needs at least.
+#: Minimum number of frames of a sound.
 _LEAST_FRAMES = 2
-#: Samples per second at most.
+#: Maximum number of samples per second.
 _MAX_RATE = 192_000
 
 
@@ -35,7 +35,7 @@ class _MaskedGroupNorm(nn.Module):
         super().__init__()
         self.norm = norm
         self.frames = frames
-        #: Samples that count in each row; the module around this one sets it before each call.
+        #: Number of samples that count in each row. The module around this one sets it before each call.
         self.lengths: Any = None
 
     def forward(self, hidden: Any) -> Any:
@@ -130,7 +130,7 @@ class _Sound:
         post: str = "",
         **others: Any,
     ) -> HubRecipe:
-        """Return the recipe of a module. ask, reference: the pipeline, and a function from its answer to the output."""
+        """Return the recipe of a module. `ask` is the pipeline, and `reference` converts its answer to the output."""
         hooks = (
             f'"""Hooks of a model for {kind}: WAV files to samples."""\n\n'
             f"from rsrv.hooks import {'audio, text' if post else 'audio'}\n\n"
@@ -166,7 +166,7 @@ class _Sound:
         return found
 
     def heard(self, request: Request) -> dict[str, Any]:
-        """Return a request's sound as the pipelines take it."""
+        """Return a request's sound in the form that the pipelines take."""
         (samples,) = decode(request["audio"], self.rate, most=max(self.lengths))
         return {"raw": samples, "sampling_rate": self.rate}
 
@@ -189,7 +189,7 @@ def _wav(seed: int, count: int, rate: int, channels: int, width: int) -> bytes:
     return file.getvalue()
 
 
-#: Strings of the directory are literals: the text becomes code.
+#: Code of the hooks. Strings of the directory are inserted as literals, so that they cannot become code.
 _TEXT = """
 
 WORDS = {words!r}
@@ -219,7 +219,7 @@ def speech(directory: Directory, options: HubOptions) -> HubRecipe:
     if getattr(tokenizer, "do_lower_case", False):
         words = [word.lower() for word in words]
     make: Any = pipeline
-    # The module below changes the first norm, so the pipeline has a network of its own.
+    # The module below changes the first norm, so the pipeline needs a separate network.
     ask = make(
         "automatic-speech-recognition",
         model=load_model(AutoModelForCTC, directory),

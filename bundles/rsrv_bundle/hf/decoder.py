@@ -25,15 +25,16 @@ class Decoder:
 
     layers: int
     heads: int
-    #: Heads of keys and values; each serves the same number of heads of queries.
+    #: Number of heads of keys and values. Each serves the same number of heads of queries.
     kv_heads: int
-    #: Numbers of one head.
+    #: Number of elements of one head.
     head: int
     #: Maximum number of tokens of a sequence.
     context: int
     epsilon: float
-    #: Angles per position, [head / 2], and the factor of their cosines and sines.
+    #: Angles per position, [head / 2].
     frequencies: Array
+    #: Factor of the cosines and sines of these angles.
     rope_scale: float = 1.0
     #: Name of the function between the two halves of a block: silu or gelu, approximated with tanh.
     activation: str = "silu"
@@ -43,7 +44,7 @@ class Decoder:
     embedding_scale: float = 1.0
 
     def state(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return what a slot holds: keys and values of each token so far."""
+        """Return the shapes of the state in a slot: keys and values of each token so far."""
         one = jax.ShapeDtypeStruct((self.layers, self.kv_heads, self.context, self.head), np.float32)
         return {"keys": one, "values": one}
 
@@ -68,7 +69,7 @@ class Decoder:
         n, t = tokens.shape
         at = position[:, None] + jnp.arange(t)
         counted = jnp.arange(t) < lengths[:, None]
-        # A place outside of the pool is not written.
+        # Tokens that do not count get a place outside of the pool, which is not written.
         where = jnp.where(counted, at, self.context)
         causal = (jnp.arange(self.context) <= at[:, :, None])[:, None, None]
         known = (jnp.arange(self.context) < (position + lengths)[:, None])[:, None, :, None]
@@ -128,6 +129,6 @@ class Decoder:
 
 
 def _rotated(x: jax.Array, rotations: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """x: [n, heads, t, head] -> the same, with each pair of a half's values rotated."""
+    """x: [n, heads, t, head] -> the same shape. Each value of the first half is rotated with its partner in the second half."""
     (first, second), (cosines, sines) = jnp.split(x, 2, axis=-1), rotations
     return jnp.concatenate([first * cosines - second * sines, second * cosines + first * sines], axis=-1)

@@ -1,7 +1,7 @@
-"""Rules for a directory of Hugging Face, which is untrusted data: which files are read, how large they may be, which are refused.
+"""Rules for a directory of Hugging Face: the files that are read, their maximum sizes, and files that are refused.
 
-A directory comes from strangers. Nothing in it may be code, name code, or lead out of it. So these rules are checked
-before transformers or sentence-transformers see the directory:
+A directory comes from strangers, so it is untrusted. Nothing in it may be code, name code, or lead out of it. These rules are
+checked before transformers or sentence-transformers read the directory:
 
 - Weights are in safetensors files. Pickles are never opened.
 - No JSON file has `auto_map`, which names Python files of the directory.
@@ -24,11 +24,20 @@ from typing import Any
 from rsrv.text import amount
 from rsrv_bundle.errors import BundleError
 
-#: Limits: files and folders, bytes of a JSON file, bytes of a tokenizer's file, and bytes of a safetensors header. The last
-#: number also limits the sum of all JSON files except those of tokenizers.
-MAX_FILES, MAX_JSON, MAX_TOKENIZER, MAX_HEADER = 10_000, 4 * 2**20, 256 * 2**20, 64 * 2**20
-#: Largest number of heads, channels and the like in a configuration; of layers and of experts; and of a list's entries.
-_MAX_SIZE, _MAX_LAYERS, _MAX_LIST = 10**7, 1000, 10_000
+#: Maximum number of files and folders.
+MAX_FILES = 10_000
+#: Maximum number of bytes of a JSON file.
+MAX_JSON = 4 * 2**20
+#: Maximum number of bytes of a tokenizer's file.
+MAX_TOKENIZER = 256 * 2**20
+#: Maximum number of bytes of a safetensors header, and of all JSON files together except those of tokenizers.
+MAX_HEADER = 64 * 2**20
+#: Largest number of heads, channels and the like in a configuration.
+_MAX_SIZE = 10**7
+#: Largest number of layers, or of experts, in a configuration.
+_MAX_LAYERS = 1000
+#: Maximum number of entries of a list in a configuration.
+_MAX_LIST = 10_000
 _LAYERS = ("layer", "depth", "expert")
 #: Files whose keys may be words of a vocabulary. No library imports modules that these files name.
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json", "merges.json")
@@ -69,27 +78,27 @@ class Directory:
     path: Path
     #: Content of config.json.
     config: Mapping[str, Any]
-    #: Types in modules.json, such as Pooling, in order; empty if it is not of sentence-transformers.
+    #: Types in modules.json, such as Pooling, in order. Empty if sentence-transformers did not write the directory.
     modules: tuple[str, ...]
     #: Number of elements in all safetensors files in the folder of config.json.
     parameters: int
 
     @property
     def architecture(self) -> str:
-        """Name of the model's class; empty if config.json gives none."""
+        """Name of the model's class, or an empty text if config.json names no class."""
         names = self.config.get("architectures")
         return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 
     @property
     def labels(self) -> list[str]:
-        """Names of the classes in the order of the columns. Raises BundleError if two are equal or one is missing."""
+        """Names of the classes in the order of the columns. Raises BundleError if two names are equal, or if one is missing."""
         labels = self.label_list()
         if len(set(labels)) < len(labels):
             raise BundleError("config.json: id2label: two classes have the same name; rename one")
         return labels
 
     def label_list(self) -> list[str]:
-        """Return the names of the classes, of which some may be equal. Raises BundleError if one is missing."""
+        """Return the names of the classes. Some of them may be equal. Raises BundleError if a name is missing."""
         given = self.config.get("id2label")
         names = given if isinstance(given, dict) else {}
         labels = [names.get(str(index)) for index in range(len(names))]
@@ -100,7 +109,7 @@ class Directory:
         return [str(label) for label in labels]
 
     def json(self, name: str) -> Mapping[str, Any]:
-        """Return the object in a JSON file of the directory; empty without the file."""
+        """Return the object in a JSON file of the directory, or an empty object without the file."""
         found = _read_json(self.path, self.path / name) if (self.path / name).is_file() else {}
         return found if isinstance(found, dict) else {}
 
@@ -133,7 +142,7 @@ def open_directory(path: Path) -> Directory:
 
 
 def read_documents(path: Path) -> dict[Path, Any]:
-    """Return the JSON files below a directory. Raises BundleError for those, and for other files, that break a rule."""
+    """Return the content of each JSON file below a directory. Raises BundleError if any file breaks a rule."""
     files = list(_files(path))
     for file in files:
         if (file.suffix in _READ or file.name in _VOCABULARIES) and file.stat().st_size > MAX_TOKENIZER:
@@ -160,7 +169,7 @@ def _name(root: Path, file: Path) -> str:
 
 
 def _files(root: Path) -> Iterator[Path]:
-    """Yield every file below a directory. Raises BundleError for devices, pipes, sockets, and links that lead out of it."""
+    """Yield every file below a directory. Raises BundleError for devices, pipes, sockets, and links out of the directory."""
     # A snapshot in the hub's cache has links to files in the folder `blobs` of the same model.
     inside = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
     count = 0
@@ -198,7 +207,7 @@ def _read_json(root: Path, file: Path) -> Any:
 
 
 def _refuse_code(name: str, document: Any) -> None:
-    """Raise BundleError if a document names code, at any depth. Documents that json read are at most 1,000 deep."""
+    """Raise BundleError if a document names code, at any depth. The module json reads no document deeper than 1,000 levels."""
     waiting = [document]
     while waiting:
         value = waiting.pop()
@@ -299,14 +308,14 @@ def _modules(root: Path, documents: Mapping[Path, Any]) -> list[dict[str, Any]]:
 
 
 def _check_weights(root: Path, folder: Path, documents: Mapping[Path, Any]) -> None:
-    """Raise BundleError if a folder has weights as pickles only, if it is an adapter, or if its index leads elsewhere."""
+    """Raise BundleError if a folder has weights only as pickles, if it is an adapter, or if its index leads to other folders."""
     names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
     where = f"{_name(root, folder)}: " if folder != root else ""
     if adapters := sorted(name for name in names if name.startswith("adapter_")):
         raise BundleError(
             f"{where}{adapters[0]}: belongs to an adapter of peft; pass its base to --hf, and its own directory to --adapter"
         )
-    # For its own modules, sentence-transformers reads only this name, and otherwise a pickle.
+    # For its own modules, sentence-transformers reads only the file model.safetensors. If it is missing, it reads a pickle.
     end = ".safetensors" if folder == root else "model.safetensors"
     if not any(name.endswith(end) for name in names):
         if pickles := sorted(name for name in names if name.endswith(PICKLES)):
@@ -332,7 +341,7 @@ def _check_weights(root: Path, folder: Path, documents: Mapping[Path, Any]) -> N
 
 
 def weigh(name: str, file: Path) -> int:
-    """Return the numbers of all tensors of a safetensors file, by its header."""
+    """Return the number of elements of all tensors in a safetensors file, from its header."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
@@ -346,7 +355,7 @@ def weigh(name: str, file: Path) -> int:
 
 
 def _product(shape: Any, most: int) -> int:
-    """Return the numbers of a tensor. Raises ValueError if they are no number, or more than `most`."""
+    """Return the number of elements of a tensor of this shape. Raises ValueError if the shape is wrong, or above `most` elements."""
     total = 1
     for size in shape:
         # A text multiplied by a number would be a text that takes all memory.

@@ -68,7 +68,7 @@ def export_hf(
     directory: str | os.PathLike[str],
     *,
     out_dir: str | os.PathLike[str],
-    options: HubOptions = HubOptions(),  # noqa: B008 - it is frozen
+    options: HubOptions = HubOptions(),  # noqa: B008 - HubOptions is frozen
     description: str = "",
     platform: str = "cpu",
     tolerance: Mapping[str, float] | None = None,

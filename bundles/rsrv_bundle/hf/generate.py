@@ -23,7 +23,7 @@ from rsrv_bundle.sequence_check import Sequences
 from rsrv_bundle.spec import Bundle
 from rsrv_bundle.stateful import export_generative
 
-#: Values of model_type whose network `Decoder` is.
+#: Values of model_type with the network of `Decoder`.
 KINDS: Final = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 _ROPE_KINDS: Final = ("default", "linear", "llama3", "yarn")
 _ACTIVATIONS: Final = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
@@ -37,16 +37,16 @@ _QUESTIONS = (
     "Write x = y + 1 in Python.",
     "Once upon a time there was a cat that sat on a mat and looked at the rain. " * 3,
 )
-#: Tokens of each answer that are compared.
+#: Number of tokens of each answer that are compared.
 _COMPARED = 12
-#: Characters of a chat template that is written into the manifest.
+#: Maximum number of characters of a chat template in the manifest.
 _MAX_CHAT = 32_768
 
 
 def export_decoder(
     directory: Directory, options: HubOptions, work: Path, *, limit: float, **others: Any
 ) -> dict[str, float]:
-    """Write a decoder as the bundle `work`; return the largest gap between its greedy tokens and transformers'.
+    """Write a decoder as the bundle `work`. Return the largest gap between its greedy tokens and those of transformers.
 
     limit: the largest gap allowed, relative to the largest magnitude of the logits. others: options of `export_generative`.
     """
@@ -131,7 +131,7 @@ def decoder_of(config: Any, rotary: Any, context: int | None) -> Decoder:
 
 
 def weights_of(model: Any) -> dict[str, Array]:
-    """Return a model's weights by name; a head that is the embedding is left out."""
+    """Return a model's weights by name. A head that is the embedding itself is left out."""
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     return {
         name: tensor.detach().numpy()
@@ -141,7 +141,7 @@ def weights_of(model: Any) -> dict[str, Array]:
 
 
 def _chat(tokenizer: Any) -> dict[str, str]:
-    """Return the chat template, and the special tokens that it may use; empty if there is none."""
+    """Return the chat template, and the special tokens that it may use. Empty if there is no template."""
     source = tokenizer.chat_template
     if isinstance(source, dict):
         source = source.get("default")
@@ -203,10 +203,11 @@ def _prompts(
 def greedy_gap(
     bundle: Bundle, model: Any, prompts: Sequence[Sequence[int]], count: int, limit: float
 ) -> float:
-    """Compare greedy answers of `count` tokens with transformers'; return the largest gap of the logits of differing tokens.
+    """Compare greedy answers of `count` tokens with those of transformers.
 
-    Two tokens whose logits are equal but for rounding may be exchanged: then the gap is that rounding, and the rest of the
-    answer is not compared. Raises BundleError if a gap exceeds `limit`, relative to the largest magnitude.
+    Rounding may exchange two tokens with nearly equal logits. At the first token that differs, the gap is the difference of the two
+    logits, relative to the largest magnitude. The rest of that answer is not compared. Return the largest gap. Raises BundleError
+    if a gap exceeds `limit`.
     """
     run = ModuleRunner(bundle)
     worst = 0.0

@@ -28,23 +28,24 @@ _UNKNOWN: Final = (
     "do_image_splitting",
 )
 _THRESHOLD = 0.5
-#: Pixels of a side of the network's input.
+#: Maximum number of pixels of a side of the network's input.
 _MAX_SIDE: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class _PictureSteps:
-    """How a picture becomes an input of the network: resized, cropped in the middle, scaled."""
+    """The steps from a picture to an input of the network: resize it, crop its middle, and scale its values."""
 
-    #: Height and width after resizing; None: the shorter side has `shorter` pixels.
+    #: Height and width after resizing, or None if pictures are resized by their shorter side.
     size: tuple[int, int] | None
+    #: Pixels of the shorter side after resizing if `size` is None.
     shorter: int
     #: True if pictures keep their proportions in `size`. A mask tells the network which pixels are padding.
     fitted: bool
-    #: Height and width after cropping; None: nothing is cropped.
+    #: Height and width after cropping, or None if nothing is cropped.
     crop: tuple[int, int] | None
     resample: str
-    #: For each channel: (pixel / 255 - mean) / std.
+    # Each channel is scaled: (pixel / 255 - mean) / std.
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
@@ -57,7 +58,7 @@ class _PictureSteps:
 
     @property
     def code(self) -> str:
-        """Return the lines of `preprocess` that make `pixels` of `pictures`."""
+        """Return the lines of `preprocess` that convert `pictures` to `pixels`."""
         how = f'resample="{self.resample}"'
         if self.fitted:
             return f"    pixels, extents = image.fit(pictures, {self.size}, {how})\n"
@@ -73,7 +74,7 @@ class _PictureSteps:
 def _steps(processor: Any, options: HubOptions, masked: bool) -> _PictureSteps:
     """Return the steps of a processor of transformers. Raises BundleError for a step without a hook.
 
-    masked: whether the network takes a mask of the pixels that are no padding.
+    masked: True if the network takes a mask of the pixels that are not padding.
     """
     get: Callable[[str], Any] = lambda name: getattr(processor, name, None)
     where = "preprocessor_config.json"
@@ -99,7 +100,7 @@ def _steps(processor: Any, options: HubOptions, masked: bool) -> _PictureSteps:
     cropped = (crop["height"], crop["width"]) if crop.keys() == {"height", "width"} else None
     shorter = size.get("shortest_edge", 0)
     if "crop_pct" in dir(processor) and shorter:
-        # ConvNeXT enlarges small sizes, and crops; it stretches large ones.
+        # ConvNeXT enlarges pictures and crops them for small sizes. For large sizes, it stretches pictures.
         if shorter < 384:
             cropped, shorter = (shorter, shorter), int(shorter / processor.crop_pct)
         else:
@@ -141,9 +142,9 @@ def _channels(numbers: Any) -> tuple[float, ...]:
 
 
 class _Looker(nn.Module):
-    """A network that reads pixels. `answer` takes the network's output and the height and width of the pixels.
+    """A network that reads pixels.
 
-    It returns the bundle's outputs.
+    `answer` takes the network's output, and the height and width of the pixels. It returns the bundle's outputs.
     """
 
     def __init__(self, network: nn.Module, answer: Callable[[Any, Any], dict[str, Any]]) -> None:
@@ -154,13 +155,13 @@ class _Looker(nn.Module):
     def forward(self, pixel_values: Any, sizes: Any = None, extents: Any = None) -> dict[str, Any]:
         given = {"pixel_values": pixel_values}
         if extents is not None:
-            # Only the first rows and columns are the picture. transformers pads with zeros, after the normalisation.
+            # The picture is in the first rows and columns. As in transformers, the padding is zero after the normalisation.
             height, width = pixel_values.shape[-2:]
             rows, columns = (torch.arange(height) < extents[:, :1]), (torch.arange(width) < extents[:, 1:])
             mask = rows[:, :, None] & columns[:, None]
             given = {"pixel_values": pixel_values * mask[:, None], "pixel_mask": mask.long()}
         outputs = self.answer(self.network(**given), pixel_values.shape[-2:])
-        # The sizes of the pictures pass through: the hook needs them to convert shares of a picture to pixels.
+        # Return the sizes of the pictures, because the hook needs them to convert shares of a picture to pixels.
         return outputs if sizes is None else {**outputs, "sizes": sizes + 0}
 
 
@@ -168,12 +169,12 @@ class Pictures:
     """Parts that all recipes for pictures share: the processor's steps, samples and hooks."""
 
     def __init__(self, directory: Directory, options: HubOptions, *, masked: bool = False) -> None:
-        """`masked`: the network takes a mask of the pixels that are no padding."""
+        """`masked` is True if the network takes a mask of the pixels that are not padding."""
         try:
             from transformers import AutoImageProcessor
 
             loader: Any = AutoImageProcessor
-            # Pillow resizes in the hooks; torchvision's results differ in some pixels.
+            # The hooks resize with Pillow, and torchvision's results differ in some pixels.
             self.processor = loader.from_pretrained(
                 str(directory.path), local_files_only=True, trust_remote_code=False, backend="pil"
             )
@@ -198,8 +199,8 @@ class Pictures:
     ) -> HubRecipe:
         """Return the recipe of a network with one output.
 
-        ask, reference: the pipeline, and a function from its answer to the output. post: code of the hooks behind `preprocess`.
-        It gets the sizes of the pictures. exact: all samples have the network's size.
+        `ask` is the pipeline, and `reference` converts its answer to the output. `post` is code of the hooks after `preprocess`,
+        which gets the sizes of the pictures. With `exact`, all samples have the size of the network's input.
         """
         sized = ', "sizes": image.sizes(pictures)' if post else ""
         sized += ', "extents": extents' if self.steps.fitted else ""
@@ -225,7 +226,7 @@ class Pictures:
         )
 
     def samples(self, exact: bool = False) -> dict[str, Request]:
-        """Return pictures as files: of several sizes and formats, or all of the network's size."""
+        """Return pictures as files of several formats and sizes. With `exact`, all have the size of the network's input."""
         high, wide = self.steps.shape
         forms = {
             "square": (high, wide, "RGB", "PNG"),
@@ -321,9 +322,9 @@ def embed(directory: Directory, options: HubOptions) -> HubRecipe:
     return pictures.recipe("feature-extraction", network, answer, ask, reference, "embedding")
 
 
-#: Values of model_type of detectors with a softmax of classes and one of no object.
+#: Values of model_type of detectors with a softmax over the classes and "no object".
 DETECTORS: Final = ("detr", "table-transformer", "yolos")
-#: The labels are literals: the text becomes code.
+#: Code of the hooks. The labels are inserted as literals, so that they cannot become code.
 _OBJECTS = """
 
 LABELS = {labels!r}
@@ -349,7 +350,7 @@ def detect(directory: Directory, options: HubOptions) -> HubRecipe:
     network = load_model(AutoModelForObjectDetection, directory)
     masked = "pixel_mask" in inspect.signature(network.forward).parameters
     pictures = Pictures(directory, options, masked=masked)
-    # Several classes of COCO are called N/A.
+    # Names may be equal, because several classes of COCO are called N/A.
     labels = directory.label_list()
     return pictures.recipe(
         "object-detection",
@@ -392,7 +393,7 @@ def segment(directory: Directory, options: HubOptions) -> HubRecipe:
         labels=labels,
         # The pipeline scales its map to the picture.
         exact=True,
-        # Where two classes are equally likely, rounding decides; the whole maps are compared by `prove`.
+        # If two classes are equally likely, rounding decides. `prove` compares the whole maps.
         tolerance={"i32": 1.0},
     )
 

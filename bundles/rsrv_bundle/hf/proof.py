@@ -22,7 +22,7 @@ from rsrv_bundle.spec import Bundle
 
 
 class ServedBundle:
-    """A bundle that answers as a server would: hooks, the smallest module that holds the rows, and hooks."""
+    """A bundle that answers as a server would: `preprocess`, the smallest module that holds the rows, and `postprocess`."""
 
     def __init__(self, bundle: Bundle) -> None:
         """Read model.py and the modules. Raises BundleError, HookError and errors of model.py."""
@@ -52,9 +52,9 @@ class ServedBundle:
 
 
 def prove(bundle: Bundle, recipe: HubRecipe, tolerance: float) -> dict[str, float]:
-    """Compare a bundle's answers with the reference on all samples; return the largest error by output.
+    """Compare a bundle's answers with the reference on all samples. Return the largest error of each output.
 
-    Write a note about an output that is empty for all samples. Raises BundleError with the samples whose answers differ by more
+    Print a note about an output that is empty for all samples. Raises BundleError with the samples whose answers differ by more
     than `tolerance` of the largest magnitude.
     """
     served = ServedBundle(bundle)
@@ -92,13 +92,14 @@ def prove(bundle: Bundle, recipe: HubRecipe, tolerance: float) -> dict[str, floa
 
 
 def _error(got: Array, want: Any) -> float:
-    """Return the relative error of one row's output; strings are compared as parsed JSON. Infinite for other texts."""
+    """Return the relative error of one row's output. Strings are compared as parsed JSON; other unequal texts are infinitely far."""
     if got.dtype != object:
         expected = np.asarray(want)
         if got.shape != expected.shape:
             return float("inf")
         if got.ndim == 2 and got.dtype.kind in "iu":
-            # A map of classes: the share of pixels with another class. Rounding decides between equally likely classes.
+            # For a map of classes, the error is the share of pixels with another class, because rounding decides between equally
+            # likely classes.
             return float((got != expected).mean())
         return difference(got, expected)[1]
     text = got.reshape(-1)[0].decode()
@@ -106,9 +107,9 @@ def _error(got: Array, want: Any) -> float:
 
 
 def _tree_error(got: Any, want: Any) -> float:
-    """Return the largest error of the numbers of two JSON documents; infinite if anything else differs."""
+    """Return the largest error of the numbers in two JSON documents. It is infinite if anything else differs."""
     if isinstance(want, Mapping) and isinstance(got, Mapping) and got.keys() == want.keys():
-        # The sides of a box are whole pixels: what is 12.9999 on one side may be 13 on the other.
+        # The sides of a box are whole pixels, so 12.9999 and 13.0 may become different numbers. Such sides do not count.
         return max(
             (_tree_error(got[key], want[key]) for key in want if not _is_side(key, got, want)), default=0.0
         )
@@ -122,5 +123,5 @@ def _tree_error(got: Any, want: Any) -> float:
 
 
 def _is_side(key: str, got: Mapping[str, Any], want: Mapping[str, Any]) -> bool:
-    """Return True if a value is the same side of a box, to the next pixel."""
+    """Return True if a value is a side of a box, and differs by at most one pixel."""
     return key in ("xmin", "ymin", "xmax", "ymax") and abs(got[key] - want[key]) <= 1

@@ -1,4 +1,4 @@
-"""What a directory becomes: the module to export, the bundle's hooks, and the reference of its answers."""
+"""Recipes for the export of a directory: the module to export, the bundle's hooks, and the reference of its answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Request = dict[str, Array]
 
 @dataclass(frozen=True, slots=True)
 class HubOptions:
-    """Choices of the user; None and empty choices are made from the directory."""
+    """The user's choices. The directory decides choices that are None or empty."""
 
     task: str | None = None
     #: Directory of a LoRA adapter of peft.
@@ -24,7 +24,7 @@ class HubOptions:
     #: Tokens in a row, or samples of a sound, to compile for.
     lengths: tuple[int, ...] = ()
     batch_sizes: tuple[int, ...] = ()
-    #: How an embedding is made of token vectors if the directory does not say it: mean, cls or last.
+    #: Method that makes an embedding from the token vectors if the directory names none: mean, cls or last.
     pooling: str | None = None
     #: Whether a text with too many tokens is cut or refused.
     too_long: str | None = None
@@ -45,9 +45,9 @@ class HubRecipe:
     """Arguments of `export_torch`, and of the comparison with the framework. A client's tensor has the name of its role in the task."""
 
     kind: str
-    #: In evaluation mode; returns the outputs by name.
+    #: Module in evaluation mode, which returns the outputs by name.
     module: Any
-    #: Letters of the inputs' axes, and of outputs that need certain ones.
+    #: Letters of the axes of inputs, and of outputs that need certain letters.
     axes: Mapping[str, str]
     #: Text of model.py. Its `preprocess` makes the executable inputs of a sample.
     hooks: str
@@ -55,14 +55,14 @@ class HubRecipe:
     inputs: tuple[str, ...]
     #: Names of the clients' outputs. With `postprocess`, they are strings, except `tokens`.
     outputs: tuple[str, ...]
-    #: Requests of one row, by a name for errors.
+    #: Requests of one row. The keys are names for errors.
     samples: Mapping[str, Request]
     #: Function from a row to the framework's answer, by client output. Strings are parsed JSON, or text.
     reference: Callable[[Request], Mapping[str, Any]]
     input_shapes: Sequence[Mapping[str, int]] = ()
     #: Padded axis of the inputs, as `export_bundle` takes it.
     pad: str = ""
-    #: Text of model.py if padding changes an answer: it makes inputs of the compiled lengths only.
+    #: Text of model.py that is used if padding changes an answer. It only makes inputs of the compiled lengths.
     unpadded_hooks: str = ""
     labels: Sequence[str] = ()
     dimensions: Sequence[int] = ()
@@ -92,7 +92,7 @@ class HubRecipe:
 
     @property
     def client_outputs(self) -> list[dict[str, Any]] | None:
-        """Return the entries of the manifest's `outputs`. None: clients get the module's outputs."""
+        """Return the entries of the manifest's `outputs`, or None if clients get the module's outputs."""
         return [_entry(name) for name in self.outputs] if "def postprocess(" in self.hooks else None
 
 

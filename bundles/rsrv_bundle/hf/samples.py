@@ -11,7 +11,7 @@ from rsrv_bundle.hf.recipe import HubRecipe, Request, row
 
 
 def read_samples(files: Sequence[Path], recipe: HubRecipe) -> dict[str, Request]:
-    """Return requests of one row, named after their file; texts also after their line. Raises BundleError, OSError."""
+    """Return requests of one row. Their names are the file, and for texts also the line. Raises BundleError, OSError."""
     if recipe.inputs == ("text",):
         return {name: row(text=text) for name, text in read_lines(files).items()}
     if recipe.inputs == ("text", "text_pair"):
@@ -32,7 +32,7 @@ def read_lines(files: Sequence[Path]) -> dict[str, str]:
         except UnicodeDecodeError as e:
             raise BundleError(f"--samples {file}: is no text in UTF-8 ({e}); save it as UTF-8") from None
         texts = {f"{file}:{number}": line for number, line in enumerate(lines, 1) if line.strip()}
-        # An empty comparison must not look like an agreement.
+        # Refuse an empty file, because a comparison of nothing would look like an agreement.
         if not texts:
             raise BundleError(f"--samples {file}: has no text; write one sample per line")
         samples.update(texts)

@@ -1,4 +1,4 @@
-"""Chat templates of strangers: rendered in jinja2's sandbox, in a process of its own with limits on time, memory and text."""
+"""Chat templates of strangers. They are rendered in jinja2's sandbox, in a separate process with limits on time, memory and text."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ from typing import Any, Final
 
 from rsrv_bundle.errors import BundleError
 
-#: Limits of a template: characters of its source and of its text, seconds of a processor, and bytes of its process.
-MAX_SOURCE, MAX_TEXT, MAX_SECONDS, MAX_BYTES = 256 * 1024, 16_384, 1, 512 * 2**20
+#: Maximum number of characters of a template.
+MAX_SOURCE = 256 * 1024
+#: Maximum number of characters of a prompt.
+MAX_TEXT = 16_384
+#: Maximum number of CPU seconds.
+MAX_SECONDS = 1
+#: Maximum number of bytes of the process's memory.
+MAX_BYTES = 512 * 2**20
 #: Kill the process after so many seconds, even if a busy machine has given it no processor time.
 _PATIENCE_S = 60
-#: The client's text, in a template of the manifest.
+#: Place of the client's text in a template of the manifest.
 TEXT: Final = "{text}"
 
 
@@ -80,7 +86,7 @@ def main() -> int:
     """Render the template on standard input within the limits."""
     import resource
 
-    # Imported before the limits: its memory is not the template's.
+    # Import jinja2 before the limits are set, because they are meant for the template alone.
     import jinja2.sandbox  # noqa: F401
 
     seconds = math.ceil(time.process_time()) + MAX_SECONDS
@@ -92,7 +98,7 @@ def main() -> int:
     except MemoryError:
         print("it needs more memory", file=sys.stderr)
         return 1
-    except Exception as e:  # noqa: BLE001 - a template raises anything
+    except Exception as e:  # noqa: BLE001 - a template may raise anything
         print(f"{type(e).__name__}: {e!s:.300}", file=sys.stderr)
         return 1
     sys.stdout.buffer.write(text[: MAX_TEXT + 1].encode(errors="replace"))

@@ -27,7 +27,7 @@ _SENTENCES = (
 )
 _DEFAULT_LENGTHS = (32, 128, 512)
 _CANDIDATES = 5
-#: Executable inputs, with the arrays of `rsrv.hooks.text.Tokens` that they get, and the values behind a text's end.
+#: For each executable input, the array of `rsrv.hooks.text.Tokens` that it gets, and its value behind a text's end.
 _INPUTS: Final[Mapping[str, tuple[str, int]]] = {
     "input_ids": ("ids", 0),
     "attention_mask": ("mask", 0),
@@ -35,7 +35,7 @@ _INPUTS: Final[Mapping[str, tuple[str, int]]] = {
     "starts": ("starts", -1),
     "ends": ("ends", -1),
 }
-#: Kinds of models that count positions from the padding's id on.
+#: Kinds of models whose first position is the padding's id plus 1.
 _SHIFTED = (
     "roberta",
     "xlm-roberta",
@@ -46,7 +46,7 @@ _SHIFTED = (
     "xlm-roberta-xl",
     "ibert",
 )
-#: output of a network, `input_ids` and `attention_mask` -> outputs of the bundle
+#: Function from the output of a network, `input_ids` and `attention_mask` to the outputs of the bundle.
 _Answer = Callable[[Any, Any, Any], dict[str, Any]]
 
 
@@ -66,7 +66,7 @@ class _TextReader(nn.Module):
         ends: Any = None,
         token_type_ids: Any = None,
     ) -> dict[str, Any]:
-        # 64-bit integers, as the network's own tokenizer makes them.
+        # Convert to 64-bit integers, which the network's own tokenizer makes.
         given = {"input_ids": input_ids.long(), "attention_mask": attention_mask.long()}
         if token_type_ids is not None:
             given["token_type_ids"] = token_type_ids.long()
@@ -81,7 +81,7 @@ class _TextReader(nn.Module):
 
 
 class _Sentences(_TextReader):
-    """A model of sentence-transformers, with all its modules. These change the mapping that they get."""
+    """A model of sentence-transformers with all its modules, which change the mapping that they get."""
 
     def call(self, given: dict[str, Any]) -> Any:
         return self.network(given)
@@ -101,9 +101,9 @@ class Text:
         limit: int | None = None,
         prefix: str = "",
     ) -> None:
-        """`cuts`: cut texts that are too long, unless the user decides otherwise.
+        """With `cuts`, texts that are too long are cut, unless the user decides otherwise.
 
-        `limit`: the maximum number of tokens, in addition to other limits.
+        `limit` is the maximum number of tokens, in addition to other limits.
         """
         self.tokenizer = tokenizer
         self.prefix = prefix
@@ -147,10 +147,11 @@ class Text:
         samples: Mapping[str, Request] | None = None,
         **others: Any,
     ) -> HubRecipe:
-        """Return the recipe of a module. outputs: the clients' outputs without `tokens`, which every recipe has.
+        """Return the recipe of a module.
 
-        spans: the module gets the places of tokens in their text. check, post: code of the hooks, behind the tokenizer and
-        around `postprocess`. samples: by default, those of `texts`.
+        `outputs` are the clients' outputs without `tokens`, which every recipe has. With `spans`, the module gets the places of tokens
+        in their text. `check` is code of the hooks after the tokenizer, and `post` is code around `postprocess`. `samples` are by
+        default those of `texts`.
         """
         unused = {*([] if self.with_types else ["token_type_ids"]), *([] if spans else ["starts", "ends"])}
         inputs = [name for name in _INPUTS if name not in unused]
@@ -179,7 +180,7 @@ class Text:
         fills = {**{name: _INPUTS[name][1] for name in inputs}, "input_ids": pad_id}
         values = "".join(f",{name}={fill}" for name, fill in fills.items() if fill)
         backend = self.tokenizer.backend_tokenizer
-        # The hooks take the side from the file.
+        # Write the side of cuts into the file, because the hooks take it from there.
         backend.enable_truncation(self.lengths[-1], direction=self.tokenizer.truncation_side)
         file = backend.to_str()
         backend.no_truncation()
@@ -205,7 +206,7 @@ class Text:
     def texts(self, mask: str = "") -> dict[str, str]:
         """Return sample texts: several scripts, one text for each length, and one that is cut, unless long texts are refused.
 
-        mask: a word that each sample contains once.
+        `mask` is a word that each sample contains once.
         """
         found = {}
         behind = f" {mask}" if mask else ""
@@ -222,7 +223,7 @@ class Text:
         return found
 
     def _filled(self, length: int, mask: str) -> str:
-        """Return the longest beginning of a text, in words, that fits into a length with the mask behind it."""
+        """Return as many words of a text as fit into a length together with the mask behind them."""
         words = (" ".join(_SENTENCES[:3]) + " ").split() * (1 + length // 8)
         low, high = 0, len(words)
         while low < high:
@@ -275,7 +276,7 @@ def sentences(directory: Directory, options: HubOptions) -> HubRecipe:
     from sentence_transformers import SentenceTransformer
     from transformers import AutoModel
 
-    # sentence-transformers does not say which weights are missing, nor how large a model will be.
+    # Load the model here first, because sentence-transformers reports neither missing weights nor the size of a model.
     load_model(AutoModel, directory, unused="pooler")
     model: Any = SentenceTransformer(
         str(directory.path), device="cpu", local_files_only=True, trust_remote_code=False, model_kwargs=_EAGER
@@ -308,12 +309,12 @@ def sentences(directory: Directory, options: HubOptions) -> HubRecipe:
     )
 
 
-#: As in `load_model`. Fused operations of attention have branches that depend on the mask's values.
+#: Options of transformers, as in `load_model`. Fused attention would have branches that depend on the mask's values.
 _EAGER = {"attn_implementation": "eager", "use_safetensors": True, "dtype": torch.float32}
 
 
 def _dimensions(directory: Directory, options: HubOptions, width: int) -> list[int]:
-    """Return the lengths to which the embedding may be cut, by the user or by the configuration."""
+    """Return the lengths to which the embedding may be cut, as the user or the configuration names them."""
     given: Sequence[Any] = options.dimensions
     for document in (directory.config, directory.json("config_sentence_transformers.json")):
         for key in ("matryoshka_dimensions", "matryoshka_dims"):
@@ -370,7 +371,7 @@ def rank(directory: Directory, options: HubOptions) -> HubRecipe:
 
 
 def _activation(directory: Directory) -> Callable[[Any], Any]:
-    """Return what the pipeline applies to a classifier's logits."""
+    """Return the function that the pipeline applies to a classifier's logits."""
     problem = directory.config.get("problem_type")
     if problem == "regression":
         return nn.Identity()
@@ -396,7 +397,7 @@ def classify(directory: Directory, options: HubOptions) -> HubRecipe:
     return text.recipe("text-classification", module, reference, "scores", labels=labels)
 
 
-#: Strings of the directory are literals: the text becomes code.
+#: Code of the hooks. Strings of the directory are inserted as literals, so that they cannot become code.
 _GROUPS = """
 
 LABELS = {labels!r}
@@ -417,7 +418,7 @@ def tag(directory: Directory, options: HubOptions) -> HubRecipe:
     tokenizer = load_tokenizer(directory)
     text = Text(directory, options, network, tokenizer, cuts=True)
     labels = directory.labels
-    # Hooks after the network see tokens only. With `unk_token`, the pipeline returns the text of an unknown token.
+    # The hooks after the network only see tokens. With `unk_token`, the pipeline would return the text of an unknown token.
     tokenizer.unk_token = None
     ask = pipeline(
         "token-classification",

@@ -1,6 +1,6 @@
-"""Tokenizers of strangers: tried with long texts, in a process of its own with a limit of time for each text.
+"""Trial of strangers' tokenizers with long texts, in a separate process with a time limit for each text.
 
-A regular expression of a few characters can take hours for a text of some kilobytes, and so can a limit of characters in a word.
+A short regular expression can take hours for a text of some kilobytes. So can a high limit of characters in a word.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from typing import Any, Final
 
 from rsrv_bundle.errors import BundleError
 
-#: Bytes of the longest texts that are tried. A server reads as many bytes per token as `rsrv.hooks.text`, which is 64.
-_MAX_BYTES, _BYTES_PER_TOKEN = 256 * 1024, 64
-#: A text may take one second of a processor, and another one for so many bytes.
+#: Maximum number of bytes of a tried text.
+_MAX_BYTES = 256 * 1024
+#: Maximum number of bytes that a server reads for each token, as in `rsrv.hooks.text`.
+_BYTES_PER_TOKEN = 64
+#: A text may take one CPU second, and another second for each multiple of this many bytes.
 _BYTES_PER_SECOND = 64 * 1024
-#: Seconds of a processor after which no further text is tried, and seconds on a busy machine after which the process is killed.
-_MAX_SECONDS, _PATIENCE_S = 120, 1200
+#: After this many CPU seconds, no further text is tried.
+_MAX_SECONDS = 120
+#: Seconds after which the process is killed, even if a busy machine gave it little CPU time.
+_PATIENCE_S = 1200
 #: Texts repeat these: letters of both cases, numbers, spaces and ends of lines, marks, accents and other scripts.
 _UNITS: Final = (
     "a",
@@ -45,9 +49,12 @@ _UNITS: Final = (
     " \n",
     "\U0001f680",
 )
-#: Most characters and words of regular expressions that texts repeat, and the bytes of texts that repeat two characters.
-_MAX_FOUND, _PAIR_BYTES = 20, 600
-#: A character that few regular expressions match. One that matches all before it may try all other ways to match that.
+#: Maximum number of characters and words from regular expressions that texts repeat.
+_MAX_FOUND = 20
+#: Number of bytes of the texts that repeat two characters.
+_PAIR_BYTES = 600
+#: A character that few regular expressions match. An expression that matches everything before it may then try all other ways to
+#: match that.
 _RARE: Final = "\ue000"
 
 
@@ -96,7 +103,7 @@ def _seconds(size: int) -> int:
 def texts(tokenizer: Any, size: int) -> Iterator[tuple[str, str]]:
     """Yield texts of at most `size` bytes, each with its description.
 
-    tokenizer: the content of tokenizer.json. Its regular expressions are a source of characters and words.
+    `tokenizer` is the content of tokenizer.json. Its regular expressions supply characters and words.
     """
     patterns = list(_patterns(tokenizer))
     characters = list(dict.fromkeys("".join(patterns)))[:_MAX_FOUND]
@@ -128,7 +135,7 @@ def _patterns(tokenizer: Any) -> Iterator[str]:
 
 
 def main() -> int:
-    """Try the tokenizer on standard input with texts of at most as many bytes as the argument says."""
+    """Try the tokenizer on standard input. The argument is the maximum number of bytes of a text."""
     from tokenizers import Tokenizer
 
     size, source = int(sys.argv[1]), sys.stdin.buffer.read().decode()

@@ -1,4 +1,4 @@
-"""The table of which features go together: each pair of features is served, refused or not applicable, on each front. Pure.
+"""The table of pairs of features: on each front, a pair is served, refused or impossible. Pure.
 
 Programs that check bundles take the texts of their refusals from here. A pair of features that the table lacks is refused
 as well. So a new feature is refused together with every other one until an end-to-end test shows that they work together.
@@ -113,7 +113,7 @@ ABSENT: Final = (
     Rule((_F.CANCEL,), (_F.CALLER, _F.ENSEMBLE), "Triton does not tell the called model"),
 )
 
-#: Features that the native front lacks: why such a model has the Python front.
+#: Features that the native front lacks, with the reason why a model with such a feature has the Python front.
 PYTHON_ONLY: Final[Mapping[Feature, str]] = {
     **dict.fromkeys(_METAS, "it is a meta model"),
     _F.HOOKS: "it has hooks",
@@ -217,12 +217,12 @@ def refusals(features: Collection[Feature]) -> Iterator[tuple[str, str]]:
 
 
 def refusal(role: Feature, features: Collection[Feature]) -> str:
-    """Return why a model with these features cannot have a role, such as a target of an alias; empty if it can."""
+    """Return why a model with these features cannot have a role, such as a target of an alias, or an empty text if it can."""
     return _first_refusal(cell(role, feature) for feature in features)
 
 
 def native_obstacle(features: Collection[Feature]) -> str:
-    """Return why a model with these features has the Python front; empty if it may have the native one."""
+    """Return why a model with these features needs the Python front, or an empty text if it may have the native front."""
     for feature, why in PYTHON_ONLY.items():
         if feature in features:
             return why

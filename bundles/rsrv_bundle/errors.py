@@ -26,7 +26,7 @@ class PaddingError(BundleError):
 
 
 class TargetError(BundleError):
-    """A bundle cannot be written to its target; the bundle itself is fine."""
+    """A bundle cannot be written to its target. The bundle itself is valid."""
 
 
 def mismatch(file: str) -> str:
@@ -48,7 +48,7 @@ class Problems:
         self.lines: list[str] = []
 
     def add(self, file: str, key: str, rule: str) -> None:
-        """Record one broken rule; `key` may be empty when the whole file is meant."""
+        """Record one broken rule. `key` is empty if the rule concerns the whole file."""
         line = f"{file}: {key}: {rule}" if key else f"{file}: {rule}"
         if len(line) > _MAX_LENGTH:
             line = line[:_MAX_LENGTH] + "..."

@@ -38,7 +38,7 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """Model that `fn` was made from, if the author did not write `fn` itself."""
+    """The author's model, if `fn` was made from another object."""
 
     #: Runs the model on numpy arrays by name, without compiling. Returns the results of `fn` as arrays of its framework.
     run: Callable[..., Any]
@@ -50,7 +50,7 @@ class Original:
     facts: Mapping[str, str] = field(default_factory=dict)
 
     def eager(self, **inputs: Any) -> Results:
-        """Run the model on numpy arrays by name; return numpy arrays."""
+        """Run the model on numpy arrays by name. Return numpy arrays."""
         return Results.of(self.run(**inputs)).convert(self.to_numpy)
 
 
@@ -59,8 +59,8 @@ class StatefulParts:
     """State of a function that is being exported, with its checks and files; see `rsrv_bundle.stateful`."""
 
     state: StateSpec
-    #: runs the modules and compares them: modules, tolerances, example arrays and a callback for each finished module ->
-    #: the manifest's `numerics`
+    #: Runs the modules, and compares their results. Its arguments are the modules, tolerances, example arrays, and a callback for
+    #: each finished module. It returns the manifest's `numerics`.
     compare: Callable[
         [ModuleRunner, Mapping[str, float], Mapping[str, Array], Callable[[str], None]], dict[str, Any]
     ]
@@ -117,10 +117,11 @@ def export_bundle(
         and variable axes do not matter.
     batch_sizes: sizes to compile, in rows; empty for a function without a batch axis.
     out_dir: the bundle's directory; its last part is the model's name.
-    batch_axis: of every input, or by input name (0 where a name is missing), or None: no input has one.
+    batch_axis: the batch axis of every input, or a mapping from input names to batch axes (0 for other inputs), or None if no
+        input has a batch axis.
     axes: input or output name -> one letter per axis, `n` or `b` for the batch, e.g. {"image": "nhwc"}. Inputs
         named here ignore `batch_axis`; other tensors get letters automatically.
-    input_shapes: variants, as the manifest writes them: for each, letter -> size of the axes that vary.
+    input_shapes: variants, as the manifest writes them. Each maps the letters of the variable axes to their sizes.
     pad: `LETTER=VALUE,mask=INPUT`, such as "t=0,mask=attention_mask": the server takes requests of any length along this
         axis, and fills them with the value up to a compiled length. `INPUT=VALUE` gives one input another value. The mask
         gets 0. The export fails if the padding, other rows or (with a mask) the values under the padding change an answer.
@@ -129,27 +130,27 @@ def export_bundle(
     files: files and folders to copy into the bundle, such as modules that model.py imports, or a vocabulary.
     client_inputs, client_outputs: the clients' tensors if the hooks change them, entries as the manifest writes them.
     task: what the model is for, as the manifest writes it.
-    internal: only meta models may call it; clients get NOT_FOUND.
+    internal: True if only meta models may call the model. Clients then get NOT_FOUND.
     platform: cpu, cuda, rocm or tpu.
-    exported_at: a date for the provenance; without it, equal exports give equal bytes.
-    max_constant_bytes: limit on the constants inside one module. Arrays that `fn` captures become constants,
-        which no two batch sizes share.
+    exported_at: a date for the provenance. Without a date, equal exports write equal bytes.
+    max_constant_bytes: maximum number of bytes of constants in one module. Arrays that `fn` captures become constants, and each
+        batch size has a separate copy of them.
     tolerance: element type token -> largest error allowed, relative to an output's largest magnitude; replaces
         entries of `numerics.TOLERANCE`.
     weights: type in which weights are stored, and types of those that patterns name, such as "i8,*norm*=keep"; see
         `rsrv_bundle.narrow.narrow_bundle`. The narrow modules are compared with the wide ones.
     compute: "bf16" or "f16", to compute products in.
     overwrite: replace an existing bundle. Without it that is an error.
-    code: function or class; the provenance has the commit of its file. Default: `fn`.
+    code: the function or class whose file's commit is stored in the provenance. Default: `fn`.
     working_tree_patch: store the uncommitted changes of tracked files around that file as working_tree.patch, unless
         they exceed 20 MiB. The patch travels with the bundle: check it for secrets.
     original: the model that the modules are compared with, in place of `jax.jit(fn)`.
     stateful: the state of a function `fn(params, pools, slots, **inputs) -> (outputs, pools)`; call
         `rsrv_bundle.stateful.export_stateful` instead.
 
-    Every module is run on random inputs and compared with `fn`, and the errors are stored in the manifest under
-    `numerics`; this is left out when `platform` is not this process's own. Nothing appears at `out_dir` unless
-    all checks pass. Raises BundleError if `fn` cannot be exported or the modules disagree with it, FileExistsError.
+    Every module is run on random inputs and compared with `fn`, and the manifest stores the errors under `numerics`. This is
+    skipped if `platform` is not the platform of this process. Nothing appears at `out_dir` unless all checks pass. Raises
+    FileExistsError, and BundleError if `fn` cannot be exported or the modules differ from it.
     """
     target = writer.free_target(out_dir, overwrite)
     if platform not in PLATFORMS:
@@ -272,9 +273,9 @@ def eager_jax(fn: Callable[..., Any], params: Any) -> Callable[..., Results]:
 
 
 class _Flat:
-    """`fn` with the calling convention of a module, see `modules.check_signatures`: all positional; a tuple of results."""
+    """`fn` with the calling convention of a module: positional arguments, and a tuple of results. See `modules.check_signatures`."""
 
-    # jax takes a module's name from here; without it the name would hold this object's address.
+    # jax takes the module's name from here. Otherwise, the name would contain this object's address.
     __name__ = "main"
 
     def __init__(
@@ -341,7 +342,7 @@ def _dtype(token: str) -> Any:
 
 
 def named_leaves(subject: str, tree: Any) -> tuple[list[str], list[Any], Any]:
-    """Return names, leaves and structure of a tree of arrays, in jax's own (sorted, so repeatable) order.
+    """Return names, leaves and structure of a tree of arrays, in jax's order. It is sorted, and so the same in every process.
 
     Raises BundleError, in which `subject` stands for the tree, if two names are equal, or for a leaf that is no array.
     """
@@ -379,7 +380,7 @@ def _example(name: str, value: Any) -> Value:
 
 
 def _lower(function: _Flat, structs: Sequence[Any], platform: str, max_constant_bytes: int) -> Stripped:
-    # keep_unused: if jax removed an unused argument, all later ones would move.
+    # Keep unused arguments, because the places of later arguments must not change.
     exported = jax.export.export(jax.jit(function, keep_unused=True), platforms=[platform])(*structs)
     module = strip_locations(bytes(exported.mlir_module_serialized))
     total = sum(size for size, _ in module.constants)

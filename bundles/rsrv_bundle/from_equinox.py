@@ -21,8 +21,8 @@ def export_equinox(
     """Write an Equinox module as a bundle, checked against the module's own answers, uncompiled.
 
     model: in inference mode (`eqx.nn.inference_mode`). Its arrays are the weights, called by their paths.
-    rows: the model takes one row, as Equinox's layers do, so a batch is `jax.vmap(model)` of inputs whose first axis
-        is the batch; False: it takes whole batches. Without batch sizes it gets the inputs as they are.
+    rows: True if the model takes one row, as Equinox's layers do. A batch is then `jax.vmap(model)` of inputs whose first axis
+        is the batch. False if the model takes whole batches. Without batch sizes, the model gets the inputs as they are.
     example_inputs, options: as `rsrv_bundle.export.export_bundle` takes them; with their batch axis.
 
     Raises BundleError as `export_bundle`.

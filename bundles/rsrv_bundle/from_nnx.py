@@ -37,7 +37,7 @@ def export_nnx(model: nnx.Module, example_inputs: Mapping[str, Any], **options: 
     def fn(params: Any, **inputs: Any) -> Any:
         result, (_, streams, after) = run(rngs, params, inputs)
         drawn = _changed(nnx.to_pure_dict(rngs), streams)
-        # Recurrent layers draw their initial zeros.
+        # Accept random numbers that do not matter, because recurrent layers draw some for their initial zeros.
         if drawn and _matters(lambda *arguments: Results.of(run(*arguments)[0]).values, rngs, params, inputs):
             raise BundleError(
                 f"model: {drawn}: draws random numbers that its results depend on; call model.eval() first, or make"
@@ -60,7 +60,7 @@ def export_nnx(model: nnx.Module, example_inputs: Mapping[str, Any], **options: 
 
 
 def eager_nnx(model: nnx.Module) -> Callable[..., Results]:
-    """Return the model, uncompiled, as a function from numpy arrays by name to numpy arrays; the model is not changed."""
+    """Return the model, uncompiled, as a function from numpy arrays by name to numpy arrays. The model does not change."""
     return _original(model).eager
 
 
@@ -80,7 +80,7 @@ def _split(model: nnx.Module) -> Any:
 
 
 def _copy(state: Any) -> Any:
-    """Copy the variables: a model that is built from the copies can change without changing others."""
+    """Copy the variables, so that a model that is built from the copies can change without changing other models."""
     return jax.tree.map(lambda leaf: leaf, state)
 
 

@@ -96,7 +96,7 @@ def export_stateful_torch(
     """Write a module with state as a bundle: `forward` takes state tensors by name, and returns them under these names.
 
     state: argument of `forward` -> tensor or array: the state that a sequence begins with, without the batch axis.
-    output_names: of a tuple, with the state's names among them.
+    output_names: names for the parts of a tuple, including the names of the state tensors.
     The rest is as for `export_torch` and `rsrv_bundle.stateful.export_stateful`.
     """
     free_target(out_dir, options.get("overwrite", False))
@@ -144,7 +144,7 @@ def _traced(
     sizes: Mapping[str, Any],
     lowerings: Lowerings,
 ) -> tuple[nn.Module, dict[str, Any], Any]:
-    """Trace a module at each size, with the state of as many rows. Returns it, the examples, and the traced modules."""
+    """Trace a module at each size, with the state of as many rows. Return the module, the examples, and the traced modules."""
     module = plain(module)
     check_module(module)
     examples = {name: _example(name, value) for name, value in example_inputs.items()}
@@ -215,7 +215,7 @@ def _failure(module: nn.Module, arrays: Mapping[str, Array]) -> Exception | None
         _original(module).run(**arrays)
     except BundleError:
         raise
-    except Exception as e:  # noqa: BLE001 - the module's own
+    except Exception as e:  # noqa: BLE001 - the module may raise anything
         return e
     return None
 
@@ -225,7 +225,7 @@ def _shapes(arrays: Mapping[str, Any]) -> str:
 
 
 def eager_torch(module: nn.Module) -> Callable[..., Results]:
-    """Return the module as a function from numpy arrays by name to numpy arrays; in training mode it raises BundleError."""
+    """Return the module as a function from numpy arrays by name to numpy arrays. Raises BundleError in training mode."""
     return _original(plain(module)).eager
 
 
@@ -241,9 +241,9 @@ def _original(module: nn.Module) -> Original:
 
 
 def _torch_programs() -> Any:
-    """Import `torch_programs`. Raises BundleError if torchax is missing, or not made for this PyTorch.
+    """Import `torch_programs`. Raises BundleError if torchax is missing, or if it does not fit this PyTorch.
 
-    Imported only when it is needed: importing torchax changes PyTorch for the whole process.
+    The import waits until an export needs it, because torchax changes PyTorch for the whole process.
     """
     try:
         from rsrv_bundle import torch_programs

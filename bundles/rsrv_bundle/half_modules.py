@@ -75,7 +75,7 @@ class _Rewriter:
     def rewrite(self, block: Any) -> None:
         for operation in [item.operation for item in block.operations]:
             name = operation.name
-            # The regions of a loop or a branch compute; those of a reduction name its operation.
+            # The regions of loops and branches contain computations. The region of a reduction only describes its operation.
             if name in ("stablehlo.while", "stablehlo.case", "stablehlo.if"):
                 for region in operation.regions:
                     for inner in region.blocks:

@@ -1,4 +1,4 @@
-"""Check of the hooks file, `model.py`, without running it."""
+"""Check of a bundle's hooks file, `model.py`, without running it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def source_of(hooks: Path | str) -> str:
 def check_hooks(file: Path, kind: Kind) -> tuple[str, ...]:
     """Return the hooks that `file` defines at its top level, by assignment, import or `def`.
 
-    Raises BundleError if the file is no Python, if it defines none of the hooks of this kind of bundle, or if a hook
-    cannot be called with its arguments: a model's are `preprocess(inputs)` and `postprocess(outputs)`, a meta model's
-    is `run(inputs, call)`, which may be an `async def`.
+    A model has `preprocess(inputs)` and `postprocess(outputs)`. A meta model has `run(inputs, call)`, which may be an `async def`.
+    Raises BundleError if the file is not valid Python, if it defines none of the hooks of this kind of bundle, or if a hook cannot
+    be called with its arguments.
     """
     problems = Problems()
     arguments = HOOKS[kind]
@@ -61,7 +61,10 @@ def check_hooks(file: Path, kind: Kind) -> tuple[str, ...]:
 
 
 def _wrong_use(name: str, definition: ast.AST | None, arguments: tuple[str, ...]) -> str:
-    """Return why a hook with this definition cannot be called. Empty if it can, or if only running the file would show that."""
+    """Return why a hook with this definition cannot be called.
+
+    The text is empty if the hook can be called, or if only running the file would show that.
+    """
     signature = f"{name}({', '.join(arguments)})"
     if isinstance(definition, ast.AsyncFunctionDef) and name != "run":
         return f"must be a plain function; write def {signature}"

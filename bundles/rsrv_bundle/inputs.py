@@ -22,7 +22,7 @@ def random_inputs(
     examples: Mapping[str, Array] = MappingProxyType({}),
     first: int = 0,
 ) -> list[Array]:
-    """Return one array per executable input; equal arguments give equal arrays in every process.
+    """Return one array for each executable input. Equal arguments return equal arrays in every process.
 
     examples: input name -> array. The rows of an integer input come from its example, because integers are often indices
         and depend on each other: the edges of a box, sorted positions, a mark at the end. If more rows are needed, the
@@ -76,7 +76,7 @@ def acceptable(
     def runs() -> bool:
         try:
             run(random_inputs(bundle, *key, accepted))
-        except Exception:  # noqa: BLE001 - the model's own
+        except Exception:  # noqa: BLE001 - the model may raise anything
             return False
         return True
 
@@ -90,7 +90,7 @@ def acceptable(
 
 
 def integers_of(bundle: Bundle, samples: Mapping[int, Sequence[Array]]) -> dict[str, Array]:
-    """Return the integer inputs of samples as examples: they are often indices.
+    """Return the integer inputs of samples as examples, because integers are often indices.
 
     samples: variant -> one array per input, whose first axis counts rows.
     """
@@ -102,7 +102,7 @@ def integers_of(bundle: Bundle, samples: Mapping[int, Sequence[Array]]) -> dict[
 
 
 def _chunk(bundle: Bundle, arrays: list[Array]) -> list[Array]:
-    """Return random inputs of a generation as a chunk of prompts: 0 behind their lengths, and greedy."""
+    """Turn random inputs of a generation into a chunk of prompts, with zeros behind their lengths and greedy sampling."""
     generate = bundle.manifest.generate
     assert generate is not None
     index = {spec.name: i for i, spec in enumerate(bundle.manifest.inputs)}
@@ -117,10 +117,10 @@ def _chunk(bundle: Bundle, arrays: list[Array]) -> list[Array]:
 def example_inputs(
     bundle: Bundle, variant: int, size: int, examples: Mapping[str, Array]
 ) -> list[Array] | None:
-    """Return the examples as executable inputs, repeated or cut to the module's sizes; other inputs are random.
+    """Return the examples as executable inputs, repeated or cut to the module's sizes. Inputs without an example are random.
 
-    examples: input name -> array. Returns None if no float example has two different values: a constant example
-    gives only a shape, and makes many models return nothing but rounding errors.
+    examples: input name -> array. Return None if no float example has two different values. A constant example only stands for a
+    shape, and with it many models return nothing but rounding errors.
     """
     fitting = _fitting(bundle, examples)
     if not any(
@@ -136,7 +136,7 @@ def example_inputs(
 
 
 def row_count(bundle: Bundle, examples: Mapping[str, Array]) -> int:
-    """Return the rows of the longest example; 1 without a batch axis, 0 without examples."""
+    """Return the number of rows of the longest example. It is 1 without a batch axis, and 0 without examples."""
     axes = [spec.batch_axis for spec in bundle.manifest.inputs]
     counts = [
         1 if (axis := axes[index]) is None else example.shape[axis]

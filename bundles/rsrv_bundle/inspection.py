@@ -27,16 +27,21 @@ from rsrv_bundle.errors import BundleError
 from rsrv_bundle.modules import Signature, signature_of
 from rsrv_bundle.products import Precision
 
-#: Bytes of address space, of which jaxlib itself takes a large part, and additional bytes for each byte of a module.
-_MEMORY, _MEMORY_PER_BYTE = 3 << 30, 8
-#: Seconds of CPU time, and additional seconds for each byte of a module. The last number is the allowed wall time on a busy
-#: machine, as a multiple of these.
-_SECONDS, _SECONDS_PER_BYTE, _PATIENCE = 5, 1e-6, 4
+#: Maximum number of bytes of address space. jaxlib itself takes a large part of it.
+_MEMORY = 3 << 30
+#: Additional bytes of address space for each byte of a module.
+_MEMORY_PER_BYTE = 8
+#: Maximum number of seconds of CPU time.
+_SECONDS = 5
+#: Additional seconds of CPU time for each byte of a module.
+_SECONDS_PER_BYTE = 1e-6
+#: Maximum wall time as a multiple of the maximum CPU time, because the machine may be busy.
+_PATIENCE = 4
 #: A timeout is the module's fault only if the child has used this share of its CPU time.
 _FAIR = 0.5
 #: Exit statuses of a process that the kernel (out of memory) or an operator killed. No parser ends like this.
 _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
-#: Seconds in which the process must start and load jaxlib.
+#: Seconds within which the process must start and load jaxlib.
 _START = 120.0
 #: Maximum number of bytes of a signature. No model comes near it.
 _MAX_ANSWER = 64 << 20
@@ -61,9 +66,9 @@ class _Child:
 class Inspector:
     """`rsrv_bundle.modules.signature_of` in a child process that may crash. For one thread at a time.
 
-    The child starts when it is needed, and lives until `close`, or until this process ends. After a bad module it is replaced,
-    because the module may have damaged it. `known` has signatures by the SHA-256 of their module. Its modules are not parsed
-    again, and new signatures are added to it.
+    The child starts when it is needed, and lives until `close`, or until this process ends. After a bad module, another child
+    replaces it, because the module may have damaged it. `known` maps the SHA-256 of modules to their signatures. Modules in `known`
+    are not parsed again, and signatures of other modules are added to it.
     """
 
     def __init__(self, known: MutableMapping[str, Signature] | None = None) -> None:
@@ -82,7 +87,7 @@ class Inspector:
                 self._child = _spawn()
 
     def __call__(self, blob: bytes, file: str) -> Signature:
-        """Return the signature of a module, the content of `file`. Raises BundleError, InspectorError."""
+        """Return the signature of a module. `file` is the name of its file, for errors. Raises BundleError, InspectorError."""
         digest = "" if self._known is None else hashlib.sha256(blob).hexdigest()
         if self._known is not None and digest in self._known:
             return self._known[digest]
@@ -204,7 +209,7 @@ def _seconds(nbytes: int) -> float:
 
 def main() -> None:
     """Answer each line of JSON and the module after it with one line of JSON, until the other end of stdin closes."""
-    import jaxlib.mlir.dialects.stablehlo  # noqa: F401 - before the limits, and before the first module
+    import jaxlib.mlir.dialects.stablehlo  # noqa: F401 - loaded before the limits are set
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=sys.stdin.fileno()) as sock, sock.makefile("rwb") as stream:

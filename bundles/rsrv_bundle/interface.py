@@ -1,6 +1,6 @@
-"""The interface of a function that is being exported: which axes are the batch, fixed or variable, and their letters.
+"""The interface of a function that is being exported: the batch axes, fixed axes and variable axes, and their letters.
 
-Shapes only; nothing here runs or compiles.
+This module only computes with shapes. It runs and compiles nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class InputPlan:
     specs: tuple[TensorSpec, ...]
     #: Sizes by letter for each variant, as in the manifest. Empty without variants.
     input_shapes: tuple[Mapping[str, int], ...]
-    #: Ascending; empty without a batch axis.
+    #: Sizes to compile, ascending, or empty without a batch axis.
     batch_sizes: tuple[int, ...]
 
     @property
@@ -70,7 +70,7 @@ def plan_inputs(
     axes: Mapping[str, str],
     input_shapes: Sequence[Mapping[str, int]],
 ) -> InputPlan:
-    """Derive the inputs' specs from example shapes. Raises BundleError, naming the input."""
+    """Derive the inputs' specs from example shapes. Raises BundleError, which names the input."""
     for size in batch_sizes:
         if not isinstance(size, int | np.integer) or size < 1:
             raise BundleError(f"batch_sizes: {size!r} is no number of rows; give whole numbers from 1 on")
@@ -113,8 +113,8 @@ def plan_outputs(
 
     padded: the letter of the axis that a server pads.
 
-    Raises BundleError when an axis is neither fixed, nor the batch, nor decided by the variant alone; or if an output has an
-    axis that grows with the padded one, and is not as long.
+    Raises BundleError if an axis is neither fixed, nor the batch, nor determined by the variant alone. Also raises BundleError if an
+    axis of an output grows with the padded axis, but has another length.
     """
     keys = list(inputs.keys())
     seen = {key: outputs_at(*key) for key in keys}

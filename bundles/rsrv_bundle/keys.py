@@ -19,7 +19,8 @@ GENERATE: Final = (
 )
 
 _MOST_ENTRIES, _MOST_UNKNOWN = 1000, 20
-#: ReactantServer's format, and the keys of ours that it may have: `internal`, `meta.external` and `meta.restartable`.
+#: Keys of ReactantServer's format. Bundles in it may also have these of our keys: `internal`, `meta.external` and
+#: `meta.restartable`.
 _FORMAT_2: Final[Mapping[str, tuple[str, ...]]] = {
     "": (
         *("format_version", "name", "description", "kind", "meta", "internal"),
@@ -28,7 +29,7 @@ _FORMAT_2: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "meta": ("calls", "external", "restartable"),
 }
-#: Keys of each section. A section that ends with [] is each entry of a list; * is any key.
+#: Keys of each section. The name of a section ends with [] if it stands for each entry of a list. The key * stands for any key.
 _FORMAT_3: Final[Mapping[str, tuple[str, ...]]] = {
     **_FORMAT_2,
     "": (*_FORMAT_2[""], "numerics", "sha256", "state", "generate", "task", "pad"),
@@ -43,9 +44,9 @@ _FORMAT_3: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def known_keys(document: Mapping[str, Any], version: str, bad: Callable[[str, str], None]) -> dict[str, Any]:
-    """Return a manifest with the top-level keys that its version has. `bad(key, rule)` takes the unknown keys of format 3.
+    """Return a manifest with only the top-level keys of its version.
 
-    Format 2.0 ignores unknown keys.
+    In format 3, `bad(key, rule)` is called for each unknown key. Format 2.0 ignores unknown keys.
     """
     if version != "2.0":
         for section, known in _FORMAT_3.items():

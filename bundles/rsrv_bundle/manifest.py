@@ -2,10 +2,10 @@
 
 Format versions:
 
-- 3 is ours. Shapes are written row-major, and `sha256` has the checksums of the weights and of every module.
-- 2.0 is ReactantServer's. Shapes are written first-axis-fastest, so the letters are reversed here.
+- 3 is our format. Shapes are row-major, and `sha256` has the checksums of the weights and of every module.
+- 2.0 is ReactantServer's format. Its shapes have the fastest axis first, so this parser reverses the letters.
 
-`rsrv_bundle.keys` lists the keys of both.
+`rsrv_bundle.keys` lists the keys of both formats.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _MAX_SUMS = 1000
 def parse_manifest(data: bytes, *, name: str, has_hooks: bool, problems: Problems) -> Manifest | None:
     """Parse a manifest. Every broken rule goes to `problems`.
 
-    `name` is the bundle's name and `has_hooks` whether a `model.py` lies beside the manifest, on which some rules depend.
-    Returns None if the text is no mapping or has no usable version. Otherwise, it returns the readable part, which is complete
-    only if `problems` is empty.
+    `name` is the bundle's name. `has_hooks` is True if there is a `model.py` beside the manifest, because some rules depend on it.
+    Return None if the text is no mapping or has no usable version. Otherwise, return the readable part, which is complete only if
+    `problems` is empty.
     """
     try:
         document = yaml12.load(data)
@@ -311,7 +311,7 @@ class _Parser:
             self.bad("internal", f"must be true or false, not {value!r:.40}")
         return kind == "model" and value is True
 
-    # input_shapes: one set of sizes for each variant.
+    # The section input_shapes, which has one set of sizes for each variant.
 
     def input_shapes(self, inputs: tuple[TensorSpec, ...], kind: Kind) -> tuple[tuple[int, ...], ...]:
         block = self.document.get("input_shapes")

@@ -27,7 +27,7 @@ def write_meta_bundle(
 ) -> Bundle:
     """Write the bundle `out_dir` of a meta model, check it, and return it as read back.
 
-    run: the path of the file to store as model.py, or its text; it is not run.
+    run: the path of the file to store as model.py, or its text. The file is not executed.
     calls: names of the models that it may call.
     client_inputs, client_outputs: the clients' tensors, entries as the manifest writes them.
     out_dir: the bundle's directory; its last part is the model's name.

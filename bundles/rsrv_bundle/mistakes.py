@@ -24,10 +24,10 @@ _KINDS = {
 
 
 def mistaken(path: Path, *, single: bool = False) -> str:
-    """Return why a path will never be a bundle or a directory of bundles, with the remedy. Empty if it may become one.
+    """Return why a path will never be a bundle or a directory of bundles, with the remedy.
 
-    With `single`, only a bundle is accepted. A directory without a bundle may get one later, unless it holds something else.
-    Raises OSError if it cannot be listed.
+    The text is empty if the path may become one. A directory without a bundle may get one later, unless it contains files of another
+    known kind. With `single`, only a bundle is accepted. Raises OSError if the directory cannot be listed.
     """
     if not path.exists():
         siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []

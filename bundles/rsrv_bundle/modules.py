@@ -63,9 +63,9 @@ def module_file(bundle: Bundle, key: tuple[int, int]) -> Path:
 
 
 def read_module(bundle: Bundle, key: tuple[int, int], signature: Signature) -> bytes:
-    """Read the module of a (variant, size): the same bytes that `signature` was read from.
+    """Return the bytes of the module of a (variant, size), from which `signature` was read.
 
-    Raises BundleError if the file is gone or has changed since.
+    Raises BundleError if the file is gone, or if it has changed since then.
     """
     file = module_file(bundle, key)
     blob = _read(file)
@@ -85,11 +85,11 @@ def _read(file: Path) -> bytes:
 
 
 def signature_of(blob: bytes, file: str) -> Signature:
-    """Return the signature of a module, the content of `file`.
+    """Return the signature of a module. `file` is the name of its file, for errors.
 
-    Raises BundleError if it is no StableHLO portable artifact, is newer than this jaxlib reads, has no public `main`,
-    has dynamic shapes, is partitioned over devices, calls into anything but known libraries, or is larger than any
-    model. May crash the process, or take for ever, when the bytes are damaged.
+    Raises BundleError if the module is no StableHLO portable artifact, is newer than this jaxlib reads, has no public `main`, has
+    dynamic shapes, is partitioned over devices, calls other functions than those of known libraries, or is larger than any model.
+    Damaged bytes may crash the process, or make the parser run for ever.
     """
     problems = Problems()
     signature = Signature((), ())
@@ -98,7 +98,7 @@ def signature_of(blob: bytes, file: str) -> Signature:
             signature = _signature(module, file, problems)
     except ValueError as e:
         problems.add(file, "", str(e))
-    except Exception as e:  # noqa: BLE001 - what is damaged brings the bindings to raise nearly anything
+    except Exception as e:  # noqa: BLE001 - for damaged bytes, the bindings may raise anything
         problems.add(file, "", f"cannot be looked into: {type(e).__name__}: {str(e).partition(chr(10))[0]}")
     problems.raise_if_any()
     return dataclasses.replace(signature, digest=hashlib.sha256(blob).hexdigest())
@@ -106,7 +106,7 @@ def signature_of(blob: bytes, file: str) -> Signature:
 
 @contextlib.contextmanager
 def parsed(blob: bytes) -> Iterator[Any]:
-    """Parse an artifact inside an MLIR context of its own. Raises ValueError, in one line, if it is none."""
+    """Parse an artifact in a separate MLIR context. Raises ValueError, with one line of text, if `blob` is no artifact."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import chlo, sdy, stablehlo
 
@@ -123,7 +123,7 @@ def parsed(blob: bytes) -> Iterator[Any]:
     diagnostics: list[str] = []
 
     def note(diagnostic: Any) -> bool:
-        with contextlib.suppress(Exception):  # The message repeats bytes that are no UTF-8.
+        with contextlib.suppress(Exception):  # The message may repeat bytes that are not UTF-8.
             diagnostics.append(diagnostic.message.partition("\n")[0])
         return True
 
@@ -134,7 +134,7 @@ def parsed(blob: bytes) -> Iterator[Any]:
                 module = stablehlo.deserialize_portable_artifact(context, blob)
                 if not module.operation.verify():
                     raise ValueError("the verifier refuses it")
-            except Exception as e:  # noqa: BLE001 - MLIR's own error derives from it, and says little
+            except Exception as e:  # noqa: BLE001 - MLIR's error is a direct subclass, and has little text
                 why = "; ".join(diagnostics) or str(e)
                 raise ValueError(f"is not a valid StableHLO portable artifact: {why}") from None
             yield module
@@ -143,7 +143,7 @@ def parsed(blob: bytes) -> Iterator[Any]:
 
 
 def artifact_version(blob: bytes) -> tuple[int, int, int]:
-    """Return the StableHLO version that an artifact was written for. Raises ValueError if it is no such artifact."""
+    """Return the StableHLO version that an artifact was written for. Raises ValueError if `blob` is no artifact."""
     match = _ARTIFACT.match(blob)
     if match is None:
         raise ValueError(
@@ -195,12 +195,13 @@ def _value(kind: Any, key: str, file: str, problems: Problems) -> Value | None:
 def check_signatures(bundle: Bundle, look: Look = signature_of) -> dict[tuple[int, int], Signature]:
     """Compare every module with the manifest and the weights.
 
-    Arguments must be the inputs in the manifest's order and then the weights in argument order, with equal types
-    and shapes; results must be the declared outputs by position. Results beyond those are allowed. With state, slots
-    follow the inputs and pools the weights; the results are the outputs, then the pools. Returns the
-    signatures by (variant, batch size); the size of an unsuffixed module is its own batch extent, or 1 when the
-    inputs have no batch axis. Each module is compared with its checksum in the manifest, if there is one, and then shown
-    to `look`. Raises BundleError with all problems.
+    The arguments of a module must be the inputs in the manifest's order and then the weights in argument order, with equal types
+    and shapes. The first results must be the declared outputs by position. Further results are allowed. With state, the slots follow
+    the inputs, the pools follow the weights, and the results are the outputs and then the pools.
+
+    Each module is compared with its checksum in the manifest, if there is one, and then read by `look`. Return the signatures by
+    (variant, batch size). If the name of a module has no size, its batch extent counts, or 1 if the inputs have no batch axis. Raises
+    BundleError with all problems.
     """
     problems = Problems()
     signatures: dict[tuple[int, int], Signature] = {}
@@ -293,7 +294,7 @@ def _check_results(
 
 
 def _pools(bundle: Bundle) -> list[tuple[str, Value]]:
-    """Return name and value of every state tensor, of all slots."""
+    """Return the name, type and shape of each pool, which holds a state tensor of all slots."""
     state = bundle.manifest.state
     if state is None:
         return []
@@ -318,8 +319,8 @@ def _text(value: Value) -> str:
 def as_exported(blob: bytes, signature: Signature) -> jax.export.Exported:
     """Wrap a module so that jax runs it: `jax.jit(as_exported(blob, signature).call)(*inputs, *weights)`.
 
-    The call returns a tuple of all results. It runs on jax's default platform, whichever the module was lowered
-    for. With 64-bit element types, the call also needs `jax_enable_x64`.
+    The call returns a tuple of all results. It runs on jax's default platform, even if the module was lowered for another one. With
+    64-bit element types, the call also needs `jax_enable_x64`.
     """
     import jax
     import jax.export
@@ -331,8 +332,8 @@ def as_exported(blob: bytes, signature: Signature) -> jax.export.Exported:
 
     with jax.enable_x64(True):
         results = structs(signature.outputs)
-        # The public way to an Exported around foreign StableHLO: export a function of the same signature, and
-        # exchange its module.
+        # jax has no public function that makes an Exported from StableHLO. So export a function with the same signature, and
+        # replace its module.
         template = jax.export.export(
             jax.jit(lambda *_: tuple(jnp.zeros(r.shape, r.dtype) for r in results), keep_unused=True)
         )(*structs(signature.inputs))
@@ -341,17 +342,17 @@ def as_exported(blob: bytes, signature: Signature) -> jax.export.Exported:
 
 @dataclass(frozen=True, slots=True)
 class Stripped:
-    """Artifact without debug locations, and its constants."""
+    """An artifact without debug locations, and its constants."""
 
     blob: bytes
-    #: (bytes, MLIR type) of every constant that is not one value repeated, largest first.
+    #: Pairs (bytes, MLIR type) of the constants, the largest first. Constants that repeat one value are left out.
     constants: tuple[tuple[int, str], ...]
 
 
 def strip_locations(blob: bytes) -> Stripped:
-    """Remove the debug locations of an artifact, at the version it was written for.
+    """Remove the debug locations of an artifact. The version of StableHLO stays the same.
 
-    They contain paths and line numbers of the exporting program. These are private, and would give equal modules different
+    Debug locations contain paths and line numbers of the exporting program. These are private, and equal modules would have different
     digests. Raises ValueError if `blob` is no artifact.
     """
     from jaxlib.mlir import ir
@@ -376,7 +377,7 @@ def strip_locations(blob: bytes) -> Stripped:
                         strip(inner.operation)
 
         strip(module.operation)
-        # Sharding attributes are of another dialect; jax writes them for library calls.
+        # Allow sharding attributes, which are of another dialect. jax writes them for library calls.
         stripped = stablehlo.serialize_portable_artifact(module, version, allow_other_dialects=True)
     return Stripped(stripped, tuple(sorted(constants, reverse=True)))
 
@@ -386,12 +387,12 @@ def _is_splat(constant: Any) -> bool:
     try:
         value = constant.attributes["value"]
     except TypeError:
-        # The bindings have no complex numbers. A splat is one value in MLIR's text, however large it is.
+        # The bindings cannot read complex numbers. In MLIR's text, a splat of any size is a single value, and is not elided.
         return "elided" not in constant.get_asm(large_elements_limit=1)
     return getattr(value, "is_splat", False)
 
 
-def _constant_bytes(kind: Any) -> int:  # It has a ranked tensor type.
+def _constant_bytes(kind: Any) -> int:  # `kind` is a ranked tensor type.
     try:
         itemsize = dtypes.itemsize(dtypes.token_of_mlir(str(kind.element_type)))
     except KeyError:
@@ -433,6 +434,6 @@ def rewritten(blob: bytes, version: str) -> bytes:
     with parsed(blob) as module:
         try:
             return bytes(stablehlo.serialize_portable_artifact(module, version, allow_other_dialects=True))
-        except Exception as e:  # noqa: BLE001 - MLIR's own error derives from it
+        except Exception as e:  # noqa: BLE001 - MLIR's error is a direct subclass
             why = str(e).partition("\n")[0]
             raise ValueError(f"is StableHLO {current} and cannot be written as {version}: {why}") from None

@@ -1,4 +1,4 @@
-"""Narrow a bundle: its weights in a narrower type, with modules that widen them, and a comparison that may refuse it."""
+"""Narrowing of a bundle: its weights in a narrower type, modules that widen them, and a comparison with the wide bundle."""
 
 from __future__ import annotations
 
@@ -88,16 +88,15 @@ def narrow_bundle(
 
     weights: the type of the weights, and of those that patterns name, such as "i8,*.norm*=keep".
     compute: "bf16" or "f16", to compute products in; see `rsrv_bundle.half_modules`.
-    samples: takes the bundle, and returns rows by variant to compare on. Integers of random inputs for other variants
-        are taken from them.
+    samples: a function of the bundle that returns rows by variant for the comparison. Random inputs for other variants take their
+        integers from these rows.
     tolerance: element type of an output -> largest error, in place of the weights' bound; or name of a figure in
         TASK_BOUNDS -> its bound.
     overwrite: replace an existing bundle. Without it that is an error.
     look: reads each module, old and new, before it is compiled.
 
-    Nothing appears at `out_dir` unless all errors are within their bounds. Raises BundleError with a line for each module
-    and output that is not, ValueError for a wrong `weights`, FileExistsError, TargetError if one directory is inside the
-    other.
+    Nothing appears at `out_dir` unless all errors are within their bounds. Raises BundleError with a line for each module and output
+    beyond its bound, ValueError for a wrong `weights`, FileExistsError, and TargetError if one directory is inside the other.
     """
     target = writer.free_target(out_dir, overwrite)
     if Path(directory).resolve() in target.resolve().parents:
@@ -174,10 +173,10 @@ def narrow_into(
 
 
 def rewritten(old: Bundle, file: Path, tensors: StoredTensors, compute: str | None) -> bytes:
-    """Return a module of a bundle as it takes these tensors, and with its products computed in `compute`."""
+    """Return a module of a bundle, changed so that it takes these tensors and computes products in `compute`."""
     blob, first, changes = file.read_bytes(), _first(old), [_change(tensor) for tensor in tensors.tensors]
     if compute == "f16":
-        # Rewrite products first. `narrowed` then knows which of their results overflow without the scale.
+        # Rewrite the products first, so that `narrowed` knows whose results would overflow without the scale.
         return narrowed(computed_in(blob, file.name, compute, first), file.name, first, changes)
     blob = narrowed(blob, file.name, first, changes)
     return blob if compute is None else computed_in(blob, file.name, compute, first)
@@ -185,7 +184,7 @@ def rewritten(old: Bundle, file: Path, tensors: StoredTensors, compute: str | No
 
 @dataclass(slots=True)
 class StoredTensors:
-    """Tensors to store, in argument order, and why others keep their type."""
+    """Tensors to store, in argument order, and the reasons why some of them keep their type."""
 
     tensors: list[Array | Narrow] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
@@ -208,7 +207,7 @@ class StoredTensors:
 
 
 def chosen(bundle: Bundle, types: WeightTypes) -> StoredTensors:
-    """Return the tensors, narrowed by the rules. Only one wide tensor at a time is also in memory."""
+    """Return the tensors, narrowed by the rules. At most one wide tensor at a time is in memory in addition."""
     shared: dict[int, frozenset[int]] = {}
     for file in sorted(set(bundle.modules.values())):
         shared = shared_axes(file.read_bytes(), _first(bundle), len(bundle.weights)) | shared
@@ -218,7 +217,7 @@ def chosen(bundle: Bundle, types: WeightTypes) -> StoredTensors:
             weight = bundle.weights[index]
             array = as_array(raw, weight.dtype, weight.shape)
             kind, named = types.of(weight.name)
-            # A scale for each row suits every other use, because a table or a matrix of PyTorch shares it along a row.
+            # For other uses, a scale for each row is a good choice: in a table or in a matrix of PyTorch, a row shares its scale.
             axes = shared.get(index, frozenset({len(weight.shape) - 1}))
             why = kept_because(weight, kind, named, axes)
             tensor = why or narrow(array, kind, axes)
@@ -231,7 +230,7 @@ def chosen(bundle: Bundle, types: WeightTypes) -> StoredTensors:
 
 
 def _summary(reason_of: Mapping[str, str]) -> str:
-    """Return why weights keep their type, each reason with the number of weights."""
+    """Return the reasons why weights keep their type, each with the number of weights."""
     reasons = list(reason_of.values())
     counts = (f"{reasons.count(reason)} {reason}" for reason in dict.fromkeys(reasons))
     return f"Weights that keep their type: {', '.join(counts) or 'none'}"
@@ -315,7 +314,7 @@ def _answers(
 ) -> Iterator[tuple[bool, list[Array], list[Array]]]:
     """Yield whether inputs are random, the wide module's outputs for them, and the narrow module's outputs.
 
-    Real inputs count alone: many networks amplify differences on noise, which no user sends.
+    If there are real inputs, only they are used. Many networks amplify differences on noise, which no user sends.
     """
     bundle = before.bundle
     if key[0] in samples:
@@ -327,7 +326,7 @@ def _answers(
 
 
 def task_figures(bundle: Bundle, got: Sequence[Array], want: Sequence[Array]) -> dict[str, float]:
-    """Return the errors of a task's embedding or scores; empty without a task, or if hooks compute its outputs."""
+    """Return the errors of a task's embedding or scores. Empty without a task, or if hooks compute its outputs."""
     task = bundle.manifest.task
     names = [spec.name for spec in bundle.manifest.outputs]
     figures = {}
@@ -346,7 +345,7 @@ def task_figures(bundle: Bundle, got: Sequence[Array], want: Sequence[Array]) ->
 
 
 def error_of(got: Array, want: Array) -> float:
-    """Return an output's error: relative to its largest magnitude, or the share of unequal integers."""
+    """Return an output's error, relative to its largest magnitude. For integers, return the share of unequal ones."""
     if got.dtype.kind in "iub":
         return float(np.mean(got != want)) if got.size else 0.0
     return difference(got, want)[1]

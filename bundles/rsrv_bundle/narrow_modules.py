@@ -1,8 +1,9 @@
 """Rewrite of a module so that it takes narrow weights and widens them where it uses them.
 
-The compiler fuses a widening into the operation that reads it. So the narrow tensor passes unchanged through transpositions,
-table lookups and loops. A product also gets it without its scale. The scale is applied to the product's result, which is
-smaller than the weight and has the same value then. Products in f16 get the scaled weight, because they would overflow.
+The compiler fuses a widening into the operation that reads its result. So this rewrite moves the widening behind transpositions,
+table lookups and loops, which then handle the narrow tensor. A product also takes the weight without its scale. Instead, the
+product's result is multiplied by the scale, which is mathematically the same, and the result is smaller than the weight. Products in
+f16 take the scaled weight, because they could overflow otherwise.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ class Change:
 
     #: Element type token of the stored tensor.
     dtype: str
-    #: Shape of the scale. It has the weight's rank, and 1 for each axis that shares a scale. None: there is no scale.
+    #: Shape of the scale, or None without a scale. It has the weight's rank, and the size 1 for each axis that shares a scale.
     scale: tuple[int, ...] | None
 
 
 def main_of(module: Any) -> Any:
-    """Return the function `main`, with the functions that it calls inlined."""
+    """Inline the functions that `main` calls, and return `main`."""
     from jaxlib.mlir import ir, passmanager
 
     functions = {op.sym_name.value: op for op in module.body.operations if op.operation.name == "func.func"}
@@ -61,7 +62,7 @@ def main_of(module: Any) -> Any:
 def shared_axes(blob: bytes, first: int, count: int) -> dict[int, frozenset[int]]:
     """Return the axes along which a weight's elements can share a scale at its first use, by the weight's index.
 
-    A product sums over these axes, or a lookup returns all of them. Weights with other uses are left out.
+    A product sums over such axes, and a lookup returns them completely. Weights with other first uses are left out.
 
     first: the index of the first weight among the arguments. count: the number of weights.
     """
@@ -180,7 +181,7 @@ def _shared(value: Any) -> Iterator[frozenset[int]]:
 
 
 def _result_axes(operation: Any, place: int) -> dict[int, int] | None:
-    """Return the axes of a product's operand that its result also has: axis -> axis of the result. None: no product."""
+    """Map the axes of a product's operand to the axes of its result, as far as the result has them. None if it is no product."""
     from jaxlib.mlir.dialects import stablehlo
 
     if operation.name == "stablehlo.dot_general":
@@ -205,7 +206,10 @@ def _result_axes(operation: Any, place: int) -> dict[int, int] | None:
 
 
 def _fits(product: Any, scale: Any, axes: Mapping[int, int]) -> bool:
-    """Return whether the scale can follow a product: it varies only along these axes, and the result without it does not overflow."""
+    """Return whether a product's result can be multiplied by the scale instead of its operand.
+
+    The scale must vary only along these axes, and the result must not overflow without it.
+    """
     from jaxlib.mlir import ir
 
     if scale is None:
@@ -264,7 +268,7 @@ def _looks_up(operation: Any, place: int) -> bool:
 
 
 def _look_up(operation: Any, narrow: Any, scale: Any) -> None:
-    """Look up rows of the narrow table, and of the scales, and widen the rows alone."""
+    """Look up rows of the narrow table and of the scales, and widen only these rows."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -303,7 +307,7 @@ def _invariant(loop: Any, place: int) -> bool:
 
 
 def _through_loop(loop: Any, place: int, narrow: Any, scale: Any) -> None:
-    """Let a loop pass the narrow tensor on. Its regions read the scale from outside."""
+    """Change a loop so that it carries the narrow tensor. Its regions read the scale from outside the loop."""
     loop.operands[place] = narrow
     *_, last = loop.regions[1].blocks[0].operations
     passed = [region.blocks[0].arguments[place] for region in loop.regions]

@@ -1,4 +1,4 @@
-"""Narrow weights: choice of the tensors, and their arithmetic. Needs numpy only."""
+"""Narrow weights: the choice of tensors, and the conversion of values. Needs only numpy."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from rsrv_bundle.spec import Manifest, WeightSpec
 
 Array = np.ndarray[Any, Any]
 
-#: Element types that weights can be narrowed to -> largest value that the scale of a channel is chosen for. None: the type
-#: has an exponent of its own, and needs no scale.
+#: Element types to which weights can be narrowed. The value is the magnitude to which a channel's scale maps its largest element, or
+#: None if the type needs no scale because of its own exponent.
 TYPES: Mapping[str, float | None] = {"bf16": None, "f16": None, "f8_e4m3": 448.0, "i8": 127.0}
 #: Largest error allowed after narrowing, by the type of the weights: relative to an output's largest magnitude, or the
 #: share of unequal integers.
 BOUNDS: Mapping[str, float] = {"f16": 0.01, "bf16": 0.05, "i8": 0.1, "f8_e4m3": 0.2}
-#: Largest figures of a task allowed: 1 minus the cosine of an embedding, and the share of samples with another best score.
+#: Largest allowed errors of a task. cosine: 1 minus the cosine of an embedding. top1: the share of samples with another best score.
 TASK_BOUNDS: Mapping[str, float] = {"cosine": 0.01, "top1": 0.05}
 KEEP = "keep"
 #: Key in the provenance of a narrow bundle.
 PROVENANCE = "narrowed"
 #: Types that are narrowed. f64 was chosen for its precision.
 _WIDE = frozenset({"f32", "bf16", "f16"})
-#: Smaller tensors keep their type.
+#: Tensors with fewer elements keep their type.
 MIN_ELEMENTS = 4096
 #: The smallest normal f32. Compilers flush smaller numbers to zero.
 _TINY = float(np.finfo(np.float32).tiny)
@@ -36,18 +36,18 @@ _TINY = float(np.finfo(np.float32).tiny)
 
 @dataclass(frozen=True, slots=True)
 class WeightTypes:
-    """Types that the user asks for, such as `i8,*.norm*=keep`."""
+    """Types of weights that the user requests, such as `i8,*.norm*=keep`."""
 
     #: Type of the tensors that no pattern names.
     default: str
-    #: (pattern, type); the first pattern that fits counts.
+    #: Pairs (pattern, type). The first pattern that fits a name counts.
     patterns: tuple[tuple[str, str], ...] = ()
     #: The user's text.
     text: str = field(default="", compare=False)
 
     @classmethod
     def parse(cls, text: str) -> WeightTypes:
-        """Parse `TYPE,PATTERN=TYPE,...`. Raises ValueError naming the wrong part."""
+        """Parse `TYPE,PATTERN=TYPE,...`. Raises ValueError, which names the wrong part."""
         default, *rules = (part.strip() for part in text.split(","))
         patterns = []
         for part in rules:
@@ -82,21 +82,21 @@ class Narrow(NamedTuple):
 
     #: Array of the new type, of the same shape.
     values: Array
-    #: The scales in f32. Their rank is that of `values`, and an axis that shares a scale has the size 1. None: no scale.
+    #: The scales in f32, or None without a scale. They have the rank of `values`, and the size 1 for axes that share a scale.
     scale: Array | None
 
 
 def bytes_before(manifest: Manifest) -> int | None:
-    """Return the bytes of the weights before the bundle was narrowed; None if it was not."""
+    """Return the bytes of the weights before the bundle was narrowed, or None if it was not narrowed."""
     narrowed = manifest.provenance.get(PROVENANCE)
     before = narrowed.get("bytes_before") if isinstance(narrowed, Mapping) else None
     return before if isinstance(before, int) else None
 
 
 def kept_because(weight: WeightSpec, kind: str, named: bool, shared: frozenset[int]) -> str | None:
-    """Return why a tensor keeps its type; None if it is narrowed to `kind`.
+    """Return why a tensor keeps its type, or None if it is narrowed to `kind`.
 
-    named: a pattern names it, so its size does not matter. shared: the axes that share a scale.
+    named: True if a pattern names the tensor, so that its size does not matter. shared: the axes that share a scale.
     """
     if kind == KEEP:
         return "kept as asked"
@@ -117,7 +117,7 @@ def kept_because(weight: WeightSpec, kind: str, named: bool, shared: frozenset[i
 
 
 def narrow(array: Array, kind: str, shared: frozenset[int]) -> Narrow | str:
-    """Return a tensor in the type `kind`, or why it has no good values there.
+    """Return a tensor in the type `kind`, or the reason why this type cannot represent its values.
 
     shared: the axes whose elements share a scale.
     """

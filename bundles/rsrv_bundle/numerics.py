@@ -1,6 +1,6 @@
 """Runner of a bundle's modules, and comparison of their results with each other and with the original model.
 
-Needs jax, except for the arithmetic. All modules run on jax's default device, even if they were lowered for another.
+Only the functions that run modules need jax. All modules run on jax's default device, even if they were lowered for another one.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from rsrv_bundle.weights import load_weights
 Array = np.ndarray[Any, Any]
 #: Variant and batch size.
 Key = tuple[int, int]
-#: One array per input or output, of any number of rows; the first axis counts them, wherever the tensor has its batch
-#: axis. Without a batch axis each row is a request of its own.
+#: One array for each input or output, with any number of rows. The first axis of an array counts the rows, even if the tensor's
+#: batch axis is another one. Without a batch axis, each row is a separate request.
 Rows = Sequence[Array]
 #: Largest relative error of each module, by its file's name without ".mlir".
 Errors = dict[str, float]
 
-#: Largest error allowed, relative to the largest magnitude of an output. Other element types must be equal, unless the
-#: user gives a tolerance for them.
+#: Largest allowed error, relative to the largest magnitude of an output, by element type. Values of other types must be equal,
+#: unless the user gives a tolerance for them.
 TOLERANCE: Mapping[str, float] = {
     "f64": 1e-9,
     "f32": 1e-4,
@@ -55,10 +55,10 @@ _ROWS = 8
 
 
 class ModuleRunner:
-    """Modules of a bundle, each compiled when it is first run, with the weights as read from the file."""
+    """Runs the modules of a bundle with the weights from its file. A module is compiled when it first runs."""
 
     def __init__(self, bundle: Bundle, look: Look = signature_of) -> None:
-        """Read each module with `look`. Raises BundleError if one disagrees with the manifest."""
+        """Read each module with `look`. Raises BundleError if a module disagrees with the manifest."""
         import jax
 
         self.bundle = bundle
@@ -69,7 +69,7 @@ class ModuleRunner:
         self._pools: list[Any] | None = None
 
     def __call__(self, key: Key, inputs: Sequence[Array]) -> list[Array]:
-        """Run a module; return its declared outputs. With state, each row is the first step of a sequence.
+        """Run a module, and return its declared outputs. With state, each row is the first step of a sequence.
 
         Raises BundleError if the module cannot be compiled here.
         """
@@ -170,16 +170,15 @@ def compare(
     done: Callable[[str], None],
     further: Callable[[Judge], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Run every module, with the weights as read from the file, against `direct(*inputs)`, and against each other.
+    """Compare the results of every module with those of `direct(*inputs)`, and with those of the other modules.
 
     examples: as `random_inputs` and `example_inputs` take them.
-    done: is called with a module's name when it has been compared with `direct`.
-    further: compares more.
+    done: a function that is called with a module's name after its comparison with `direct`.
+    further: a function that makes further comparisons.
 
-    Returns the manifest's `numerics`: max_abs_error and max_rel_error over all outputs, and by module `source`, and what
-    `check_buckets` returns; relative means divided by the output's largest magnitude. Raises BundleError naming every
-    module and output that is further away than its tolerance, every output whose rows are not treated apart, and every
-    one of which nothing finite was compared.
+    Return the manifest's `numerics`: max_abs_error and max_rel_error over all outputs, and the largest errors of each module by kind
+    of comparison. Relative errors are divided by the output's largest magnitude. Raises BundleError, which names every module and
+    output beyond its tolerance, every output whose rows influence each other, and every output without a finite value.
     """
     bundle = run.bundle
     judge = Judge(bundle, tolerance, magnitudes=magnitudes(run, examples))
@@ -213,7 +212,7 @@ def magnitudes(run: ModuleRunner, examples: Mapping[str, Array]) -> dict[str, fl
 
 
 class Judge:
-    """Largest errors of a comparison, with a line for each that exceeds its tolerance."""
+    """Collects the largest errors of a comparison, and a line for each error beyond its tolerance."""
 
     def __init__(
         self,
@@ -222,7 +221,7 @@ class Judge:
         source: str = "the original model",
         magnitudes: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """`source` names the original model in the lines. `magnitudes` are the results of the function `magnitudes`."""
+        """`source` is the name of the original model in the lines. `magnitudes` is the result of the function `magnitudes`."""
         self.problems = Problems()
         self.bundle = bundle
         self.tolerance = tolerance
@@ -231,7 +230,7 @@ class Judge:
         self._absolute = self._relative = 0.0
         #: Errors by kind of comparison.
         self.errors: dict[str, Errors] = {}
-        #: First module without a finite value, by variant and output. Outputs with finite values are left out.
+        #: First module whose output has no finite value, by variant and output. None once a module has a finite value.
         self._hollow: dict[tuple[int, str], Key | None] = {}
 
     def source(self, key: Key, actual: Sequence[Any], expected: Sequence[Any]) -> None:
@@ -263,7 +262,7 @@ class Judge:
         )
 
     def padding(self, key: Key, actual: Rows, expected: Rows, length: str, *, noise: bool) -> None:
-        """Compare a padded row with the same row alone. `noise`: the padding is random, and the mask must hide it."""
+        """Compare a padded row with the same row alone. With `noise`, the padding is random, and the mask must hide it."""
         because = (
             "the mask must hide it"
             if noise
@@ -321,7 +320,7 @@ class Judge:
             both.append((absolute, relative))
             errors[name] = max(errors.get(name, 0.0), relative)
             allowed = self.tolerance.get(spec.dtype, 0.0)
-            # An infinite error is no number for the manifest, even if the tolerance allows it.
+            # Refuse an infinite error even if the tolerance allows it, because a manifest has only finite numbers.
             if not (np.isfinite(relative) and relative <= allowed):
                 known = spec.dtype in self.tolerance
                 limit = (
@@ -345,11 +344,13 @@ def _silent(_: str) -> None:
 def check_buckets(
     run: ModuleRunner, pools: Mapping[int, Rows], judge: Judge, done: Callable[[str], None] = _silent
 ) -> None:
-    """Run the same rows at every batch size, and at one size also in another order and among zeros.
+    """Run the same rows at every batch size, also in another order and among rows of zeros, and compare the results.
 
-    done: is called with a module's name after its runs.
-    pools: variant -> rows. On a server, other requests decide a row's neighbours, its place in the batch and the batch
-    size. Without a batch axis there is nothing to compare.
+    On a server, other requests determine a row's neighbours, its place in the batch and the batch size. Without a batch axis, this
+    function does nothing.
+
+    done: a function that is called with a module's name after its runs.
+    pools: variant -> rows.
     """
     if not run.bundle.manifest.batched:
         return
@@ -375,9 +376,9 @@ def check_source(
     judge: Judge,
     done: Callable[[str], None] = _silent,
 ) -> None:
-    """Compare every module with `source`, which gets executable inputs as the largest module of the variant does.
+    """Compare every module with `source`, which gets the inputs in batches for the largest module of the variant.
 
-    done: is called with a module's name after its runs.
+    done: a function that is called with a module's name after its runs.
     """
     for variant, rows in pools.items():
         sizes = run.sizes(variant)
@@ -394,10 +395,10 @@ def answers(run: ModuleRunner, key: Key, rows: Rows) -> list[Array]:
 
 
 def in_batches(bundle: Bundle, size: int, rows: Rows, ask: Callable[[list[Array]], Rows]) -> list[Array]:
-    """Run in batches of `size` rows, the last one padded with zeros, as the server does.
+    """Call `ask` with batches of `size` rows, of which the last one is padded with zeros, as on a server.
 
-    Returns one array per output, whose first axis counts the rows; for an output without a batch axis, each row has
-    its batch's value.
+    Return one array for each output, whose first axis counts the rows. If an output has no batch axis, each row has the value of its
+    batch.
     """
     inputs, outputs = bundle.manifest.inputs, bundle.manifest.outputs
     step = size if bundle.manifest.batched else 1
@@ -432,7 +433,7 @@ def _cut(rows: Rows, count: int) -> list[Array]:
 
 
 def random_rows(run: ModuleRunner, examples: Mapping[str, Array] = MappingProxyType({})) -> dict[int, Rows]:
-    """Return for each variant as many random rows as its largest module takes; the same in every process.
+    """Return for each variant as many random rows as its largest module takes. They are the same in every process.
 
     examples: as `random_inputs` takes them.
     """
@@ -445,7 +446,9 @@ def random_rows(run: ModuleRunner, examples: Mapping[str, Array] = MappingProxyT
 
 
 def example_rows(run: ModuleRunner, examples: Mapping[str, Array]) -> dict[int, Rows]:
-    """Return for each variant the examples' rows, at most as many as its largest module takes; empty if they are constant.
+    """Return for each variant the rows of the examples, at most as many as its largest module takes.
+
+    Return an empty mapping if the examples are constant.
 
     examples: as `example_inputs` takes them.
     """
@@ -485,7 +488,7 @@ def difference(got: Array, want: Array, magnitude: float = 0.0) -> tuple[float, 
         return 0.0, 0.0
     absolute = float(np.abs(a[finite] - b[finite]).max())
     if got.dtype.kind in "iub" and not np.array_equal(got, want):
-        # Neighbours among large 64-bit integers are equal as floats.
+        # Large neighbouring 64-bit integers are equal as floats, so set the difference to at least 1.
         absolute = max(1.0, absolute)
     scale = max(float(np.abs(b[finite]).max()), magnitude)
     return absolute, absolute / scale if scale else absolute

@@ -10,16 +10,16 @@ from typing import Any
 
 from rsrv_bundle.errors import Problems
 
-# Functions that a module may call. Any other function may read memory that no check here can see, above all a callback into the
-# exporting process.
+# Targets of custom calls that are allowed. Any other target may read memory that this module cannot check, above all a callback into
+# the exporting process.
 _CUSTOM_CALLS = re.compile(
     r"(lapack|cusolver|cublas|cuhybrid|hipsolver|hipblas|hiphybrid)_\w+|(cu|hip)_(threefry2x32|lu_pivots_to_permutation)\w*"
     r"|Sharding|SPMDFullToShardShape|SPMDShardToFullShape|annotate_device_placement|AllocateBuffer"
     r"|ApproxTopK|stablehlo\.\w+|mhlo\.\w+|chlo\.\w+"
 )
 _DIALECTS = frozenset({"builtin", "func", "stablehlo", "chlo", "sdy"})
-# A few kilobytes can describe a huge module, because nested calls of functions are inlined, and a large tensor takes no more
-# text than a small one.
+# Limits on a module after inlining. A few kilobytes can describe a huge module, because nested calls of functions are inlined, and a
+# large tensor takes no more text than a small one.
 _MAX_OPERATIONS = 1_000_000
 _MAX_DEPTH = 100
 _MAX_ELEMENTS = 2**40
@@ -29,7 +29,7 @@ _CALLS = {"func.call": "callee", "stablehlo.composite": "decomposition"}
 
 def check_operations(module: Any, file: str, problems: Problems) -> None:
     """Report operations that are not allowed, and modules with more operations than a compiler can handle."""
-    #: Number of operations of each function, and its number of calls by callee.
+    #: For each function, its number of operations, and its numbers of calls by callee.
     functions: dict[str, tuple[int, Counter[str]]] = {}
     for function in module.body.operations:
         calls: Counter[str] = Counter()
@@ -42,7 +42,7 @@ def check_operations(module: Any, file: str, problems: Problems) -> None:
 
 
 def _check_function(function: Any, file: str, calls: Counter[str], problems: Problems) -> int:
-    """Return the number of operations; count the called functions in `calls`."""
+    """Return the number of operations of a function. Count its calls in `calls`."""
     from jaxlib.mlir import ir
 
     count = 0
@@ -88,7 +88,7 @@ def _depth(operation: Any) -> int:
 
 
 def _inlined(name: str, functions: Mapping[str, tuple[int, Mapping[str, int]]], known: dict[str, int]) -> int:
-    """Return the number of operations of a function after inlining, as the compiler does it."""
+    """Return the number of operations of a function after inlining, as in the compiler."""
     if name not in known:
         known[name] = _MAX_OPERATIONS + 1  # A recursive function counts as endless.
         count, calls = functions.get(name, (0, {}))

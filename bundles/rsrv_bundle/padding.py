@@ -1,4 +1,4 @@
-"""The section `pad` of a manifest, the text of `--pad`, and padded arrays: the axis along which a server pads requests."""
+"""The axis along which a server pads requests: the section `pad` of a manifest, the option `--pad`, and padded arrays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _USAGE = "write LETTER=VALUE,mask=INPUT, and INPUT=VALUE for an input with a val
 
 
 def section_of(pad: PadSpec | None) -> dict[str, Any]:
-    """Return the section `pad` of a manifest; empty without a padded axis."""
+    """Return the section `pad` of a manifest, or an empty mapping without a padded axis."""
     if pad is None:
         return {}
     return {"pad": {pad.axis: {"values": dict(pad.values)} | ({"mask": pad.mask} if pad.mask else {})}}
@@ -86,7 +86,7 @@ def _problem(value: Any, dtype: str) -> str | None:
 
 
 def _fits(value: float, dtype: str) -> bool:
-    """Return True if a finite value is also finite as a float of this type. YAML has integers of any size."""
+    """Return True if a finite value is also finite as a float of this type. It may be an integer of any size, as in YAML."""
     try:
         real = float(value)
     except OverflowError:
@@ -97,7 +97,7 @@ def _fits(value: float, dtype: str) -> bool:
 
 
 def plan_pad(text: str, inputs: InputPlan) -> PadSpec | None:
-    """Parse `--pad`: `t=0,mask=attention_mask`, with `input_ids=1` for an input with a value of its own; "" for no padding.
+    """Parse `--pad`, such as `t=0,mask=attention_mask`. `input_ids=1` gives an input another value. "" means no padding.
 
     Raises BundleError.
     """
@@ -132,7 +132,7 @@ def plan_pad(text: str, inputs: InputPlan) -> PadSpec | None:
 
 
 def fitted(bundle: Bundle, arrays: Sequence[Array]) -> tuple[int | None, list[Array]]:
-    """Return the variant of executable inputs, and the inputs padded to it as a server pads them. None if no variant fits."""
+    """Return the variant for executable inputs, or None if no variant fits, and the inputs padded to it as on a server."""
     manifest, padded = bundle.manifest, list(arrays)
     own = length_of(manifest, arrays)
     if manifest.pad is not None and own is not None:
@@ -146,7 +146,7 @@ def fitted(bundle: Bundle, arrays: Sequence[Array]) -> tuple[int | None, list[Ar
 
 
 def length_of(manifest: Manifest, arrays: Sequence[Array]) -> int | None:
-    """Return the length of executable inputs along the padded axis. None: there is no such axis, or the inputs disagree."""
+    """Return the length of executable inputs along the padded axis, or None without such an axis or if the inputs disagree."""
     if manifest.pad is None or any(
         array.ndim != len(spec.dims) for spec, array in zip(manifest.inputs, arrays, strict=True)
     ):

@@ -1,4 +1,4 @@
-"""Proof that padding changes no answer. It pads rows of many lengths to every variant, and executes them together. Needs jax."""
+"""Proof that padding changes no answer: pad rows of many lengths to every variant, and execute them together. Needs jax."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def check_padding(
     examples: Mapping[str, Array] = MappingProxyType({}),
     direct: Direct | None = None,
 ) -> None:
-    """Compare padded rows with the same rows alone, at their own lengths. Does nothing without a padded axis.
+    """Compare padded rows with the same rows alone, at their own lengths. Without a padded axis, do nothing.
 
-    The padding first has the manifest's values. If there is a mask, the other inputs then get random values there. The
-    mask is 1 on a row's own elements (0 if its pad value is not 0).
+    The padding first has the manifest's values. If there is a mask, the padding of the other inputs then gets random values. The mask
+    is 1 on a row's own elements, or 0 if the mask's padding value is not 0.
 
-    direct: the original model. Without it, rows are compared with those at the smallest variant that holds them.
+    direct: the original model. Without it, the reference is the smallest variant that holds a row.
 
-    Raises PaddingError if the original model fails at a length, and with the outputs of the first module that differs.
+    Raises PaddingError if the original model fails at a length, or if outputs differ. It names the outputs of the first module.
     """
     pad = run.bundle.manifest.pad
     if pad is None:
@@ -45,7 +45,7 @@ def check_padding(
 
 
 class _Check:
-    """One row for each length."""
+    """Comparison of one row for each length."""
 
     def __init__(self, run: ModuleRunner, judge: Judge, examples: Mapping[str, Array], pad: PadSpec) -> None:
         self.run = run
@@ -53,7 +53,7 @@ class _Check:
         self.examples = examples
         self.pad = pad
         self.manifest = run.bundle.manifest
-        #: Smallest compiled size, by variant.
+        #: Compiled length of each variant.
         self.compiled = [sizes[0] for sizes in self.manifest.input_shapes]
         between = [(shorter + longer + 1) // 2 for shorter, longer in pairwise([0, *self.compiled])]
         self.lengths = sorted({1, *self.compiled, *between})
@@ -91,7 +91,7 @@ class _Check:
                     self.judge.raise_if_any()
 
     def _alone(self, length: int, direct: Direct | None) -> list[Array]:
-        """Return the outputs of the row of a length."""
+        """Return the outputs of the row with this length, alone and without padding."""
         outputs = self.manifest.outputs
         if direct is None:
             variant = next(at for at, longest in enumerate(self.compiled) if longest >= length)
@@ -126,6 +126,6 @@ class _Check:
         return padded
 
     def _random(self, variant: int, count: int, first: int) -> list[Array]:
-        """Return rows of random inputs, as arrays that can be written."""
+        """Return rows of random inputs, as writable arrays."""
         inputs = random_inputs(self.run.bundle, variant, count, self.examples, first)
         return [array.copy() for array in rows_of_inputs(self.run.bundle, inputs)]

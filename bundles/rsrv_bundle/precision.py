@@ -1,4 +1,4 @@
-"""Change of modules so that they multiply f32 in the requested precision, with a check of the result."""
+"""Changes of modules that make them multiply f32 in the requested precision, with a check of the result."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Treatment = Literal["keep", "strip", "pin"]
 def treat(blob: bytes, file: str, treatment: Treatment, seen: Precision) -> tuple[bytes, Precision]:
     """Return the module to compile, and its products.
 
-    If there is nothing to change, return the same bytes without parsing them. `blob` is a module whose products `signature_of`
-    has `seen`, and `file` the name of its file. Raises BundleError if `pin` leaves a product of f32 that is not in f32.
+    `blob` is the module, `file` is the name of its file, and `seen` has the products that `signature_of` found in it. If there is
+    nothing to change, return the same bytes without parsing them. Raises BundleError if `pin` leaves a product that is not in f32.
     """
     if not {"keep": 0, "strip": seen.tf32, "pin": seen.tf32 + seen.hardware}[treatment]:
         return blob, seen
@@ -69,14 +69,14 @@ def product(n: int) -> tuple[bytes, Signature]:
 def _written(module: Any) -> bytes:
     from jaxlib.mlir.dialects import stablehlo
 
-    # The compiler reads it with the same library, so the exported version does not matter. Sharding attributes are of
-    # another dialect.
+    # Write the library's current version, because the compiler reads the module with the same library. Allow sharding attributes,
+    # which are of another dialect.
     version = stablehlo.get_current_version()
     return bytes(stablehlo.serialize_portable_artifact(module, version, allow_other_dialects=True))
 
 
 def _not_in_f32(module: Any) -> str:
-    """Return the products of f32 that may have a lower precision, by name; empty if there are none."""
+    """Return the names and numbers of f32 products that may have a lower precision, or an empty text if there are none."""
     left = Counter(
         operation.name for operation, _ in products(module) if kind_of(operation) in ("hardware", "tf32")
     )
@@ -84,7 +84,7 @@ def _not_in_f32(module: Any) -> str:
 
 
 def _change(operation: Any, treatment: Treatment) -> list[str]:
-    """Apply the treatment to an operation; return the changes, as `Precision` names them."""
+    """Apply the treatment to an operation. Return the changes, with the names of fields of `Precision`."""
     kind = kind_of(operation)
     if kind == "tf32":
         if treatment == "strip":

@@ -1,7 +1,7 @@
 """Precision of a module's f32 products, operation by operation.
 
-On a GPU with TF32 the compiler may round the operands of such products to 10 bits of mantissa, unless the module says
-otherwise. It can say so for each operation: by an algorithm, or by a precision for each operand.
+On a GPU with TF32, the compiler may round the operands of such products to 10 bits of mantissa, unless the module forbids it. For
+each operation, a module can name an algorithm, or a precision of each operand.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-#: Operations that multiply their first two operands. An attribute has the precision, except for the einsum.
+#: Operations that multiply their first two operands. All except the einsum have an attribute for the precision.
 _PRODUCTS = frozenset(
     {
         "stablehlo.dot_general",
@@ -42,7 +42,7 @@ Kind = Literal["f32", "tf32", "hardware", "algorithm"]
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Numbers of a compiled module's operations that multiply f32, by precision, and of changed operations."""
+    """Numbers of operations that multiply f32 in a module, by precision, and numbers of changed operations."""
 
     #: Products in f32 on all hardware.
     f32: int = 0
@@ -79,7 +79,7 @@ def precision_of(module: Any) -> Precision:
             target = operation.attributes["call_target_name"].value if "custom" in name else ""
             if any(map(_is_f32, operation.operands)) and not _HARMLESS.fullmatch(target):
                 ungovernable[f"{name.partition('.')[2]} {target}".strip()] += 1
-        # A repetition counts only if it has a TF32 algorithm, which must be treated.
+        # Count an operation that repeats another one only if it has an algorithm, because that may need a change.
         elif (kind := kind_of(operation)) is not None and not (repeats and kind in ("f32", "hardware")):
             kinds[kind] += 1
     return Precision(**kinds, ungovernable=dict(sorted(ungovernable.items())))

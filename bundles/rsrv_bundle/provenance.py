@@ -19,9 +19,9 @@ _TIMEOUT_SECONDS = 30
 def collect(
     code: Any, *, platform: str, stablehlo: str, exported_at: str | None, packages: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return the provenance of an export of `code`, a function or class. Never raises; unknown facts are left out.
+    """Return the provenance of an export of `code`, a function or class. Never raises. Unknown facts are left out.
 
-    The same program in the same environment gives the same result: a date is included only if it is given.
+    The same program in the same environment gets the same result, because the date is included only if it is given.
     """
     facts: dict[str, Any] = {"exporter": "rsrv_bundle.export", "platform": platform, "stablehlo": stablehlo}
     for package in ("rsrv", "jax", "jaxlib", "numpy", *packages):
@@ -38,13 +38,13 @@ def collect(
 def working_tree_patch(code: Any) -> bytes | None:
     """Return the uncommitted changes of tracked files around `code`, relative to the commit of `collect`.
 
-    Empty without changes; None if they are unknown, or larger than MAX_PATCH_BYTES. Never raises.
+    Return b"" without changes, and None if the changes are unknown or larger than MAX_PATCH_BYTES. Never raises.
     """
     source = _tracked(code)
     if source is None:
         return None
     try:
-        # Write it to a file, because its size is unknown.
+        # Write the patch to a file, because it may be too large for the memory.
         with tempfile.TemporaryFile() as patch:
             command = [
                 "git",
@@ -82,7 +82,7 @@ def _git(code: Any) -> dict[str, Any]:
 
 
 def _tracked(code: Any) -> Path | None:
-    """Return the file of a function or class if git tracks it. Otherwise the repository's commit would mean nothing."""
+    """Return the file of a function or class if git tracks the file. For other files, a commit would mean nothing."""
     try:
         name = inspect.getsourcefile(inspect.unwrap(code))
         source = None if name is None else Path(name).resolve()

@@ -37,7 +37,7 @@ _MAX_HOLES = 2**30
 def find_bundles(root: str | os.PathLike[str]) -> list[Path]:
     """Return the bundles directly below `root`, by name.
 
-    They are its directories with a manifest.yaml. An unreadable directory counts too, because reading it reports the reason.
+    A bundle is a directory with a manifest.yaml. Unreadable directories are also returned, because reading them reports the reason.
     Raises OSError if `root` cannot be listed.
     """
     return sorted(
@@ -68,12 +68,11 @@ def _has_manifest(entry: Path) -> bool:
 def read_bundle(path: str | os.PathLike[str], *, digest: bool = True, verify: bool = True) -> Bundle:
     """Read and check the bundle in the directory `path`.
 
-    This needs neither jax nor a device. It maps nothing and runs nothing. `digest=False` skips reading every byte and
-    leaves `Bundle.digest` empty. `verify=False` takes the manifest's checksums for those of the files, without reading
-    them; `WeightsFile.read_all` and `check_signatures` compare them then. Raises BundleError with all the problems that
-    were found.
+    This needs neither jax nor a device. It maps nothing and runs nothing. With `digest=False`, not every byte is read, and
+    `Bundle.digest` is empty. With `verify=False`, the checksums in the manifest are trusted without reading the files;
+    `WeightsFile.read_all` and `check_signatures` compare them later. Raises BundleError with all problems.
     """
-    # Do not resolve links: the name is the given one, even if it is a link to a versioned directory.
+    # Do not resolve links, because the name is the given one even if it is a link to a versioned directory.
     directory = Path(os.path.abspath(path))
     name = directory.name
     problems = Problems()
@@ -112,13 +111,13 @@ def read_bundle(path: str | os.PathLike[str], *, digest: bool = True, verify: bo
         file = files.get(weights_file.FILE)
         if file is not None:
             reverse = manifest.format_version == "2.0"
-            # Take the stamp before reading the header. A change in between is detected when the file is opened.
+            # Take the stamp before reading the header, so that `WeightsFile` detects a change in between.
             stamp = weights_file.stamp(file.stat())
             own = Problems()
             weights = weights_file.read_weights(file, reverse=reverse, problems=own)
             listed = manifest.sha256.get(file.name)
             if own.lines and listed is not None and _sha256(file, file.name) != listed:
-                # Do not report the rules that a torn file breaks, because they would not help its author.
+                # The file does not match its checksum. Report only this, because other broken rules would not help the author.
                 own.lines = [mismatch(file.name)]
             problems.lines += own.lines
         elif manifest.format_version == "2.0":
@@ -154,7 +153,7 @@ def read_bundle(path: str | os.PathLike[str], *, digest: bool = True, verify: bo
 
 
 def _check_strings(manifest: Manifest, hooks: Path, problems: Problems) -> None:
-    """Report client tensors of strings that no hook converts to or from the module's tensors."""
+    """Report client tensors with strings that no hook converts from or to tensors of the module."""
     sides = (
         ("client_inputs", manifest.client_inputs, "preprocess"),
         ("client_outputs", manifest.client_outputs, "postprocess"),
@@ -179,15 +178,15 @@ def checksums(bundle: Bundle) -> dict[str, str]:
 
 
 def sha256_of(files: Iterable[Path]) -> dict[str, str]:
-    """Return the SHA-256, hexadecimal, of each file's content by its name. Raises BundleError if one is gone."""
+    """Return the SHA-256, hexadecimal, of each file's content, by the file's name. Raises BundleError if a file is gone."""
     return {file.name: _sha256(file, file.name) for file in files}
 
 
 def list_files(directory: Path, problems: Problems) -> dict[str, Path]:
-    """Return relative POSIX name -> path of every regular file, without Python's caches.
+    """Return the path of every regular file by its relative POSIX name, without Python's caches.
 
-    Links must stay inside the bundle. Devices and pipes are refused: opening one can block for ever. Raises
-    BundleError if there are too many files.
+    Links must stay inside the bundle. Devices and pipes are refused, because opening one can block for ever. Raises BundleError if
+    there are too many files.
     """
     files: dict[str, Path] = {}
     folders = [""]
@@ -196,7 +195,7 @@ def list_files(directory: Path, problems: Problems) -> dict[str, Path]:
         folder = folders.pop()
         try:
             with os.scandir(directory / folder) as listing:
-                # One file more than allowed is too many, so the others need not be counted.
+                # Read one entry more than allowed. This shows that there are too many, without reading all of them.
                 entries = [*islice(listing, _MAX_ENTRIES - count + 1)]
         except OSError as e:
             problems.add(folder or ".", "", f"cannot be listed: {e.strerror}")
@@ -218,7 +217,7 @@ def list_files(directory: Path, problems: Problems) -> dict[str, Path]:
 
 
 def _wrong_file(entry: os.DirEntry[str], relative: str, root: Path) -> tuple[str, int]:
-    """Return the rule that a directory entry breaks (empty if none), and its mode."""
+    """Return the rule that a directory entry breaks, or an empty text, and the entry's mode."""
     if not relative.isprintable():
         return "has a name that cannot be printed; rename it", 0
     if relative.count("/") > _MAX_DEPTH:
@@ -245,9 +244,9 @@ def _wrong_file(entry: os.DirEntry[str], relative: str, root: Path) -> tuple[str
 
 
 def _holes(path: str, size: int) -> int:
-    """Return the bytes of holes in a file, counted up to the limit.
+    """Return the number of bytes of holes in a file, counted up to the limit.
 
-    A hole costs its writer nothing, but costs its reader as much as other bytes.
+    Holes are limited because they cost their writer nothing, but their reader as much as other bytes.
     """
     holes = at = 0
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -267,7 +266,7 @@ def _holes(path: str, size: int) -> int:
 def _read_manifest(path: Path, problems: Problems) -> bytes:
     try:
         with path.open("rb") as file:
-            # Read one byte more than allowed, so that the parser notices that it is too long.
+            # Read one byte more than allowed, so that the parser detects a file that is too long.
             return file.read(yaml12.MAX_BYTES + 1)
     except OSError as e:
         problems.add(manifest_file.FILE, "", f"cannot be read: {e.strerror}")
@@ -277,11 +276,11 @@ def _read_manifest(path: Path, problems: Problems) -> bytes:
 def _find_modules(
     manifest: Manifest, files: Mapping[str, Path], problems: Problems
 ) -> dict[tuple[int, int], Path]:
-    """Return (variant, batch size) -> file.
+    """Return the file of each module by (variant, batch size).
 
-    For each prefix, `model` or `model.v{i}`: if any `<prefix>.b{N}.mlir` exists, these are the modules, every
-    declared size must be among them, sizes that are not declared count as well, and `<prefix>.mlir` is ignored.
-    Otherwise `<prefix>.mlir` must exist, under size 0.
+    The prefix of a file is `model`, or `model.v{i}` with variants. If files `<prefix>.b{N}.mlir` exist, they are the modules of this
+    prefix, and `<prefix>.mlir` is ignored. Every declared size must be among them, and undeclared sizes also count. Otherwise,
+    `<prefix>.mlir` must exist, and has the size 0.
     """
     by_prefix: dict[str, dict[int, Path]] = {}
     for name, path in files.items():
@@ -320,7 +319,7 @@ def _find_modules(
 
 
 def _check_listed(manifest: Manifest, names: set[str], problems: Problems) -> None:
-    """Report missing and superfluous checksums: the weights and every module have one, and no other file."""
+    """Report missing and superfluous checksums. The weights and every module must have a checksum, and no other file."""
     for name in sorted(names - manifest.sha256.keys()):
         rule = (
             "is missing; format 3 has the SHA-256 of the weights and of every module: export the bundle again"
@@ -335,9 +334,10 @@ def _check_listed(manifest: Manifest, names: set[str], problems: Problems) -> No
 
 
 def _digest(files: Mapping[str, Path], known: Mapping[str, str]) -> str:
-    """Return one hash over names and contents; each content is hashed separately, so no file can pass for two.
+    """Return one hash over the names and contents of all files.
 
-    `known`: the SHA-256 of files that need not be read. Raises BundleError if a file is gone.
+    Each content is hashed separately, so that one file cannot have the hash of two files. `known` has the SHA-256 of files that need
+    not be read. Raises BundleError if a file is gone.
     """
     total = hashlib.sha256()
     for name, path in sorted(files.items()):

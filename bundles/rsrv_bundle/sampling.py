@@ -7,23 +7,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-#: Number of the likeliest tokens. Most draws need no other tokens.
+#: Most draws need only this many of the likeliest tokens.
 _CANDIDATES = 256
-#: Tokens of a block in a draw from the whole vocabulary.
+#: Number of tokens of a block in a draw from the whole vocabulary.
 _BLOCK = 128
 
 
 def sample(logits: jax.Array, sampling: jax.Array, position: jax.Array) -> jax.Array:
-    """Return the next token of each row, i32 [n]; -1 where the largest logit is not finite.
+    """Return the next token of each row, i32 [n], or -1 if the row's largest logit is not finite.
 
-    logits: [n, vocabulary]; -infinity forbids a token. sampling: f32 [n, 4], of each row: temperature (0: greedy), top_k (0:
-    off), top_p (1: off), seed. position: i32 [n], of the token to choose. The same seed gives the same token at the same
-    position, whatever the row, the batch size and the other rows are. Draws are computed only if a row needs one.
+    logits: [n, vocabulary]. A token with -infinity is never chosen. sampling: f32 [n, 4], with the temperature (0: greedy), top_k (0:
+    off), top_p (1: off) and seed of each row. position: i32 [n], the position of the chosen token.
+
+    The same seed gives the same token at the same position, whatever the row, the batch size and the other rows are. Random draws are
+    computed only if at least one row needs them.
     """
     logits = logits.astype(jnp.float32)
     vocabulary = logits.shape[-1]
     best = logits.max(-1)
-    # This takes a fifth of the time of argmax on a CPU.
+    # Find the first best token. On a CPU, this takes a fifth of the time of argmax.
     greedy = jnp.where(logits == best[:, None], jnp.arange(vocabulary), vocabulary).min(-1)
     hot = sampling[:, 0] > 0
     drawn = jax.lax.cond(
@@ -33,7 +35,7 @@ def sample(logits: jax.Array, sampling: jax.Array, position: jax.Array) -> jax.A
 
 
 def _drawn(logits: jax.Array, best: jax.Array, sampling: jax.Array, position: jax.Array) -> jax.Array:
-    """Draw a token of each row, from the likeliest alone if top-k and top-p leave no others."""
+    """Draw a token for each row. Consider only the likeliest tokens if top-k and top-p exclude all others."""
     temperature, top_k, top_p, seed = sampling.T
     vocabulary = logits.shape[-1]
     # Shift the largest score to 0, so that no temperature makes it infinite.
@@ -73,13 +75,13 @@ def _drawn(logits: jax.Array, best: jax.Array, sampling: jax.Array, position: ja
 
 
 def _choice(keys: jax.Array, scores: jax.Array) -> jax.Array:
-    """Draw an index of each row by its scores, the logarithms of the masses."""
-    # With jax_enable_x64, indices would have 64 bits, and top_k's 32.
+    """Draw an index for each row. The scores are the logarithms of the probabilities, up to a constant."""
+    # Convert the indices, which have 64 bits with jax_enable_x64, to the 32 bits of the indices of top_k.
     return jax.vmap(jax.random.categorical)(keys, scores).astype(jnp.int32)
 
 
 def _choice_of_block(keys: jax.Array, scores: jax.Array) -> jax.Array:
-    """Draw a block, then one of its tokens. A random number for each token would take most of the time."""
+    """Draw a block, and then one of its tokens. This is faster than drawing a random number for each token."""
     blocks = _blocks(scores, -jnp.inf)
     first, second = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
     block = _choice(first, jnp.log(jnp.exp(blocks).sum(1)))
@@ -104,7 +106,7 @@ def _most(scores: jax.Array, masses: jax.Array, least: jax.Array) -> jax.Array:
     The threshold is found bit by bit, in 32 passes, because sorting a vocabulary takes ten times as long on a CPU.
     """
     bits: Any = jax.lax.bitcast_convert_type(scores, jnp.uint32)
-    # Unsigned integers in the order of the floats.
+    # Map the floats to unsigned integers in the same order.
     keys = jnp.where(bits >> 31 == 0, bits | jnp.uint32(1 << 31), ~bits)
 
     def narrow(step: Any, threshold: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Comparison of modules with state: sequences in random slots among others, sequences in chunks, and answers. Needs jax."""
+"""Checks of modules with state: sequences in random slots among other slots, sequences in chunks, and answers. Needs jax."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _PROMPTS = 2
 class Sequences:
     """Sequences that a module continues in random slots.
 
-    At first, all slots hold stale values. The sequences' slots hold NaN, and so does every second free slot. The remaining
-    slots are finite, which shows whether a step changes them.
+    At first, all slots have stale values. The floats in the sequences' slots, and in every second free slot, are NaN. The remaining
+    slots are finite, so that a change by a step can be detected.
     """
 
     def __init__(self, run: ModuleRunner, count: int, seed: int) -> None:
@@ -51,7 +51,7 @@ class Sequences:
         return [output[:count] for output in outputs]
 
     def strayed(self) -> list[str]:
-        """Return the names of the state tensors where a step wrote the slot of another sequence."""
+        """Return the names of the state tensors in which a step changed the slot of another sequence."""
         import jax
         import jax.numpy as jnp
 
@@ -83,12 +83,12 @@ def compare_sequences(
 
     def ask(state: Any, inputs: Sequence[Array]) -> tuple[list[Any], Any]:
         outputs, state = reference(state, **dict(zip(names, inputs, strict=True)))
-        # jax.jit sorts a mapping.
+        # Restore the order of the outputs, because jax.jit sorts a mapping.
         return [outputs[name] for name in results], state
 
     def further(judge: Judge) -> None:
         for key in run.keys():  # noqa: SIM118 - not a mapping
-            # Use one row less than possible, so that padding is also tested.
+            # Leave one row of the batch empty, so that padding is also tested.
             count = max(1, key[1] - 1)
             sequences = Sequences(run, count, seed=key[1])
             state = None
@@ -104,7 +104,7 @@ def compare_sequences(
 
 
 def _inputs(bundle: Bundle, key: Key, count: int, step: int, examples: Mapping[str, Array]) -> list[Array]:
-    """Return inputs of `count` rows that differ in each step."""
+    """Return inputs of `count` rows, which are different in each step."""
     many = random_inputs(bundle, key[0], key[1] + 10 * (step + 1), examples)
     return [array[-count:] for array in many]
 
@@ -118,7 +118,7 @@ def _report(sequences: Sequences, key: Key, problems: Problems) -> None:
 
 
 def _sizes_of_time(run: ModuleRunner) -> list[int]:
-    """Return the batch size to compare chunks at, if the time is the only variable axis."""
+    """Return the batch size at which chunks are compared. The list is empty unless the time is the only variable axis."""
     manifest = run.bundle.manifest
     letters = {manifest.inputs[index].letters[axis] for index, axis in manifest.variable_axes}
     return run.sizes(0)[-1:] if letters == {TIME} else []
@@ -165,12 +165,12 @@ def compare_answers(
     tolerance: Mapping[str, float],
     done: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Compare the tokens of a generation, greedy and in chunks, with the logits of whole prompts.
+    """Compare the greedy tokens of a generation, whose prompts are read in chunks, with the logits of whole prompts.
 
-    logits: tokens and lengths -> logits behind the last token. A token may differ from the likeliest one if its logit is nearly
-    as large: within the tolerance for f32, relative to the largest magnitude.
+    logits: a function from tokens and lengths to the logits behind the last token. A token may differ from the likeliest one if the
+    gap between their logits is within the tolerance for f32, relative to the largest magnitude.
 
-    Returns the manifest's `numerics`: these gaps. Raises BundleError.
+    Return the manifest's `numerics`, which are the largest gaps. Raises BundleError.
     """
     manifest = run.bundle.manifest
     generate = manifest.generate
@@ -223,7 +223,10 @@ def compare_answers(
 
 
 def _chunks(run: ModuleRunner, key: Key) -> list[int]:
-    """Return variants of a prompt: two chunks of the key's own, and a step if there is one of this batch size."""
+    """Return the variants with which a prompt is read: twice the key's variant, and then a single step if it is compiled.
+
+    If they exceed the context, the first ones are left out.
+    """
     manifest = run.bundle.manifest
     assert manifest.generate is not None
     step = manifest.chunks.index(1)
@@ -234,7 +237,10 @@ def _chunks(run: ModuleRunner, key: Key) -> list[int]:
 
 
 def _gap(tokens: Array, logits: Array) -> float:
-    """Return the largest difference of a chosen logit to its row's largest one, relative to the largest magnitude."""
+    """Return the largest gap between the logit of a chosen token and the largest logit of its row.
+
+    The gap is relative to the largest magnitude.
+    """
     if not np.isfinite(logits).any() or tokens.min() < 0:
         return float("inf")
     chosen = np.take_along_axis(logits, tokens[:, None], 1)[:, 0]

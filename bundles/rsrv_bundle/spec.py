@@ -1,7 +1,7 @@
-"""The bundle as data: the content of a manifest and of the files beside it, after every rule has been checked.
+"""Bundles as data: the content of a manifest and of the files beside it, after every rule has been checked.
 
-All shapes here are in row-major order, as numpy, StableHLO and the wire have them, whichever format version the
-bundle is written in. Nothing in this file reads a file.
+All shapes are in row-major order, as in numpy, in StableHLO and on the wire, even if the bundle has another format version. This
+module reads no files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TensorSpec:
     name: str
     #: Element type token: f16 f32 f64 bf16 f8_e5m2 f8_e4m3 i8 i16 i32 i64 u8 u16 u32 u64 bool.
     dtype: str
-    #: Elements along each axis, row-major; -1 on the batch axis and on variable axes, else positive.
+    #: Number of elements along each axis, row-major. It is -1 for the batch axis and for variable axes, and positive for others.
     dims: tuple[int, ...]
     #: Index into `dims`, or None for a tensor without a batch axis.
     batch_axis: int | None
@@ -36,7 +36,7 @@ class TensorSpec:
 
     @property
     def variable_axes(self) -> tuple[int, ...]:
-        """Indices into `dims` of the axes (the batch axis aside) whose size the manifest leaves open."""
+        """Indices into `dims` of the axes without a fixed size, except the batch axis."""
         return tuple(i for i, d in enumerate(self.dims) if d == -1 and i != self.batch_axis)
 
 
@@ -46,16 +46,16 @@ class WeightSpec:
 
     name: str
     dtype: str
-    #: Row-major, as the modules take it: in format 2.0 the reverse of the shape the weights file records.
+    #: Row-major shape, as the modules take the weight. In format 2.0, the weights file has the reversed shape.
     shape: tuple[int, ...]
     nbytes: int
-    #: Where its bytes start, counted from the start of the weights file.
+    #: Position of the weight's first byte in the weights file.
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """One state tensor, as one slot has it."""
+    """One state tensor of one slot."""
 
     name: str
     dtype: str
@@ -72,9 +72,9 @@ class StateTensor:
 class StateSpec:
     """State that a model keeps on the device for each sequence.
 
-    A module then takes, behind its inputs, the slot of each row as i32 [n], and behind the weights one pool for each
-    tensor; it returns the pools behind its outputs. Row `k` continues the sequence in slot k, row `~k` begins one
-    there, and row `slots` is padding: the module reads zeros for it, and writes nothing.
+    A module then takes the slot of each row, i32 [n], after its inputs, and one pool for each tensor after the weights. It returns the
+    pools after its outputs. A row with the slot `k` continues the sequence in slot k. A row with `~k` begins a new sequence in slot k.
+    A row with `slots` is padding: the module reads zeros for it, and writes nothing.
     """
 
     #: Maximum number of sequences on the device at the same time.
@@ -98,12 +98,13 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True)
 class GenerateSpec:
-    """How the runtime generates tokens with a model that has state: it feeds each token back until an answer ends."""
+    """Generation of tokens with a model that has state. The runtime feeds each token back until an answer ends."""
 
-    #: names of inputs: i32 [n, t], a chunk of tokens per sequence, 0 behind the last one; i32 [n], how many of them
-    #: count; f32 [n, 4], temperature (0: greedy), top_k (0: off), top_p (1: off) and seed (0 to 2**24 - 1)
+    #: Name of the input i32 [n, t] with a chunk of tokens of each sequence, and zeros behind the last token.
     tokens: str
+    #: Name of the input i32 [n] with the number of tokens that count in each chunk.
     lengths: str
+    #: Name of the input f32 [n, 4] with the temperature (0: greedy), top_k (0: off), top_p (1: off) and seed (0 to 2**24 - 1).
     sampling: str
     #: Name of the output i32 [n] with the next token, or -1 if the logits were not finite.
     token: str
@@ -117,17 +118,17 @@ class GenerateSpec:
     tokenizer: str | None
     #: Text around the client's text, whose place is {text}.
     template: str
-    #: The chat template as Jinja under `template`, and texts that it uses, such as `bos_token`; empty if there is none.
+    #: The chat template in Jinja as `template`, and the texts that it uses, such as `bos_token`. Empty without a template.
     chat: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def client_inputs(self) -> tuple[TensorSpec, ...]:
-        """Tensors that a client sends, beside the request's parameters."""
+        """Tensors that a client sends, in addition to the request's parameters."""
         return (self._pieces("text_input"),)
 
     @property
     def client_outputs(self) -> tuple[TensorSpec, ...]:
-        """Tensors that a client gets. Only the last response of an answer has those after the first."""
+        """Tensors that a client gets. Each response has the first tensor. Only the last response has the others."""
         return (self._pieces("text_output"), *_USAGE)
 
     def _pieces(self, name: str) -> TensorSpec:
@@ -166,13 +167,13 @@ class TaskSpec:
 
 @dataclass(frozen=True, slots=True)
 class PadSpec:
-    """A variable axis along which a server pads requests: its variants are lengths, ascending."""
+    """A variable axis along which a server pads requests. The variants are its lengths, ascending."""
 
     #: Letter of the axis in the inputs, and in the outputs that the server cuts back to a request's length.
     axis: str
     #: Padding value of each input with the axis, by the input's name.
     values: Mapping[str, float]
-    #: Input that tells the model which elements to ignore. There, the other inputs may have any values. None: no such input.
+    #: Input that marks the padding, or None if there is none. The model ignores the other inputs' values in the padding.
     mask: str | None
 
 
@@ -184,32 +185,32 @@ class Manifest:
     format_version: str
     description: str
     kind: Kind
-    #: Tensors of the modules. May be empty for a meta model.
+    #: Tensors of the modules. They may be empty for a meta model.
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    #: Tensors that clients send and receive, if hooks convert them. None: clients use the modules' tensors.
+    #: Tensors that clients send and receive if hooks convert them, or None if clients use the tensors of the modules.
     client_inputs: tuple[TensorSpec, ...] | None
     client_outputs: tuple[TensorSpec, ...] | None
-    #: Rows, ascending, no duplicates; may be empty (one module of a fixed size).
+    #: Compiled numbers of rows, ascending, without duplicates. Empty if there is one module of a fixed size.
     compiled_batch_sizes: tuple[int, ...]
-    #: One entry per variant: the sizes of `variable_axes`, in that order. Empty without variants.
+    #: For each variant, the sizes of `variable_axes`, in the same order. Empty without variants.
     input_shapes: tuple[tuple[int, ...], ...]
     #: Names of the bundles that a meta model may call, in the manifest's order.
     meta_calls: tuple[str, ...]
-    #: Facts in free form.
+    #: Facts about the export, in free form.
     provenance: Mapping[str, Any]
-    #: Measurements of the written bundle: max_abs_error and the like, or such numbers by module. Format 2.0 has none.
+    #: Measured errors of the written bundle, such as max_abs_error, or such numbers by module. Empty in format 2.0.
     numerics: Mapping[str, float | Mapping[str, float]]
-    #: SHA-256, hexadecimal, of the weights and of every module, by file name. Format 2.0 has none.
+    #: SHA-256, hexadecimal, of the weights and of every module, by file name. Empty in format 2.0.
     sha256: Mapping[str, str] = field(default_factory=dict)
-    #: Names of the models of Triton, none of them a bundle, that a meta model may call, in the manifest's order.
+    #: Names of Triton's models without a bundle that a meta model may call, in the manifest's order.
     meta_external: tuple[str, ...] = ()
     #: True if a meta model's `run` may begin again after a runtime dies.
     meta_restartable: bool = False
     #: True if only meta models may call the model.
     internal: bool = False
     state: StateSpec | None = None
-    #: Only with `state`.
+    #: None without `state`.
     generate: GenerateSpec | None = None
     task: TaskSpec | None = None
     pad: PadSpec | None = None
@@ -217,7 +218,7 @@ class Manifest:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Tokens per sequence of each variant of a generation: sizes of its only variable axis."""
+        """Number of tokens in a chunk of each variant of a generation, which is the size of its only variable axis."""
         return tuple(sizes[0] for sizes in self.input_shapes if sizes)
 
     def padded_axis(self, spec: TensorSpec) -> int | None:
@@ -241,46 +242,46 @@ class Manifest:
 
     @property
     def coalesces(self) -> bool:
-        """True if every tensor of the modules has rows. Requests may then share an execution, or take several."""
+        """True if every tensor of the modules has rows. Requests may then share an execution, or need several executions."""
         return bool(self.inputs) and all(
             spec.batch_axis is not None for spec in (*self.inputs, *self.outputs)
         )
 
     @property
     def variable_axes(self) -> tuple[tuple[int, int], ...]:
-        """(input index, axis) of every variable axis of the executable inputs: by input, then by axis."""
+        """The pair (input index, axis) of every variable axis of the executable inputs, in the order of inputs and axes."""
         return tuple((i, axis) for i, spec in enumerate(self.inputs) for axis in spec.variable_axes)
 
     @property
     def batched(self) -> bool:
-        """True if the executable inputs have a batch axis (all of them have, or none)."""
+        """True if the executable inputs have a batch axis. Either all inputs have one, or none has."""
         return any(spec.batch_axis is not None for spec in self.inputs)
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """A bundle whose manifest, file names and weights header keep every rule that needs no compiler."""
+    """A bundle whose manifest, file names and weights header follow every rule that can be checked without a compiler."""
 
-    #: The directory's name; the model's name everywhere.
+    #: Name of the directory, which is also the model's name.
     name: str
-    #: Absolute.
+    #: Absolute path of the directory.
     path: Path
     manifest: Manifest
-    #: `model.py`, or None.
+    #: Path of `model.py`, or None without hooks.
     hooks: Path | None
     #: Files by variant and batch size. Size 0 marks a file without a suffix, whose batch size only the module contains.
     modules: Mapping[tuple[int, int], Path]
     weights_file: Path | None
-    #: In argument order.
+    #: Weights in argument order.
     weights: tuple[WeightSpec, ...]
-    #: SHA-256, hexadecimal, over every file's relative name and content; empty if it was not asked for.
+    #: SHA-256, hexadecimal, over every file's relative name and content. Empty if it was not requested.
     digest: str
-    #: `rsrv_bundle.weights.stamp` of the file that `weights` describes. Empty if there is none.
+    #: `rsrv_bundle.weights.stamp` of the file that `weights` describes. Empty without such a file.
     weights_stamp: tuple[int, ...] = ()
 
     @property
     def summed_files(self) -> tuple[Path, ...]:
-        """Names of the files that have checksums in format 3: the weights and every module."""
+        """Paths of the files that have checksums in format 3: the weights and every module."""
         weights = () if self.weights_file is None else (self.weights_file,)
         return (*dict.fromkeys(self.modules.values()), *weights)
 
@@ -291,11 +292,11 @@ class Bundle:
 
     @property
     def variants(self) -> int:
-        """Number of sets of input sizes that the bundle is compiled for; 1 without `input_shapes`."""
+        """Number of sets of input sizes for which the bundle is compiled. It is 1 without `input_shapes`."""
         return max(1, len(self.manifest.input_shapes))
 
     def output_names(self, count: int) -> tuple[str, ...]:
-        """Return names for `count` results of a module: the declared ones, then `output_{k}` for results beyond them."""
+        """Return names for `count` results of a module: the declared names, and `output_{k}` for further results."""
         declared = [spec.name for spec in self.manifest.outputs[:count]]
         return (*declared, *(f"output_{k}" for k in range(len(declared), count)))
 
@@ -318,10 +319,10 @@ class Bundle:
         return tuple(dims)
 
     def variant_of(self, shapes: Sequence[tuple[int, ...]]) -> int | None:
-        """Return the variant that executable inputs of these shapes select: an exact match or None.
+        """Return the variant with exactly these shapes of executable inputs, or None.
 
-        Only the variable axes decide; the caller compares the fixed axes. None also if the number of inputs or a rank
-        is wrong.
+        Only the variable axes are compared; the caller compares the fixed axes. Also return None if the number of inputs or a rank is
+        wrong.
         """
         specs = self.manifest.inputs
         if len(shapes) != len(specs) or any(

@@ -1,4 +1,4 @@
-"""Sections `state` and `generate` of a manifest, with every rule that their text can break."""
+"""Parsers of the sections `state` and `generate` of a manifest, with every rule that their text can break."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rsrv_bundle.keys import GENERATE
 from rsrv_bundle.spec import GenerateSpec, Manifest, StateSpec, StateTensor, WhenFull
 from rsrv_bundle.tensors import MAX_EXTENT, MAX_NAME, Report, is_positive
 
-#: Element type and sizes behind the batch axis, and both in words, for each tensor of a generation.
+#: For each tensor of a generation: its element type, its sizes after the batch axis, and both in words.
 _ROLES: Final[Mapping[str, tuple[str, tuple[int, ...], str]]] = {
     "tokens": ("i32", (-1,), "an executable input, i32 [n, t] with t of size -1"),
     "lengths": ("i32", (), "an executable input, i32 [n]"),
@@ -22,13 +22,13 @@ _ROLES: Final[Mapping[str, tuple[str, tuple[int, ...], str]]] = {
 MAX_SLOTS = 65_536
 _IDLE_TIMEOUT_S = 60.0
 _MAX_IDLE_TIMEOUT_S = 7 * 86_400.0
-# This is more than any model needs. numpy's arrays have at most 64 axes, and the slots are one of them.
+# These limits are higher than any model needs. numpy allows at most 64 axes, and the slots need one of them.
 _MAX_TENSORS, _MAX_AXES, _MAX_STOPS = 1000, 32, 1000
 _MAX_TEMPLATE = 16_384
 
 
 def parse_state(section: Any, bad: Report) -> StateSpec | None:
-    """Parse the section `state`; `bad(key, rule)` takes the broken rules. None if too little can be read."""
+    """Parse the section `state`. `bad(key, rule)` is called for each broken rule. Return None if too little can be read."""
     if not isinstance(section, dict):
         bad("state", "must be a mapping with slots and tensors")
         return None
@@ -184,7 +184,7 @@ def _chat(chat: Any, tokenizer: str | None, bad: Report) -> dict[str, str]:
 
 
 def sections_of(state: StateSpec | None, generate: GenerateSpec | None) -> dict[str, dict[str, Any]]:
-    """Return the sections `state` and `generate`, if they exist, as a manifest writes them."""
+    """Return the sections `state` and `generate`, if they exist, in the form of a manifest."""
     sections: dict[str, dict[str, Any]] = {}
     if state is not None:
         sections["state"] = {

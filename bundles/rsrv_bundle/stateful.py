@@ -39,25 +39,26 @@ def export_stateful(
     in_place: bool = False,
     **options: Any,
 ) -> Bundle:
-    """Write a function with state as a bundle: one step of many sequences. Check it, and return it as read back.
+    """Write a function that takes one step of many sequences as a bundle with state. Check it, and return it as read back.
 
-    step: `step(params, state, **inputs) -> (outputs, state)`. State is a pytree of arrays with one row per sequence, [n,
-        ...], as the inputs and outputs are. Outputs are as those of `export_bundle`.
-    init: `init(params) -> state` of one sequence that begins, without the axis of rows. For zeros, a pytree of
-        jax.ShapeDtypeStruct.
-    slots: sequences on the device at once.
-    idle_timeout_s, when_full: as the manifest has them.
-    in_place: state is large, and a step writes little of it, as to a cache of keys and values. Then
-        `step(params, pools, slots, begins, **inputs) -> (outputs, pools)` gets the state of all slots, [slots, ...], and of
-        each row its slot, i32 [n], and whether its sequence begins, bool [n]. It reads and writes no other slot. A row
-        whose slot is the number of slots is padding: read with mode="fill", write with mode="drop". `init` gives
-        shapes; a slot holds what the last sequence left, which may be NaN: mask it with jnp.where, not by a product with
-        zero. Write first, and read what was written: if a step of one row reads before it writes, XLA copies the pool.
-    options: as `export_bundle` takes them, without `batch_axis` and `internal`. In `input_shapes`, the axis `t` is the time:
-        the modules are also compared with the whole sequence at once.
+    step: `step(params, state, **inputs) -> (outputs, state)`. The state is a pytree of arrays with one row for each sequence, [n,
+        ...], like the inputs and outputs. The outputs have the forms that `export_bundle` accepts.
+    init: `init(params) -> state`, the state of one new sequence, without the axis of rows. If sequences begin with zeros, this may
+        be a pytree of jax.ShapeDtypeStruct.
+    slots: maximum number of sequences on the device at the same time.
+    idle_timeout_s, when_full: as in the manifest.
+    in_place: for a large state of which a step writes little, such as a cache of keys and values. Then the function is
+        `step(params, pools, slots, begins, **inputs) -> (outputs, pools)`. `pools` is the state of all slots, [slots, ...]. `slots`,
+        i32 [n], has the slot of each row, and `begins`, bool [n], is True if the row begins a sequence. The function must read and
+        write only these slots. A row is padding if its slot is the number of slots, so read with mode="fill", and write with
+        mode="drop". `init` then only gives shapes: a new sequence finds the values of the slot's last sequence, which may be NaN. Mask
+        them with jnp.where, not by a product with zero. Write first, and then read what was written. If a step of one row reads before
+        it writes, XLA copies the pool.
+    options: as for `export_bundle`, without `batch_axis` and `internal`. The axis `t` in `input_shapes` is the time. With it, the
+        modules are also compared with a step over the whole sequence.
 
-    Every module runs several steps of sequences in random slots, beside slots with other content, and is compared with
-    `step`. Raises BundleError and FileExistsError as `export_bundle`.
+    Every module runs several steps of sequences in random slots, among slots with other content, and is compared with `step`. Raises
+    BundleError and FileExistsError, as `export_bundle` does.
     """
     original: Original | None = options.pop("original", None)
     pooled = _Pooled(step, init, params, slots, in_place)
@@ -97,17 +98,17 @@ def export_generative(
 ) -> Bundle:
     """Write a language model as a bundle that generates tokens. Check it, and return it as read back.
 
-    step: `step(params, state, position, tokens, lengths) -> (logits, state)`. `tokens`, i32 [n, t], is a chunk of each
-        sequence, of which the first `lengths`, i32 [n], count; `position`, i32 [n], counts the tokens before it. `logits`,
-        [n, vocabulary], are those behind the last token that counts. It must work for every `t`.
+    step: `step(params, state, position, tokens, lengths) -> (logits, state)`. `tokens`, i32 [n, t], has a chunk of each sequence, of
+        which the first `lengths`, i32 [n], tokens count. `position`, i32 [n], is the number of tokens before the chunk. `logits`,
+        [n, vocabulary], are the logits behind the last token that counts. The function must work for every `t`.
     in_place: `step(params, pools, slots, begins, position, tokens, lengths) -> (logits, pools)`, as for `export_stateful`.
-    context, max_tokens, stop, template, chat: as the manifest has them.
-    chunks: lengths to compile, among them 1, the step behind the prompt.
-    tokenizer: file to copy, of the package `tokenizers`; then clients send and get text.
+    context, max_tokens, stop, template, chat: as in the manifest.
+    chunks: lengths of chunks to compile. They must include 1, for the steps after the prompt.
+    tokenizer: a file of the package `tokenizers` to copy. With it, clients send and get text.
     init, slots, options: as for `export_stateful`.
 
-    Every module gets prompts in chunks, and its tokens must be the likeliest by the logits of `step` for the whole prompt
-    at once, up to the tolerance. The state tensor `position` and the sampling are added.
+    This function adds the state tensor `position` and the sampling. Every module gets prompts in chunks. Its tokens must be the
+    likeliest tokens by the logits of `step` for the whole prompt, up to the tolerance.
     """
     state = {key: options.pop(key) for key in ("idle_timeout_s", "when_full") if key in options}
     pooled = _Generating(_Pooled(step, init, params, slots, in_place))
@@ -154,7 +155,7 @@ def export_generative(
 
 
 class _Pooled:
-    """A step on rows as a function of pools: `fn(params, pools, slots, **inputs) -> (outputs, pools)`, pools flat."""
+    """A step as a function of pools: `fn(params, pools, slots, **inputs) -> (outputs, pools)`. `pools` is a flat list."""
 
     def __init__(self, step: Callable[..., Any], init: Init, params: Any, slots: int, in_place: bool) -> None:
         if isinstance(slots, bool) or not isinstance(slots, int) or not 0 < slots <= MAX_SLOTS:
@@ -185,7 +186,7 @@ class _Pooled:
         return jax.tree.map(lambda leaf: jnp.zeros((rows, *leaf.shape), leaf.dtype), self.init)
 
     def rows(self, params: Any, state: Any, **inputs: Any) -> tuple[Any, Any]:
-        """Take a step with the state of the rows alone, None for sequences that begin."""
+        """Take a step with the state of the rows instead of pools. For new sequences, `state` is None."""
         count = len(next(iter(inputs.values())))
         begins = jnp.full(count, state is None)
         state = self.first(params, count) if state is None else state
@@ -203,8 +204,8 @@ class _Pooled:
             return outputs, jax.tree.leaves(after)
 
         count = len(slots)
-        # XLA reads and writes a single row as slices, and copies all slots between the two: 0.4 s at 256 MB on a CPU.
-        # Beside a row of padding it does not.
+        # Add a row of padding to a single row. For a single row, XLA would read and write slices, and copy all slots in between, which
+        # takes 0.4 s for 256 MB on a CPU.
         places = index if count > 1 else jnp.append(index, self.slots)
 
         def read(pool: Any, first: Any) -> Any:
@@ -220,7 +221,7 @@ class _Pooled:
         return outputs, written
 
     def _checked(self, result: Any, rows: int) -> tuple[Any, Any]:
-        """Return outputs and state. Raises BundleError if the state is not what `init` gives."""
+        """Return the outputs and the state. Raises BundleError if the state differs in structure or shapes from that of `init`."""
         if not isinstance(result, tuple) or len(result) != 2:
             raise BundleError("step: must return a tuple (outputs, state)")
         outputs, state = result
@@ -258,5 +259,8 @@ class _Generating:
         return {"token": token}, [counts.at[index].set(after, mode="drop"), *written]
 
     def logits(self, params: Any, position: Any, tokens: Any, lengths: Any) -> Any:
-        """Return the logits behind whole prompts, at position 0, which XLA would fold for half a minute if it knew."""
+        """Return the logits behind whole prompts.
+
+        `position` is an argument although it is always 0. As a constant, XLA would fold it for half a minute.
+        """
         return self.model.rows(params, None, position=position, tokens=tokens, lengths=lengths)[0]

@@ -1,7 +1,7 @@
-"""Section `task` of a manifest: which task of the Hugging Face hub a model does, and which tensor has which role.
+"""The section `task` of a manifest: the model's task, by the names of the Hugging Face hub, and the roles of its tensors.
 
-A program that knows the task can call the model without knowing its tensors: it finds the task in Triton's model
-configuration, under the parameter `task`.
+A program that knows the task can call the model without knowing its tensors. It finds the section in Triton's model configuration,
+as the parameter `task`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rsrv_bundle import dtypes
 from rsrv_bundle.spec import Manifest, TaskSpec, TensorSpec
 from rsrv_bundle.tensors import Report, is_positive
 
-#: Element types of the roles whose tensor has one value in each row. A file or a JSON text is one string.
+#: Roles whose tensor has one value in each row, with the element type. A file or a JSON text is one string.
 _SINGLE: Final[Mapping[str, str]] = {
     "text": dtypes.BYTES,
     "text_pair": dtypes.BYTES,
@@ -26,7 +26,7 @@ _SINGLE: Final[Mapping[str, str]] = {
     "detections": dtypes.BYTES,
     "tokens": "i32",
 }
-#: Roles whose tensor has one axis in a row.
+#: Roles whose tensor has one axis in each row, with the element type.
 _VECTOR: Final[Mapping[str, str]] = {"scores": "f32", "embedding": "f32", "ids": "i32", "bytes": "i32"}
 
 
@@ -41,7 +41,7 @@ class _Roles:
 
 
 _IMAGE, _AUDIO, _TEXT = (("image",),), (("audio",),), (("text",),)
-#: The closed list of kinds.
+#: All kinds of tasks.
 KINDS: Final[Mapping[str, _Roles]] = {
     "feature-extraction": _Roles((("text", "image", "ids"),), (("embedding",),), ("ids",)),
     "text-ranking": _Roles((("text",), ("text_pair",)), (("scores",),)),
@@ -58,13 +58,13 @@ KINDS: Final[Mapping[str, _Roles]] = {
 }
 #: Kinds whose `scores` have a column for each label.
 _LABELLED = ("text-classification", "image-classification", "audio-classification")
-#: Kinds that may have labels although no tensor counts them.
+#: All kinds that may have labels. Some have no tensor with a column for each label.
 _MAY_BE_LABELLED = (*_LABELLED, "token-classification", "object-detection", "image-segmentation")
 _MAX_LABELS, _MAX_LABEL, _MAX_DIMENSIONS = 50_000, 1000, 100
 
 
 def parse_task(section: Any, manifest: Manifest, bad: Report) -> TaskSpec | None:
-    """Parse the section `task` of a manifest that is otherwise whole; `bad(key, rule)` takes the broken rules."""
+    """Parse the section `task` of a manifest that is otherwise complete. `bad(key, rule)` is called for each broken rule."""
     if not isinstance(section, dict):
         bad("task", "must be a mapping with kind, inputs and outputs")
         return None
@@ -134,7 +134,7 @@ def _tensors(
 
 
 def _wrong_type(role: str, spec: TensorSpec) -> str:
-    """Return the rule that a tensor breaks in this role; empty if it breaks none."""
+    """Return the rule that a tensor breaks in this role, or an empty text."""
     sizes = _row(spec)
     if role in _SINGLE:
         good = spec.dtype == _SINGLE[role] and sizes in ((), (1,))
@@ -150,12 +150,12 @@ def _wrong_type(role: str, spec: TensorSpec) -> str:
 
 
 def _row(spec: TensorSpec) -> tuple[int, ...]:
-    """Return the sizes of one row: those of all axes but the batch axis."""
+    """Return the shape of one row, without the batch axis."""
     return tuple(size for axis, size in enumerate(spec.dims) if axis != spec.batch_axis)
 
 
 def _columns(outputs: Mapping[str, str], manifest: Manifest) -> int | None:
-    """Return the numbers in a row of the embedding or of the scores; None if they vary, or if there are none."""
+    """Return the number of columns of the embedding or of the scores, or None if it varies, or if there is no such output."""
     name = outputs.get("embedding", outputs.get("scores"))
     sizes = [_row(spec) for spec in manifest.wire_outputs if spec.name == name]
     if not sizes:
@@ -206,7 +206,7 @@ def _dimensions(dimensions: Any, kind: str, columns: int | None, bad: Report) ->
 
 
 def task_entry(task: TaskSpec) -> dict[str, Any]:
-    """Return the section as a manifest writes it."""
+    """Return the section in the form of a manifest."""
     entry: dict[str, Any] = {"kind": task.kind, "inputs": dict(task.inputs), "outputs": dict(task.outputs)}
     if task.labels:
         entry["labels"] = list(task.labels)

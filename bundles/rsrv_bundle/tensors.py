@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 from rsrv_bundle import dtypes
 from rsrv_bundle.spec import TensorSpec
 
-#: The largest size of one axis and the largest batch; element counts of a few axes then still fit 64 bits.
+#: Largest size of an axis, and largest batch size. The product of two such sizes still fits 64 bits.
 MAX_EXTENT = 2**31 - 1
 MAX_NAME = 256
 _BATCH_LETTERS = "nb"
@@ -27,9 +27,9 @@ def is_positive(value: Any) -> TypeGuard[int]:
 def parse_tensors(
     entries: Sequence[Any], section: str, bad: Report, *, reverse: bool
 ) -> tuple[TensorSpec, ...]:
-    """Parse one section's entries, in order; entries with a broken rule are reported and left out.
+    """Parse the entries of one section, in order. Entries that break a rule are reported and left out.
 
-    `bad(key, rule)` takes the broken rules. `reverse` says that letters are written first-axis-fastest (2.0).
+    `bad(key, rule)` is called for each broken rule. `reverse` is True if the fastest axis is written first, as in format 2.0.
     """
     specs = (
         _parse_tensor(entry, f"{section}[{i}]", section, bad, reverse) for i, entry in enumerate(entries)
@@ -54,7 +54,7 @@ def _parse_tensor(entry: Any, place: str, section: str, bad: Report, reverse: bo
     if not isinstance(dtype, str) or dtype not in tokens:
         problem = "dtype is missing" if dtype is None else f"unknown dtype {dtype!r:.40}"
         bad(key, f"{problem}; {dtypes.unknown(dtype if isinstance(dtype, str) else '')}")
-        # Any token: without this tensor, the rules over all tensors would report what is not wrong.
+        # Go on with any type, because without this tensor, the rules over all tensors would report wrong errors.
         dtype = "f32"
     shape = _parse_shape(entry, key, bad)
     sizes = None if shape is None else _parse_dims(entry, shape, key, bad)

@@ -14,12 +14,12 @@ from rsrv_bundle.interface import nameless
 
 Array = np.ndarray[Any, Any]
 
-#: numpy's name of an element type -> torch's, where they differ
+#: PyTorch's name for each of numpy's names of element types that differ.
 _NAMES = {"bool_": "bool"}
 
 
 def dtype_of(dtype: Any) -> torch.dtype:
-    """Return PyTorch's name for an element type of the format."""
+    """Return PyTorch's type for an element type of the format."""
     name = np.dtype(dtype).name
     value = getattr(torch, _NAMES.get(name, name))
     assert isinstance(value, torch.dtype)
@@ -28,13 +28,13 @@ def dtype_of(dtype: Any) -> torch.dtype:
 
 def to_torch(array: Array) -> torch.Tensor:
     """Return a copy of `array` as a tensor."""
-    # As bytes: neither library knows all of the other's element types.
+    # Copy the bytes, because neither library knows all element types of the other.
     flat = torch.from_numpy(np.array(array, order="C").reshape(-1).view(np.uint8))
     return flat.view(dtype_of(array.dtype)).reshape(array.shape)
 
 
 def to_numpy(name: str, value: Any) -> Array:
-    """Return a copy of a tensor as an array. Raises BundleError with its `name` for other types."""
+    """Return a copy of a tensor as an array. Raises BundleError, which contains `name`, for values of other types."""
     if not isinstance(value, torch.Tensor):
         raise BundleError(f"{name}: is a {type(value).__name__}; it must be a tensor")
     kind = str(value.dtype).removeprefix("torch.")
@@ -42,7 +42,7 @@ def to_numpy(name: str, value: Any) -> Array:
         dtype = dtypes.numpy_dtype(dtypes.token_of_numpy(kind))
     except KeyError:
         raise nameless(name, kind) from None
-    # Not contiguous(), which leaves a single element its stride, and that must be 1 for a view of bytes.
+    # A view of bytes needs the stride 1. contiguous() would not change the stride of a single element.
     dense = value.detach().cpu().clone(memory_format=torch.contiguous_format)
     return dense.reshape(-1).view(torch.uint8).numpy().view(dtype).reshape(tuple(value.shape))
 

@@ -18,7 +18,7 @@ from rsrv_bundle.torch_nms import lowered_nms
 
 
 def _grouped_mm(rows: Any, weights: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
-    """Multiply each group of rows by its matrix. A group ends before its offset, and the next one begins there."""
+    """Multiply each group of rows by its matrix. A group ends before its offset, where the next group begins."""
     if offs is None and rows.ndim == weights.ndim == 3:
         return rows @ weights
     if rows.ndim != 2 or weights.ndim != 3 or bias is not None or out_dtype is not None:
@@ -37,7 +37,7 @@ def _embedding_bag(
     table: Any, indices: Any, offsets: Any, scale_grad_by_freq: bool = False, mode: int = 0, sparse: bool = False,
     weights: Any = None, include_last_offset: bool = False, padding_idx: int = -1,
 ) -> Any:  # fmt: skip
-    """Return the sum (mode 0), mean (1) or maximum (2) of the rows of each bag, then values that only training needs."""
+    """Return the sum (mode 0), mean (1) or maximum (2) of the rows of each bag, and values that only training needs."""
     count = len(offsets) - int(include_last_offset)
     bags = jnp.searchsorted(offsets[:count], jnp.arange(len(indices)), side="right") - 1
     counted = (indices != padding_idx)[:, None]
@@ -93,7 +93,7 @@ def _adaptive_max_pool(x: Any, sizes: Sequence[int]) -> tuple[Any, Any]:
 def _resize(
     x: Any, sizes: Sequence[int], align_corners: bool, scales: Sequence[float | None], support: int
 ) -> Any:
-    """Resize the last two axes as PIL does: the kernel grows when the image shrinks."""
+    """Resize the last two axes as Pillow does, with a wider kernel for a smaller image."""
     for axis, size, scale in zip((-2, -1), sizes, scales, strict=True):
         weights = jnp.asarray(_kernel(x.shape[axis], size, align_corners, scale, support), x.dtype)
         x = jnp.moveaxis(jnp.moveaxis(x, axis, -1) @ weights.T, -1, axis)
@@ -205,7 +205,7 @@ def _roi_align(
     return jax.vmap(one)(rois)
 
 
-#: name of an operation -> its lowering, used in place of torchax's
+#: Lowerings by the names of their operations. They are used in place of torchax's lowerings.
 LOWERINGS: Mapping[str, Callable[..., Any]] = {
     "aten._embedding_bag": _embedding_bag,
     "aten._embedding_bag_forward_only": _embedding_bag,

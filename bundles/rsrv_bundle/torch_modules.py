@@ -40,9 +40,10 @@ def _fill(holder: Any, contents: Any) -> None:
 
 @contextmanager
 def without_idle_conversions() -> Iterator[None]:
-    """Skip conversions to the same element type and device, because tracing cannot replace a module's tensors.
+    """Skip conversions of modules to the element type and device that they already have.
 
-    Some modules convert their parts in `forward`, for example `self.head = self.head.to(self.dtype)`.
+    Some modules convert their parts in `forward`, for example `self.head = self.head.to(self.dtype)`. Tracing cannot replace the
+    tensors of a module.
     """
     apply: Any = nn.Module._apply
 
@@ -58,7 +59,7 @@ def without_idle_conversions() -> Iterator[None]:
 
 
 def plain(module: nn.Module) -> nn.Module:
-    """Return the original of a compiled module, so that names of weights have no prefix. Return any other module as it is."""
+    """Return the original of a compiled module, so that the names of weights have no prefix. Return other modules unchanged."""
     if not isinstance(module, torch._dynamo.OptimizedModule):
         return module
     inner = module._orig_mod
@@ -95,7 +96,7 @@ def check_module(module: nn.Module) -> None:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield all tensors: name, tensor, and whether module.cpu() moves it."""
+    """Yield the name of each tensor, the tensor, and whether module.cpu() moves it."""
     for name, part in module.named_modules():
         prefix = f"{name}." if name else ""
         for key, value in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):

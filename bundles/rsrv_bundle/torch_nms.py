@@ -43,7 +43,7 @@ def _(boxes: torch.Tensor, scores: torch.Tensor, iou_threshold: float, count: in
 
 
 def lowered_nms(boxes: Any, scores: Any, iou_threshold: float, count: int) -> Any:
-    """Return what `nms` does, in JAX."""
+    """Compute `nms` with JAX."""
     import jax
     import jax.numpy as jnp
 

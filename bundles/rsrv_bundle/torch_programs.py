@@ -1,6 +1,6 @@
-"""A PyTorch module as a JAX function of weights and inputs: torch.export at static shapes, then torchax.
+"""Conversion of a PyTorch module to a JAX function of weights and inputs, by torch.export at static shapes and torchax.
 
-The one file that knows torchax.
+Only this module of the package imports torchax.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _quiet() -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with warnings.catch_warnings(), torch.no_grad(), redirect_stderr(io.StringIO()):
-            # Their warnings are about their internals; problems of a module are errors.
+            # Warnings of PyTorch and torchax are about their internals. Problems of the user's module are errors.
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -56,32 +56,32 @@ with _quiet():
     from torchax.export import JaxInterpreter
     from torchax.ops import jaten, ops_registry  # noqa: F401 - jaten fills the registry
 
-#: folders whose lines are left out of error messages: they do not help the model's author
+#: Folders whose lines are left out of error messages, because they do not help the model's author.
 _TORCH, _HERE = (Path(file).resolve().parent for file in (torch.__file__, __file__))
-#: operations without a result; PyTorch keeps the first in order by tokens
+#: Assertions, which have no result. PyTorch keeps the first one in order by tokens.
 _ASSERTIONS = (torch.ops.aten._linalg_check_errors.default, torch.ops.aten._assert_async.msg)
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
-#: prefix of the module's names, since it is traced inside another module
+#: Prefix of all names of the module, because it is traced inside another module.
 _PREFIX = "module."
-#: identity of a tensor: memory, offset, shape and strides; tensors with equal identity share their weight
+#: Memory, offset, shape and strides of a tensor. Tensors with equal identities share one weight.
 Identity = tuple[Any, ...]
-#: value of a graph's argument: the name of a weight, a constant array, the position of an input, or None if unused
+#: Value of a graph's argument: the name of a weight, a constant array, the position of an input, or None if it is unused.
 Argument = str | Array | int | None
 
 
 @dataclass(frozen=True, slots=True)
 class TracedModule:
-    """Module traced at one set of input shapes."""
+    """A module that was traced at one set of input shapes."""
 
     graph: Any
     arguments: tuple[Argument, ...]
-    #: structure of the results; its values are not used
+    #: Structure of the results. Its values are not used.
     results: Results
     lowerings: Mapping[str, Callable[..., Any]]
 
     def __call__(self, weights: Mapping[str, Any], inputs: Sequence[Any]) -> Results:
         values = [_value(each, weights, inputs) for each in self.arguments]
-        # Tokens come first.
+        # The first results are tokens, which are not results of the module.
         results = _Interpreter(self.graph, self.lowerings).run(*values, enable_io_processing=False)[
             -len(self.results.values) :
         ]
@@ -114,7 +114,7 @@ class TracedModules:
         self._module = module
         self._inputs = dict(inputs)
         self._lowerings = {**LOWERINGS, **{_name(op): lowering for op, lowering in lowerings.items()}}
-        #: identity of a tensor -> the first of its names
+        #: First name of each tensor, by its identity.
         self._names: dict[Identity, str] = {}
         for name, tensor in chain(
             module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
@@ -159,12 +159,12 @@ class TracedModules:
         return TracedModule(exported.graph_module, arguments, noted[-1], self._lowerings)
 
     def _exported(self, zeros: tuple[Any, ...], note: Callable[[Results], None], *, fixed: bool) -> Any:
-        """Trace the module with torch.export and return it in operations that torchax or `self._lowerings` have."""
+        """Trace the module with torch.export. Decompose operations for which neither torchax nor `self._lowerings` has a function."""
         served = _Served(self._module, tuple(self._inputs), note, fixed)
         with unchanged(self._module), without_idle_conversions():
             exported = torch.export.export(served, zeros)
         for node in exported.graph.nodes:
-            # A decomposition may return other strides than the kernel whose result is viewed here.
+            # Replace views, because a decomposition may return other strides than the kernel whose result was viewed.
             if node.target in _VIEWS:
                 node.target = torch.ops.aten.reshape.default
         exported.graph_module.recompile()
@@ -194,7 +194,7 @@ class TracedModules:
             try:
                 tensor = operator.attrgetter(name)(self._module)
             except AttributeError:
-                # A tensor that `forward` creates.
+                # The module has no such tensor, so `forward` creates it.
                 return to_numpy(name, tensor)
         known = self._names.setdefault(_identity(name, tensor), name)
         self._tensors.setdefault(known, tensor)
@@ -202,7 +202,7 @@ class TracedModules:
 
 
 def _decompositions() -> Any:
-    """Return PyTorch's decompositions, and torchax's for the rest, as torchax.export does in two passes."""
+    """Return PyTorch's decompositions, and torchax's decompositions of other operations. torchax.export uses them in two passes."""
     table = torch.export.default_decompositions()
     for target, way in decompositions.DECOMPOSITIONS.items():
         if target not in table:
@@ -227,7 +227,7 @@ def _name(op: Any) -> str:
 
 
 class _Served(torch.nn.Module):
-    """A module with positional inputs and a flat tuple of results, so that no names must be matched later."""
+    """A module with positional inputs and a flat tuple of results, so that later steps need no names."""
 
     def __init__(
         self,
@@ -238,8 +238,8 @@ class _Served(torch.nn.Module):
     ) -> None:
         """Wrap `module`. `forward` calls `note` with the structure of the results.
 
-        `note` is a function because tracing undoes attributes that `forward` sets. If `fixed`, buffers of one integer are
-        constants, so that `forward` can branch on their values.
+        `note` is a function, because tracing resets attributes that `forward` sets. If `fixed`, buffers with one integer are constants,
+        so that `forward` can branch on their values.
         """
         super().__init__()
         self.module = module
@@ -268,11 +268,11 @@ class _Interpreter(JaxInterpreter):  # type: ignore[misc]
     def __init__(self, graph: Any, lowerings: Mapping[str, Callable[..., Any]]) -> None:
         super().__init__(graph)
         self.lowerings = lowerings
-        # It would append its own text to an error.
+        # Otherwise, torchax would append its own text to an error.
         self.extra_traceback = False
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Where PyTorch raises, a served model returns NaN or a meaningless number.
+        # Drop assertions. If one fails, PyTorch raises an error, but a served model returns NaN or a meaningless number.
         if target is with_effects:
             return None, None
         if target in _ASSERTIONS:
@@ -289,7 +289,7 @@ class _Interpreter(JaxInterpreter):  # type: ignore[misc]
             raise BundleError(f"module: {_where(node)}: torchax fails at {node.target}: {summary(e)}") from e
         meta = node.meta.get("val")
         if isinstance(meta, torch.Tensor) and hasattr(value, "dtype"):
-            # jax's constants may be wider than PyTorch's.
+            # Convert the value, because constants of jax may be wider than those of PyTorch.
             dtype = jnp.dtype(str(meta.dtype).removeprefix("torch."))
             return value if value.dtype == dtype else jnp.asarray(value).astype(dtype)
         return value
@@ -305,14 +305,14 @@ def _mutable(value: Any) -> Any:
 
 
 def _lowering(target: Any, lowerings: Mapping[str, Callable[..., Any]]) -> Callable[..., Any] | None:
-    """Return our lowering of an operation: the lowering of the overload, or else the lowering of all overloads."""
+    """Return our lowering of an operation's overload, or else our lowering of all its overloads, or None."""
     if not isinstance(target, torch._ops.OpOverload):
         return None
     return lowerings.get(_name(target)) or lowerings.get(_name(target.overloadpacket))
 
 
 def _check(exported: Any, inputs: Sequence[str], lowerings: Mapping[str, Callable[..., Any]]) -> None:
-    """Refuse operations that a served model cannot do. Raises BundleError with a line for each."""
+    """Raise BundleError with a line for each operation that a served model cannot do."""
     problems = []
     names = dict(zip(exported.graph_signature.user_inputs, inputs, strict=True))
     for spec in exported.graph_signature.output_specs:
@@ -343,17 +343,17 @@ def _check(exported: Any, inputs: Sequence[str], lowerings: Mapping[str, Callabl
 
 
 def _is_ruled_by_values(node: Any) -> bool:
-    """Return whether a result's shape, or a number from a tensor, is known only at run time."""
+    """Return whether the operation has a result whose shape or value only a request determines: a size, or a number from a tensor."""
     results = pytree.tree_leaves(node.meta.get("val"))
     numbers = [each for each in results if isinstance(each, torch.SymInt | torch.SymFloat | torch.SymBool)]
     extents = [size for each in results if isinstance(each, torch.Tensor) for size in each.shape]
-    # Arithmetic on such sizes needs no line of its own.
+    # Do not report arithmetic on such sizes, because the operation that makes a size is reported.
     counts = isinstance(node.target, torch._ops.OpOverload) and "sym_" not in str(node.target)
     return counts and (bool(numbers) or not all(isinstance(size, int) for size in extents))
 
 
 def _is_assertion(node: Any) -> bool:
-    """Return whether the operation asserts that a matrix could be inverted, that indices are in bounds or the like."""
+    """Return whether the operation is an assertion, for example that a matrix could be inverted."""
     return (node.args[1] if node.target is with_effects else node.target) in _ASSERTIONS
 
 
@@ -361,7 +361,7 @@ def _known(target: Any, lowerings: Mapping[str, Callable[..., Any]]) -> bool:
     if _lowering(target, lowerings) is not None:
         return True
     if not isinstance(target, torch._ops.OpOverload):
-        # Python's own arithmetic works; the others take functions, and jax has its own versions.
+        # Python's own arithmetic works. Operations that take functions do not, because jax has other versions of them.
         return not isinstance(target, torch._ops.HigherOrderOperator)
     registry = ops_registry.all_aten_ops
     operator = registry.get(target) or registry.get(target.overloadpacket)

@@ -1,11 +1,11 @@
-"""`weights.safetensors`: check the header of an untrusted file, and load its tensors.
+"""Reader of `weights.safetensors`: check the header of an untrusted file, and load its tensors.
 
-The file is 8 bytes of header length (little endian), a JSON header, and one buffer of tensor bytes. No tensor is
-read before the header has shown that every tensor lies inside the file and that the tensors neither overlap nor
-leave holes.
+The file has 8 bytes with the length of the header (little endian), a JSON header, and one buffer with the bytes of all tensors.
+Before a tensor is read, the header is checked: every tensor must lie inside the file, and tensors must neither overlap nor leave
+holes.
 
-Layout: format 3 stores each tensor as the modules take it. Format 2.0 stores the reversed shape, row-major for
-that reversed shape, so loading is a full transpose; a reshape would give wrong numbers of the right shape.
+Format 3 stores each tensor as the modules take it. Format 2.0 stores a tensor with reversed axes, row-major for the reversed shape.
+So loading transposes the tensor. A reshape would give wrong numbers in the right shape.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ FILE = "weights.safetensors"
 
 Bytes = npt.NDArray[np.uint8]
 
-# Checked before a byte of the header is read. Enough for a hundred thousand tensors, and parsed it takes thirty times
-# the memory; the reference implementation's cap is ten times as high.
+#: Maximum number of bytes of a header, which suffices for a hundred thousand tensors. It is checked before the header is read. A
+#: parsed header takes thirty times as much memory. The limit of the safetensors library is ten times as high.
 MAX_HEADER_BYTES = 10_000_000
 _MAX_NAME = 4096
 _MAX_RANK = 64
-#: bytes of a read outside of weights
+#: Maximum number of bytes of one read outside of weights.
 _CHUNK = 2**20
-#: a file counts as settled this long after its last change: file systems round times
+#: A file that was changed within this many nanoseconds may change again without a trace, because file systems round times.
 _SETTLED_NS = 2_000_000_000
 
 
 class TensorKey(NamedTuple):
-    """Identity of a tensor: equal keys mean equal tensors. The server stores each key once."""
+    """Identity of a tensor. Tensors with equal keys are equal, and the server stores them once."""
 
-    #: as `content_digest` has it
+    #: `content_digest` of the tensor.
     digest: str
-    #: the element type's token
+    #: Token of the element type.
     dtype: str
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Checked entry of the header."""
+    """A checked entry of the header."""
 
-    #: element type's token; empty: no weight has this type
+    #: Token of the element type, or an empty text for types that weights cannot have.
     dtype: str
     shape: tuple[int, ...]
     begin: int
@@ -67,10 +67,10 @@ class _Stored:
 
 
 def read_weights(path: Path, *, reverse: bool, problems: Problems) -> tuple[WeightSpec, ...]:
-    """Read the header: the weights in argument order. Every broken rule goes to `problems`.
+    """Read the header, and return the weights in argument order. Every broken rule is added to `problems`.
 
-    `reverse` says that the file records shapes in reverse (format 2.0). Tensors that `argument_order` does not
-    list are ignored. The result is whole only if nothing was added to `problems`.
+    `reverse` is True if the shapes in the file are reversed (format 2.0). Tensors that `argument_order` does not list are ignored. The
+    result is complete only if nothing was added to `problems`.
     """
     own = Problems()
     try:
@@ -119,7 +119,7 @@ def read_weights(path: Path, *, reverse: bool, problems: Problems) -> tuple[Weig
 
 
 def _read_header(path: Path) -> tuple[bytes, int]:
-    """Read the bytes before the buffer; return them and the file's size. ValueError names the broken rule."""
+    """Return the bytes before the buffer, and the file's size. Raises ValueError with the broken rule."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -137,7 +137,7 @@ def _read_header(path: Path) -> tuple[bytes, int]:
 
 
 def _parse_header(raw: bytes) -> dict[str, Any]:
-    """Parse the tensors' entries, by name. ValueError names the broken rule."""
+    """Parse the header, and return its entries by name. Raises ValueError with the broken rule."""
     if not raw.startswith(b"{", 8):
         raise ValueError("header does not start with '{'")
     try:
@@ -159,7 +159,7 @@ def _unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entry(name: str, entry: Any, buffer: int, problems: Problems, *, listed: bool) -> _Stored | None:
-    """Check a tensor's entry. `listed`: it is a weight. Other tensors may have any type that the library accepts."""
+    """Check a tensor's entry. `listed` is True for weights. Other tensors may have any type that the library accepts."""
 
     def bad(rule: str) -> None:
         problems.add(FILE, name, rule)
@@ -204,7 +204,7 @@ def _are_counts(value: Any) -> TypeGuard[list[int]]:
 
 
 def _check_coverage(stored: Mapping[str, _Stored], buffer: int, problems: Problems) -> None:
-    """Check that the tensors tile the buffer: an overlap aliases two weights, a hole can hide data."""
+    """Check that the tensors fill the buffer. In an overlap, two weights would share bytes, and a hole could hide data."""
     position = 0
     for name, entry in sorted(stored.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != position:
@@ -219,10 +219,10 @@ def _check_coverage(stored: Mapping[str, _Stored], buffer: int, problems: Proble
 
 
 def _second_opinion(header: bytes, size: int, problems: Problems) -> None:
-    """Check that the safetensors library accepts the file, too, as other readers use it.
+    """Check that the safetensors library also accepts the file, because other readers use the library.
 
-    `header` is the start of the file, `size` its bytes. The library maps the file, and the mapping of a file that is
-    truncated kills the process. So the library gets a copy with a hole for the tensors.
+    `header` is the beginning of the file, and `size` is the file's size in bytes. The library maps the file. If a mapped file is
+    truncated, its reader is killed. So the library gets a copy with a hole in place of the tensors.
     """
     import safetensors
 
@@ -261,7 +261,7 @@ def _argument_order(
 
 
 def stamp(status: os.stat_result) -> tuple[int, ...]:
-    """Return a value that differs for another file of the same name, and after each write."""
+    """Return a value that changes if the file is written, or if another file replaces it."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
@@ -277,10 +277,10 @@ def _new(nbytes: int) -> Bytes:
 
 
 class WeightsFile:
-    """Weights file of a bundle, held open: renaming or removing it changes nothing.
+    """The weights file of a bundle. It stays open, so that renaming or removing it changes nothing.
 
-    Read into memory rather than mapped: a mapping of a truncated file kills the process. Several threads may read
-    weights at once, but not while the file is closed.
+    The file is read instead of mapped, because a process is killed if its mapped file is truncated. Several threads may read weights
+    concurrently, but not while the file is closed.
     """
 
     def __init__(self, bundle: Bundle) -> None:
@@ -291,8 +291,8 @@ class WeightsFile:
         self._sum = bundle.manifest.sha256.get(FILE)
         self._fd = -1
         self.path = bundle.weights_file
-        #: names the content, as far as the file system tells; None: the file has changed a moment ago, and another change
-        #: may show no trace
+        #: Identifier of the file's content, from the file system's facts about the file. None if the file has just changed, because a
+        #: further change could leave no trace.
         self.version: str | None = None
         if bundle.weights_file is None or not bundle.weights:
             return
@@ -311,13 +311,13 @@ class WeightsFile:
             )
         if stamp(opened) != self._stamp:
             self.close()
-            # The tensors may have moved, and other modules may belong to them.
+            # Refuse the file, because tensors may have moved, and the new weights may belong to other modules.
             raise BundleError(f"{FILE}: changed since the bundle was read; load the model again")
         self.version = _version(opened)
 
     @property
     def form(self) -> str:
-        """Return how the weights follow from the file: the manifest's checksum, and the order of their bytes."""
+        """A text that determines how weights are read from the file: the manifest's checksum, and the order of axes."""
         return f"{self._sum} {'reversed' if self._reverse else 'as stored'}"
 
     @staticmethod
@@ -326,13 +326,13 @@ class WeightsFile:
         return _version(os.stat(path))
 
     def read_all(self, new: Callable[[int], Bytes] = _new) -> Iterator[tuple[int, Bytes]]:
-        """Yield every weight once, in the file's order: its index, and its bytes as in `read_into`, in memory of `new`.
+        """Yield the index and the bytes of every weight, in the file's order. The bytes are as in `read_into`, in memory from `new`.
 
-        The same pass compares the file's checksum with the manifest's, if that has one. So what is yielded counts only
-        when the iteration has ended; until the next step it must not be changed. Raises BundleError if the file does not
-        match the manifest, or was written to since it was opened.
+        If the manifest has a checksum of the file, the same pass compares it. So the weights are valid only if the iteration ends
+        without an error. The caller must not change the bytes before the next step. Raises BundleError if the file does not match the
+        manifest, or if it was written since it was opened.
         """
-        # An empty weight may have the same offset as another weight. It is read first, because the hash runs only forward.
+        # Read an empty weight before another weight with the same offset, because the hash runs only forward.
         weights = self._weights
         order = sorted(range(len(weights)), key=lambda index: (weights[index].offset, weights[index].nbytes))
         if self._sum is None or self._fd < 0:
@@ -340,7 +340,7 @@ class WeightsFile:
                 yield index, self._read(index, new)
             return
         whole, position = hashlib.sha256(), 0
-        # On a thread of its own: the caller hashes each weight, which takes as long.
+        # Hash the file on another thread, because the caller meanwhile hashes each weight, which takes as long.
         with ThreadPoolExecutor(1) as thread:
             for index in order:
                 weight = self._weights[index]
@@ -355,7 +355,7 @@ class WeightsFile:
             raise BundleError(mismatch(FILE))
 
     def _skip(self, hash_: Callable[[memoryview], object], position: int, end: int) -> None:
-        """Hash bytes outside of weights: the header, and tensors that are no argument."""
+        """Hash bytes outside of weights: the header, and tensors that are not arguments."""
         while position < end:
             raw = np.empty(min(_CHUNK, end - position), np.uint8)
             self._fill(raw, position)
@@ -368,10 +368,10 @@ class WeightsFile:
         return raw
 
     def read_into(self, index: int, out: Bytes, *, digest: str | None = None) -> None:
-        """Fill `out`, as long as the weight and aligned for it, row-major, as the modules take it.
+        """Fill `out` with a weight, row-major, as the modules take it. `out` must have the weight's size, and be aligned for it.
 
-        Raises BundleError if the file was written to since it was opened, unless the weight still has the
-        `content_digest` that is given; `out` is then in any state.
+        Raises BundleError if the file was written since it was opened, unless the weight still has the `content_digest` `digest`. After
+        an error, `out` may have any content.
         """
         weight = self._weights[index]
         if not self._reverse or len(weight.shape) < 2:
@@ -379,7 +379,7 @@ class WeightsFile:
         else:
             raw = np.empty(weight.nbytes, np.uint8)
             unchanged = self._fill(raw, weight.offset)
-            # As integers of that size, which numpy moves without holding the interpreter's lock.
+            # Move integers of the same size, because numpy does this without the interpreter's lock.
             word = np.dtype(f"u{dtypes.itemsize(weight.dtype)}")
             out.view(word).reshape(weight.shape)[...] = raw.view(word).reshape(weight.shape[::-1]).T
         if not unchanged and content_digest(out) != digest:
@@ -394,13 +394,13 @@ class WeightsFile:
             now = os.fstat(self._fd)
         except OSError as e:
             raise BundleError(f"{FILE}: cannot be read: {e.strerror}") from e
-        # Checked after the reading: earlier and concurrent writes show.
+        # The stamp was taken after the read, so it shows earlier and concurrent writes.
         if remaining:
             raise changed_since_loaded()
         return stamp(now) == self._stamp
 
     def close(self) -> None:
-        """Close the file; further calls do nothing."""
+        """Close the file. Further calls do nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -427,7 +427,7 @@ def content_digest(raw: Bytes) -> str:
 
 
 def tensor_keys(bundle: Bundle) -> list[TensorKey]:
-    """Return the identity of each weight, in argument order; one weight is in memory at a time.
+    """Return the identity of each weight, in argument order. Only one weight is in memory at a time.
 
     Raises BundleError if the file is gone, has changed since the bundle was read, or does not match the manifest.
     """

@@ -27,7 +27,7 @@ from rsrv_bundle.task_section import task_entry
 
 
 def write_manifest(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a manifest, keys in the order of `document`. Equal documents give equal bytes."""
+    """Write a manifest with its keys in the order of `document`. Equal documents give equal bytes."""
     path.write_text(yaml12.dump(dict(document)), encoding="utf-8")
 
 
@@ -89,15 +89,15 @@ def document_of(manifest: Manifest, sha256: Mapping[str, str]) -> dict[str, Any]
 
 
 def store_numerics(path: Path, numerics: Mapping[str, Any]) -> None:
-    """Put measured numbers into a manifest of format 3, and keep the text of other keys with their comments.
+    """Add measured numbers to the section `numerics` of a manifest of format 3. The text and comments of other keys stay the same.
 
-    A manifest in another form, such as JSON, is rewritten as a whole. The manifest is replaced atomically, so that no
-    reader sees half of it. Raises OSError.
+    A manifest in another form, such as JSON, is rewritten completely. The manifest is replaced atomically, so that no reader sees a
+    part of it. Raises OSError.
     """
     old = path.read_text(encoding="utf-8")
     document = yaml12.parse(old)
     document["numerics"] = {**(document.get("numerics") or {}), **numerics}
-    # The key's line, and those that are indented more.
+    # Remove the key's line, and the following lines that are indented.
     other_lines = re.sub(r"^numerics *:.*\n?(?: .*\n?|\n)*", "", old, flags=re.MULTILINE)
     new = f"{other_lines.rstrip()}\n{yaml12.dump({'numerics': document['numerics']})}"
     try:
@@ -111,7 +111,7 @@ def store_numerics(path: Path, numerics: Mapping[str, Any]) -> None:
 
 
 def tensor_entry(spec: TensorSpec) -> dict[str, Any]:
-    """Return a tensor as a manifest writes it."""
+    """Return the entry of a tensor in a manifest."""
     dims = {
         letter: size
         for axis, (letter, size) in enumerate(zip(spec.letters, spec.dims, strict=True))
@@ -121,13 +121,12 @@ def tensor_entry(spec: TensorSpec) -> dict[str, Any]:
 
 
 def write_weights(path: Path, weights: Sequence[tuple[str, np.ndarray[Any, Any]]]) -> None:
-    """Write weights, given in argument order, as a safetensors file; tensors row-major with their own shapes.
+    """Write weights, which are given in argument order, as a safetensors file. Tensors are row-major.
 
-    Written here and not by the safetensors library because its writers differ between versions and take every
-    tensor as bytes in memory; its reader checks the result whenever a bundle is read. Raises KeyError for an
-    element type that the format lacks.
+    The safetensors library is not used, because its writers differ between versions, and need the bytes of all tensors in memory. Its
+    reader checks the file whenever the bundle is read. Raises KeyError for an element type that the format lacks.
     """
-    # Wide elements first: with the header a multiple of 8 bytes long, every element is then aligned.
+    # Write wide elements first. The length of the header is a multiple of 8 bytes, so every element is aligned.
     stored = sorted(weights, key=lambda item: (-item[1].dtype.itemsize, item[0]))
     header: dict[str, Any] = {
         "__metadata__": {"argument_order": json.dumps([name for name, _ in weights])},
@@ -146,14 +145,14 @@ def write_weights(path: Path, weights: Sequence[tuple[str, np.ndarray[Any, Any]]
         file.write(struct.pack("<Q", len(text)))
         file.write(text)
         for _, array in stored:
-            # As bytes: numpy writes ml_dtypes only through a view, and 0-d arrays have no buffer of one axis.
+            # Write a view of bytes with one axis, because numpy cannot write the types of ml_dtypes or arrays without axes directly.
             file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def free_target(out_dir: str | os.PathLike[str], overwrite: bool) -> Path:
-    """Return the absolute path of a bundle to write, checked before any work is done.
+    """Return the absolute path of a bundle to write, after checking it.
 
-    Raises FileExistsError if it exists and must not be replaced, TargetError if its name is no model's, or if a file
+    Raises FileExistsError if the path exists and must not be replaced. Raises TargetError if a model cannot have its name, or if a file
     is in the way.
     """
     target = Path(os.path.abspath(out_dir))
@@ -167,7 +166,7 @@ def free_target(out_dir: str | os.PathLike[str], overwrite: bool) -> Path:
 
 @contextmanager
 def scratch_beside(target: Path) -> Iterator[str]:
-    """Yield a temporary folder beside a bundle to write, so that the last step is a rename.
+    """Yield a temporary folder beside the bundle that is written, so that the last step is a rename.
 
     The folder is hidden, so that no server takes it for a bundle. An OSError that the block raises names the bundle if it
     names no other file, for example when the disk is full.
@@ -184,9 +183,9 @@ def scratch_beside(target: Path) -> Iterator[str]:
 
 
 def put_in_place(work: Path, target: Path, aside: Path) -> None:
-    """Rename the finished directory `work` to `target`; an old one goes to `aside`, on the same file system.
+    """Rename the finished directory `work` to `target`. An old bundle is first renamed to `aside`, on the same file system.
 
-    A reader sees the old bundle, for an instant none, then the new one. Raises TargetError if a file is in the way.
+    A reader sees the old bundle, then no bundle for an instant, and then the new one. Raises TargetError if a file is in the way.
     """
     _refuse_file(target)
     try:
@@ -194,7 +193,7 @@ def put_in_place(work: Path, target: Path, aside: Path) -> None:
             target.rename(aside)
         work.rename(target)
     except BaseException:
-        # Interrupts included: the folder aside is deleted soon.
+        # Move the old bundle back, even after an interrupt, because the caller deletes `aside` soon.
         if aside.exists() and not target.exists():
             shutil.move(aside, target)
         raise

@@ -1,7 +1,8 @@
 """YAML 1.2's core schema, over PyYAML's parser, within limits for hostile documents.
 
-PyYAML's own values are those of YAML 1.1, where the words no, on and off are booleans, and they are legal shape strings
-here. Values are made from the parser's events as they come: its time grows with the square of the depth.
+PyYAML itself reads YAML 1.1, in which the words no, on and off are booleans, but they are valid shapes in a manifest. So this module
+makes values from the events of PyYAML's parser. It does so while the parser runs, because the parser's time grows with the square of
+the depth, and a document that is too deep is refused early.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from typing import Any
 
 import yaml
 
-#: A manifest is a few kilobytes.
+#: Maximum number of bytes of a document. A manifest has a few kilobytes.
 MAX_BYTES = 64 * 1024
-#: Values that aliases may repeat.
+#: Maximum number of events that aliases may repeat.
 _MAX_REPEATED = 50_000
 _MAX_DEPTH = 50
 _MAX_BITS = 64
-#: More than such a number needs; Python refuses to read thousands.
+#: Maximum number of digits. A number of 64 bits needs fewer, and Python refuses to read thousands.
 _MAX_DIGITS = 100
 
 _PARSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TAG = "tag:yaml.org,2002:"
-#: Plain values of other types than text: tag, pattern, first characters.
+#: Types of plain values other than text: the tag, a pattern, and possible first characters.
 _TYPES = (
     ("null", re.compile(r"(?:~|null|Null|NULL|)\Z"), "~nN"),
     ("bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z"), "tTfF"),
@@ -43,7 +44,7 @@ _FIRST = frozenset("".join(first for _, _, first in _TYPES))
 
 
 def load(data: bytes) -> Any:
-    """Parse one YAML document of at most MAX_BYTES, as `parse`. Raises ValueError, in one line."""
+    """Parse one YAML document of at most MAX_BYTES, as `parse` does. Raises ValueError with one line of text."""
     if len(data) > MAX_BYTES:
         raise ValueError(f"holds {len(data)} bytes; the limit is {MAX_BYTES}")
     try:
@@ -55,26 +56,33 @@ def load(data: bytes) -> Any:
 def parse(text: str) -> Any:
     """Parse one YAML document into dicts with text keys, lists, text, finite numbers, booleans and None.
 
-    Keys are the text that stands there; dates are text. Raises ValueError, in one line, for anything that is not such a
-    document: bad YAML, duplicate keys, YAML 1.1's merge keys, tags outside the core schema, nested too deeply, aliases
-    that expand without bound, or whole numbers of more than 64 bits.
+    A key is always the text in the document, and dates are text. Raises ValueError with one line of text for bad YAML, duplicate keys,
+    YAML 1.1's merge keys, tags outside the core schema, values that are nested too deeply, aliases that repeat too much, or whole
+    numbers of more than 64 bits.
     """
     try:
         return _Document(yaml.parse(text, _PARSER)).value()
-    except (yaml.YAMLError, OverflowError, ValueError) as error:  # the latter two without C, for \Uffffffff
+    except (
+        yaml.YAMLError,
+        OverflowError,
+        ValueError,
+    ) as error:  # PyYAML without C raises the last two for \Uffffffff.
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         where = "" if mark is None else f"line {mark.line + 1}: "
         raise ValueError(f"is not valid YAML: {where}{problem or ' '.join(str(error).split())}") from None
 
 
-#: Writer that quotes text which readers of YAML 1.1 or 1.2 would take for a number, a date or a boolean.
+#: Writer that quotes text if readers of YAML 1.1 or 1.2 would take it for a number, a date or a boolean.
 _DUMPER: Any = type("_Dumper", (yaml.SafeDumper,), {})
 for _tag, _pattern, _first in _TYPES:
     _DUMPER.add_implicit_resolver(_TAG + _tag, _pattern, list(_first))
 
 
 def dump(value: object, *, compact: bool = True) -> str:
-    """Return a value as YAML. Equal values, keys in equal order, give equal text. `compact`: innermost collections on lines."""
+    """Return a value as YAML. Equal values with keys in equal order give equal text.
+
+    With `compact`, an innermost collection is written on one line.
+    """
     flow = None if compact else False
     return str(
         yaml.dump(
@@ -84,22 +92,22 @@ def dump(value: object, *, compact: bool = True) -> str:
 
 
 class _Document:
-    """Values of a document's events. Those of an anchor are used again for each alias."""
+    """Converter of a document's events to values. For each alias, it reads the events of the anchor again."""
 
     def __init__(self, events: Iterable[Any]) -> None:
         self._coming = iter(events)
         self._events: list[Any] = []
         self._at = 0
-        #: anchor -> position of its event
+        #: Position of the event with each anchor.
         self._anchors: dict[str, int] = {}
         self._repeated = 0
 
     def value(self) -> Any:
-        self._take()  # start of the stream
+        self._take()  # The start of the stream.
         if isinstance(self._take(), yaml.StreamEndEvent):
             return None
         value = self._value(self._take(), 0)
-        self._take()  # end of the document
+        self._take()  # The end of the document.
         if not isinstance(after := self._take(), yaml.StreamEndEvent):
             raise _wrong(after, "a second document begins; only one is allowed")
         return value
@@ -134,7 +142,7 @@ class _Document:
         return self._mapping(depth + 1) if mapping else self._list(depth + 1)
 
     def _note_anchor(self, event: Any) -> None:
-        """Record the place of the event that was taken last, if it has an anchor."""
+        """Record the position of the event that was taken last, if it has an anchor."""
         at = self._at - 1
         if event.anchor is not None and self._anchors.setdefault(event.anchor, at) != at:
             raise _wrong(event, f"the anchor &{event.anchor} stands twice")
@@ -151,7 +159,7 @@ class _Document:
             if type(key) is not yaml.ScalarEvent or key.tag not in (None, "!", _TAG + "str"):
                 raise _wrong(key, "a key is no text; keys are text")
             self._note_anchor(key)
-            # A few merge keys, each merging the one before, expand without bound.
+            # Refuse merge keys, because a few of them, each merging the one before, would expand without bound.
             if key.value == "<<" and key.implicit[0]:
                 raise _wrong(key, "merge keys (<<) are not supported")
             if key.value in items:

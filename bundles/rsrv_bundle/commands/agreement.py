@@ -71,7 +71,7 @@ def agree(bundle: Bundle, comparison: Comparison, look: Look) -> list[str]:
     run = ModuleRunner(bundle, look)
     samples = {} if comparison.samples is None else rows_of(bundle, comparison.samples)
     examples = _arrays(comparison.examples)
-    # A bundle may lack inputs and outputs of its ONNX file. The bundle records which.
+    # A bundle may lack inputs and outputs of its ONNX file. Its provenance lists the missing ones.
     adapt = getattr(comparison.source, "of", None)
     original = comparison.source if adapt is None else adapt(bundle.manifest.provenance)
     source = None if original is None else _by_name(bundle, original)

@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import jax  # noqa: F401 - before jaxlib's parts are, whose log it keeps quiet
+import jax  # noqa: F401 - imported before jaxlib's parts, because it keeps their log quiet
 
 from rsrv_bundle import writer
 from rsrv_bundle.errors import BundleError, Problems, TargetError
@@ -48,7 +48,7 @@ def convert(
     old = read_bundle(directory)
     before = ModuleRunner(old, look) if old.modules else None
     target.parent.mkdir(parents=True, exist_ok=True)
-    # As an export does it: hidden, and on the same file system.
+    # Work in a hidden folder on the same file system, as an export does.
     with tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent) as scratch:
         work = Path(scratch, target.name)
         shutil.copytree(old.path, work, ignore=shutil.ignore_patterns("__pycache__"))

@@ -20,15 +20,15 @@ from rsrv_bundle.spec import Bundle, TensorSpec, WeightSpec
 from rsrv_bundle.state_sections import sections_of
 from rsrv_bundle.task_section import task_entry
 
-#: "stablehlo": XLA's count over the stored module; "compiled": over the module that this machine's compiler made, with
-#: its memory; "none": no count
+#: Source of the figures about a module's work. stablehlo: XLA's count for the stored module. compiled: the compiler's figures for
+#: the module compiled on this machine, with its memory. none: there are no figures.
 Costs = Literal["stablehlo", "compiled", "none"]
 #: Number of the largest weights that are listed.
 _LARGEST = 5
 
 
 def describe(bundle: Bundle, look: Look, costs: Costs = "stablehlo") -> dict[str, Any]:
-    """Return the content of the page, in plain types. `look` reads each module; without jax no work is counted.
+    """Return the content of the page in plain types. `look` reads each module. Without jax, no work is counted.
 
     Raises BundleError if the modules disagree with the manifest, or cannot be compiled here.
     """

@@ -34,8 +34,9 @@ class WeightDifferences:
     only_b: tuple[Tensor, ...]
     #: Bytes of both bundles' weights together.
     total: int
-    #: Bytes of the distinct tensors, and of the shared ones.
+    #: Bytes of the distinct tensors.
     distinct: int
+    #: Bytes of the shared tensors.
     common: int
 
 

@@ -29,7 +29,7 @@ _BATCH = frozenset("nb")
 
 
 def export(arguments: argparse.Namespace) -> int:
-    """Write the bundle and print a line, or one per problem; return the exit status, as `cli.main`."""
+    """Write the bundle, and print a line, or a line for each problem. Return the exit status, as `cli.main` does."""
     [(kind, target)] = [(kind, text) for kind in KINDS if (text := getattr(arguments, kind)) is not None]
     try:
         for option in HF_OPTIONS:
@@ -74,7 +74,7 @@ def export(arguments: argparse.Namespace) -> int:
     except OSError as e:
         _trouble(os_error(e))
         return 1
-    except Exception:  # noqa: BLE001 - the model's own: its traceback says the most
+    except Exception:  # noqa: BLE001 - the model may raise anything; its traceback helps its author the most
         traceback.print_exc()
         print(f"{target}: cannot be traced; see the last lines above", file=sys.stderr)
         return 1
@@ -111,7 +111,7 @@ HF_OPTIONS = (
     "slots",
     "samples",
 )
-#: Options about what such a directory says itself, and their values if they are not given.
+#: Options that such a directory decides itself, and their values if they are not given.
 _DESCRIBED: Mapping[str, Any] = {
     "input": [],
     "input_shape": [],
@@ -246,7 +246,7 @@ def _named_sizes(text: str) -> dict[str, int]:
 
 
 def _served(bundle: Path) -> str:
-    """Return the folder that a server follows: the one of all bundles, or the bundle if that has other files, too."""
+    """Return the path to pass to a server: the folder around the bundle, or the bundle itself if the folder has other files."""
     folder = bundle.parent
     try:
         only_bundles = {*folder.iterdir()} == {*find_bundles(folder)}
@@ -264,7 +264,7 @@ def _trouble(message: str) -> int:
 class ParsedInputs:
     """Arguments of `export_bundle` about the inputs."""
 
-    #: zeros: they only give shapes
+    #: Arrays of zeros, which only have the shapes and types of the inputs.
     examples: Mapping[str, np.ndarray[Any, Any]]
     axes: Mapping[str, str]
     input_shapes: Sequence[Mapping[str, int]]

@@ -26,7 +26,7 @@ from rsrv_bundle.reader import read_bundle
 
 
 def show(directory: str, *, json: bool, compiled: bool) -> int:
-    """Print a page about a bundle; return the exit status, as `cli.main`."""
+    """Print a page about a bundle. Return the exit status, as `cli.main` does."""
 
     def work() -> int:
         with closing(Inspector()) as look, _about(directory):
@@ -34,14 +34,14 @@ def show(directory: str, *, json: bool, compiled: bool) -> int:
         print(showing.as_json(description) if json else showing.page(description), end="")
         return 0
 
-    return _told(work, broken=1)
+    return _reported(work, broken=1)
 
 
 def diff(a: str, b: str, *, json: bool) -> int:
-    """Print the differences and shared tensors of two bundles; return 0 if they are equal, 1 if not, 2 on an error.
+    """Print the differences and shared tensors of two bundles. Return 0 if they are equal, 1 if not, 2 on an error.
 
-    json: print an object instead: `a` and `b` with their sha256, `same`, `differences` and `weights` as lines, and
-    the bytes of both bundles' weights.
+    json: print an object instead. It has `a` and `b` with their sha256, `same`, `differences` and `weights` as lines, and the
+    bytes of both bundles' weights.
     """
 
     def work() -> int:
@@ -82,7 +82,7 @@ def diff(a: str, b: str, *, json: bool) -> int:
             print("the same content, written differently")
         return 1
 
-    return _told(work, broken=2)
+    return _reported(work, broken=2)
 
 
 def weight_lines(related: WeightDifferences) -> list[str]:
@@ -108,7 +108,7 @@ def _text(tensor: Tensor) -> str:
 
 
 def convert(directory: str, out_dir: str, *, stablehlo: str | None, overwrite: bool) -> int:
-    """Write a bundle in format 3 and print a line; return the exit status, as `cli.main`."""
+    """Write a bundle in format 3, and print a line. Return the exit status, as `cli.main` does."""
 
     def work() -> int:
         from rsrv_bundle.commands.converting import convert as write
@@ -130,7 +130,7 @@ def convert(directory: str, out_dir: str, *, stablehlo: str | None, overwrite: b
         )
         return 0
 
-    return _told(work, broken=1)
+    return _reported(work, broken=1)
 
 
 def narrow(
@@ -143,7 +143,7 @@ def narrow(
     tolerance: Mapping[str, float],
     overwrite: bool,
 ) -> int:
-    """Write a bundle with narrow weights and print what changed; return the exit status, as `cli.main`."""
+    """Write a bundle with narrow weights, and print the changes. Return the exit status, as `cli.main` does."""
 
     def work() -> int:
         from rsrv_bundle.commands.samples import rows_of
@@ -165,11 +165,11 @@ def narrow(
         print(f"ok {out_dir}: {report}")
         return 0
 
-    return _told(work, broken=1)
+    return _reported(work, broken=1)
 
 
-def _told(work: Callable[[], int], *, broken: int) -> int:
-    """Do the work, print its error, and return the exit status: `broken` for a problem of a bundle."""
+def _reported(work: Callable[[], int], *, broken: int) -> int:
+    """Call `work`, and print its error. Return the exit status, which is `broken` for a problem of a bundle."""
     try:
         return work()
     except (InspectorError, TargetError) as e:

@@ -24,7 +24,7 @@ def read_samples(file: Path) -> dict[str, Array]:
             raise ValueError("is no .npz file; write it with numpy.savez(file, NAME=array)")
     with np.load(file, allow_pickle=False) as archive:
         samples = {name: archive[name] for name in archive.files}
-    # An empty comparison must not look like an agreement.
+    # Refuse an empty file, because a comparison of nothing would look like an agreement.
     if not samples:
         raise ValueError("holds no array")
     for name, array in samples.items():
@@ -37,8 +37,8 @@ def rows_of(bundle: Bundle, samples: Mapping[str, Array]) -> dict[int, list[Arra
     """Return samples as executable inputs: variant -> one array per input, whose first axis counts rows.
 
     samples: input name -> array; its first axis counts samples, the others are the tensor's without its batch axis.
-    Client inputs go through the bundle's `preprocess`, one sample a request; that runs the bundle's code. Executable
-    inputs are taken as they are. Raises BundleError if the names, types or shapes fit neither, or if the hook fails.
+    The bundle's `preprocess` converts client inputs, one sample in each request; this runs the bundle's code. Executable inputs
+    are returned unchanged. Raises BundleError if the names, types or shapes fit neither kind of inputs, or if the hook fails.
     """
     preprocess = None
     specs = bundle.manifest.inputs

@@ -70,7 +70,7 @@ def _section(title: str, rows: Sequence[Sequence[str]], *, head: bool = False) -
 
 
 def table(rows: Sequence[Sequence[str]], *, head: bool = False) -> Iterator[str]:
-    """Yield lines of aligned columns; columns of numbers are aligned to the right. `head`: the first row is a heading."""
+    """Yield lines of aligned columns. Columns of numbers are aligned to the right. With `head`, the first row is a heading."""
     rows = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     body = rows[1:] if head else rows
@@ -104,7 +104,7 @@ def _variants(variants: Iterable[Mapping[str, int]]) -> list[tuple[str, ...]]:
 
 
 def _modules(modules: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a row per module, with a column for each figure that at least one module has."""
+    """Return a row for each module, with a column for each figure that at least one module has."""
     columns: dict[str, tuple[str, Callable[[Any], str]]] = {
         "batch_size": ("rows", str),
         "bytes": ("size", amount),

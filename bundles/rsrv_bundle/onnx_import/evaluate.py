@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 
 from rsrv_bundle.errors import BundleError
-from rsrv_bundle.onnx_import import (  # noqa: F401 - they register their lowerings
+from rsrv_bundle.onnx_import import (  # noqa: F401 - these modules register their lowerings
     ops_control,
     ops_math,
     ops_microsoft,
@@ -240,7 +240,7 @@ def _schema(context: Context) -> Any:
 
 
 def _definition(context: Context, inputs: Sequence[Any]) -> tuple[Graph, Mapping[str, int]]:
-    """Return the standard's own definition of an operator by other operators."""
+    """Return the graph with which the standard defines an operator by other operators."""
     schema = _schema(context)
     if schema.has_function:
         return proto_graph(schema.function_body)

@@ -17,7 +17,7 @@ from rsrv_bundle.errors import BundleError
 
 Array = np.ndarray[Any, Any]
 
-#: A floating-point constant of at least this many bytes is a weight: it is stored once for all batch sizes.
+#: A floating-point constant of at least this many bytes is a weight, which is stored once for all batch sizes.
 _WEIGHT_BYTES = 1024
 #: Another constant of at least this many bytes is also a weight. A smaller one may be a shape, which must be known at export.
 _TABLE_BYTES = 65536
@@ -30,7 +30,7 @@ _STANDARD_NAMES = ("", "ai.onnx")
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A constant that is stored in the bundle's weights, by its name there."""
+    """A constant that is stored among the bundle's weights, under this name."""
 
     name: str
 
@@ -84,7 +84,7 @@ class Function:
 class Input:
     name: str
     dtype: np.dtype[Any]
-    #: For each axis, a size, the name of a symbolic dimension, or None. Without a number of axes in the file, this is None.
+    #: For each axis, a size, the name of a symbolic dimension, or None. This is None if the file does not state the number of axes.
     dims: tuple[int | str | None, ...] | None
 
 
@@ -164,7 +164,7 @@ class _Reader:
     """Converts protobuf messages to plain Python, and collects the weights."""
 
     def __init__(self, folder: Path | None) -> None:
-        """`folder` has the external data. None: external data is not allowed."""
+        """`folder` has the external data. If it is None, external data is not allowed."""
         self.folder = folder
         self.weights: dict[str, Array] = {}
 

@@ -25,7 +25,7 @@ class Unsupported(Exception):
     """A node cannot be lowered. The message says why, and what to do."""
 
 
-#: A tensor with more elements is refused: a file of a few bytes can ask for any number.
+#: Tensors with more elements are refused, because a file of a few bytes can request any number.
 MOST_ELEMENTS = 2**31
 
 

@@ -81,7 +81,7 @@ def _quick_gelu(ctx: Context, x: Any, *, alpha: float = 1.702) -> Any:
 
 
 def _centred(x: Any, epsilon: float, simplified: bool) -> Any:
-    """Normalise the last axis. If `simplified`, the mean stays."""
+    """Normalise the last axis. If `simplified`, do not subtract the mean."""
     return in_f32(lambda v: scaled_by_rms(v, -1, epsilon) if simplified else standardised(v, -1, epsilon)[0])(
         x
     )
@@ -105,7 +105,7 @@ def _skip(simplified: bool) -> Callable[..., Any]:
         )
         total = x + skip if bias is None else x + skip + bias
         y = _centred(total, epsilon, simplified) * scale
-        # Between the result and the sum are mean and variance, which only training uses.
+        # The second and the third output are mean and variance, which only training uses.
         return (y if shift is None else y + shift, None, None, total)[: ctx.outputs]
 
     return lowering

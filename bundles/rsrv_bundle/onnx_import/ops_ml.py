@@ -1,4 +1,4 @@
-"""Trees, linear models and the steps around them, of the domain ai.onnx.ml."""
+"""Operators of the domain ai.onnx.ml: trees, linear models, and their preprocessing."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _one_hot_encoder(
 
 def _transformed(scores: Any, how: str) -> Any:
     if how == "LOGISTIC":
-        # As onnxruntime computes it: 0 below -17, where a sum of such scores decides what follows.
+        # As in onnxruntime, the result is 0 below -17. A sum of such scores may decide the label.
         high = 1 / (1 + jnp.exp(-jnp.abs(scores)))
         return jnp.where(scores < 0, 1 - high, high)
     if how == "SOFTMAX":
@@ -253,7 +253,7 @@ class _Forest:
     def scores(
         self, at: Any, attributes: dict[str, Any], what: str, columns: int, how: str
     ) -> tuple[Any, Any]:
-        """Return the aggregated weights of the leaves, [n, columns], and for each of them whether any leaf has a weight."""
+        """Return the aggregated weights of the leaves, [n, columns], and for each column whether any leaf has a weight."""
         weights = attributes.get(f"{what}_weights_as_tensor")
         weights = _numbers(attributes[f"{what}_weights"]) if weights is None else np.asarray(weights)
         table = np.zeros((*self.shape, columns), weights.dtype)
@@ -270,7 +270,7 @@ class _Forest:
             edge = np.inf if how == "MIN" else -np.inf
             total = (jnp.min if how == "MIN" else jnp.max)(jnp.where(inside, picked, edge), 1)
         else:
-            # Tree by tree, as onnxruntime adds up to 50 rows: rounding decides an even vote.
+            # Add tree by tree, as onnxruntime does for up to 50 rows, because rounding decides an even vote.
             total = functools.reduce(jnp.add, (picked[:, tree] for tree in range(self.shape[0])))
             total = total / (self.shape[0] if how == "AVERAGE" else 1)
         return jnp.where(inside.any(1), total, 0), inside.any(1)
@@ -294,7 +294,7 @@ def _based(scores: Any, attributes: dict[str, Any]) -> Any:
 
 
 def _features(x: Any, forest: _Forest) -> Any:
-    # If limits are f64, rows are compared in f64. Otherwise they are f32, as in onnxruntime.
+    # As in onnxruntime, rows are compared in f64 if the limits are f64, and otherwise in f32.
     return x.astype(forest.limit.dtype) if forest.limit.dtype == np.float64 else x.astype(np.float32)
 
 

@@ -129,7 +129,7 @@ def _sampled(
 
 
 def _narrowed(x: Any, axis: int, at: Array, factor: float, mode: str, a: float, exclude: bool) -> Any:
-    """Shrink with a filter that is as wide as a new element."""
+    """Shrink an axis with a filter as wide as a new element."""
     reach = (2 if mode == "cubic" else 1) / factor
     low = np.floor(at)
     offsets = np.arange(-int(np.ceil(reach)), int(np.ceil(reach)) + 2)

@@ -333,8 +333,8 @@ def http_client(server: DemoServer) -> Iterator[Infer]:
         tensor = {"name": "image", "datatype": "FP32", "shape": image.shape, "data": image.ravel().tolist()}
         connection.request("POST", f"/v2/models/{model}/infer", json.dumps({"inputs": [tensor]}))
         outputs = json.load(connection.getresponse())["outputs"]
-        (found,) = (candidate for candidate in outputs if candidate["name"] == output)
-        return np.array(found["data"]).reshape(found["shape"])
+        (array,) = (candidate for candidate in outputs if candidate["name"] == output)
+        return np.array(array["data"]).reshape(array["shape"])
 
     try:
         yield infer

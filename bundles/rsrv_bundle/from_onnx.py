@@ -360,11 +360,11 @@ def _original(
         count = next(arrays[name].shape[axis] for name, axis in rows.items() if name in arrays)
         parts = []
         for row in range(count):
-            one = {
+            single = {
                 name: np.take(array, [row], rows[name]) if name in rows else array
                 for name, array in arrays.items()
             }
-            parts.append(session.run(list(outputs), {**one, **constants}))
+            parts.append(session.run(list(outputs), {**single, **constants}))
         if count == 1 or shapes is None:
             return {
                 name: np.concatenate([part[index] for part in parts]) for index, name in enumerate(outputs)

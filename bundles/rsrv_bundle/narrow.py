@@ -325,16 +325,18 @@ def _answers(
     yield chosen_inputs is None, before(key, inputs), after(key, inputs)
 
 
-def task_figures(bundle: Bundle, got: Sequence[Array], want: Sequence[Array]) -> dict[str, float]:
+def task_figures(bundle: Bundle, got: Sequence[Array], expected: Sequence[Array]) -> dict[str, float]:
     """Return the errors of a task's embedding or scores. Empty without a task, or if hooks compute its outputs."""
     task = bundle.manifest.task
     names = [spec.name for spec in bundle.manifest.outputs]
     figures = {}
     for role in ("embedding", "scores") if task else ():
         name = task.outputs.get(role) if task else None
-        if name not in names or want[names.index(name)].ndim != 2:
+        if name not in names or expected[names.index(name)].ndim != 2:
             continue
-        narrow_array, wide_array = (arrays[names.index(name)].astype(np.float64) for arrays in (got, want))
+        narrow_array, wide_array = (
+            arrays[names.index(name)].astype(np.float64) for arrays in (got, expected)
+        )
         if role == "embedding":
             lengths = np.linalg.norm(narrow_array, axis=1) * np.linalg.norm(wide_array, axis=1)
             cosines = (narrow_array * wide_array).sum(1) / np.maximum(lengths, np.finfo(np.float64).tiny)
@@ -344,8 +346,8 @@ def task_figures(bundle: Bundle, got: Sequence[Array], want: Sequence[Array]) ->
     return figures
 
 
-def error_of(got: Array, want: Array) -> float:
+def error_of(got: Array, expected: Array) -> float:
     """Return an output's error, relative to its largest magnitude. For integers, return the share of unequal ones."""
     if got.dtype.kind in "iub":
-        return float(np.mean(got != want)) if got.size else 0.0
-    return difference(got, want)[1]
+        return float(np.mean(got != expected)) if got.size else 0.0
+    return difference(got, expected)[1]

@@ -309,11 +309,15 @@ class Judge:
         errors = self.errors.setdefault(kind, {})
         name = label(self.bundle, key)
         both = []
-        for spec, actual_output, want in zip(self.bundle.manifest.outputs, actual, expected, strict=True):
-            actual_output, want = np.asarray(actual_output), np.asarray(want)
-            absolute, relative = difference(actual_output, want, self.magnitudes.get(spec.name, 0.0))
+        for spec, actual_output, expected_output in zip(
+            self.bundle.manifest.outputs, actual, expected, strict=True
+        ):
+            actual_output, expected_output = np.asarray(actual_output), np.asarray(expected_output)
+            absolute, relative = difference(
+                actual_output, expected_output, self.magnitudes.get(spec.name, 0.0)
+            )
             place = (key[0], spec.name)
-            if relative or not want.size or np.isfinite(want.astype(np.float64)).any():
+            if relative or not expected_output.size or np.isfinite(expected_output.astype(np.float64)).any():
                 self._hollow[place] = None
             else:
                 self._hollow.setdefault(place, key)
@@ -468,17 +472,17 @@ def rows_of_inputs(bundle: Bundle, inputs: Sequence[Array]) -> Rows:
     ]
 
 
-def difference(got: Array, want: Array, magnitude: float = 0.0) -> tuple[float, float]:
-    """Return the largest absolute difference, and this difference relative to the largest magnitude of `want`.
+def difference(got: Array, expected: Array, magnitude: float = 0.0) -> tuple[float, float]:
+    """Return the largest absolute difference, and this difference relative to the largest magnitude of `expected`.
 
     Both are infinite if only one of two values is finite, or if their infinities or NaNs differ. They are never 0 for
     unequal integers.
 
-    magnitude: largest magnitude of other values of the same output. It is used if it exceeds the magnitude of `want`.
+    magnitude: largest magnitude of other values of the same output. It is used if it exceeds the magnitude of `expected`.
     """
     if got.size == 0:
         return 0.0, 0.0
-    a, b = got.astype(np.float64), want.astype(np.float64)
+    a, b = got.astype(np.float64), expected.astype(np.float64)
     finite = np.isfinite(b)
     if not np.array_equal(finite, np.isfinite(a)) or not np.array_equal(
         a[~finite], b[~finite], equal_nan=True
@@ -487,7 +491,7 @@ def difference(got: Array, want: Array, magnitude: float = 0.0) -> tuple[float, 
     if not finite.any():
         return 0.0, 0.0
     absolute = float(np.abs(a[finite] - b[finite]).max())
-    if got.dtype.kind in "iub" and not np.array_equal(got, want):
+    if got.dtype.kind in "iub" and not np.array_equal(got, expected):
         # Large neighbouring 64-bit integers are equal as floats, so set the difference to at least 1.
         absolute = max(1.0, absolute)
     scale = max(float(np.abs(b[finite]).max()), magnitude)

@@ -28,9 +28,9 @@ def held_out() -> tuple[Array, Array]:
     return unseen, solve(unseen)
 
 
-def mean_error(computed: Array, want: Array) -> float:
+def mean_error(computed: Array, expected: Array) -> float:
     """Return the mean error of the rows (Euclidean norm), relative to the norm of the right row."""
-    return float(np.mean(np.linalg.norm(computed - want, axis=1) / np.linalg.norm(want, axis=1)))
+    return float(np.mean(np.linalg.norm(computed - expected, axis=1) / np.linalg.norm(expected, axis=1)))
 
 
 def params(dtype: Any) -> Any:

@@ -121,12 +121,14 @@ def _class(base: Directory, config: Mapping[str, Any]) -> Any:
     kind = config.get("task_type")
     if kind is not None and (not isinstance(kind, str) or kind not in _CLASSES):
         raise BundleError(f"{_CONFIG}: task_type: {kind!r:.40} is none of {', '.join(_CLASSES)}")
-    found = getattr(transformers, _CLASSES[kind] if kind else base.architecture, None)
-    if kind is None and not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+    model_class = getattr(transformers, _CLASSES[kind] if kind else base.architecture, None)
+    if kind is None and not (
+        isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
+    ):
         raise BundleError(
             f"config.json: architectures: '{base.architecture:.100}' is no model of transformers"
         )
-    return found
+    return model_class
 
 
 def _merge(model: Any, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:

@@ -158,12 +158,12 @@ class _Sound:
         counts = {"short": self.least, "third": max(self.least, min(self.lengths) // 3)}
         counts |= {f"{length} samples": length for length in self.lengths}
         counts |= {"nearly all": max(self.lengths) - 17}
-        found = {
+        sounds = {
             name: row(audio=_wav(seed, count, self.rate, 1, 2))
             for seed, (name, count) in enumerate(counts.items())
         }
-        found["stereo, 24 bits"] = row(audio=_wav(9, counts["third"], self.rate, 2, 3))
-        return found
+        sounds["stereo, 24 bits"] = row(audio=_wav(9, counts["third"], self.rate, 2, 3))
+        return sounds
 
     def heard(self, request: Request) -> dict[str, Any]:
         """Return a request's sound in the form that the pipelines take."""

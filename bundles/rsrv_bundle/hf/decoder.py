@@ -45,8 +45,8 @@ class Decoder:
 
     def state(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes of the state in a slot: keys and values of each token so far."""
-        one = jax.ShapeDtypeStruct((self.layers, self.kv_heads, self.context, self.head), np.float32)
-        return {"keys": one, "values": one}
+        shape = jax.ShapeDtypeStruct((self.layers, self.kv_heads, self.context, self.head), np.float32)
+        return {"keys": shape, "values": shape}
 
     def apply(
         self,
@@ -80,14 +80,14 @@ class Decoder:
             prefix = f"model.layers.{block}."
 
             def linear(name: str, x: jax.Array, prefix: str = prefix) -> jax.Array:
-                found: jax.Array = x @ params[f"{prefix}{name}.weight"].T
+                product: jax.Array = x @ params[f"{prefix}{name}.weight"].T
                 bias = params.get(f"{prefix}{name}.bias")
-                return found if bias is None else found + bias
+                return product if bias is None else product + bias
 
             def heads(name: str, x: jax.Array, count: int, prefix: str = prefix) -> jax.Array:
-                found = linear(f"self_attn.{name}_proj", x, prefix).reshape(n, t, count, self.head)
+                projected = linear(f"self_attn.{name}_proj", x, prefix).reshape(n, t, count, self.head)
                 norm = params.get(f"{prefix}self_attn.{name}_norm.weight")
-                return (found if norm is None else self._norm(norm, found)).swapaxes(1, 2)
+                return (projected if norm is None else self._norm(norm, projected)).swapaxes(1, 2)
 
             def cached(name: str, new: jax.Array, block: int = block) -> jax.Array:
                 by_token = new.swapaxes(1, 2)

@@ -110,8 +110,8 @@ class Directory:
 
     def json(self, name: str) -> Mapping[str, Any]:
         """Return the object in a JSON file of the directory, or an empty object without the file."""
-        found = _read_json(self.path, self.path / name) if (self.path / name).is_file() else {}
-        return found if isinstance(found, dict) else {}
+        content = _read_json(self.path, self.path / name) if (self.path / name).is_file() else {}
+        return content if isinstance(content, dict) else {}
 
     def has(self, name: str) -> bool:
         return (self.path / name).is_file()

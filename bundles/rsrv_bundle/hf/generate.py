@@ -159,10 +159,10 @@ def _template(chat: dict[str, str]) -> str:
 
 def _stop(directory: Directory, config: Any, tokenizer: Any) -> list[int]:
     """Return the tokens that end an answer."""
-    found = directory.json("generation_config.json").get("eos_token_id")
-    if found is None:
-        found = config.eos_token_id if config.eos_token_id is not None else tokenizer.eos_token_id
-    several = found if isinstance(found, list) else [] if found is None else [found]
+    ends = directory.json("generation_config.json").get("eos_token_id")
+    if ends is None:
+        ends = config.eos_token_id if config.eos_token_id is not None else tokenizer.eos_token_id
+    several = ends if isinstance(ends, list) else [] if ends is None else [ends]
     return [int(token) for token in several]
 
 
@@ -214,7 +214,7 @@ def greedy_gap(
     with steps(f"prove {bundle.name}", len(prompts)) as progress:
         for prompt in prompts:
             with torch.no_grad():
-                found = model.generate(
+                answer = model.generate(
                     torch.tensor([list(prompt)]),
                     attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
                     max_new_tokens=count,
@@ -225,7 +225,7 @@ def greedy_gap(
                     pad_token_id=0,
                     eos_token_id=None,
                 )
-            logits = np.stack([step[0].float().numpy() for step in found.logits])
+            logits = np.stack([step[0].float().numpy() for step in answer.logits])
             for step, token in enumerate(_greedy(run, prompt, count)):
                 best = int(logits[step].argmax())
                 if token == best:

@@ -52,9 +52,9 @@ class _PictureSteps:
     @property
     def shape(self) -> tuple[int, int]:
         """Height and width of the network's input."""
-        found = self.crop or self.size
-        assert found is not None
-        return found
+        size = self.crop or self.size
+        assert size is not None
+        return size
 
     @property
     def code(self) -> str:
@@ -122,14 +122,14 @@ def _steps(processor: Any, options: HubOptions, masked: bool) -> _PictureSteps:
         fitted,
         cropped,
         _FILTERS[int(get("resample") if get("resample") is not None else 2)],
-        tuple(float(one) / scale for one in _channels(mean)),
-        tuple(float(one) / scale for one in _channels(std)),
+        tuple(float(number) / scale for number in _channels(mean)),
+        tuple(float(number) / scale for number in _channels(std)),
     )
 
 
 def _sides(size: Any) -> dict[str, int]:
-    found = dict(size) if isinstance(size, Mapping) else vars(size) if hasattr(size, "__dict__") else {}
-    sides = {name: int(side) for name, side in found.items() if side}
+    entries = dict(size) if isinstance(size, Mapping) else vars(size) if hasattr(size, "__dict__") else {}
+    sides = {name: int(side) for name, side in entries.items() if side}
     if wrong := [side for side in sides.values() if not 0 < side <= _MAX_SIDE]:
         raise BundleError(
             f"preprocessor_config.json: size: {wrong[0]!s:.20} pixels must be from 1 to {_MAX_SIDE:,}"
@@ -314,8 +314,8 @@ def embed(directory: Directory, options: HubOptions) -> HubRecipe:
         return {"embedding": pools[pooling](output.last_hidden_state).float()}
 
     def reference(answer: Any) -> Array:
-        found = np.array(answer, np.float32)[0]
-        vector: Array = found.reshape(-1) if pooling == "pooler" else pools[pooling](found)
+        vectors = np.array(answer, np.float32)[0]
+        vector: Array = vectors.reshape(-1) if pooling == "pooler" else pools[pooling](vectors)
         return vector
 
     ask = _ask("image-feature-extraction", network, pictures, pool=pooling == "pooler")
@@ -378,10 +378,10 @@ def segment(directory: Directory, options: HubOptions) -> HubRecipe:
         return {"map": wide.argmax(1).int()}
 
     def reference(answer: Any) -> Array:
-        found = np.zeros(pictures.steps.shape, np.int32)
+        classes = np.zeros(pictures.steps.shape, np.int32)
         for part in answer:
-            found[np.asarray(part["mask"]) > 0] = labels.index(part["label"])
-        return found
+            classes[np.asarray(part["mask"]) > 0] = labels.index(part["label"])
+        return classes
 
     return pictures.recipe(
         "image-segmentation",
@@ -406,10 +406,10 @@ def depth(directory: Directory, options: HubOptions) -> HubRecipe:
     pictures = Pictures(directory, options)
 
     def answer(output: Any, size: Any) -> dict[str, Any]:
-        found = output.predicted_depth.float()[:, None]
-        if found.shape[-2:] != size:
-            found = nn.functional.interpolate(found, size=size, mode="bicubic", align_corners=False)
-        return {"map": found[:, 0]}
+        depths = output.predicted_depth.float()[:, None]
+        if depths.shape[-2:] != size:
+            depths = nn.functional.interpolate(depths, size=size, mode="bicubic", align_corners=False)
+        return {"map": depths[:, 0]}
 
     return pictures.recipe(
         "depth-estimation",

@@ -143,11 +143,11 @@ def growth_of(normalizer: Any) -> int:
 
     The factors of consecutive replacements multiply.
     """
-    found, waiting = 1, [normalizer]
+    growth, waiting = 1, [normalizer]
     while waiting:
         step = waiting.pop()
         if isinstance(step, dict):
             waiting.extend(step.get("normalizers") or ())
             if step.get("type") == "Replace":
-                found *= max(1, len(step["content"]))
-    return found
+                growth *= max(1, len(step["content"]))
+    return growth

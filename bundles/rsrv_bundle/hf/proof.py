@@ -42,11 +42,11 @@ class ServedBundle:
             )
         sizes = self._run.sizes(variant)
         size = next((size for size in sizes if size >= len(arrays[0])), sizes[-1])
-        found = answers(self._run, (variant, size), padded)
+        results = answers(self._run, (variant, size), padded)
         length = length_of(manifest, arrays)
         outputs = {
             spec.name: array if length is None else cut(manifest, spec, array, length)
-            for spec, array in zip(manifest.outputs, found, strict=True)
+            for spec, array in zip(manifest.outputs, results, strict=True)
         }
         return outputs if self._hooks.postprocess is None else self._hooks.postprocess(outputs)
 
@@ -71,10 +71,12 @@ def prove(bundle: Bundle, recipe: HubRecipe, tolerance: float) -> dict[str, floa
                 expected = recipe.reference(request)
             except Exception as e:
                 raise BundleError(f"sample '{name}': {recipe.source} itself fails: {summary(e)}") from e
-            for output, want in expected.items():
-                error = _error(got[output][0], want)
+            for output, reference in expected.items():
+                error = _error(got[output][0], reference)
                 errors[output] = max(errors.get(output, 0.0), error)
-                empty[output] = empty.get(output, True) and isinstance(want, list | str) and not want
+                empty[output] = (
+                    empty.get(output, True) and isinstance(reference, list | str) and not reference
+                )
                 if not error <= tolerance:
                     problems.append(
                         f"sample '{name}': {output} differs from {recipe.source} by {error:.3g} of its largest magnitude; the"
@@ -91,10 +93,10 @@ def prove(bundle: Bundle, recipe: HubRecipe, tolerance: float) -> dict[str, floa
     return errors
 
 
-def _error(got: Array, want: Any) -> float:
+def _error(got: Array, reference: Any) -> float:
     """Return the relative error of one row's output. Strings are compared as parsed JSON; other unequal texts are infinitely far."""
     if got.dtype != object:
-        expected = np.asarray(want)
+        expected = np.asarray(reference)
         if got.shape != expected.shape:
             return float("inf")
         if got.ndim == 2 and got.dtype.kind in "iu":
@@ -103,25 +105,26 @@ def _error(got: Array, want: Any) -> float:
             return float((got != expected).mean())
         return difference(got, expected)[1]
     text = got.reshape(-1)[0].decode()
-    return _tree_error(text if isinstance(want, str) else json.loads(text), want)
+    return _tree_error(text if isinstance(reference, str) else json.loads(text), reference)
 
 
-def _tree_error(got: Any, want: Any) -> float:
+def _tree_error(got: Any, expected: Any) -> float:
     """Return the largest error of the numbers in two JSON documents. It is infinite if anything else differs."""
-    if isinstance(want, Mapping) and isinstance(got, Mapping) and got.keys() == want.keys():
+    if isinstance(expected, Mapping) and isinstance(got, Mapping) and got.keys() == expected.keys():
         # The sides of a box are whole pixels, so 12.9999 and 13.0 may become different numbers. Such sides do not count.
         return max(
-            (_tree_error(got[key], want[key]) for key in want if not _is_side(key, got, want)), default=0.0
+            (_tree_error(got[key], expected[key]) for key in expected if not _is_side(key, got, expected)),
+            default=0.0,
         )
-    if isinstance(want, list | tuple) and isinstance(got, list) and len(got) == len(want):
-        return max((_tree_error(a, b) for a, b in zip(got, want, strict=True)), default=0.0)
-    if isinstance(want, float) or isinstance(got, float):
-        error = abs(float(got) - float(want)) / max(1.0, abs(float(want)))
+    if isinstance(expected, list | tuple) and isinstance(got, list) and len(got) == len(expected):
+        return max((_tree_error(a, b) for a, b in zip(got, expected, strict=True)), default=0.0)
+    if isinstance(expected, float) or isinstance(got, float):
+        error = abs(float(got) - float(expected)) / max(1.0, abs(float(expected)))
         # max() may return a number although one of its arguments is NaN.
         return error if math.isfinite(error) else math.inf
-    return 0.0 if got == want else float("inf")
+    return 0.0 if got == expected else float("inf")
 
 
-def _is_side(key: str, got: Mapping[str, Any], want: Mapping[str, Any]) -> bool:
+def _is_side(key: str, got: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
     """Return True if a value is a side of a box, and differs by at most one pixel."""
-    return key in ("xmin", "ymin", "xmax", "ymax") and abs(got[key] - want[key]) <= 1
+    return key in ("xmin", "ymin", "xmax", "ymax") and abs(got[key] - expected[key]) <= 1

@@ -108,8 +108,8 @@ def row(**values: str | bytes) -> Request:
 
 def value(request: Request, name: str) -> bytes:
     """Return the string of a request's only row."""
-    found: bytes = request[name].reshape(-1)[0]
-    return found
+    content: bytes = request[name].reshape(-1)[0]
+    return content
 
 
 def label_scores(classes: Iterable[Any], labels: Sequence[str]) -> Array:

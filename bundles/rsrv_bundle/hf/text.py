@@ -208,19 +208,19 @@ class Text:
 
         `mask` is a word that each sample contains once.
         """
-        found = {}
+        samples = {}
         behind = f" {mask}" if mask else ""
         for number, sentence in enumerate(_SENTENCES):
             text = sentence + behind
             if 0 < len(self.encode(self.prefix + text).ids) <= self.lengths[-1]:
-                found[f"sentence {number}"] = text
+                samples[f"sentence {number}"] = text
         for length in self.lengths:
             text = self._filled(length, mask)
             if text:
-                found[f"{length} tokens"] = text
+                samples[f"{length} tokens"] = text
         if self.too_long == "cut" and not mask:
-            found["too long"] = " ".join(_SENTENCES) * (1 + self.lengths[-1] // 20)
-        return found
+            samples["too long"] = " ".join(_SENTENCES) * (1 + self.lengths[-1] // 20)
+        return samples
 
     def _filled(self, length: int, mask: str) -> str:
         """Return as many words of a text as fit into a length together with the mask behind them."""
@@ -318,8 +318,8 @@ def _dimensions(directory: Directory, options: HubOptions, width: int) -> list[i
     given: Sequence[Any] = options.dimensions
     for document in (directory.config, directory.json("config_sentence_transformers.json")):
         for key in ("matryoshka_dimensions", "matryoshka_dims"):
-            found = document.get(key)
-            given = given or (found if isinstance(found, list) else ())
+            sizes = document.get(key)
+            given = given or (sizes if isinstance(sizes, list) else ())
     if wrong := [size for size in given if not isinstance(size, int) or not 0 < size <= width]:
         raise BundleError(
             f"dimensions: {wrong[0]!r:.40} is no length from 1 to {width}, which the embedding has"
@@ -355,8 +355,8 @@ def rank(directory: Directory, options: HubOptions) -> HubRecipe:
     }
 
     def reference(request: Request) -> dict[str, Any]:
-        found = model.predict([(_text(request), _text(request, "text_pair"))], show_progress_bar=False)
-        return {"scores": np.asarray(found, np.float32).reshape(1)}
+        scores = model.predict([(_text(request), _text(request, "text_pair"))], show_progress_bar=False)
+        return {"scores": np.asarray(scores, np.float32).reshape(1)}
 
     module = _TextReader(network, _scores(model.activation_fn))
     return text.recipe(

@@ -48,8 +48,8 @@ def _loop(ctx: Context, count: Any, condition: Any, *carried: Any, body: Graph) 
                     f"it does not end after {_UNROLLED} rounds, and has no largest number of rounds"
                 )
             goes_on, *values = ctx.run(body, [np.array(done, np.int64), np.array(True), *state])
-            state, found = values[: len(state)], values[len(state) :]
-            for parts, value in zip(results, found, strict=True):
+            state, rows = values[: len(state)], values[len(state) :]
+            for parts, value in zip(results, rows, strict=True):
                 parts.append(value)
             done += 1
         if is_known(goes_on):
@@ -70,33 +70,33 @@ def _traced_loop(
 ) -> Any:
     always = False
 
-    def one(index: Any, values: Any) -> tuple[Any, list[Any], list[Any]]:
+    def run_round(index: Any, values: Any) -> tuple[Any, list[Any], list[Any]]:
         nonlocal always
-        goes_on, *found = ctx.run(body, [jnp.asarray(index, np.int64), np.array(True), *values])
+        goes_on, *outputs = ctx.run(body, [jnp.asarray(index, np.int64), np.array(True), *values])
         always = is_known(goes_on) and bool(np.ravel(goes_on)[0])
-        return goes_on, found[: len(values)], found[len(values) :]
+        return goes_on, outputs[: len(values)], outputs[len(values) :]
 
     if scans:
         if limit is None or not (is_known(first) and np.ravel(first)[0]):
             raise Unsupported("a request decides the number of its results, and shapes are fixed at export")
 
         def step(values: Any, index: Any) -> tuple[Any, Any]:
-            _, after, found = one(index, values)
+            _, after, row = run_round(index, values)
             if not always:
                 raise Unsupported(
                     "a request decides the number of its results, and shapes are fixed at export"
                 )
-            return [jnp.asarray(value) for value in after], [jnp.asarray(value) for value in found]
+            return [jnp.asarray(value) for value in after], [jnp.asarray(value) for value in row]
 
-        state, found = lax.scan(step, state, jnp.arange(limit))
-        return (*state, *found)
+        state, rows = lax.scan(step, state, jnp.arange(limit))
+        return (*state, *rows)
     bound = np.int64(2**62) if count is None else scalar(count).astype(np.int64)
 
     def more(values: Any) -> Any:
         return (values[0] < bound) & values[1]
 
     def again(values: Any) -> Any:
-        goes_on, after, _ = one(values[0], values[2])
+        goes_on, after, _ = run_round(values[0], values[2])
         return values[0] + 1, scalar(goes_on).astype(np.bool_), [jnp.asarray(value) for value in after]
 
     start = (jnp.asarray(0, np.int64), scalar(first).astype(np.bool_), state)
@@ -119,14 +119,14 @@ def _scan(
     ]
 
     def step(values: Any, now: Any) -> tuple[Any, Any]:
-        found = [jnp.asarray(value) for value in ctx.run(body, [*values, *now])]
-        return found[: len(values)], found[len(values) :]
+        outputs = [jnp.asarray(value) for value in ctx.run(body, [*values, *now])]
+        return outputs[: len(values)], outputs[len(values) :]
 
-    state, found = lax.scan(step, state, rows)
-    axes, turns = scan_output_axes or [0] * len(found), scan_output_directions or [0] * len(found)
+    state, scanned = lax.scan(step, state, rows)
+    axes, turns = scan_output_axes or [0] * len(scanned), scan_output_directions or [0] * len(scanned)
     results = [
         jnp.moveaxis(jnp.flip(value, 0) if turn else value, 0, axis)
-        for value, axis, turn in zip(found, axes, turns, strict=True)
+        for value, axis, turn in zip(scanned, axes, turns, strict=True)
     ]
     return (*state, *results)
 

@@ -446,7 +446,7 @@ def test_a_load_without_memory_is_tried_once_more(
         if (one := record.__dict__.get("fields", {})).get("event") == "evicted"
     ]
     assert {one["version"][0] for one in gone} == {"b", "c"}
-    why = "[rsrv:QUEUE_FULL] the device has no memory for this model's weights; they are tried again in "
+    why = "[rsrv:QUEUE_FULL] the device has no memory for this model's weights; loading is retried in "
     assert refused(send_one(a).answers.get(timeout=PATIENCE_S), FakeError.UNAVAILABLE, why)
     assert [answered(send_one(engine)) for engine in (c, b)] == [3, 2]
     house.runtime.pass_time(60.0)

@@ -1,4 +1,4 @@
-"""`python -m rsrv.runtime`: begin as the process that owns one device, or as its spare. Stubs start the first one."""
+"""`python -m rsrv.runtime`: the process that owns one device, or the spare for it. Stubs start the first runtime."""
 
 import argparse
 import logging
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--soon", action="store_true", help="the runtime of this spare is about to end")
     options = parser.parse_args(argv)
 
-    # A stub limits its memory because of its hooks, which do not run here.
+    # The stub that starts this process has limited its own memory because of its hooks. Hooks do not run here.
     raise_limit(resource.RLIMIT_DATA)
     spare = options.listener_fd is not None
     # The stub that starts this process must not be its parent: Triton may unload the stub at any time, and if this
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         os.setsid()
     use_one_arena()
-    # Each load of weights is logged, and must not wait for the log to be written.
+    # Loads of weights are logged. They must not wait until the log is written.
     logs.setup(aside=True)
     # Warnings are lines of the log, regardless of PYTHONWARNINGS.
     warnings.simplefilter("default")
@@ -53,16 +53,16 @@ def main(argv: list[str] | None = None) -> int:
         log.warning("variables of jax in the environment of tritonserver are ignored: %s", ", ".join(dropped))
     prepared: Preparation | None = None
     supervises = False
-    # Of the processes that this one starts. The preparation of a spare changes this process's own.
+    # Environment of the processes that this one starts. The preparation of a spare changes the variables of this process.
     environment = dict(os.environ)
     try:
         server = os.pidfd_open(options.server_pid)
         if spare:
             prepared, supervises = _be_spare(options, server)
-        # It imports the heavy modules: an error of the installation is reported to the stub that waits.
+        # Import the heavy modules only here, so that an error of the installation is reported to the waiting stub.
         from rsrv.runtime.process import DeviceProcess, read_settings
 
-        # The device was prepared with its settings, and jax makes a GPU's client once per process.
+        # Keep the settings with which a device was prepared, because jax makes a GPU's client once per process.
         settings = read_settings(options) if prepared is None else prepared.settings
         logs.setup(settings.logs.format)
         if not spare:
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
             return 1
         log.exception("the runtime cannot start")
         with suppress(OSError):
-            # For `rsrv serve`, because no control process runs without a runtime.
+            # `rsrv serve` reads this file, because no control process runs without a runtime.
             paths.write_whole(
                 options.directory / paths.FAILURE, f"the runtime did not start: {_explain(error)}"
             )
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     (options.directory / paths.FAILURE).unlink(missing_ok=True)
     _say(options.ready_fd, "ready")
-    # The interpreter's own exit waits for threads, and the stubs would wait as long.
+    # The interpreter's normal exit would wait for threads, and the stubs would wait for it.
     os._exit(process.serve(supervises=supervises))
 
 
@@ -127,7 +127,7 @@ def _be_spare(options: argparse.Namespace, server: int) -> "tuple[Preparation | 
         supervise_control(options, read_settings(options))
         turn = wait_for_call(server, options.listener_fd)
     if not turn:
-        # Perhaps no runtime is left to remove the copies. The interpreter's own exit would wait for imports.
+        # Perhaps no runtime is left to remove the host copies. The interpreter's normal exit would wait for imports.
         from rsrv.runtime.host_memory import remove_left
 
         remove_left(options.directory.name)
@@ -138,14 +138,14 @@ def _be_spare(options: argparse.Namespace, server: int) -> "tuple[Preparation | 
 
 
 def _explain(error: Exception) -> str:
-    """Return the reason for the stub that waits."""
+    """Return the text that explains an error to the waiting stub."""
     if isinstance(error, ImportError):
         return f"{error}, with {sys.executable}. RSRV_RUNTIME_PYTHON must name a Python where 'rsrv[serve]' is installed"
     return f"{type(error).__name__}: {error}" if type(error).__module__ == "builtins" else str(error)
 
 
 def _say(fd: int | None, text: str) -> None:
-    """Report to the stub that waits. If the stub has died, ignore that: other stubs need this process."""
+    """Report to the waiting stub. If that stub has died, ignore that, because other stubs need this process."""
     if fd is None:
         return
     with suppress(BrokenPipeError):

@@ -39,7 +39,7 @@ Memory = mmap | bytearray
 class ActivitySlot:
     """Current task of one thread. Only that thread writes; the watchdog reads.
 
-    An execution that takes microseconds passes here twice, so each pass is only a few stores.
+    Even an execution that takes microseconds calls `begin` and `end`, so each of these does only a few stores.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class ActivitySlot:
         self._before: dict[str, int] = {}
         self._size = 0
         self._expected = 0.0
-        #: 0: the thread is idle
+        #: Number of the current task. 0: the thread is idle.
         self._number = 0
-        #: 0: not yet known
+        #: Identifier of the thread. 0: not known yet.
         self.thread = 0
 
     @property
@@ -81,7 +81,8 @@ class ActivitySlot:
     ) -> int:
         """Begin a task and return its number.
 
-        `number`: continue the task that another thread began. `alone`: it is the execution of a request alone.
+        `number`: number of the task if another thread began it and this one continues it. `alone`: True if the task executes a
+        request alone.
         """
         self._number = 0
         if key != self._key:
@@ -110,7 +111,7 @@ class ActivitySlot:
         self._memory[self._at] = 0
         self._ended = ended = self._ended + 1
         if not ended & (ended - 1):
-            # Powers of two are exact enough, and far cheaper than a store for each task.
+            # Only powers of two are stored. They are exact enough, and far cheaper than a store for each task.
             ENDED.pack_into(self._memory, self._at + ENDED_AT, ended)
 
     @contextmanager
@@ -127,7 +128,7 @@ class ActivitySlot:
 
 
 class Activity:
-    """Slots of all threads, in `memory` of SLOT_BYTES for each of SLOTS."""
+    """Slots of all threads. `memory` has SLOT_BYTES bytes for each of the SLOTS slots."""
 
     def __init__(self, memory: Memory | None = None) -> None:
         memory = bytearray(SLOT_BYTES * SLOTS) if memory is None else memory
@@ -153,9 +154,9 @@ class Activity:
 
 #: A task hangs if it takes this many times its expected duration.
 _HANG_FACTOR = 100.0
-#: Number of checks within the limit, and bounds of the interval between two checks.
+#: Number of checks within the limit, and bounds of the interval between two checks, in seconds.
 _CHECKS_PER_LIMIT, _MIN_INTERVAL_S, _MAX_INTERVAL_S = 4, 0.05, 5.0
-#: Maximum number of intervals that count between two checks, because a stopped process does not hang.
+#: Maximum time that counts between two checks, in intervals. The limit exists because a stopped process does not hang.
 _MAX_COUNTED_INTERVALS = 2
 
 
@@ -164,7 +165,7 @@ def advance_ages(
 ) -> dict[int, float]:
     """Return the seconds for which each task has been seen, by its number, `elapsed` seconds after `ages`.
 
-    `front` is the task that the device executes. While it stays the same, the others may wait for it and do not age.
+    `front` is the task that the device executes. While it stays the same, `further` tasks may wait for it, so they do not age.
     """
     stands = front is not None and front.number in ages
     grown = {
@@ -183,10 +184,10 @@ def hangs(task: Task | None, ages: Mapping[int, float], limit_s: float) -> bool:
 
 
 class Watchdog:
-    """Thread that checks the slots and calls `found(slot, task, seconds)` for a task that hangs.
+    """Thread that checks the slots and calls `report(slot, task, seconds)` for a task that hangs.
 
-    `launcher` returns that of the device. Time counts only while this thread runs: a process that was stopped, or a
-    machine that was suspended, does not hang.
+    `launcher` returns the thread that the device executes for. Time counts only while the watchdog runs: a process that was
+    stopped, or a machine that was suspended, does not hang.
     """
 
     def __init__(
@@ -200,7 +201,7 @@ class Watchdog:
         self._activity = activity
         self._limit_s = limit_s
         self._launcher = launcher
-        self._found = report
+        self._report = report
         self._clock = clock
         self.interval_s = min(max(limit_s / _CHECKS_PER_LIMIT, _MIN_INTERVAL_S), _MAX_INTERVAL_S)
         self._checked = clock()
@@ -223,10 +224,10 @@ class Watchdog:
         front = None if device is None else device.task
         seen = tuple(slot.task for slot in further)
         self._ages = advance_ages(self._ages, front, seen, elapsed)
-        # The device comes first: the loop may be the thread that executes.
+        # Check the device first, because the loop may be the thread that executes.
         for slot, task in ((device, front), *zip(further, seen, strict=True)):
             if slot is not None and task is not None and hangs(task, self._ages, self._limit_s):
-                self._found(slot, task, self._ages[task.number])
+                self._report(slot, task, self._ages[task.number])
                 return
 
 

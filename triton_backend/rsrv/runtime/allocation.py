@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("rsrv.host")
 
-#: bytes to which arrays must be aligned for jax's CPU to use them in place
+#: Bytes to which arrays must be aligned so that jax's CPU uses them in place.
 _ALIGNMENT = 64
 #: Minimum number of bytes of an allocation with a separate mapping. Rounding to whole pages then costs at most 6 %. For smaller
 #: ones, a mapping costs more than it saves.
@@ -29,9 +29,9 @@ _HUGE_PAGE_BYTES = 2 << 20
 def aligned(nbytes: int, *, huge_pages: bool = False) -> Bytes:
     """Allocate memory. A large allocation returns to the system with its last view. Raises OSError and MemoryError.
 
-    malloc would return only the first one. It then raises its threshold and takes later ones from a heap, which other
-    allocations prevent from shrinking. With `huge_pages`, a very large allocation is filled faster, but neighbours
-    may share a page, which returns to the system only with both.
+    malloc would return only the first large allocation. It would then raise its threshold and use a heap for later ones, and
+    other allocations prevent a heap from shrinking. With `huge_pages`, a very large allocation is filled faster. But neighbours
+    may share a page, which returns to the system only when both are free.
     """
     if nbytes < LARGE:
         spare = np.empty(nbytes + _ALIGNMENT, np.uint8)
@@ -52,12 +52,12 @@ def aligned_copy(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return copy
 
 
-#: (address, bytes) -> function that unlocks the pages
+#: Locks the pages of a range (address, bytes), and returns a function that unlocks them.
 PageLock = Callable[[int, int], Callable[[], None]]
 
 
 class PageLocks:
-    """Page-locks memory for a GPU, which then uses it by DMA. Every method may be called from any thread.
+    """Page-locks memory, so that a GPU reads it by DMA. Every method may be called from any thread.
 
     A transfer of more than 64 kB from other memory blocks its caller until earlier executions have ended.
     """
@@ -65,7 +65,7 @@ class PageLocks:
     def __init__(self) -> None:
         self._lock = Lock()
         self._warned = False
-        #: By id. Also memory that could not be locked.
+        #: Memory by its id, including memory that could not be locked.
         self._known: WeakValueDictionary[int, Bytes] = WeakValueDictionary()
         #: Ids of the locked memory.
         self._locked: set[int] = set()
@@ -73,8 +73,8 @@ class PageLocks:
     def add(self, owner: Bytes, page_lock: PageLock) -> bool:
         """Lock a mapping until the last view of `owner` is gone, unless the mapping is small or already known.
 
-        Lock all of the mapping: a stub may use a segment again, and no transfer may begin in locked memory and end in
-        other memory. Return whether it is locked.
+        The whole mapping is locked, because a stub may use a segment again, and because no transfer may begin in locked memory
+        and end in other memory. Return whether the mapping is locked.
         """
         if owner.nbytes < LARGE:
             return False
@@ -89,8 +89,8 @@ class PageLocks:
                 self._warned = True
                 log.warning("host memory is not page-locked, so transfers take longer: %s", error)
             return False
-        # Views keep this array alive, and the array keeps the mapping, so the array is finalized between the two. At
-        # the process's exit the driver unlocks the pages itself.
+        # Views keep this array alive, and the array keeps the mapping alive. So the array is finalized after its last view and
+        # before the mapping. When the process exits, the driver unlocks the pages itself.
         finalize(owner, self._unlock, id(owner), unlock).atexit = False
         self._locked.add(id(owner))
         return True
@@ -101,10 +101,10 @@ class PageLocks:
 
 
 class Reuse:
-    """Copies of weights for jax's CPU, in the memory of weights evicted for them: new pages cost five times the copy.
+    """Copies of weights for jax's CPU, in the memory of weights that were evicted for them.
 
-    Memory freed for another reason returns to the system at once. `give_back` returns the memory that the load did
-    not use.
+    Memory is reused because new pages cost five times as much as the copy. Memory that is freed for another reason returns to
+    the system at once. `give_back` returns the memory that the load did not use.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Reuse:
         self._spare: dict[int, list[Bytes]] = {}
 
     def put(self, array: npt.NDArray[Any], make: Callable[[npt.NDArray[Any]], T]) -> T:
-        """Return the result of `make` for a copy. Call `free` with it before dropping it."""
+        """Return the result of `make` for a copy of an array. Call `free` with that result before dropping it."""
         if array.nbytes < LARGE:
             return make(aligned_copy(array))
         with self._lock:
@@ -131,7 +131,7 @@ class Reuse:
         return made
 
     def free(self, made: object, *, reuse: bool) -> None:
-        """Free a tensor made by `put`; `reuse` keeps its memory for the next one."""
+        """Free a tensor made by `put`. With `reuse`, keep its memory for a later tensor of the same size."""
         with self._lock:
             memory = self._taken.pop(id(made), None)
             if memory is not None and reuse:
@@ -147,7 +147,7 @@ class Reuse:
 
 #: Options of mallopt in glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
-#: Bytes of the thresholds that glibc arrives at by itself, and its number of mappings.
+#: Values that glibc reaches by itself: the bytes of its two thresholds, and its maximum number of mappings.
 _TRIM_BYTES, _MMAP_BYTES, _MAPPINGS = 64 << 20, 32 << 20, 65536
 
 _libc = ctypes.CDLL(None)
@@ -156,18 +156,18 @@ _libc = ctypes.CDLL(None)
 def use_one_arena() -> None:
     """Make all threads allocate from one arena of malloc. Call this before starting threads.
 
-    By default each thread that allocates gets an arena of its own, and memory freed at the end of any arena but the
-    first, up to 64 MiB each, cannot return to the system. Another C library than glibc is left as it is.
+    By default, each thread that allocates gets its own arena. Memory freed at the end of an arena other than the first, up to
+    64 MiB in each, cannot return to the system. With a C library other than glibc, nothing happens.
     """
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(_M_ARENA_MAX, 1)
 
 
 def prepare_heap(nbytes: int) -> None:
-    """Let the heap have so much free memory whose pages exist, for a large allocation that must be fast.
+    """Add this much free memory with existing pages to the heap, so that a large allocation is fast.
 
-    Until `restore_heap`, malloc makes no mappings, whose pages would be new, and returns nothing to the system. Without glibc
-    nothing happens.
+    Until `restore_heap`, malloc returns nothing to the system. It also makes no mappings, because their pages would be new.
+    With a C library other than glibc, nothing happens.
     """
     if not hasattr(_libc, "mallopt"):
         return
@@ -181,7 +181,7 @@ def prepare_heap(nbytes: int) -> None:
 
 
 def restore_heap() -> None:
-    """End what `prepare_heap` began."""
+    """Undo `prepare_heap`: return the free memory to the system, and set malloc's limits again."""
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(_M_MMAP_MAX, _MAPPINGS)
         _libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)

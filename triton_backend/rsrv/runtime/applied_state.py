@@ -1,4 +1,4 @@
-"""The desired document in the runtime: checks a new document and applies its differences from the former one."""
+"""The desired document in the runtime: a new document is checked, and its differences from the former one are applied."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -78,11 +78,11 @@ class AppliedState:
         policy.change(changes)
 
         after = policy.settings
-        unchanged = [name for name, (residency, asked, _) in weights.items()
+        changed = [name for name, (residency, asked, _) in weights.items()
                 if (residency, asked) != (policy.residency(name), policy.asked(name))]  # fmt: skip
-        if unchanged:
-            self._weights.follow_residencies(unchanged)
-        if unchanged or "scheduler" in changes:
+        if changed:
+            self._weights.follow_residencies(changed)
+        if changed or "scheduler" in changes:
             self._weights.update_budget()
         for name, (_, asked, prefetched) in weights.items():
             if policy.prefetched(name) and not (prefetched and asked == policy.asked(name)):
@@ -102,7 +102,7 @@ class AppliedState:
             self._sequences.accept(keys)
             self._outbox.append(ev.Paused(keys, mode))
         self._registry.look_for_idle()
-        if unchanged or paused:
+        if changed or paused:
             self._registry.tell_all()
 
     def _follow_host_limit(self, before: int | None, now: int | None) -> None:

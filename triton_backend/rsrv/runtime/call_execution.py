@@ -16,7 +16,7 @@ from rsrv_bundle.dtypes import numpy_dtype
 
 @dataclass(slots=True, eq=False)
 class RunSlice(RequestSlice):
-    """The share of a sub-call that came as a request of its model's stub."""
+    """The share of a sub-call that arrived as a request of its model's stub."""
 
     #: The run, or None after its end.
     run: MetaRun | None = None
@@ -24,7 +24,7 @@ class RunSlice(RequestSlice):
 
 @dataclass(slots=True, eq=False)
 class CallSlice:
-    """A sub-call's share of an execution: each tensor has a place of its own, on the host or on the device."""
+    """A sub-call's share of an execution. Each tensor has its own place, on the host or on the device."""
 
     connection: PeerConnection
     request: int
@@ -56,14 +56,20 @@ class CallSlice:
                 return
 
     def settle(self, *, succeeded: bool) -> None:
-        """On the loop: give the kept outputs to the run; after a failure there may be another try."""
+        """Give the kept outputs to the run. After a failure, drop them, because the execution may be retried.
+
+        Call this on the loop.
+        """
         if succeeded:
             self.run.kept |= self.made
             self.end_promises()
         self.made.clear()
 
     def end_promises(self) -> None:
-        """On the loop: stop counting outputs to keep as promised: the run has them, or they will not come."""
+        """Remove the outputs to keep from the run's promised ones, because the run has them now or will never get them.
+
+        Call this on the loop.
+        """
         for number in self.keep.values():
             self.run.promised.pop(number, None)
 
@@ -123,13 +129,13 @@ class CallDispatch(Dispatch):
         return device.merge(stacked, tensor.batch_axis or 0, rows)
 
     def _kept(self, index: int) -> list[Kept | None] | None:
-        """Return the tensors of an input that are on the device already, by slice; None: none is."""
+        """Return each slice's tensor of an input if it is already on the device. None: no slice has such a tensor."""
         sources = [part.sources[index] if isinstance(part, CallSlice) else None for part in self.slices]
         parts = [source if isinstance(source, Kept) else None for source in sources]
         return parts if any(parts) else None
 
     def _covered(self, index: int, parts: Sequence[Kept | None]) -> bool:
-        """Return whether one tensor on the device is this input as it is: the rows of all slices are in place."""
+        """Return whether one tensor on the device already is this input: it has the rows of all slices in their places."""
         first, at = parts[0], 0
         batched = self.variant.inputs.tensors[index].batch_axis is not None
         if first is None or first.size != (self.execute.size if batched else 1):

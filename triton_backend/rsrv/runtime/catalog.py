@@ -1,4 +1,4 @@
-"""Models of the runtime: the state of each one's life, and the feed that tells watchers of every change."""
+"""Models of the runtime: the state of each model, and the feed that sends watchers every change."""
 
 import secrets
 import time
@@ -26,7 +26,7 @@ from rsrv.wire.memory import BOARD_SLOTS
 
 #: Maximum number of entries of failed models that the feed keeps.
 _MAX_FAILED = 256
-#: A stub without requests leaves within this many seconds after it is asked to. If it leaves later, it has another
+#: A stub without requests leaves within this many seconds after the runtime asks it to. If it leaves later, it has another
 #: reason.
 _LEAVE_S = 2.0
 
@@ -61,7 +61,7 @@ class ModelEntry:
     #: Progress of the model's start, for clients.
     step: str = "it waits for its turn to be built"
     connections: dict[int, PeerConnection] = field(default_factory=dict)
-    #: Demand of a start without a connection. It keeps the model until a connection registers a model of its name.
+    #: Demand of a start without a connection. It keeps the model until a connection registers a model of the same name.
     held: Demand | None = None
     #: Number of the model's slot on the board. 0: no slot was free.
     slot: int = 0
@@ -82,12 +82,12 @@ class ModelEntry:
 
     @property
     def ending(self) -> bool:
-        """The model will be gone as soon as the scheduler releases it."""
+        """True if the model will be gone as soon as the scheduler releases it."""
         return self.state in ENDING
 
     def note(self, why: str, now: float) -> None:
         """Add the new state to the history."""
-        self.history.append(HistoryRecord(now, *_told(self.state, why)))
+        self.history.append(HistoryRecord(now, *_state_record(self.state, why)))
 
     def advance(self, event: LifecycleEvent, now: float) -> None:
         """Move to the state that the table names.
@@ -104,8 +104,8 @@ class ModelEntry:
 
 
 @cache
-def _told(state: LifecycleState, why: str) -> tuple[str, Mapping[str, str]]:
-    """Return the record of a change of state, which all models share, but for its time."""
+def _state_record(state: LifecycleState, why: str) -> tuple[str, Mapping[str, str]]:
+    """Return the record of a change of state without its time. All models share these values."""
     return f"model {state}", {"why": why}
 
 
@@ -117,11 +117,11 @@ class FeedEntry(NamedTuple):
     #: Digest of the bundle.
     digest: str
     state: WatchedState
-    #: Set together with `failed`.
+    #: Reason of the failure, if the state is `failed`.
     error: str | None = None
     #: The model's residency. None for a meta model.
     residency: str | None = None
-    #: The places of the model's weights. None for a meta model.
+    #: State of the model's weights. None for a meta model.
     weights: WatchedWeights | None = None
     #: Pids of the stubs that have registered the model, or are about to.
     stubs: tuple[int, ...] = ()
@@ -132,10 +132,10 @@ class FeedEntry(NamedTuple):
 
 
 class StateFeed:
-    """Entries by key, and the connections that watch them: each change is sent once and in order.
+    """Entries by key, and the connections that watch them. Each watcher gets each change once and in order.
 
-    Changes are sent before commands are answered and at the end of the loop's round (`flush`), because a watcher whose
-    connection fails changes entries itself. A watcher that does not read is closed, as any connection is.
+    Changes are sent before commands are answered and at the end of the loop's round (`flush`). They are not sent at once,
+    because a watcher whose connection fails changes entries itself. A watcher that does not read is closed like any connection.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -170,7 +170,7 @@ class StateFeed:
             self._change(key, None)
 
     def forget_failed(self, name: str) -> None:
-        """Remove the failed entries of a name: another version has come, or may start."""
+        """Remove the failed entries of a name, because another version has arrived or may start."""
         for failed in [key for key in self._failed if self._entries[key].name == name]:
             self._change(failed, None)
 
@@ -240,7 +240,7 @@ class Catalog:
     # --- lookups ------------------------------------------------------------------------------------------
 
     def get(self, key: str) -> CompiledModel:
-        """Return a compiled model; the scheduler names no other."""
+        """Return the compiled model of a key. The scheduler uses only keys of compiled models."""
         model = self.entries[key].model
         assert model is not None
         return model
@@ -363,11 +363,11 @@ class Catalog:
         )
 
     def tell_unreadable(self, name: str, reason: str, *, is_meta: bool) -> None:
-        """Tell watchers why the bundle of a model that does not serve cannot be read; the entry has no digest."""
+        """Report to watchers why a model's bundle cannot be read. The model does not serve, and its entry has no digest."""
         self.feed.put(f"{name}@", FeedEntry(name, "meta" if is_meta else "model", "", "failed", reason))
 
     def tell_meta(self, group: Registration, error: str | None = None) -> None:
-        """Update the feed's entry of a meta model; `error`: why it cannot be served."""
+        """Update the feed's entry of a meta model. `error`: the reason why it cannot be served, or None."""
         stubs = _pids(group.connections.values())
         if error is None and not stubs:
             if self.is_dismissed(group.key):

@@ -1,4 +1,4 @@
-"""Other processes that the runtime handles: the stubs of a server that has ended, and the control process."""
+"""Processes that the runtime handles: the stubs of a server that has ended, and the control process."""
 
 import fcntl
 import logging
@@ -27,7 +27,7 @@ class Stub:
     """A stub process that has connected."""
 
     pidfd: int
-    #: Name of its shared memory; "": it is not known.
+    #: Name of the stub's shared memory, or "" if it is unknown.
     region: str
 
 
@@ -146,7 +146,7 @@ def supervise(
 
 
 def next_delay(delay: float) -> float:
-    """Return the delay that follows `delay`, in seconds; 0.0: the first."""
+    """Return the delay that follows `delay`, in seconds. 0.0 stands for no earlier delay."""
     return min(max(_MIN_RESTART_DELAY_S, 2 * delay), _MAX_RESTART_DELAY_S)
 
 

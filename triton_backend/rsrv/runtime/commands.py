@@ -1,4 +1,6 @@
-"""Commands while the runtime runs: the desired document, actions and questions, carried out or refused with a reason.
+"""Commands while the runtime runs: the desired document, actions and questions.
+
+Each command is carried out, or refused with a reason.
 
 The commands of a connection are answered in their order. The runtime answers a command once the scheduler has handled its
 events. A command that takes time (`profile`, `restart`, `sleep`) delays only later commands on the same connection.
@@ -57,7 +59,7 @@ class CommandRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """A command's field, which takes values of some types, numbers only from `least` on, and only some texts."""
+    """A field of a command. It accepts values of `types`, numbers from `least` on, and if there are `texts`, only these."""
 
     types: type | UnionType
     expected: str
@@ -148,7 +150,7 @@ def _check(command: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProfileChanged:
-    """A profile was started or ended for a connection, or that failed (`refused`)."""
+    """A profile was started or ended for a connection. Or that failed, and `refused` has the reason."""
 
     connection: PeerConnection
     recording: bool
@@ -198,7 +200,7 @@ class Profiler:
         except Exception as error:  # noqa: BLE001 - logged
             _profile_log.exception("profiling failed")
             refused = CommandRefused("INTERNAL", f"{type(error).__name__}: {error}")
-        # Even if a profile could not be ended, it is over: it cannot be ended twice.
+        # Even if the end of a profile failed, no profile is recorded any more, because jax cannot end it a second time.
         self._inbox.post(ProfileChanged(connection, starts and refused is None, refused))
 
 
@@ -220,25 +222,25 @@ def _start_profile(device: Device, directory: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NextPrepared:
-    """The next runtime's process waits for its turn. Or it cannot serve, and the message has the reason."""
+    """The next runtime's process is ready and waits for its turn. Or it cannot serve, and `reason` is not empty."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class _PlannedEnd:
-    """End of the runtime that is under way."""
+    """A planned end of the runtime."""
 
     command: Literal["restart", "sleep"]
-    #: None: no request has come for `runtime.idle.server`
+    #: Connection of the command. None: the device sleeps because no request has arrived for `runtime.idle.server`.
     connection: PeerConnection | None
     drain_s: float
-    #: True to end even if something is in progress. A sleep then does not wait for requests either.
+    #: True to end even if something is in progress. A sleep then begins even if requests wait or models are being built.
     force: bool
 
 
 class Commands:
-    """Carries commands out. Belongs to the loop, which calls `answer` when the events of a command are handled."""
+    """Carries out commands. Belongs to the loop. The loop calls `answer` when the events of a command are handled."""
 
     def __init__(
         self,
@@ -269,27 +271,29 @@ class Commands:
         self._end: _PlannedEnd | None = None
         #: True while the next runtime is being prepared.
         self._preparing = False
-        #: `ends`: the runtime ends now, for the next one. `sleeps`: the next one waits until it is needed.
-        self.ends = self.sleeps = False
+        #: True once the runtime ends for the next one.
+        self.ends = False
+        #: True if the next runtime waits until a request needs the device.
+        self.sleeps = False
         #: Commands that wait until an earlier one of their connection is answered.
         self._waiting: dict[PeerConnection, deque[dict[str, Any]]] = {}
-        #: Answers that are sent once the scheduler has handled the events of their commands. Some are made only then.
+        #: Answers that are sent once the scheduler has handled the events of their commands. A function makes its answer then.
         self.unanswered: list[tuple[PeerConnection, Answer | Callable[[], Answer]]] = []
 
     def record(self, since: int = 0) -> pb.DeviceRecord:
-        """Return the record of the device, as `Records.device`."""
+        """Return the record of the device with the fields that only this part knows. See `Records.device`."""
         record = self._reports.records.device(since)
         record.connections = len(self._transport.connections)
         record.follows, record.follows_revision = self.applied.instance, self.applied.revision
         return record
 
     def fall_asleep(self) -> None:
-        """Sleep because no request has come for long, unless something is under way."""
+        """Sleep because no request has arrived for long, unless an end or a profile is under way."""
         if self._end is None and not self._preparing and self._profiler.state == "idle":
             self._plan(_PlannedEnd("sleep", None, 0.0, force=False))
 
     def take(self, connection: PeerConnection, command: dict[str, Any]) -> None:
-        """Carry a command out, now or when earlier ones of its connection are answered."""
+        """Carry out a command now, or once earlier commands of its connection are answered."""
         waiting = self._waiting.get(connection)
         if waiting is None:
             self._carry_out(connection, command)
@@ -329,7 +333,7 @@ class Commands:
             self._refuse_end(end, f"the runtime goes on: {message.reason}")
 
     def wound_down(self, wound: ev.WoundDown) -> None:
-        """Answer `restart` or `sleep`: the runtime ends, or something is still in progress."""
+        """Answer `restart` or `sleep`: the runtime ends, or the command is refused because something is still in progress."""
         end = self._end
         if end is None:
             return  # The command is being withdrawn.
@@ -337,14 +341,14 @@ class Commands:
         if not end.force and (wound.runs or wound.executions or wound.steps):
             text = (
                 f"{wound.runs} runs of meta models, {len(self._stateful.generations)} generations and {wound.executions} "
-                "executions have not ended in time, so the runtime goes on. Wait longer with --drain, or go on with --force: "
-                "they begin again in the next runtime, but generations of which tokens were sent fail"
+                "executions have not ended in time, so the runtime continues. Wait longer with --drain, or end it with "
+                "--force: they begin again in the next runtime, but generations fail if they have sent tokens"
             )
             self._refuse_end(end, text)
         elif not end.force and end.command == "sleep" and (waiting or building):
             text = (
                 f"{waiting} requests wait and {building} models are being built: they would wake the device at once, so it "
-                "does not sleep. Try again when they are ready, or go on with --force"
+                "does not sleep. Try again when they are ready, or use --force"
             )
             self._refuse_end(end, text)
         else:
@@ -353,7 +357,7 @@ class Commands:
     def _plan(self, end: _PlannedEnd) -> None:
         """Begin an end with the preparation of the next runtime."""
         self._end, self._preparing = end, True
-        # A device sleeps for long, so memory for executables that wait would be wasted.
+        # A device may sleep for long, so a process that has prepared it would waste memory meanwhile.
         fresh = end.command == "restart"
         self.successor.prepare(lambda reason: self._inbox.post(NextPrepared(reason)), fresh=fresh)
 
@@ -412,7 +416,7 @@ class Commands:
     ) -> Answer | Callable[[], Answer] | None:
         """Carry out a command. Return its answer, or a function that makes the answer later.
 
-        None: a later message makes it.
+        None: a later message of a thread brings the answer.
         """
         model = command.get("model")
         match name:
@@ -459,7 +463,7 @@ class Commands:
         return {}
 
     def _names(self, model: Any) -> list[str]:
-        """Return the name of a model, or those of all models that a meta model calls."""
+        """Return the name of a model, or the names of all models that a meta model calls. Raises CommandRefused."""
         if self._catalog.serves(model):
             return [model]
         called = [group.calls for group in self._registry.metas() if group.name == model]
@@ -476,9 +480,9 @@ class Commands:
             raise CommandRefused("INVALID_ARGUMENT", str(error)) from None
 
     def _start(self, models: Mapping[str, Any], *, look: bool) -> Answer:
-        """Start models without stubs, unless the command only looks; return which of them could not be started, and why.
+        """Start models without stubs. Return the models that could not be started, with the reasons.
 
-        A model without a path is let go.
+        `models` has the path of each bundle. None: stop keeping the model. If `look` is true, start nothing.
         """
         for name, path in () if look else models.items():
             if path is None:
@@ -499,7 +503,7 @@ class Commands:
         self._outbox.extend(ev.Prefetch(key) for key in keys)
 
     def _evict(self, model: str | None) -> list[str]:
-        """Evict models; return the names of those that have something to free."""
+        """Evict models. Return the names of the models whose weights will be freed."""
         chosen = None if model is None else self._names(model)
         keys = self._catalog.compiled(chosen)
         entries = (self._catalog.entries[key] for key in keys)

@@ -1,4 +1,6 @@
-"""Compilation cache on disk: an entry damaged by a killed process, a full disk or a bad one costs a compilation.
+"""Compilation cache on disk. A damaged entry costs only a new compilation.
+
+A killed process, a full disk or a bad disk may damage an entry.
 
 jax's own store writes in place, never replaces an entry, and has a checksum only where it compresses with zlib. A
 damaged executable crashes the process or computes wrong results. So jax uses this store: each entry has a digest, is
@@ -25,8 +27,8 @@ _UNFINISHED = ".unfinished-"
 #: At this age in seconds, no process can still be writing an unfinished entry.
 _ABANDONED_S = 3600.0
 _DIGEST_BYTES = hashlib.sha256().digest_size
-#: Limits of the entries in a server's own directory: bytes, and share of the memory. A container's /tmp is often in memory,
-#: which counts as the container's.
+#: Limits of the entries in a server's own directory: bytes, and share of the memory. A container's /tmp is often in memory, and
+#: then counts as the container's memory.
 _OWN_BYTES, _OWN_SHARE = 256 << 20, 1 / 16
 
 
@@ -48,7 +50,7 @@ class _Access(threading.local):
 
 
 class CompileCache:
-    """jax's `CacheInterface`. Methods raise nothing unless an entry is required: if the cache fails, models are compiled.
+    """jax's `CacheInterface`. If the cache fails, models are compiled. Methods raise nothing unless an entry is required.
 
     Entries that cannot be written to the directory are kept in the server's own directory, up to a limit. The next runtime
     finds them there, but the next server does not. Without a directory the cache has only the offered entries.
@@ -117,7 +119,7 @@ class CompileCache:
             return None
         if path.parent == self._own:
             with suppress(OSError):
-                os.utime(path)  # Other entries are removed first then.
+                os.utime(path)  # The least recently used entries are removed first.
         return value
 
     def offering(self, entry: bytes | None) -> AbstractContextManager[None]:
@@ -144,7 +146,7 @@ class CompileCache:
 
     @contextmanager
     def _changed(self, name: str, value: object) -> Iterator[None]:
-        """Change an attribute of the calling thread's access; afterwards it has its default."""
+        """Change an attribute of the calling thread's access during a context. Afterwards, it has its default again."""
         setattr(self._thread, name, value)
         try:
             yield
@@ -166,7 +168,7 @@ class CompileCache:
             self._put_own(self._own, key, value)
 
     def _put_own(self, own: Path, key: str, value: bytes) -> None:
-        """Store an entry in the server's own directory, and remove the least recently used entries for it."""
+        """Store an entry in the server's own directory. Remove the least recently used entries if there is no room."""
         if len(value) > self._own_bytes:
             self._log_once(
                 f"an executable of {len(value)} bytes is not kept: {own} has room for {self._own_bytes}"
@@ -217,7 +219,7 @@ def _write(folder: Path, key: str, value: bytes) -> str:
 
 
 def check_private(directory: Path) -> None:
-    """Close a directory to other users, because the executables in it are run.
+    """Close a directory to other users, because the runtime executes what is in it.
 
     Raises CompileCacheError if other users could write to it until now, OSError if it does not exist.
     """

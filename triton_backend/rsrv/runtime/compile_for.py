@@ -1,8 +1,8 @@
 """`python -m rsrv.runtime.compile_for REPOSITORY CARD`: compile the models of a repository for a card.
 
-CARD is a name of `rsrv.cards`, or a profile that `rsrv gpu profile` wrote. rsrv-gen starts it, with the interpreter of the runtime. It takes no GPU.
-The executables go into REPOSITORY/CARD.executables; those of an earlier run that still hold are kept. Exit status 1:
-a module could not be compiled, and the runtime will compile it.
+CARD is a name of `rsrv.cards`, or a profile that `rsrv gpu profile` wrote. rsrv-gen starts it, with the interpreter of the
+runtime. It takes no GPU. The executables are written to REPOSITORY/CARD.executables. Valid ones of an earlier run are kept.
+Exit status 1: a module could not be compiled, so the runtime will compile it.
 """
 
 import argparse
@@ -45,13 +45,13 @@ _COMPILED, _NOT_TUNED, _KEPT, _LEFT = (
     "left to the server",
 )
 _NO_ENGINE = "cuDNN executes their convolutions only as tuned on a card. `rsrv gpu profile` on such a card has the tuning"
-#: (variant, batch size), the module as it is compiled, and its signature
+#: Variant and batch size, the module in the form that is compiled, and its signature.
 Module = tuple[tuple[int, int], bytes, Signature]
 #: Name of the probe, used where other modules have their model's name.
 PROBE = "the probe of runtime.numerics"
 _UNTUNED = (
-    "no kernel is tuned on this card, known by name only: cuBLAS and cuDNN choose kernels by rules of thumb, and XLA's own "
-    "are not compared. `rsrv gpu profile` on such a card has the tuning"
+    "only the name of the card is known, so no kernel is tuned: cuBLAS and cuDNN choose kernels by rules of thumb, and "
+    "XLA does not compare its own kernels. `rsrv gpu profile` on such a card makes the tuning"
 )
 
 
@@ -101,7 +101,7 @@ def _card(name: str, scratch: Path) -> _Order:
     if (card := CARDS.get(name)) is not None:
         return _Order(name, card.target(), None, _UNTUNED)
     profile = read_profile(Path(name))
-    # XLA reads text by this suffix.
+    # By this suffix, XLA knows that the file is text.
     tuning = scratch / "tuning.textproto"
     tuning.write_text(profile.tuning, encoding="utf-8")
     options = {"xla_gpu_load_autotune_results_from": str(tuning)}
@@ -113,7 +113,7 @@ def _compile(repository: Path, card: _Order, settings: Settings) -> int:
     compiler = AheadCompiler(card.target)
     target = compiler.target()
     path = repository / f"{card.name}{SUFFIX}"
-    # Another profile may bring other kernels.
+    # Executables of an earlier run may have been tuned with another profile, so do not reuse them with a profile.
     earlier = None if card.tuned else _earlier(path, target)
     work = _CardModules(compiler, card, settings.runtime.numerics != "f32", earlier)
     models: dict[str, dict[str, str]] = {}
@@ -127,7 +127,8 @@ def _compile(repository: Path, card: _Order, settings: Settings) -> int:
                     digest = hashlib.sha256(module).hexdigest()
                     if model != PROBE:
                         models.setdefault(model, {})["{}/{}".format(*key)] = digest
-                    # Callees, which several meta models carry, and modules that several models share are compiled once.
+                    # Compile each module once. Several meta models may have the same callee, and several models the same
+                    # module.
                     if digest not in work.entries and digest not in work.left:
                         counts[work.do(digest, module, signature)] += 1
             except (BundleError, InspectorError, RuntimeError, ValueError) as error:
@@ -170,7 +171,7 @@ class _CardModules:
     def __init__(
         self, compiler: AheadCompiler, card: _Order, tf32: bool, earlier: StoredExecutables | None
     ) -> None:
-        """`tf32`: products may be in it. `earlier`: executables that still hold."""
+        """`tf32`: True if products may use TF32. `earlier`: valid executables of an earlier run, or None."""
         self._compiler = compiler
         self._card = card
         self._tf32 = tf32
@@ -197,7 +198,7 @@ class _CardModules:
         executable, complete = _compiled(self._compiler, self._card, module, signature)
         took = time.perf_counter() - began
         if self._rates is not None:
-            # jaxlib's analysis is private, and may be gone in another version: then there is no estimate.
+            # jaxlib's analysis is private. If another version lacks it, there is no estimate.
             with suppress(Exception):
                 figures = self._compiler.work(module, signature, executable)
                 self.seconds[digest] = self._rates.seconds(*figures, tf32=self._tf32)
@@ -209,10 +210,11 @@ class _CardModules:
 
 
 def _compiled(compiler: AheadCompiler, card: _Order, module: bytes, signature: Signature) -> tuple[Any, bool]:
-    """Compile a module; return whether all of its kernels were tuned, too."""
+    """Compile a module. Return the executable, and whether all its kernels were tuned."""
     if card.options is not None:
         complete = {**card.options, "xla_gpu_require_complete_aot_autotune_results": True}
-        # XLA has no tuning for one of its kernels, or cannot read the results. If there is another reason, it comes again.
+        # This fails if XLA has no tuning for one of the kernels, or cannot read the results. Another error would occur
+        # again below.
         with suppress(RuntimeError):
             return compiler.compile(module, signature, complete), True
     return compiler.compile(module, signature, LIBRARY_PRODUCTS), False
@@ -221,7 +223,7 @@ def _compiled(compiler: AheadCompiler, card: _Order, module: bytes, signature: S
 def models_of(
     repository: Path, settings: Settings, hardware: Hardware
 ) -> Iterator[tuple[str, Iterator[Module]]]:
-    """Yield the models of a repository, and of each the modules that the runtime compiles on this hardware."""
+    """Yield the name of each model of a repository, with the modules that the runtime compiles on this hardware."""
     yield PROBE, (((0, index), *probe) for index, probe in enumerate(probes(settings.runtime.numerics)))
     inspector = Inspector()
     try:

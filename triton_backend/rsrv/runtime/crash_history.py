@@ -1,8 +1,8 @@
-"""Crash history of a server, which keeps a model from crashing runtimes for ever, and this runtime's own black box.
+"""Crash history of a server, and the black box of this runtime. They stop a model from crashing runtimes for ever.
 
-The next runtime of the same server reads the black box (`wire.blackbox`) and counts crashes by model. A process
-cannot learn how another process ended, unless it is its parent. So a kill -9 looks like the kernel's out-of-memory
-killer. It counts only against a model that was being built or warmed up.
+The next runtime of the same server reads the black box (`wire.blackbox`) and counts crashes by model. Only a process's parent
+learns how the process ended. So a kill -9 looks like the kernel's out-of-memory killer. Such an end counts only against a
+model that was being built or warmed up.
 """
 
 import faulthandler
@@ -23,8 +23,8 @@ from rsrv.wire.blackbox import ASLEEP_AT, BYTES, How, Phase, UnfinishedTask, rea
 
 log = logging.getLogger("rsrv.blackbox")
 
-#: If the sum of a model's shares of deaths reaches this value, it is not loaded. It is reached by three deaths that were nearly
-#: all its own.
+#: If the sum of a model's shares of deaths reaches this value, the model is not loaded. Three deaths with nearly all the blame
+#: reach it.
 _MAX_SHARES = 2.5
 #: After this many seconds a death no longer counts, unless the model hung before it could serve.
 _DEATH_COUNTS_S = 3600.0
@@ -47,13 +47,13 @@ class Death(NamedTuple):
 def blame(unfinished: Iterable[UnfinishedTask], *, crashed: bool, now: float) -> dict[str, Death]:
     """Return the models that a death is probably due to, by key.
 
-    In order of precedence: the model that hung; models that were being built or warmed up, which are untried code; after
-    a crash, models that executed or loaded, each with a share. A model whose task has ended well n times is 1 / (n + 1)
-    as suspect as one whose task never has, so a model that is always busy is not blamed for the others. A kill -9 from
-    outside is not blamed on models that executed or loaded.
+    In order of precedence, these models are to blame: the model that hung; models that were being built or warmed up,
+    because their code is untried; after a crash, the models that executed or loaded, each with a share. A model whose task
+    has succeeded n times is 1 / (n + 1) as suspect as a model whose task never has. So a model that is always busy is not
+    blamed for the crashes of others. A kill -9 from outside is not blamed on models that executed or loaded.
 
-    If a request that executes alone causes a second death, no model is blamed for that one: the first death counts,
-    and the request is not tried again. So a model is refused for different requests only.
+    If a request that executes alone causes a second death, no model is blamed for that death: the first death counts, and
+    the request is not tried again. So only several different requests can make a model be refused.
     """
     unfinished = list(unfinished)
     hung = [task for task in unfinished if task.hung]
@@ -63,7 +63,7 @@ def blame(unfinished: Iterable[UnfinishedTask], *, crashed: bool, now: float) ->
     if hung or untried or not crashed:
         how: How = "hung" if hung else "crashed" if crashed else "killed"
         return {task.key: Death(task.phase.name, how, now) for task in hung or untried}
-    # A model may be in two slots: the one with more ended tasks is the better evidence.
+    # A model may be in two slots. The slot with more ended tasks is the better evidence.
     suspects = {task.key: task for task in sorted(unfinished, key=lambda task: task.ended)}
     doubts = {key: 1.0 / (task.ended + 1) for key, task in suspects.items()}
     whole = sum(doubts.values())
@@ -73,7 +73,7 @@ def blame(unfinished: Iterable[UnfinishedTask], *, crashed: bool, now: float) ->
 
 
 def verdict(deaths: Iterable[Death], now: float) -> str | None:
-    """Return why a model is not loaded any more. None: it may be loaded."""
+    """Return the reason why a model is not loaded any more. None: it may be loaded."""
     deaths = list(deaths)
     # An execution may hang because of its request; a build, a warm-up or a load would hang again.
     hung = [death for death in deaths if death.how == "hung" and death.phase != Phase.EXECUTING.name]
@@ -99,7 +99,7 @@ def _read_death(phase: str, how: How, at: float, share: float) -> Death:
 class CrashHistory:
     """Deaths of this server's runtimes, by the model to blame.
 
-    They lie in a file that is read each time: deleting the file clears the record.
+    They are in a file that is read each time, so deleting the file clears the record.
     """
 
     def __init__(self, path: Path | None = None, clock: Callable[[], float] = time.time) -> None:
@@ -109,7 +109,7 @@ class CrashHistory:
         self._lock = Lock()
 
     def verdict(self, key: str) -> str | None:
-        """Return why a model is not loaded any more. None: it may be loaded."""
+        """Return the reason why a model is not loaded any more. None: it may be loaded."""
         return verdict(self._read().get(key, ()), self._clock())
 
     def add(self, key: str, death: Death) -> None:
@@ -150,8 +150,8 @@ class BlackBox:
 
     def __init__(self, directory: Path | None = None) -> None:
         """Read what the previous runtime left, and begin a new black box."""
-        #: Name of the server's device, for data elsewhere that outlives a runtime. Empty without a directory: then no
-        #: data does.
+        #: Name of the server's device, under which other data outlives a runtime. Empty without a directory: no data then
+        #: outlives the runtime.
         self.owner = "" if directory is None else directory.name
         self.history = CrashHistory(None if directory is None else directory / paths.DEATHS)
         self.memory: Memory = bytearray(BYTES)
@@ -168,7 +168,7 @@ class BlackBox:
                 self._take(content, time.time())
             # Use a new file, because the previous runtime may still write into the old one while it ends.
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            # Write the zeros: on a full disk that is an error here, while a store into a hole would kill the process.
+            # Write the zeros. On a full disk, this raises an error, while a store into a hole would kill the process.
             if os.write(self._fd, bytes(BYTES)) == BYTES:
                 self.memory = mmap.mmap(self._fd, BYTES)
         except OSError as error:
@@ -180,13 +180,13 @@ class BlackBox:
             faulthandler.enable(self._fd, all_threads=True)
 
     def crashed(self, reason: str) -> None:
-        """Record that the process ends because of what its threads do now, as a fatal signal does."""
+        """Record that the process ends because of its threads' current tasks, as after a fatal signal."""
         if self._fd >= 0:
             with suppress(OSError):  # The disk is full. No model is blamed then.
                 os.write(self._fd, reason.encode())
 
     def fall_asleep(self) -> None:
-        """Record that the process ends so that its device sleeps."""
+        """Record that the process ends to put its device to sleep."""
         self.memory[ASLEEP_AT] = 1
 
     def clear(self) -> None:

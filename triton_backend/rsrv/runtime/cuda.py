@@ -18,9 +18,9 @@ CARD_SIGNS: tuple[str, ...] = ("/dev/nvidiactl", "/dev/nvidia[0-9]*")
 #: Patterns of files that the machine's driver shows in every container.
 HIDDEN_CARD_SIGNS: tuple[str, ...] = ("/proc/driver/nvidia/gpus/*",)
 
-#: CU_MEMHOSTREGISTER_PORTABLE: valid in every context of the process, not only in the current one
+#: CU_MEMHOSTREGISTER_PORTABLE: the lock is valid in every context of the process, not only in the current one.
 _PORTABLE = 0x01
-#: CU_MEMHOSTREGISTER_READ_ONLY: required for memory that is mapped read-only
+#: CU_MEMHOSTREGISTER_READ_ONLY: required for memory that is mapped read-only.
 _READ_ONLY = 0x08
 #: CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 _VMM_SUPPORTED = 102
@@ -57,7 +57,7 @@ def _find(patterns: tuple[str, ...], environment: Mapping[str, str]) -> str | No
 
 
 def explain_no_gpu(reason: str, *, plugin: bool, card: str | None, refusal: str = "") -> str:
-    """Return why jax has no GPU and what to do. `reason`: what jax says, if anything; `refusal`: by `find_refusal`."""
+    """Return why jax has no GPU and what to do. `reason`: jax's message, or ""; `refusal`: result of `find_refusal`."""
     why = f"jax finds no GPU{f': {reason}' if reason else ''}; "
     if not plugin:
         why += f"it has no CUDA plugin: run {install_command('serve', 'cuda13')} (or cuda12)"
@@ -75,7 +75,8 @@ def explain_no_gpu(reason: str, *, plugin: bool, card: str | None, refusal: str 
         why += "this machine or container has no device node of an NVIDIA card: start the container with --gpus all"
     else:
         why += (
-            f"the machine has a card ({card}{refusal and f'; {refusal}'}), so NVIDIA's driver or a library of CUDA is missing or too old: look for jax's "
+            f"the machine has a card ({card}{refusal and f'; {refusal}'}), "
+            "so NVIDIA's driver or a library of CUDA is missing or too old: look for jax's "
             f"messages above, try nvidia-smi, and run {install_command('serve', 'cuda13')} again (or cuda12)"
         )
     return f"{why}. To serve from the CPU, set runtime.platform to cpu"
@@ -90,13 +91,13 @@ class MemoryShare(NamedTuple):
 
 
 def _jaxs_fraction(environment: Mapping[str, str]) -> str:
-    """Return the share of a GPU's memory that jax's variables set. Empty: none does. jax refuses two at once."""
+    """Return the share of a GPU's memory that jax's variables set, or "". jax refuses to start if both are set."""
     variables = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
     return next(filter(None, map(environment.get, variables)), "")
 
 
 def memory_fraction(setting: float, environment: Mapping[str, str]) -> float:
-    """Return the share of a GPU's memory that jax takes, by its own variables or else by the setting."""
+    """Return the share of a GPU's memory that jax takes. jax's own variables take precedence over the setting."""
     try:
         return float(_jaxs_fraction(environment) or setting)
     except ValueError:  # jax will refuse it.
@@ -123,7 +124,10 @@ class CudaError(Exception):
 
 
 def find_refusal() -> str:
-    """Return why this process cannot use CUDA's first device: the driver's error, or what XLA needs; empty if it can."""
+    """Return why this process cannot use CUDA's first device: the driver's error, or what the device lacks for XLA.
+
+    The result is empty if the process can use the device.
+    """
     try:
         driver = Driver(0)
         return "" if driver.attribute(_VMM_SUPPORTED) else _NO_VMM
@@ -153,7 +157,7 @@ class Driver:
         self._read_only = _READ_ONLY if self.attribute(_READ_ONLY_SUPPORTED) else 0
 
     def attribute(self, number: int) -> int:
-        """Return an attribute of the device, by its CUdevice_attribute."""
+        """Return an attribute of the device. `number` is a CUdevice_attribute."""
         value = ctypes.c_int()
         self.call("cuDeviceGetAttribute", ctypes.byref(value), number, self.device)
         return value.value
@@ -183,7 +187,7 @@ class Driver:
         return free.value
 
     def page_lock(self, address: int, nbytes: int, *, written: bool = False) -> Callable[[], None]:
-        """Page-lock mapped memory; return a function that unlocks it, once. No page may be locked twice.
+        """Page-lock mapped memory. Return a function that unlocks it; call it once. No page may be locked twice.
 
         `written`: the device also writes to the memory, which must be mapped writable.
         """
@@ -199,7 +203,7 @@ class Driver:
         return unlock
 
 
-#: Bytes of one copy. Other transfers wait for the link at most that long (0.7 ms at 25 GB/s).
+#: Maximum bytes of one copy. Other transfers wait for the link at most for one such copy (0.7 ms at 25 GB/s).
 _PIECE_BYTES = 16 << 20
 _STREAM_NON_BLOCKING = 1  # This stream waits for no other stream.
 _EVENT_BLOCKING, _EVENT_WITHOUT_TIMING = 1, 2
@@ -214,9 +218,9 @@ class DeviceCopy(NamedTuple):
 
 
 class CopyStream:
-    """Stream of copies to or from the device, which wait for one another and for no execution, unless it is told so.
+    """Stream of copies to or from the device. The copies wait for one another.
 
-    Every method may be called from any thread.
+    They wait for an execution only if its event was added to the stream (`handle`). Every method may be called from any thread.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -231,7 +235,7 @@ class CopyStream:
         return self._stream.value or 0
 
     def start(self, copies: Iterable[DeviceCopy]) -> ctypes.c_void_p:
-        """Enqueue copies; return an event for `finish`, until which the arrays and the device's memory must stay."""
+        """Enqueue copies, and return an event. The arrays and the device's memory must stay until `finish` has returned."""
         event, call = ctypes.c_void_p(), self._driver.call
         with self._driver.current():
             call("cuEventCreate", ctypes.byref(event), _EVENT_BLOCKING | _EVENT_WITHOUT_TIMING)
@@ -247,7 +251,7 @@ class CopyStream:
                             call("cuMemcpyHtoDAsync_v2", device, host, nbytes, self._stream)
                 call("cuEventRecord", event, self._stream)
             except CudaError:
-                # A copy may be in flight, and uses an array that the caller drops next.
+                # A copy may be in flight, and the caller drops its array next.
                 with suppress(CudaError):
                     call("cuStreamSynchronize", self._stream)
                 call("cuEventDestroy_v2", event)

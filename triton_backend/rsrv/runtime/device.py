@@ -15,9 +15,12 @@ from rsrv_bundle.modules import Signature
 Array = npt.NDArray[Any]
 #: Shape and type of an array.
 ArrayKind = tuple[tuple[int, ...], np.dtype[Any]]
-#: A compiled module, a tensor in device memory, and a launched execution. They are opaque outside of the device.
+# The following types are opaque outside of the device.
+#: A compiled module.
 Executable = NewType("Executable", object)
+#: A tensor in device memory.
 Buffer = NewType("Buffer", object)
+#: A launched execution.
 Launched = NewType("Launched", object)
 #: Host arrays that receive an output, by its index.
 Targets = Mapping[int, Sequence[Array]]
@@ -97,13 +100,13 @@ class Device(Protocol):
 
     @property
     def launcher(self) -> int | None:
-        """Thread in which a synchronous device executes, or executed last; the others wait in `launch`."""
+        """Thread in which a synchronous device executes, or executed last. Other threads wait in `launch`."""
 
     def memory_in_use(self) -> int | None:
         """Return the allocated bytes: weights, and the scratch of executions that run. None: unknown."""
 
     def largest_free(self) -> int | None:
-        """Return the bytes of the largest free piece of memory, beside executions in flight. None: unknown."""
+        """Return the bytes of the largest free piece of memory if nothing executes. None: unknown."""
 
     def compile(self, module: bytes, signature: Signature) -> Executable: ...
 
@@ -131,11 +134,12 @@ class Device(Protocol):
         abandoned: Callable[[], bool] = never,
         kinds: Sequence[ArrayKind] | None = None,
     ) -> list[Buffer]:
-        """Copy arrays to the device, in order; return when all copies are complete.
+        """Copy arrays to the device in order, and return when all copies are complete.
 
-        `arrays` is consumed as the transfers proceed, and `abandoned` is called between tensors. `kinds` are those of
-        all arrays; without them a GPU takes all arrays first, because it allocates their memory at once. Raises Abandoned,
-        OutOfMemory, and any exception of `arrays`; then nothing is left on the device, and no transfer reads the arrays.
+        `arrays` is consumed as the transfers proceed, and `abandoned` is called between tensors. `kinds` has the shapes and
+        types of all arrays. Without `kinds`, a GPU consumes all arrays first, because it allocates their memory at once. Raises
+        Abandoned, OutOfMemory, and any exception of `arrays`. After an exception, nothing is left on the device, and no
+        transfer reads the arrays.
         """
 
     def free(self, buffers: Iterable[Buffer], *, reuse: bool = False) -> None:
@@ -144,7 +148,8 @@ class Device(Protocol):
     def page_lock(self, address: int, nbytes: int, *, written: bool = False) -> Callable[[], None]:
         """Page-lock host memory, so that the device reads it by DMA; return a function that unlocks it.
 
-        `written`: the device also writes to the memory. It must stay mapped until that is called. Raises DeviceError.
+        `written`: the device also writes to the memory. The memory must stay mapped until the function is called. Raises
+        DeviceError.
         """
 
     def launch(
@@ -156,13 +161,12 @@ class Device(Protocol):
         pools: Pools | None = None,
         targets: Targets = NO_TARGETS,
     ) -> Launched:
-        """Start an execution; `weights` in argument order. Its inputs must not change until `read` returns.
+        """Start an execution. `weights` are in the order of the arguments. Inputs must not change until `read` returns.
 
-        Outputs with an index in `unread` are not copied to the host. `targets` are contiguous arrays in page-locked
-        memory by the index of an output: they get its bytes from the first one on, one array after the other, until
-        `read` returns. The execution replaces the contents of `pools`,
-        its last arguments and results; if it fails, they may be lost. Raises OutOfMemory; so does `read`, depending on
-        the device.
+        Outputs with an index in `unread` are not copied to the host. `targets` has contiguous arrays in page-locked memory, by
+        the index of an output. The output's bytes fill these arrays one after the other; they are complete when `read` returns.
+        `pools` are the last arguments and the last results: the execution replaces their contents. If it fails, the contents
+        may be lost. Raises OutOfMemory. On some devices, `read` raises it instead.
         """
 
     def make_pools(self, kinds: Sequence[ArrayKind]) -> Pools:
@@ -175,7 +179,7 @@ class Device(Protocol):
         """Return whether state tensors still have their contents, after an execution that could not be launched."""
 
     def read_slot(self, pools: Pools, slot: int) -> list[Array]:
-        """Return a slot's tensors on the host, when the executions before are done. May compile."""
+        """Return a slot's tensors on the host, after the executions that were launched before. May compile."""
 
     def write_slot(self, pools: Pools, slot: int, values: Sequence[Array]) -> None:
         """Replace a slot's tensors. May compile."""
@@ -211,7 +215,7 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class CacheCounts:
-    """Executables since the start: compiled, read from the compilation cache, or shared with another model."""
+    """Numbers of executables since the start: compiled, read from the compilation cache, or shared with another model."""
 
     compiled: int = 0
     from_cache: int = 0

@@ -1,4 +1,4 @@
-"""What errors of jax and of CUDA's driver mean for the device."""
+"""Detection of errors of jax and of CUDA's driver that mean a lack of memory or the loss of the device."""
 
 import errno
 import re
@@ -33,7 +33,7 @@ class ErrorExaminer:
             self.examine(error)
 
     def examine(self, error: BaseException) -> None:
-        """Raise OutOfMemory if the error means that. Report a device that is lost."""
+        """Raise OutOfMemory if the error means a lack of memory. Call `lost` if it means that the device is lost."""
         if _exhausted(error):
             raise OutOfMemory(str(error)) from None
         if _LOST.search(str(error)):

@@ -31,20 +31,21 @@ from rsrv_bundle.modules import Signature
 
 log = logging.getLogger("rsrv.device")
 
-#: bytes that XLA allocates to time a product's kernels, beside its largest operand: the others, results, and workspaces
+#: Bytes that XLA allocates to time a product's kernels in addition to the largest operand, for the other operand, results and
+#: workspaces.
 _TUNING_BYTES = 128 << 20
-#: how XLA reports that it has no memory to time kernels
+#: Messages by which XLA reports that it has no memory to time kernels.
 _UNTUNED = re.compile("Autotuning failed|Failed to get configs|Out of memory while trying to allocate")
 
 
 class ExecutableSources(NamedTuple):
     """Sources of executables that need not be compiled."""
 
-    #: directory of the compilation cache
+    #: Directory of the compilation cache.
     cache: Path | None = None
-    #: model repository whose files of executables may have some for the device
+    #: Model repository. It may have a file of executables for the device.
     repository: Path | None = None
-    #: modules whose entries in the cache are known, so that they need not be lowered
+    #: Modules whose entries in the cache are known, so that they need not be lowered.
     known: KnownModules | None = None
     #: Folder of the server for entries that cannot be written to the cache's directory.
     own_cache: Path | None = None
@@ -62,7 +63,7 @@ class DeviceExecutables:
         memory: DeviceMemory,
         examiner: ErrorExaminer,
     ) -> None:
-        """`cache` is the opened one of `sources`. `target`: what an executable must have been compiled for.
+        """`cache` is the opened cache of `sources`. `target`: the target for which an executable must have been compiled.
 
         `circumstances`: everything on which the known costs of a model depend, except the model.
         """
@@ -73,15 +74,15 @@ class DeviceExecutables:
         self._counts = {"/jax/compilation_cache/cache_hits": 0, "/jax/compilation_cache/cache_misses": 0}
         self._shared = 0
         self._compile_seconds = Histogram(LONG_SECONDS)
-        #: executables in use, by the module's digest and its signature
+        #: Executables in use, by the module's digest and its signature.
         self._executables: WeakValueDictionary[tuple[bytes, Signature], Any] = WeakValueDictionary()
-        #: bytes that an execution allocates for its intermediates and for each output, by executable
+        #: Bytes that an execution allocates for its intermediates and for each output, by executable.
         self._working_bytes: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
         self._stored = None
         if sources.repository is not None:
             self._stored = find_executables(sources.repository, target)
         self._known = KnownModules() if sources.known is None else sources.known
-        #: True if jax reads a cache on disk
+        #: True if jax reads a cache on disk.
         self._caches = False
         if cache.keeps or self._stored is not None:
             self._caches = use_cache(cache) and cache.keeps
@@ -128,8 +129,8 @@ class DeviceExecutables:
             return None
         try:
             lowered = lower_placeholder(signature)
-            # jax also keeps what it compiled in memory, by the lowered module, and models of equal signature share that:
-            # without this one would get another one's executable.
+            # jax also caches executables in memory by the lowered module. Models with equal signatures have the same
+            # placeholder, so without this call a model would get another model's executable.
             drop_traces()
             with raising_cache_errors(), self._cache.offering(stored):
                 return lowered.compile({})
@@ -137,9 +138,9 @@ class DeviceExecutables:
             return None
 
     def _compile(self, module: bytes, digest: str, signature: Signature, stored: bytes | None) -> Any:
-        """Compile, and let XLA choose kernels by timing them on the device, unless that has no memory for it.
+        """Compile a module. XLA chooses kernels by timing them on the device, unless the device has no memory for that.
 
-        If an executable is `stored`, jax is offered it and only loads it.
+        If an executable is `stored`, jax only loads it.
         """
         from rsrv_bundle.modules import as_exported
 
@@ -165,8 +166,8 @@ class DeviceExecutables:
                 if not (isinstance(error, OutOfMemory) or _UNTUNED.search(str(error))):
                     raise
                 log.warning(
-                    "the device has no memory to time kernels on (%s), so XLA chooses some without: the model may be slower. Pin "
-                    "fewer models, and load this one again",
+                    "the device has no memory to time kernels on (%s), so XLA chooses kernels without timing them: the "
+                    "model may be slower. Pin fewer models, and load this one again",
                     error,
                 )
                 return lowered.compile({**LIBRARY_PRODUCTS, "xla_gpu_autotune_level": 0})

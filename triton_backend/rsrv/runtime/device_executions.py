@@ -1,4 +1,4 @@
-"""Executions on jax's device: launched in one order, and read in any."""
+"""Executions on jax's device. They execute in the order of their launches, and may be read in any order."""
 
 import ctypes
 import time
@@ -26,7 +26,7 @@ from rsrv.runtime.device_pools import SlotPools
 from rsrv.runtime.device_transfers import Transfers
 from rsrv.runtime.jax_compiler import HelperPrograms
 
-#: placeholder of an output that stays on the device, or has targets
+#: Placeholder for an output that stays on the device, or has targets.
 _UNREAD = np.empty(0, np.uint8)
 
 
@@ -37,12 +37,13 @@ class LaunchedExecution:
     started: float
     outputs: Sequence[Any]
     unread: Collection[int]
-    #: the execution launched before, until this one is read
+    #: The execution launched before this one, or None once this one is read.
     previous: "LaunchedExecution | None" = None
-    #: time of its end, once a thread has observed it
+    #: Time of the execution's end, once a thread has observed it.
     ready: float | None = None
-    #: outputs that are copied to targets, and the event after these copies
+    #: Indices of the outputs that are copied to targets.
     written: Collection[int] = ()
+    #: Event after these copies.
     copied: ctypes.c_void_p | None = None
 
 
@@ -62,7 +63,8 @@ class DeviceExecutions:
     ) -> None:
         """`working_bytes` returns the bytes that an execution allocates; empty: unknown.
 
-        The lock `launching` makes the order of launches that of executions, and lets a CPU execute one at a time.
+        The lock `launching` makes executions have the order of their launches. A CPU executes while it holds the lock, so it
+        executes one at a time.
         """
         self._memory = memory
         self._working_bytes = working_bytes
@@ -89,7 +91,7 @@ class DeviceExecutions:
         assert pools is None or isinstance(pools, SlotPools)
         with self._examiner:
             if self._memory.limit is not None:
-                # It may wait, so other launches go first.
+                # This may wait. It does not hold the lock, so other launches can overtake this one.
                 moved = [array.nbytes for array in inputs if isinstance(array, np.ndarray)]
                 self._memory.require([*moved, *self._working_bytes(executable)])
             with self._launching:
@@ -108,7 +110,7 @@ class DeviceExecutions:
                 if not self._asynchronous:
                     return Launched(LaunchedExecution(started, outputs, unread, ready=time.perf_counter()))
                 execution = self._latest = LaunchedExecution(started, outputs, unread, self._latest)
-                # Enqueued now, the copies to the host wait for this execution and not for the next one.
+                # Enqueue the copies to the host now. Then they wait for this execution, but not for the next one.
                 for index, out in enumerate(outputs):
                     if index not in unread and index not in targets:
                         out.copy_to_host_async()
@@ -143,25 +145,25 @@ class DeviceExecutions:
                 if execution.copied is not None:
                     self._transfers.finish_outward(execution.copied)
                 if execution.unread or execution.written:
-                    # jax raises a failure when it copies outputs, and here there may be none to copy.
+                    # jax raises a failure when it copies outputs. Perhaps there are no outputs to copy here, so wait for them.
                     _block(execution.outputs)
                 outputs = [
                     _UNREAD if index in execution.unread or index in execution.written else np.asarray(out)
                     for index, out in enumerate(execution.outputs)
                 ]
         finally:
-            # The next execution refers to this one: drop its outputs and its predecessors.
+            # The next execution refers to this one, so drop this one's outputs and predecessors.
             execution.outputs, execution.previous = (), None
         free = execution.started if previous is None else max(execution.started, self._wait(previous))
         return outputs, ready - free
 
     def _wait(self, execution: LaunchedExecution) -> float:
-        """Wait for an execution and return the time of its end; the ends of its predecessors are observed first.
+        """Wait for an execution, and return the time of its end. The ends of its predecessors are observed first.
 
-        Several threads may wait for one execution: a new model warms up between executions of others. A failure is
-        raised to the reader of that execution only.
+        Several threads may wait for one execution, because a new model warms up between executions of other models. Only the
+        reader of an execution gets its failure.
         """
-        # Read these before `ready`: a thread that empties them has set `ready` before.
+        # Read these attributes before `ready`, because a thread sets `ready` before it empties them.
         outputs, previous = execution.outputs, execution.previous
         if execution.ready is None:
             if previous is not None:

@@ -1,4 +1,4 @@
-"""Memory of jax's device: how much of it this process has, and whether an allocation finds room."""
+"""Memory of jax's device: the part of it that this process has, and whether an allocation finds room."""
 
 import logging
 import time
@@ -16,9 +16,9 @@ from rsrv.runtime.free_pieces import FreePieces, rounded
 
 log = logging.getLogger("rsrv.device")
 
-#: seconds after which the memory of freed buffers is free: XLA's client frees it on a thread of its own
+#: Seconds after which the memory of freed buffers is free. XLA's client frees it on its own thread.
 _FREEING_S = 0.2
-#: seconds after which the driver has freed the memory of a process that has ended
+#: Seconds after which the driver has freed the memory of a process that has ended.
 RELEASE_S = 10.0
 #: Bytes that other allocations may take of the heap that is prepared for jax's allocator.
 _HEAP_REST = 64 << 20
@@ -27,12 +27,12 @@ _LEAST_BYTES = 64 << 20
 
 
 class DeviceMemory:
-    """Memory of one device of jax. A CPU's is not limited here."""
+    """Memory of one device of jax. The memory of a CPU is not limited here."""
 
     def __init__(self, device: Any, name: str, driver: Driver | None, *, preallocates: bool) -> None:
-        """`device` is jax's, with this name for operators. `driver`: None for a CPU.
+        """`device` is jax's device, and `name` its name for operators. `driver`: None for a CPU.
 
-        `preallocates`: jax's allocator takes all of its memory with the first allocation.
+        `preallocates`: True if jax's allocator takes all its memory with the first allocation.
         """
         self._device = device
         self._name = name
@@ -49,8 +49,8 @@ class DeviceMemory:
     def prepare_claim(self) -> None:
         """Make `claim` faster, at the cost of host memory until then.
 
-        jax's allocator writes a table of 8 bytes for each 256 bytes of its memory: 2.3 GB for 72 GiB. Getting the pages for it
-        is most of what the allocator does.
+        jax's allocator writes a table of 8 bytes for each 256 bytes of its memory: 2.3 GB for 72 GiB. The allocator spends most
+        of its time on getting the pages for this table.
         """
         nbytes = (self._figure("bytes_limit") or 0) // 32 + _HEAP_REST
         if self._preallocates and spare_memory() > 2 * nbytes:
@@ -58,7 +58,7 @@ class DeviceMemory:
             prepare_heap(nbytes)
 
     def claim(self, put: Callable[[Array], Any]) -> None:
-        """Take the memory, once the process before has ended. `put` copies an array to the device. Raises DeviceError."""
+        """Take the memory once the previous process has ended. `put` copies an array to the device. Raises DeviceError."""
         try:
             self.limit = self._measure_limit(put)
         finally:
@@ -70,8 +70,8 @@ class DeviceMemory:
     def _measure_limit(self, put: Callable[[Array], Any]) -> int | None:
         """Return the bytes that jax's allocator may take. If the allocator preallocates, make it take them now.
 
-        If other processes hold too much of the card, the allocator settles for less than `bytes_limit`, for good. The
-        driver may still be freeing the memory of a runtime that crashed, so wait for that. Raises DeviceError.
+        If other processes hold too much of the card, the allocator takes less than `bytes_limit`, and never takes more later.
+        So wait first, because the driver may still be freeing the memory of a runtime that crashed. Raises DeviceError.
         """
         limit = self._figure("bytes_limit")
         if limit is None or self._driver is None:
@@ -85,7 +85,7 @@ class DeviceMemory:
             return limit
         log.warning(
             "other processes hold memory of the device: jax's allocator got %d of the %d bytes of "
-            "runtime.memory_fraction, and weights are placed in these. End the other processes and restart the server, "
+            "runtime.memory_fraction, and only these are used. End the other processes and restart the server, "
             "or lower runtime.memory_fraction",
             pool,
             limit,
@@ -93,7 +93,7 @@ class DeviceMemory:
         return pool
 
     def _wait_for_others(self, driver: Driver, limit: int) -> None:
-        """Wait until other processes have left enough of a card's memory, or will not. Raises DeviceError."""
+        """Wait until other processes leave enough of a card's memory, or until they have had time to. Raises DeviceError."""
         deadline, full_until = time.monotonic() + RELEASE_S, _full_until()
         enough = limit if self._preallocates else _LEAST_BYTES
         while (free := driver.free_bytes()) < enough:
@@ -101,14 +101,17 @@ class DeviceMemory:
                 break
             time.sleep(RELEASE_S / 500)
         if free < _LEAST_BYTES:
-            # XLA would ask for it again and again, and write a line of its log each time: 5 MB a second.
+            # XLA would ask for the memory again and again, and write a line to the log each time: 5 MB per second.
             raise DeviceError(
                 f"other processes hold the memory of {self._name}: {free} bytes are free, and {_LEAST_BYTES} are needed. "
                 "End them (nvidia-smi lists them), or leave the GPU out of runtime.devices"
             )
 
     def require(self, sizes: Sequence[int]) -> None:
-        """Raise OutOfMemory if jax's allocator has no room for these: it would wait ten seconds for it first."""
+        """Raise OutOfMemory if jax's allocator has no room for allocations of these sizes, in bytes.
+
+        The allocator itself would wait for room for ten seconds before it fails.
+        """
         if self.limit is None:
             return
         needed = sum(map(rounded, sizes))
@@ -123,7 +126,7 @@ class DeviceMemory:
             )
 
     def note(self, key: int, array: Any) -> None:
-        """Note an array of jax that stays, under a key of the caller."""
+        """Record an array of jax that stays on the device, under a key of the caller."""
         if self._pieces is not None:
             self._pieces.add(key, array.unsafe_buffer_pointer(), array.nbytes)
 
@@ -145,5 +148,8 @@ class DeviceMemory:
 
 @cache
 def _full_until() -> float:
-    """Return the time until which this process waits for a full card: once, or each model's load would take as long."""
+    """Return the time until which this process waits for a full card.
+
+    It is computed once per process. Otherwise, each model's load would wait as long again.
+    """
     return time.monotonic() + RELEASE_S

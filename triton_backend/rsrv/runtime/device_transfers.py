@@ -27,8 +27,8 @@ from rsrv.runtime.device_errors import ErrorExaminer
 from rsrv.runtime.device_memory import DeviceMemory
 from rsrv.runtime.jax_compiler import ALLOCATION_END, HelperPrograms
 
-#: bytes of an upload whose copies may be enqueued: enough to keep PCIe busy while this thread waits for the interpreter,
-#: and few enough that abandoning the upload, which waits for them, takes 10 ms at 25 GB/s
+#: Maximum bytes of an upload whose copies are enqueued. They suffice to keep PCIe busy while this thread waits for the
+#: interpreter. Abandoning an upload waits for them, which takes 10 ms at 25 GB/s.
 _IN_FLIGHT_BYTES = 256 << 20
 #: On a CPU, check that the host has room for weights of at least this many bytes.
 _LARGE_BYTES = 1 << 20
@@ -52,14 +52,17 @@ class Transfers(Protocol):
     def page_lock(self, address: int, nbytes: int, *, written: bool = False) -> Callable[[], None]: ...
 
     def start_outward(self, outputs: Sequence[Any], targets: Targets) -> ctypes.c_void_p:
-        """Enqueue the copies of outputs to `targets`; return the event after them, until which the outputs must stay."""
+        """Enqueue the copies of outputs to `targets`, and return an event for `finish_outward`.
+
+        The outputs must stay until `finish_outward` has returned.
+        """
 
     def finish_outward(self, event: ctypes.c_void_p) -> None:
         """Wait for the copies before an event."""
 
 
 class CpuTransfers:
-    """jax's CPU uses memory of the host: an upload is one copy."""
+    """Transfers of jax's CPU, which uses memory of the host. An upload is one copy."""
 
     def __init__(self, put: Put, examiner: ErrorExaminer) -> None:
         self._put = put
@@ -78,7 +81,7 @@ class CpuTransfers:
             for array in arrays:
                 if abandoned():
                     raise Abandoned
-                # jax would use an aligned array in place: the host copy itself.
+                # Copy the array, because jax would use an aligned array in place, and it belongs to the host copy.
                 arrived.append(Buffer(self._reuse.put(array, self._put)))
             if abandoned():
                 raise Abandoned
@@ -108,11 +111,11 @@ class CpuTransfers:
         raise AssertionError("a CPU has no targets")
 
     def _require(self, kinds: Sequence[ArrayKind]) -> None:
-        """Raise OutOfMemory if the host has no room for these arrays: the kernel would kill a process."""
+        """Raise OutOfMemory if the host has no room for these arrays. Otherwise, the kernel would kill a process."""
         needed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in kinds)
         if needed < _LARGE_BYTES or needed <= spare_memory():
             return
-        # For a large upload, the memory of the evicted weights is in the way.
+        # The memory of evicted weights, which was kept for reuse, may be needed.
         self._give_back()
         if needed > (spare := spare_memory()):
             raise OutOfMemory(f"{needed} bytes are needed, and the host has {spare}")
@@ -126,13 +129,13 @@ class CpuTransfers:
 def _drop_arrays() -> None:
     """Make jax drop the freed arrays that it used in place.
 
-    jax drops them in the next garbage collection; that of generation 0 suffices.
+    jax drops them in the next garbage collection. A collection of generation 0 suffices.
     """
     gc.collect(0)
 
 
 class CudaTransfers:
-    """A GPU copies by streams of the driver, which do not wait for executions that came later."""
+    """Transfers of a GPU, by streams of the driver. They do not wait for executions that are launched later."""
 
     def __init__(
         self,
@@ -148,7 +151,7 @@ class CudaTransfers:
         self._programs = programs
         self._put = put
         self._examiner = examiner
-        #: Streams of weights and of large outputs.
+        #: Streams for weights and for large outputs.
         self._inward, self._outward = CopyStream(driver), CopyStream(driver)
 
     def upload(
@@ -161,7 +164,7 @@ class CudaTransfers:
             arrays = list(arrays)
             kinds = [(array.shape, array.dtype) for array in arrays]
         if not kinds:
-            return []  # other models have all of its tensors
+            return []  # Other models have all of its tensors on the device.
         buffers: list[Any] = []
         copying: deque[tuple[Array, ctypes.c_void_p]] = deque()
         copying_bytes = 0
@@ -188,7 +191,7 @@ class CudaTransfers:
                     self._finish(copying)
             try:
                 self.free(buffers)
-            finally:  # in a lost context this fails, too
+            finally:  # If the context is lost, `free` also fails.
                 self._examiner.examine(error)
             if isinstance(error, CudaError):
                 raise DeviceError(str(error)) from None
@@ -196,13 +199,13 @@ class CudaTransfers:
         return buffers
 
     def _allocate(self, kinds: tuple[ArrayKind, ...]) -> list[Any]:
-        """Return arrays without contents, in which inward copies that start from now on may be placed.
+        """Return arrays without contents, for inward copies that start from now on.
 
-        jax's allocator hands out memory that executions launched before may still use, so the stream waits for these,
-        once for all arrays. A `device_put` would enqueue in the one stream of jax that inputs of executions take, too.
+        jax's allocator may return memory that earlier executions still use. So the stream waits for these executions, once for
+        all arrays. `device_put` would use the one stream of jax that also transfers the inputs of executions.
         """
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in (*kinds, ALLOCATION_END)]
-        # Beside the arrays, the allocation returns a table of their addresses.
+        # In addition to the arrays, the allocation returns a table of their addresses.
         self._memory.require([*sizes, 8 * len(sizes)])
         allocated: list[Any]
         *allocated, end = self._programs.allocator(tuple(kind for kind in kinds if math.prod(kind[0])))()
@@ -213,13 +216,13 @@ class CudaTransfers:
             next(following) if math.prod(shape) else self._put(np.empty(shape, dtype))
             for shape, dtype in kinds
         ]
-        # Do this last: only arrays that are returned are ever freed.
+        # Do this last, because only returned arrays are freed later.
         for array in allocated:
             self._memory.note(id(array), array)
         return arrays
 
     def _finish(self, copying: deque[tuple[Array, ctypes.c_void_p]]) -> int:
-        """Wait until the oldest copy is complete; return its bytes."""
+        """Wait until the oldest copy is complete. Return its number of bytes."""
         source, event = copying.popleft()
         self._inward.finish(event)
         return source.nbytes
@@ -237,14 +240,14 @@ class CudaTransfers:
             raise DeviceError(f"{nbytes} bytes cannot be page-locked: {error}") from None
 
     def start_outward(self, outputs: Sequence[Any], targets: Targets) -> ctypes.c_void_p:
-        """Enqueue the copies of outputs to `targets`; return the event after them, until which the outputs must stay.
+        """Enqueue the copies of outputs to `targets`. See `Transfers`.
 
-        jax itself copies to fresh memory, which no DMA reaches. An executable whose outputs are in jax's memory space
-        `pinned_host` would fill memory of jax, from which the host would copy them once more.
+        jax itself would copy to fresh memory, which DMA cannot reach. If an executable had its outputs in jax's memory space
+        `pinned_host`, they would arrive in memory of jax, and the host would have to copy them once more.
         """
         copies = []
         for index, arrays in targets.items():
-            # The stream waits for the execution, and this thread does not.
+            # This makes the stream wait for the execution. The thread does not wait.
             outputs[index].__dlpack__(stream=self._outward.handle)
             address = outputs[index].unsafe_buffer_pointer()
             for array in arrays:

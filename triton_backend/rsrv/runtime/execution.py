@@ -20,10 +20,10 @@ from rsrv.wire.memory import Bytes
 
 @dataclass(slots=True)
 class Staging:
-    """Memory in which batches are assembled, and their large outputs arrive: a block for each execution that uses its own.
+    """Memory in which batches are assembled and large outputs arrive.
 
-    Blocks serve all models, and grow with the largest batch. The loop and the executor's threads share them: each
-    access is one atomic step.
+    An execution takes one block, unless all its tensors are in the requests' memory. Blocks serve all models, and grow with the
+    largest batch. The loop and the executor's threads share the idle blocks. Each access to them is one atomic step.
     """
 
     #: Blocks that no execution uses.
@@ -32,7 +32,7 @@ class Staging:
     _locks: PageLocks = field(default_factory=PageLocks)
 
     def lock(self, device: Device, memory: Bytes) -> bool:
-        """Page-lock a block or a segment for both directions; return whether it is locked."""
+        """Page-lock a block or a segment for both directions. Return whether it is locked."""
         return self._locks.add(memory, partial(device.page_lock, written=True))
 
     def take(self, nbytes: int) -> Array:
@@ -61,7 +61,7 @@ class ContiguousRun:
     stride: int = 0
 
     def take(self, part: Slice) -> bool:
-        """Append a slice if it continues the run; return whether it does."""
+        """Append a slice if it continues the run. Return whether it does."""
         last = self.last
         if not isinstance(part, RequestSlice) or not isinstance(last, RequestSlice):
             return False
@@ -79,7 +79,10 @@ class ContiguousRun:
         return True
 
     def copy(self, batch: Array, at: int, index: int, block: Block, *, outputs: bool) -> int:
-        """Copy between the slices' tensors and rows `at` and following of `batch` (rows first); return the row after."""
+        """Copy between the slices' tensors and the rows of `batch` from `at` on. Return the row after the last one.
+
+        The first axis of `batch` is the batch axis. If `outputs` is true, copy from the batch, otherwise to it.
+        """
         tensor, part = block.tensors[index], self.first
         first = part.target(index, block) if outputs else part.source(index, block)
         end = at + self.count * part.rows
@@ -89,7 +92,7 @@ class ContiguousRun:
         if self.count == 1:
             parts = _rows_first(first, tensor)
             if tensor.padded_axis is not None:
-                # The rest of the rows is padding.
+                # The remaining part of the rows is padding.
                 rows = rows[tuple(map(slice, parts.shape))]
         else:
             assert isinstance(part, RequestSlice)
@@ -108,9 +111,9 @@ class ContiguousRun:
 
 
 def find_contiguous_runs(slices: Sequence[Slice]) -> list[ContiguousRun]:
-    """Group slices that lie in one segment at equal distances with equally many rows, as those of one execute() do.
+    """Group slices that lie in one segment at equal distances with equally many rows, as the requests of one execute() do.
 
-    A run is copied at once: this makes large batches of small tensors cheap.
+    Each group is copied at once. This makes large batches of small tensors cheap.
     """
     groups: list[ContiguousRun] = []
     group: ContiguousRun | None = None
@@ -149,7 +152,7 @@ class Dispatch:
         return device.read(launched)
 
     def gather(self, staged: Array | None, device: Device) -> list[Array | Buffer]:
-        """Return the inputs at the compiled size: in place if one request fills it, else stacked in `staged`.
+        """Return the inputs at the compiled size: in place if one request fills it, otherwise stacked in `staged`.
 
         Shorter requests are padded with the manifest's values, and missing rows are zeros.
         """
@@ -163,12 +166,12 @@ class Dispatch:
         block = self.variant.inputs
         if staged is not None and block.tensors[index].batch_axis is not None:
             return self._stack(index, groups, staged)
-        # The request is alone, or the input is the same for all: the tensor of the first is used here.
+        # The request is alone, or the input has no batch axis and is the same in all requests. So use the first one.
         source = self.slices[0].source(index, block)
         assert isinstance(source, np.ndarray), "plain requests lie in shared memory"
         if staged is None or source.nbytes < LARGE:
             return source
-        # A transfer from the request's segment, which is not page-locked, would wait for the execution before.
+        # The request's segment may not be page-locked. A transfer from such memory would wait for the execution before.
         copied = self._staged(index, staged)
         copied[...] = source
         return copied
@@ -194,7 +197,7 @@ class Dispatch:
         return stacked
 
     def find_large_outputs(self) -> list[int]:
-        """Return the outputs for the host that are worth a transfer of their own."""
+        """Return the indices of the outputs for the host that are large enough for their own transfer."""
         block, size = self.variant.outputs, self.execute.size
         if block.places(size)[1] < LARGE:
             return []
@@ -204,10 +207,10 @@ class Dispatch:
     def find_targets(
         self, large: Sequence[int], lock: Callable[[Bytes], bool], *, alone: bool
     ) -> dict[int, Sequence[Array]]:
-        """Return the requests' places of those large outputs that the device can copy there.
+        """Return the places in the requests' memory of the large outputs that the device can copy there, by output.
 
-        A request's rows must be contiguous in the output, and large enough for a transfer of their own. `lock` page-locks a
-        segment and returns whether it is locked. `alone`: one request fills the execution.
+        A request's rows must be contiguous in the output, and large enough for their own transfer. `lock` page-locks a segment
+        and returns whether it is locked. `alone`: one request fills the execution.
         """
         if not large:
             return {}
@@ -228,9 +231,9 @@ class Dispatch:
         return targets if targets and all(map(lock, segments)) else {}
 
     def scatter(self, outputs: Sequence[Array], in_place: Collection[int] = ()) -> None:
-        """Copy each slice's rows into its place; an output without rows is copied to every slice.
+        """Copy each slice's rows into its place. An output without a batch axis is copied to every slice.
 
-        The outputs `in_place` are there already.
+        The outputs in `in_place` are already there.
         """
         groups = find_contiguous_runs(self.slices)
         block, unread = self.variant.outputs, self.unread
@@ -255,7 +258,7 @@ class Flight:
 
     dispatch: Dispatch
     launched: Launched
-    #: Block of its assembled inputs, and of large outputs. None: all of them are in the requests' memory.
+    #: Block with the assembled inputs and the large outputs. None: all of these are in the requests' memory.
     staged: Array | None
     #: Outputs that the device copies to the requests' memory.
     in_place: Collection[int]
@@ -279,7 +282,7 @@ def launch(dispatch: Dispatch, device: Device, staging: Staging) -> Flight:
     large = dispatch.find_large_outputs() if device.writes_host else []
     in_place = dispatch.find_targets(large, lock, alone=alone)
     others = [index for index in large if index not in in_place]
-    # The inputs of a batch are at the beginning of the block, and outputs behind them.
+    # The inputs of a batch are at the beginning of the block, and the outputs follow.
     outputs, outputs_at = dispatch.variant.outputs, 0 if alone else nbytes
     nbytes = outputs_at + (outputs.places(execute.size)[1] if others else 0)
     staged = staging.take(nbytes) if others or not alone else None
@@ -299,12 +302,12 @@ def finish(flight: Flight, device: Device, staging: Staging) -> float:
     for index, array in flight.gathered.items():
         outputs[index] = array
     flight.dispatch.scatter(outputs, flight.in_place)
-    # Not after a failure: the device may still use the block, so no other execution may get it.
+    # After a failure, this is not reached: the device may still use the block, so no other execution may get it.
     if flight.staged is not None:
         staging.give(flight.staged)
     return seconds
 
 
 def _rows_first(array: Array, tensor: Tensor) -> Array:
-    """Move the batch axis to the front: then one slice per request selects its rows."""
+    """Move the batch axis to the front, so that one slice selects the rows of a request."""
     return np.moveaxis(array, tensor.batch_axis, 0) if tensor.batch_axis else array

@@ -1,8 +1,8 @@
 """Executions on the loop or on threads.
 
-With a depth of 1, the loop itself runs a short execution (`_SHORT_S`); any other has one thread from its inputs to its
-outputs. With a larger depth there are two threads: one gathers and launches the next execution while the device is busy
-with the one before; the other reads and scatters outputs meanwhile.
+With a depth of 1, the loop itself runs short executions (`_SHORT_S`). One thread runs all others, from the inputs to the
+outputs. With a larger depth, two threads run each execution. One gathers and launches the next execution while the device is
+busy. The other reads and scatters the outputs of the execution before.
 """
 
 import logging
@@ -32,12 +32,12 @@ BAN_S = 60.0
 
 
 class LoopBans:
-    """Bans of models from the loop: their executions there took far longer than predicted.
+    """Bans of models from the loop, because their executions there took far longer than predicted.
 
-    Some models' costs depend on their inputs, and while the loop executes, it notices no deadline, cancellation or arrival.
-    But a descheduled CPU makes any single execution slow. So what counts is for how long a model's slow executions blocked
-    the loop recently: one that takes a tenth of a second is evidence enough, one of 30 ms is not. And a ban expires.
-    Times are in seconds of one monotonic clock.
+    Some models' costs depend on their inputs. While the loop executes, it notices no deadline, cancellation or arrival. But a
+    descheduled CPU makes any single execution slow. So the time counts for which a model's slow executions blocked the loop
+    recently: a single execution of a tenth of a second is enough for a ban, but one of 30 ms is not. Bans expire. Times are in
+    seconds of one monotonic clock.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class LoopBans:
         return now < self.until.get(model, now)
 
     def executed(self, model: str, seconds: float, now: float) -> bool:
-        """Note an execution on the loop; return whether it bans the model."""
+        """Record an execution on the loop. Return whether it bans the model."""
         if seconds <= SLOW_S:
             return False
         slow = self._slow.setdefault(model, deque())
@@ -71,24 +71,24 @@ class LoopBans:
         self.until.pop(model, None)
 
 
-#: Maximum expected seconds of an execution that the loop runs itself. Handing over to a thread and back costs about 0.1 ms, and
-#: reading sockets that much later does no harm.
+#: Maximum expected seconds of an execution that the loop runs itself. A thread would cost about 0.1 ms for the handing over.
+#: Meanwhile the loop reads no sockets, but so short a delay does no harm.
 _SHORT_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutionEnded:
-    """An execution is over; `error` is None, or says why it failed."""
+    """An execution has ended. `error` is the reason of its failure, or None."""
 
     dispatch: Dispatch
     seconds: float
     error: str | None = None
-    #: True if another try may succeed when there is more memory.
+    #: True if the execution may succeed in another try with more memory.
     out_of_memory: bool = False
 
 
 class Executor:
-    """Runs dispatches in order. Each ends in an `ExecutionEnded`: posted by a thread, or returned by `run_short`."""
+    """Runs dispatches in order. Each ends in an `ExecutionEnded`, which a thread posts or `run_short` returns."""
 
     def __init__(self, inbox: Inbox, activity: Activity, clock: Callable[[], float] = time.monotonic) -> None:
         self._inbox = inbox
@@ -126,8 +126,9 @@ class Executor:
         now = self._clock()
         if self.bans.executed(dispatch.model.key, now - started, now):
             log.warning(
-                "%s: slow executions took more than %.0f ms within %.0f s, though less than 1 ms was expected of each. A thread "
-                "executes the model for the next %.0f s. Either its cost depends on its inputs, or the CPUs are overloaded",
+                "%s: slow executions took more than %.0f ms within %.0f s, although less than 1 ms was expected of each. A "
+                "thread executes the model for the next %.0f s. Either its cost depends on its inputs, or the CPUs are "
+                "overloaded",
                 dispatch.model.key,
                 1e3 * BLOCKED_S,
                 WINDOW_S,
@@ -188,13 +189,13 @@ class Executor:
 
 
 def _begin(slot: ActivitySlot, dispatch: Dispatch, number: int = 0) -> int:
-    """Begin the task of an execution, or continue it; return its number."""
+    """Begin the task of an execution, or continue it. Return the task's number."""
     key, execute = dispatch.model.key, dispatch.execute
     return slot.begin(Phase.EXECUTING, key, execute.size, execute.seconds, number, alone=execute.exclusive)
 
 
 def _failed(dispatch: Dispatch, error: Exception) -> ExecutionEnded:
-    """Log an error that is being handled, and turn it into text: a kept error would keep the execution's tensors."""
+    """Log an error that is being handled, and turn it into text. A stored exception would keep the execution's tensors."""
     size = dispatch.execute.size
     if isinstance(error, OutOfMemory):
         log.warning(

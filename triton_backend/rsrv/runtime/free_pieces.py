@@ -1,10 +1,10 @@
 """Free pieces of jax's allocator on a GPU.
 
-The allocator (XLA's BFCAllocator) tells how many bytes are free, and not in which pieces. For an allocation that fits
-into none of them it waits ten seconds, and what the same execution had allocated before is never freed (jaxlib 0.10.2).
-So the pieces are derived here, from the addresses of the weights, by the allocator's own rules: best fit, and a piece
-that is hardly larger than needed is handed out whole. Weights are what stays; inputs, outputs and intermediates of
-executions in flight are not known.
+The allocator (XLA's BFCAllocator) reports how many bytes are free, but not the pieces. If an allocation fits into no piece,
+the allocator waits ten seconds, and the memory that the same execution has allocated before is never freed (jaxlib 0.10.2).
+So this module derives the pieces from the addresses of the weights. It follows the allocator's rules: the best fitting piece
+is used, and it is not split if it is hardly larger than needed. Only weights are known here. Inputs, outputs and
+intermediates of executions in flight are not.
 """
 
 from bisect import bisect_left, insort
@@ -39,13 +39,13 @@ class FreePieces:
         self._addresses: list[int] = []
         #: Addresses by the caller's key.
         self._by_key: dict[int, int] = {}
-        #: Address behind each piece of taken memory, by its address.
+        #: End of each piece of taken memory, by its start address.
         self._ends: dict[int, int] = {}
         #: Sizes of the free pieces in ascending order.
         self._free = [nbytes]
 
     def add(self, key: int, address: int, nbytes: int) -> None:
-        """Note an allocation. A rest that the allocator did not split off belongs to it."""
+        """Record an allocation. If the allocator does not split off the remainder of its piece, the allocation includes it."""
         if not self._start <= address < self._end:
             return  # The pieces of another range are unknown.
         end = address + rounded(nbytes)
@@ -54,7 +54,7 @@ class FreePieces:
             start, limit = self._gap(at)
             self._replace([limit - start], [])
             if start > address:
-                # The piece before has no rest, because what was behind it was freed meanwhile.
+                # The recorded end of the previous piece is wrong: unknown memory was behind it, and has been freed since.
                 self._ends[self._addresses[at - 1]] = start = address
             if not _rest(limit - address, end - address):
                 end = limit
@@ -63,7 +63,7 @@ class FreePieces:
             self._by_key[key], self._ends[address] = address, end
 
     def remove(self, key: int) -> None:
-        """Forget an allocation that is freed; an unknown key is ignored."""
+        """Remove an allocation that is freed. An unknown key is ignored."""
         with self._lock:
             if (address := self._by_key.pop(key, None)) is None:
                 return
@@ -97,7 +97,7 @@ class FreePieces:
         return True
 
     def _gap(self, at: int) -> tuple[int, int]:
-        """Return where the free piece before the `at`-th taken one begins and ends; it may have no bytes."""
+        """Return the start and the end of the free piece before the `at`-th taken piece. It may have no bytes."""
         start = self._ends[self._addresses[at - 1]] if at else self._start
         return start, self._addresses[at] if at < len(self._addresses) else self._end
 

@@ -1,4 +1,4 @@
-"""Steps of generations as slices of executions: their tensors lie in memory of the runtime, not of a stub."""
+"""Steps of generations as slices of executions. Their tensors are in memory of the runtime, not of a stub."""
 
 from heapq import heappop, heappush
 from typing import Any
@@ -23,12 +23,12 @@ _PLACES = 64
 class StepMemory:
     """Memory for the steps of one model's generations.
 
-    Generations lie side by side, so that an execution copies the tensors of neighbours at once. It never shrinks, as the
-    number of a model's generations at a time is bounded.
+    Generations lie side by side, so that an execution copies the tensors of neighbours at once. The memory never shrinks,
+    because the number of concurrent generations of a model is bounded.
     """
 
     def __init__(self, inputs: int, outputs: int) -> None:
-        """`inputs`, `outputs`: bytes of a step's largest ones, multiples of the alignment."""
+        """`inputs`, `outputs`: maximum bytes of the inputs and of the outputs of a step, multiples of the alignment."""
         self.inputs = inputs
         self._stride = inputs + outputs
         self._blocks: list[Bytes] = []
@@ -44,7 +44,7 @@ class StepMemory:
         return heappop(self._free)
 
     def give(self, place: int) -> None:
-        """Take back the place of a generation that has ended."""
+        """Free the place of a generation that has ended."""
         heappush(self._free, place)
 
     def locate(self, place: int) -> tuple[Bytes, int]:
@@ -60,9 +60,9 @@ def step_memory(model: CompiledModel) -> StepMemory:
 
 
 class StepSlice(SequenceSlice):
-    """The share of one generation in an execution: its next chunk, and the token that comes out.
+    """The share of one generation in an execution: its next chunk, and the token that the step returns.
 
-    The generation's steps use the same memory, one after the other.
+    All steps of a generation use the same memory, one after the other.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class StepSlice(SequenceSlice):
     ) -> None:
         """Begin a generation. `number`: the loop's number for it.
 
-        `served`: its model, with the memory and counters of all generations.
+        `served`: the model, with the memory and the counters of all its generations.
         """
         model, memory, counts = served
         spec = model.bundle.manifest.generate
@@ -89,8 +89,8 @@ class StepSlice(SequenceSlice):
         self.number = number
         #: Number of the present step's request, as the scheduler knows it.
         self.id = 0
-        #: Hash of the client's id for the generation. `tag` would belong to a request, and operators do not look for
-        #: steps.
+        #: Hash of the client's id for the generation. The slice's `tag` stays 0, because a search for requests must not find
+        #: single steps.
         self.asked_tag = ask.tag
         self._deadline = ask.deadline_ns / 1e9 if ask.deadline_ns else None
         self._priority = ask.priority
@@ -103,9 +103,9 @@ class StepSlice(SequenceSlice):
         self._token: npt.NDArray[Any]
 
     def next_request(self, id: int, *, others_wait: bool) -> ev.Request:
-        """Write the next step's inputs; return its request. The first request may be refused.
+        """Write the next step's inputs, and return its request.
 
-        The others continue the sequence.
+        Only the first request may be refused. Later ones continue an accepted sequence.
         """
         begins, self.id = self.id == 0, id
         chunk = self.generation.next_chunk(others_wait=others_wait)
@@ -146,7 +146,7 @@ class StepSlice(SequenceSlice):
 
     @property
     def token(self) -> int:
-        """The token that the latest step gave."""
+        """The token that the latest step returned."""
         return int(self._token[0])
 
 

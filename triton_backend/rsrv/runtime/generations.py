@@ -1,8 +1,8 @@
-"""Generations: the next chunk of tokens of each one, and the consequences of each token that comes out.
+"""Generations: the next chunk of tokens of each generation, and the consequences of each token that a step returns.
 
-A generation is a sequence of a generative model. Its prompt is read in chunks of the compiled lengths; then each token
-that comes out is the next chunk. Time is an argument, and nothing here sends or executes: `stateful_requests` does. A live
-generation always has one step under way, so whatever ends that step can end the generation, too.
+A generation is a sequence of a generative model. Its prompt is read in chunks of the compiled lengths. Afterwards, each
+returned token is the next chunk. Time is an argument, and nothing here sends or executes: `stateful_requests` does. A live
+generation always has one step under way, so whatever ends that step can also end the generation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ class GenerationState(StrEnum):
 
 
 class GenerationEvent(StrEnum):
-    """Occurrence that moves a generation to another state."""
+    """Event that moves a generation to another state."""
 
     #: The sequence got a slot.
     GRANTED = "granted"
@@ -61,7 +61,7 @@ TRANSITIONS: Mapping[tuple[GenerationState, GenerationEvent], GenerationState] =
 }
 
 
-#: Methods that carry out the events.
+#: What carries out an event. The frame DONE reports the end.
 EFFECTS: Mapping[GenerationEvent, str] = {E.END: "DONE"}
 
 
@@ -79,7 +79,8 @@ class GenerationCounts:
     tokens_in: int = 0
     #: Tokens of answers that were sent.
     tokens_out: int = 0
-    #: Tokens of the prompts whose answers have a token. Other prompts were read only in part, or stopped at once.
+    #: Tokens of the prompts whose answers have at least one token. Other prompts were read only in part, or were answered
+    #: with a stop at once.
     answered_in: int = 0
     #: Seconds from a generation's arrival to its first token.
     first: Histogram = field(default_factory=lambda: Histogram(SECONDS))
@@ -95,7 +96,7 @@ class GenerationCounts:
         }
 
     def sums(self) -> dict[str, float]:
-        """Return the sums for means: answers that have a token, their tokens, and seconds."""
+        """Return sums for the computation of means: number of answers with a token, numbers of tokens, and seconds."""
         return {
             "answers": sum(self.first.counts),
             "tokens_in": self.answered_in,
@@ -120,7 +121,7 @@ class End(NamedTuple):
 
 
 class Chunks:
-    """The compiled lengths of chunks, by variant, and the seconds that one row of each takes."""
+    """The compiled lengths of chunks by variant, and the seconds that one row of each variant takes."""
 
     def __init__(self, lengths: Sequence[int], seconds: Sequence[float]) -> None:
         self.lengths = tuple(lengths)
@@ -130,7 +131,8 @@ class Chunks:
     def choose(self, left: int, *, others_wait: bool) -> int:
         """Return the variant that reads the next of `left` tokens fastest, by tokens per second.
 
-        A last token goes to the shortest, as all steps after the prompt do: so they share executions.
+        If the shortest variant has room for all these tokens, it is used, as in all steps after the prompt. So such steps share
+        executions.
         """
         if left <= self.lengths[self.shortest]:
             return self.shortest
@@ -146,14 +148,14 @@ class Chunks:
 
 
 def find_problem(ask: Generate, spec: GenerateSpec) -> str:
-    """Return why a generation is not possible. Empty: it is."""
+    """Return the reason why a generation is not possible, or "" if it is possible."""
     tokens = len(ask.prompt)
     if not tokens:
         return "the prompt is empty; send at least one token"
     if tokens >= spec.context:
         return (
             f"the prompt has {tokens} tokens; the model's context of {spec.context} has room for at most "
-            f"{spec.context - 1}, and one of the answer"
+            f"{spec.context - 1} of them and one token of the answer"
         )
     if ask.max_tokens is not None and ask.max_tokens < 1:
         return f"max_tokens is {ask.max_tokens}; it must be at least 1"
@@ -176,9 +178,9 @@ class Generation:
     ) -> None:
         """Begin a generation that has no problem (`find_problem`)."""
         self.state = S.WAITING
-        #: How the generation ends after the step under way, whatever its token is. None: it continues.
+        #: End of the generation after the step under way, whatever token that step returns. None: it continues.
         self.ending: End | None = None
-        #: temperature, top_k, top_p and seed, in the form of the model's input.
+        #: Temperature, top_k, top_p and seed, in the form of the model's input.
         self.sampling = ask.temperature, float(min(ask.top_k, _SEEDS)), ask.top_p, float(ask.seed)
         #: Number of tokens of the answer that were sent.
         self.sent = 0
@@ -187,10 +189,14 @@ class Generation:
         self._stop = frozenset(spec.stop if ask.stop is None else ask.stop)
         self._chunks = chunks
         self._prompt = np.asarray(ask.prompt, np.int32)
-        #: `_read`: tokens of the prompt that executed. `_taken`: tokens of the step under way.
-        self._read = self._taken = 0
-        #: `_last`: the latest token. `_last_at`: the time when it, or the request, came.
-        self._last, self._last_at = 0, now
+        #: Number of tokens of the prompt that have executed.
+        self._read = 0
+        #: Number of tokens of the prompt in the step under way.
+        self._taken = 0
+        #: Latest token.
+        self._last = 0
+        #: Time when the latest token was returned, or when the request arrived.
+        self._last_at = now
         self._since, self._rate = now, ask.tokens_per_s
         self._counts = counts
         counts.active += 1
@@ -211,7 +217,7 @@ class Generation:
         self._counts.active -= 1
 
     def next_chunk(self, *, others_wait: bool) -> Chunk:
-        """Return the input of its next step."""
+        """Return the input of the generation's next step."""
         left = len(self._prompt) - self._read
         if not left:
             return Chunk(self._chunks.shortest, (self._last,))
@@ -220,13 +226,13 @@ class Generation:
         return Chunk(variant, self._prompt[self._read : self._read + self._taken])
 
     def due(self) -> float | None:
-        """Return when its next token should come; None if its client asks for no rate."""
+        """Return the time when the next token is due. None: the client asks for no rate."""
         return self._since + (self.sent + 1) / self._rate if self._rate else None
 
     def step(self, token: int, now: float) -> tuple[bool, End | None]:
-        """Take the token that came out of a step; return whether it is one of the answer's, and the end, if it is that.
+        """Handle the token that a step returned. Return whether it belongs to the answer, and the generation's end or None.
 
-        Before the last chunk of the prompt, the tokens that come out are not the answer's.
+        Tokens that are returned before the last chunk of the prompt do not belong to the answer.
         """
         if self.state is S.WAITING:
             raise GenerationError("a generation that waits for a slot has executed a step")

@@ -1,4 +1,4 @@
-"""Models of a runtime for the next one of its device: which had their weights there, and in which order they return."""
+"""Note of a runtime for the next runtime of its device: its models, and the order in which they return."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ from rsrv.wire.paths import write_whole
 
 log = logging.getLogger("rsrv.registry")
 
-#: Maximum seconds that the end of a runtime waits for its note.
+#: Maximum seconds for which the end of a runtime waits until its note is written.
 _MAX_WAIT_S = 1.0
 
 
@@ -29,14 +29,14 @@ class HandedModel:
 
 
 class Handover:
-    """A note in the runtime's private directory, which each runtime reads when it begins, and replaces.
+    """A note in the runtime's private directory. Each runtime reads it at its start, and replaces it later.
 
-    The models are in the order in which they were used, the latest first. A note that cannot be read or written costs
-    the order, and the return of models that no stub asks for.
+    The models are in the order of their last use, the latest first. If a note cannot be read or written, models return in any
+    order, and models that no stub asks for do not return.
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        """Read what the runtime before this one wrote. Without a path, nothing is read or written."""
+        """Read the note of the previous runtime. Without a path, nothing is read or written."""
         self._path = path
         #: Models of the previous runtime, or None if unknown.
         self.before: list[HandedModel] | None = None
@@ -57,11 +57,11 @@ class Handover:
         return self._places.get(key, len(self._places))
 
     def returns(self, key: str) -> bool:
-        """Return whether a model's weights return to the device: without a note, all do."""
+        """Return whether a model's weights return to the device. Without a note, all weights do."""
         return self.before is None or (key in self._places and self.before[self._places[key]].resident)
 
     def write(self, models: Sequence[HandedModel], *, wait: bool = False) -> None:
-        """Replace the note, if it changes, on a thread. `wait`: return only when that is done."""
+        """Replace the note on a thread if it has changed. `wait`: wait for that, at most for `_MAX_WAIT_S`."""
         if self._thread is None:
             return
         self._thread.put(lambda: self._write(models))

@@ -1,8 +1,11 @@
-"""Limit of the host's memory: which models get a copy of their weights, which lose theirs, and which fall back to cold.
+"""Decisions by the limit of the host's memory.
 
-A model whose residency is `system` has a host copy if there is room. The least recently used copies make room for those of
-models that are loaded, and leave when the machine, or the container, is short of memory, or after `idle.host`. A model
-without one stays ready: before each load, its file is read. What the host has is told to the scheduler, which decides that.
+They say which models get a host copy of their weights, which copies are dropped, and which models fall back to cold.
+
+A model whose residency is `system` has a host copy if there is room. The least recently used copies make room for copies of
+models that are loaded. Copies are also dropped after `idle.host`, or when the machine or the container is short of memory. A
+model without a copy stays ready: before each load, its file is read. The scheduler decides on these reads, so it is told
+which copies exist.
 """
 
 import logging
@@ -22,7 +25,7 @@ from rsrv.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("rsrv.host")
 
-#: Seconds between two checks of the memory, and the minimum while it is short.
+#: Seconds between two checks of the memory, and minimum seconds between two checks while memory is short.
 REVIEW_S, _SHORT_REVIEW_S = 2.0, 0.1
 #: Maximum number of idle models whose executables are examined when memory is short. This takes milliseconds.
 _MOST_EXAMINED = 1000
@@ -37,15 +40,15 @@ class HostCopy:
     tensors: Mapping[str, int]
     #: Time of the last use, or inf while requests wait for the model or it is being loaded.
     used: float
-    #: Time at which it has been idle for too long.
+    #: Time at which the copy is dropped because it was idle for `idle.host`.
     expires: float = inf
 
 
 def choose_copies(copies: Iterable[HostCopy], excess: int, before: float = inf) -> tuple[list[str], int]:
-    """Choose the least recently used copies that free `excess` bytes together; return them, and the bytes that are still missing.
+    """Choose the least recently used copies that free `excess` bytes together. Return them and the bytes still missing.
 
-    Only copies that were last used `before` a time leave. A tensor is freed with the last copy that has it. Copies
-    that would free nothing stay.
+    Only copies that were last used before the time `before` are chosen. A tensor is freed with the last copy that has it.
+    Copies that would free nothing stay.
     """
     if excess <= 0:
         return [], 0
@@ -72,11 +75,11 @@ class WarmModel(NamedTuple):
 
     key: str
     name: str
-    #: Time of the last use of a model, or of the models that a meta model calls. inf: requests wait.
+    #: Time of the last use of the model, or for a meta model, of the models that it calls. inf: requests wait.
     since: float
     #: The model's setting `idle.executable`.
     limit: float
-    #: The model stays at least this many seconds after its last use, because its sequences end with the connection.
+    #: Minimum seconds that the model stays after its last use, because its sequences end with the connection.
     least: float
     #: Ids of the model's executables.
     executables: frozenset[int]
@@ -85,9 +88,9 @@ class WarmModel(NamedTuple):
 def choose_cold(idle: Iterable[WarmModel], users: Mapping[int, int], most: int) -> list[WarmModel]:
     """Choose the least recently used models, at most `most`, that free memory.
 
-    `users`: how many of all models, idle or not, have each executable; a meta model has those of its callees. Equal modules
-    share one, so it is freed with the last of them. If no choice frees one, models leave all the same: each takes some
-    memory of its own.
+    `users` has the number of models, idle or not, that use each executable. A meta model uses the executables of its callees.
+    Models with equal modules share an executable, so it is freed with the last of them. If no choice frees an executable,
+    models are chosen nevertheless, because each has some memory of its own.
     """
     left, sharers = Counter(users), defaultdict[int, list[WarmModel]](list)
     chosen: dict[str, WarmModel] = {}
@@ -104,7 +107,7 @@ def choose_cold(idle: Iterable[WarmModel], users: Mapping[int, int], most: int) 
 
 
 class HostCopies:
-    """Decisions about the host copies of all models. Belongs to the loop; the weight mover carries them out."""
+    """Decides about the host copies of all models. Belongs to the loop. The weight mover carries out the decisions."""
 
     def __init__(self, catalog: Catalog, scheduler: Scheduler, outbox: deque[ev.Event]) -> None:
         self._catalog = catalog
@@ -113,11 +116,14 @@ class HostCopies:
         self._mover: WeightMover | None = None
         #: Models that were loaded without a copy and should get one, in this order.
         self._wanting: dict[str, None] = {}
-        #: `_drops`: copies are being dropped. `_makes`: a copy is being made. There is one decision at a time.
-        self._drops = self._makes = False
+        # Only one of the following is true at a time, because there is one decision at a time.
+        #: True while copies are being dropped.
+        self._drops = False
+        #: True while a copy is being made.
+        self._makes = False
         #: True if the next measurement is for a review of all copies.
         self._reviews = False
-        #: When all copies were last looked at.
+        #: Time of the last review of all copies.
         self._reviewed = -inf
         #: True if memory is short although all copies that may be dropped are dropped.
         self.is_short = False
@@ -158,7 +164,7 @@ class HostCopies:
         return lacking
 
     def _tell_all(self) -> None:
-        """Tell the scheduler which copies have come or gone; free what was read for loads that are not needed any more."""
+        """Report new and dropped copies to the scheduler. Free what was read for loads that are not needed any more."""
         for key, entry in self._catalog.entries.items():
             model = entry.model
             if model is None or entry.ending:
@@ -171,7 +177,7 @@ class HostCopies:
                 self.tell(model)
 
     def tell(self, model: CompiledModel) -> None:
-        """Tell the scheduler whether the host has a copy of a model's weights, if it does not know that yet."""
+        """Report to the scheduler whether the host has a copy of a model's weights, unless it knows that already."""
         if self._scheduler.on_disk(model.key) is model.host.kept:
             self._outbox.append(ev.CopyChanged(model.key, model.host.kept))
             self._catalog.moves.add(model.key)
@@ -179,7 +185,7 @@ class HostCopies:
 
     @property
     def shortage(self) -> str:
-        """Reason why models fall back to cold. Empty: there is none."""
+        """Reason why models fall back to cold, or "" if there is none."""
         if self.is_short:
             return "memory is short"
         lacks = self._mover is not None and self._mover.lacks_mappings
@@ -191,9 +197,9 @@ class HostCopies:
             self._mover.measure(mappings=True)
 
     def measure(self, now: float, states: int) -> float:
-        """Start a measurement of the memory, if there are models or `states`, the bytes of sequences' state in host memory.
+        """Start a measurement of the memory if there are models or host copies. Return the time of the next measurement.
 
-        Return when to measure again.
+        `states`: bytes of sequences' state in host memory.
         """
         mover = self._mover
         if mover is None:
@@ -209,7 +215,7 @@ class HostCopies:
     def _review(self, spare: int, now: float) -> int:
         """Drop copies that have not been used for too long, or whose memory is needed for something else.
 
-        Return the bytes that sequences' state must then free.
+        Return the bytes that sequences' state must free in addition.
         """
         mover = self._mover
         if mover is None or self._drops:
@@ -219,7 +225,7 @@ class HostCopies:
         over = 0 if limit is None else limit.excess(taken + left, spare)
         excess = max(short, over)
         if excess > 0 and left:
-            # No front has asked for their models since the last runtime.
+            # These copies were left by the last runtime, and no front has asked for their models since.
             mover.forget_left(excess)
             excess -= left
         if excess > 0 and mover.host.ahead:
@@ -234,12 +240,12 @@ class HostCopies:
             log.info("host copies dropped, memory is short: %s", ", ".join(chosen))
         self._drop([*idle, *chosen])
         self.is_short = short > 0 and lacking > 0 and not (idle or chosen)
-        # State cannot be read again, as copies can. So sequences do not end for the extra bytes that make memory
-        # plentiful.
+        # Copies can be read again, but state cannot. So no sequence ends for the extra bytes that are freed to have
+        # plenty of memory.
         return max(0, lacking - max(0, short - over))
 
     def _end_reads_ahead(self, mover: WeightMover) -> None:
-        """Free what was read for loads that have not begun; it is read again."""
+        """Free what was read for loads that have not begun. It will be read again."""
         for key, entry in self._catalog.entries.items():
             model = None if entry.ending or entry.weights != "absent" else entry.model
             # While a read runs, the weights are still on disk.
@@ -249,7 +255,7 @@ class HostCopies:
                 self.tell(model)
 
     def _make(self, spare: int) -> None:
-        """Give a copy to the first model that wants one, in place of less recently used ones."""
+        """Make a copy for the first model that wants one. It may take the place of less recently used copies."""
         while self._wanting and self._mover is not None and not (self._drops or self._makes):
             key = next(iter(self._wanting))
             entry = self._catalog.entries.get(key)
@@ -261,7 +267,7 @@ class HostCopies:
                 if excess > 0:
                     victims, lacking = choose_copies(self._copies(), excess, self._scheduler.idle_since(key))
             if victims and not lacking:
-                # Loads without a copy happen as often, which is too often for a line for operators.
+                # This may happen at each load without a copy, which is too often for a line for operators.
                 log.debug("host copies dropped for that of %s: %s", key, ", ".join(victims))
                 self._drop(victims)
                 return
@@ -280,7 +286,7 @@ class HostCopies:
                 self.tell(model)
 
     def _copies(self) -> list[HostCopy]:
-        """Return the copies of models that are there to stay."""
+        """Return the host copies of all models that are not ending."""
         settings = self._catalog.policy.settings
         copies = []
         for key, entry in self._catalog.entries.items():

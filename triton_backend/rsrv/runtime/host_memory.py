@@ -1,4 +1,7 @@
-"""Host memory of tensors: private to the process, or files in /dev/shm, which other runtimes also use, and which outlive this one."""
+"""Host memory of tensors: private to the process, or files in /dev/shm.
+
+Other runtimes also use these files, and the files outlive the runtime.
+"""
 
 import errno
 import fcntl
@@ -43,7 +46,7 @@ _MODEST_SHARE, _MAX_MODEST = 8, 8000
 
 
 class HostMemoryError(Exception):
-    """The host has no memory for weights, or the shared directory is not safe; the message says what to do."""
+    """The host has no memory for weights, or the shared directory is not safe. The message says what to do."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +99,7 @@ class MemoryLimit:
     def lacking(self, spare: int, *, ends: bool = False) -> int:
         """Return the bytes to free while memory is short. 0: it is not short.
 
-        `ends`: memory was short, and stays so until enough is free.
+        `ends`: True if memory was short before. It then counts as short until twice the least share is free.
         """
         enough = int(self.total * 2 * _SCARCE)
         return max(0, enough - spare) if ends or spare < self.total * _SCARCE else 0
@@ -120,7 +123,7 @@ def fresh(nbytes: int) -> Bytes:
 
 
 class HostMemory:
-    """Memory of the store, private to this process: tensors stay where they were read into, and nothing outlives it.
+    """Memory of the store that is private to this process. Tensors stay where they were read to, and end with the process.
 
     Every method may be called from any thread.
     """
@@ -134,13 +137,13 @@ class HostMemory:
         return 0
 
     def forget_left(self, but: Collection[str | None], excess: int) -> None:
-        """Remove so many bytes of the left tensors, the oldest first.
+        """Remove `excess` bytes of the left tensors, the oldest first.
 
         Keep the tensors of files with the versions `but`.
         """
 
     def place(self, digest: str, filled: Bytes) -> TensorBytes:
-        """Return memory with the bytes of `filled`, whose SHA-256 is `digest`; it may be `filled` itself.
+        """Return memory with the bytes of `filled`. It may be `filled` itself. `digest` is their SHA-256.
 
         Raises HostMemoryError.
         """
@@ -148,38 +151,39 @@ class HostMemory:
         return TensorBytes(filled, _nothing)
 
     def find(self, digest: str, nbytes: int) -> TensorBytes | None:
-        """Return a tensor that this process or another one has placed. None: it is gone."""
+        """Return a tensor that this process or another one has placed. None: there is no such tensor any more."""
         return None
 
     def recall(self, file: WeightsFile) -> Sequence[str] | None:
-        """Return the digests of a file's tensors in argument order, if a runtime of this server has noted them."""
+        """Return the digests of a file's tensors in argument order. None: no runtime of this server has noted them."""
         return None
 
     def note(self, file: WeightsFile, digests: Sequence[str]) -> None:
-        """Record the digests of a file's tensors for the server's next runtime, which finds the tensors by them."""
+        """Record the digests of a file's tensors, so that the server's next runtime finds the tensors."""
 
     def forget(self, file: WeightsFile) -> None:
-        """Remove the note: the next runtime does without the file's tensors."""
+        """Remove the note of a file. The next runtime then does not look for the file's tensors."""
 
     def sweep(self) -> int:
-        """Remove the tensors that killed processes left, and no server notes; return how many were removed."""
+        """Remove tensors that killed processes left and that are in no server's notes. Return the number of removed tensors."""
         return 0
 
     def close(self) -> None:
-        """End, and leave no notes."""
+        """End the use of this memory, and remove all notes."""
 
 
 class SharedMemory(HostMemory):
     """One file per large tensor in a directory of /dev/shm, named by the tensor's digest; small tensors are private.
 
-    A file is linked atomically when it is complete, and is not written again: no process waits for another, and none
+    A file is linked atomically when it is complete, and is not written again. So no process waits for another, and none
     sees an incomplete file. Each user holds a shared lock on the file. A process that can make its lock exclusive is
-    the last user, and removes the file; so after locking a file, a process checks that it is still linked. If a process
+    the last user, and removes the file. So after locking a file, a process checks that it is still linked. If a process
     is killed, the kernel drops its locks, and the files that it leaves stay valid.
 
-    So the next runtime of a server finds its predecessor's tensors. It also finds their digests: for each weights file, a
-    note names them, in a directory of the server's device. Tensors in the notes of a live server are not swept, used or
-    not: the fronts may be late, or wait until a request comes.
+    So the next runtime of a server finds its predecessor's tensors. It finds their digests in notes: there is one note for
+    each weights file, in a directory of the server's device. A sweep keeps the tensors in the notes of a live server even if
+    nothing uses them, because fronts may be late, or wait until a request arrives.
+
 
     Each tensor takes two descriptors (one from Python 3.13 on) and a mapping of the process.
     """
@@ -187,9 +191,9 @@ class SharedMemory(HostMemory):
     def __init__(self, parent: Path, *, owner: str = "", modest: bool = False) -> None:
         """Create or open the directory. Raises HostMemoryError if other users own it or may enter it.
 
-        `owner`: name of the directory of the server's device (`paths.runtime_directory`); without one, nothing is noted.
-        If `modest`, files take at most half of the file system, because Triton needs room there, too, and tensors that
-        cannot be shared are private.
+        `owner`: name of the directory of the server's device (`paths.runtime_directory`). If it is empty, there are no notes.
+        If `modest`, files take at most half of the file system, because Triton also needs room there. Tensors that cannot be
+        shared are then private.
         """
         self._uid = os.getuid()
         self._lock = Lock()
@@ -246,7 +250,7 @@ class SharedMemory(HostMemory):
                     self._leave_room(nbytes)
                 if fd is None:
                     fd = self._publish(digest, filled)
-                # None again: another process created or removed the file between the two calls.
+                # If it is None again, another process has created or removed the file between the two calls.
                 if fd is not None:
                     break
             return self._mapped(digest, fd, nbytes)
@@ -262,7 +266,7 @@ class SharedMemory(HostMemory):
             return None  # If `place` also fails, it reports the reason.
 
     def _mapped(self, digest: str, fd: int, nbytes: int) -> TensorBytes:
-        """Return the tensor of a file that is locked."""
+        """Return the tensor in a file that this process has locked."""
         try:
             mapping = _map(fd, nbytes)
         except BaseException:
@@ -345,9 +349,9 @@ class SharedMemory(HostMemory):
         return removed
 
     def _noted(self) -> dict[str, bool]:
-        """Return the tensors in the notes of live servers, and whether this server's device noted them.
+        """Return the digests in the notes of live servers. The value is True if this server's device has noted the tensor.
 
-        Notes of servers that have ended, or that are out of date, are removed.
+        Remove outdated notes, and the notes of servers that have ended.
         """
         noted: dict[str, bool] = {}
         with suppress(OSError):
@@ -366,7 +370,7 @@ class SharedMemory(HostMemory):
         return noted
 
     def _names(self) -> list[str]:
-        """Return the names of all tensors; none if no descriptor is free."""
+        """Return the names of all tensors. Return none if no descriptor is free."""
         with suppress(OSError):
             return [name for name in os.listdir(self._directory) if _NAME.fullmatch(name)]
         return []
@@ -407,18 +411,18 @@ class SharedMemory(HostMemory):
             raise OSError(errno.ENOSPC, "half of it is taken")
 
     def _open(self, name: str) -> int:
-        # Do not block if it is a pipe.
+        # O_NONBLOCK: do not block if the file is a pipe.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         return os.open(name, flags, dir_fd=self._directory)
 
     def _attach(self, name: str, nbytes: int) -> int | None:
-        """Open and lock the file of that name; return its descriptor, or None if it does not exist."""
+        """Open and lock the file of this name. Return its descriptor, or None if it does not exist."""
         try:
             fd = self._open(name)
         except FileNotFoundError:
             return None
         try:
-            # Waits only for a process that is removing the file, which is brief.
+            # This waits only while another process removes the file, which is brief.
             fcntl.flock(fd, fcntl.LOCK_SH)
             status = os.fstat(fd)
             if not status.st_nlink:
@@ -437,10 +441,11 @@ class SharedMemory(HostMemory):
         return fd
 
     def _publish(self, name: str, filled: Bytes) -> int | None:
-        """Create and lock a file of that name; return its descriptor, or None if another process was faster."""
+        """Create and lock a file of this name. Return its descriptor, or None if another process was faster."""
         fd = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=self._directory)
         try:
-            # Written, not mapped: if /dev/shm is full, `write` raises, while a store into a mapping kills the process.
+            # Write the file instead of mapping it: if /dev/shm is full, `write` raises, but a store into a mapping kills
+            # the process.
             remaining = filled.data
             while remaining:
                 remaining = remaining[os.write(fd, remaining) :]
@@ -456,7 +461,7 @@ class SharedMemory(HostMemory):
         return fd
 
     def _release(self, name: str, fd: int) -> bool:
-        """Close a file, and remove it if no other process uses it; return whether it was removed."""
+        """Close a file, and remove it if no other process uses it. Return whether it was removed."""
         removed = False
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -477,9 +482,9 @@ def _shared_directory(parent: Path) -> Path:
 
 
 def open_host_memory(shared: bool | None, owner: str = "") -> HostMemory:
-    """Return the memory for `runtime.shared_host_weights`; None: shared as far as possible. Raises HostMemoryError.
+    """Return the memory for `runtime.shared_host_weights`. None: share as far as possible. Raises HostMemoryError.
 
-    `owner`: as of `SharedMemory`; without one, the process is no server's, and shares only if it must.
+    `owner`: see `SharedMemory`. If it is empty, the process belongs to no server, and shares only if `shared` is True.
     """
     if shared is False or not (shared or owner):
         remove_left(owner)
@@ -494,7 +499,7 @@ def open_host_memory(shared: bool | None, owner: str = "") -> HostMemory:
 
 
 def remove_left(owner: str) -> None:
-    """Remove what earlier runtimes of a server's device left, which no runtime will want."""
+    """Remove what earlier runtimes of a server's device left, because no runtime will need it."""
     if owner and (_shared_directory(_SHM) / owner).exists():
         with suppress(HostMemoryError):
             memory = SharedMemory(_SHM, owner=owner)

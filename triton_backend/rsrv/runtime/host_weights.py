@@ -15,8 +15,8 @@ from rsrv_bundle import Bundle
 from rsrv_bundle.spec import WeightSpec
 from rsrv_bundle.weights import TensorKey, WeightsFile, as_array, changed_since_loaded, content_digest
 
-#: Models whose weights stay in memory between read and load: the one that is being loaded, and the next. Other models
-#: wait in the kernel's cache.
+#: Maximum number of models whose weights stay in memory between read and load: the model that is being loaded, and the next
+#: one. The weights of other models stay in the kernel's cache.
 _MOST_AHEAD = 2
 
 
@@ -33,7 +33,7 @@ class HostCounts:
 
     #: Bytes of the weights of all models with a host copy. Each model counts in full.
     logical: int
-    #: Bytes of the distinct tensors that hold them.
+    #: Bytes of the distinct tensors of these weights.
     physical: int
     tensors: int
 
@@ -56,7 +56,7 @@ class _Held:
 class HostStore:
     """Host copies of a runtime's tensors. Every method may be called from any thread.
 
-    `page_lock` is called once for each large mapping, and the function that it returns before the mapping is removed.
+    `page_lock` is called once for each large mapping. The function that it returns is called before the mapping is removed.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class HostStore:
         self.limit = limit
         self._page_lock = page_lock
         self._locks = PageLocks()
-        # Guards the fields below. Held only briefly: no thread reads, hashes or copies tensors under it.
+        # Guards the fields below. It is held only briefly: no thread reads, hashes or copies tensors meanwhile.
         self._lock = Lock()
         self._held: dict[str, _Held] = {}
         self._closed = False
@@ -83,11 +83,11 @@ class HostStore:
         self.promised = 0
 
     def open(self, bundle: Bundle, *, keep: bool) -> "HostWeights":
-        """Identify every weight by its content, and keep a host copy if `keep` and there is room.
+        """Identify every weight by its content. Keep a host copy if `keep` is true and there is room.
 
-        The file is read once, unless an earlier runtime has left a note of its content: then only tensors that are kept
-        and that are not in memory already are read. Raises HostMemoryError, and BundleError if the file is removed, has
-        changed since the bundle was read, or does not match the manifest's checksum.
+        The file is read once. If an earlier runtime has left a note of its content, only tensors are read that the copy needs
+        and that are not in memory yet. Raises HostMemoryError, and BundleError if the file is removed, has changed since the
+        bundle was read, or does not match the manifest's checksum.
         """
         file = WeightsFile(bundle)
         try:
@@ -134,27 +134,30 @@ class HostStore:
 
     @property
     def taken(self) -> int:
-        """Bytes of the copies, each tensor once, of those that are being made or read ahead, and of sequences' state."""
+        """Bytes of host copies, of tensors that are being copied or were read ahead, and of sequences' state.
+
+        Each tensor counts once.
+        """
         return self._physical + self._reading + self.states
 
     @property
     def left(self) -> int:
-        """Bytes of tensors that an earlier runtime left for models that have not come back, found by the last `sweep`."""
+        """Bytes of tensors that an earlier runtime left for models that have not returned, as found by the last `sweep`."""
         return self._memory.left
 
     def sweep(self) -> int:
-        """Remove shared tensors that no runtime uses or wants; return how many."""
+        """Remove shared tensors that no runtime uses or has noted. Return the number of removed tensors."""
         return self._memory.sweep()
 
     def forget_left(self, excess: int) -> None:
-        """Remove so many bytes of what an earlier runtime left for models that have not come back."""
+        """Remove `excess` bytes of the tensors that an earlier runtime left for models that have not returned."""
         with self._lock:
             versions = {weights._file.version for weights in self._open}
         self._memory.forget_left(versions, excess)
 
     @contextmanager
     def _room(self, nbytes: int) -> Iterator[_Room | None]:
-        """Count bytes as taken while they are read; None: there is no room."""
+        """Count bytes as taken while they are read. Yields None if there is no room."""
         fits = self._reserve(nbytes)
         room = _Room(nbytes if fits else 0)
         try:
@@ -163,7 +166,7 @@ class HostStore:
             self._end_reserve(room.nbytes)
 
     def _reserve(self, nbytes: int) -> bool:
-        """Count bytes as taken until `_end_reserve`; return False if there is no room."""
+        """Count bytes as taken until `_end_reserve`. Return False if there is no room."""
         spare = 0 if self.limit is None else spare_memory() - self.promised
         with self._lock:
             fits = self.limit is None or self.limit.fits(self.taken, spare, nbytes)
@@ -175,17 +178,17 @@ class HostStore:
             self._reading -= nbytes
 
     def leave(self) -> None:
-        """End, and leave the shared tensors to the next runtime of the server, which reads nothing that it finds there.
+        """End the store, and leave the shared tensors to the server's next runtime, so that it need not read them again.
 
-        The process is to end now. If another thread is opening or keeping weights, that raises HostMemoryError.
+        The process must end soon. If another thread is opening or keeping weights, it gets a HostMemoryError.
         """
         with self._lock:
             self._closed = True
 
     def close(self) -> None:
-        """Close all weights. Do not use the store afterwards; arrays that were handed out stay valid.
+        """Close all weights. Do not use the store afterwards. Arrays that `HostWeights.read` has returned stay valid.
 
-        If another thread is opening or keeping weights, that raises HostMemoryError.
+        If another thread is opening or keeping weights, it gets a HostMemoryError.
         """
         for weights in list(self._open):
             weights.close()
@@ -202,7 +205,7 @@ class HostStore:
             return None if stored is None else stored.block.bytes
 
     def _take(self, digest: str) -> bool:
-        """Add a reference to a tensor; return whether the store has it."""
+        """Add a reference to a tensor. Return False if the store does not have it."""
         with self._lock:
             stored = self._held.get(digest)
             if stored is not None:
@@ -210,7 +213,7 @@ class HostStore:
             return stored is not None
 
     def _put(self, digest: str, block: TensorBytes, room: _Room) -> None:
-        """Store a tensor, with its first reference, in the room for it. Raises HostMemoryError."""
+        """Store a tensor with its first reference. Its bytes are taken from `room`. Raises HostMemoryError."""
         if self._page_lock is not None:
             self._locks.add(block.bytes, self._page_lock)
         with self._lock:
@@ -278,14 +281,14 @@ class HostWeights:
         self._closed = False
         #: Bytes of the tensors that were read for the next load, by digest.
         self._ahead: dict[str, Bytes] = {}
-        #: Tensors of other models' copies to which this object holds a reference.
+        #: Tensors of other models' copies to which this object holds a reference until the next load has ended.
         self._ahead_held: tuple[HostTensor, ...] = ()
         #: Tensors in argument order.
         self.tensors = tuple(tensors)
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors)
-        #: Bytes of each tensor, which occurs once.
+        #: Bytes of each distinct tensor.
         self.distinct = {tensor.key: tensor.nbytes for tensor in self.tensors}
-        #: Bytes of each tensor by digest, which occurs once. A host copy takes this many bytes.
+        #: Bytes of each distinct content, by its digest. A host copy takes the sum of these bytes.
         self.copied = {key.digest: nbytes for key, nbytes in self.distinct.items()}
 
     @property
@@ -300,10 +303,10 @@ class HostWeights:
         return sum(nbytes for digest, nbytes in self.copied.items() if digest not in stored)
 
     def keep(self) -> None:
-        """Keep a host copy, if there is room; of tensors that it keeps for other models, the store only adds a reference.
+        """Keep a host copy if there is room. For tensors that the store has for other models, only add a reference.
 
-        Raises HostMemoryError, and BundleError if the file's weights have changed since it was opened; then nothing has
-        changed.
+        Raises HostMemoryError, and BundleError if the file's weights have changed since it was opened. After an error, the host
+        copy is as before.
         """
         if self.kept or self._closed:
             return
@@ -322,10 +325,10 @@ class HostWeights:
             self._store._give(taken)
             raise
         if not self._store._keeps(self):
-            self._store._give(taken)  # Another thread has kept them meanwhile.
+            self._store._give(taken)  # Another thread has made the copy meanwhile.
 
     def _find(self, index: int) -> TensorBytes:
-        """Return a tensor from shared memory or else, read and checked, from the file."""
+        """Return a tensor from shared memory. If it is not there, read it from the file and check it."""
         (digest, _, _), nbytes = self.tensors[index]
         memory = self._store._memory
         block = memory.find(digest, nbytes)
@@ -338,25 +341,25 @@ class HostWeights:
         return block
 
     def drop(self) -> None:
-        """Drop the host copy; the memory of tensors that no other model keeps returns to the system."""
+        """Drop the host copy. The memory of tensors that no other model keeps returns to the system."""
         self.detach()()
 
     def detach(self) -> Callable[[], None]:
-        """Forget the host copy at once; return what frees its memory, which may take long."""
+        """Forget the host copy at once. Return a function that frees its memory, which may take long."""
         had = self._store._drops(self)
         return partial(self._store._give, self.tensors if had else ())
 
     @property
     def is_read_ahead(self) -> bool:
-        """True if something is kept for the next load."""
+        """True if tensors were read ahead for the next load."""
         return bool(self._ahead or self._ahead_held)
 
     def read_ahead(self, indices: Iterable[int], abandoned: Callable[[], bool]) -> None:
-        """Read weights that the host has no copy of, so that the next load does not wait for storage.
+        """Read weights without a host copy, so that the next load does not wait for storage.
 
-        They, and those that other models have copies of, stay in memory until `end_read_ahead`. Without room, the file is
-        read all the same if the kernel may keep it in its cache. Raises Abandoned, HostMemoryError, and BundleError if a
-        weight in the file has changed.
+        These weights stay in memory until `end_read_ahead`. So do those of them that other models have copies of. If there is
+        no room, the file is nevertheless read if the kernel's cache may hold it. Raises Abandoned, HostMemoryError, and
+        BundleError if a weight in the file has changed.
         """
         self.end_read_ahead()()
         needed = {self.tensors[index].key.digest: index for index in indices}
@@ -384,7 +387,7 @@ class HostWeights:
             self._store.ahead += bool(ahead)
 
     def end_read_ahead(self) -> Callable[[], None]:
-        """Forget at once what was read ahead; return what frees its memory, which may take long."""
+        """Forget at once what was read ahead. Return a function that frees its memory, which may take long."""
         with self._store._lock:
             ahead, self._ahead = self._ahead, {}
             taken, self._ahead_held = self._ahead_held, ()
@@ -398,10 +401,11 @@ class HostWeights:
         return free
 
     def read(self, index: int) -> Array:
-        """Return a weight as a read-only array: of the host copy, as it was read ahead or, without either, from the file.
+        """Return a weight as a read-only array.
 
-        The memory lives as long as the array. Raises HostMemoryError, and BundleError if there is no copy and the
-        weight in the file has changed since it was opened.
+        It comes from the host copy, from what was read ahead, or if there is neither, from the file. The memory lives as long
+        as the array. Raises HostMemoryError, and BundleError if there is no copy and the weight in the file has changed since
+        it was opened.
         """
         (digest, dtype, shape), nbytes = self.tensors[index]
         raw = self._store._find(digest)
@@ -413,7 +417,7 @@ class HostWeights:
         return as_array(raw, dtype, shape)
 
     def close(self) -> None:
-        """Drop the host copy and close the file. No thread may be reading; further calls do nothing."""
+        """Drop the host copy and close the file. No thread may be reading. Further calls do nothing."""
         self._closed = True
         self.drop()
         self.end_read_ahead()()

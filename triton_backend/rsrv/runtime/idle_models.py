@@ -1,6 +1,6 @@
-"""Which warm models fall back to cold: models that no request has used for long, and others if memory is short.
+"""Choice of the warm models that fall back to cold: models that no request has used for long, and others if memory is short.
 
-Belongs to the loop. It only decides; the registry dismisses the models.
+The choice belongs to the loop. The registry dismisses the chosen models.
 """
 
 from collections import Counter
@@ -12,20 +12,20 @@ from rsrv.runtime.catalog import Catalog
 from rsrv.runtime.host_copies import WarmModel, choose_cold
 from rsrv.scheduler.scheduler import Scheduler
 
-#: seconds between two looks for idle models
+#: Minimum and maximum seconds between two searches for idle models.
 _MIN_LOOK_S, _MAX_LOOK_S = 1.0, 60.0
-#: Number of models that fall back at one check, and seconds until the next check. Each unload blocks the loop for
-#: milliseconds.
+#: Maximum number of models that fall back at one check, and seconds until the next check. There is a maximum because each
+#: unload blocks the loop for milliseconds.
 _FALLS, _NEXT_FALLS_S = 16, 0.25
-#: After a stub ignores a dismissal, wait this long before asking it again. It has requests, or imports model.py.
+#: After a stub ignores a dismissal, wait this many seconds before asking it again. It has requests, or imports model.py.
 _STAYS_S = 30.0
 
-#: Names of registrations, and of models that are kept without one, with the keys of their models, by key.
+#: Registrations, and models that are kept without one, by key. The value is the name and the keys of the models.
 RegisteredModels = Mapping[str, tuple[str, tuple[str, ...]]]
 
 
 class IdleModels:
-    """Chooses among the registered models those that fall back to cold."""
+    """Chooses the registered models that fall back to cold."""
 
     def __init__(self, catalog: Catalog, scheduler: Scheduler) -> None:
         self._catalog = catalog
@@ -34,12 +34,12 @@ class IdleModels:
         self._relieved = -inf
 
     def limit_ends(self, name: str, now: float) -> float:
-        """Return when a model that serves from now on may be idle for too long."""
+        """Return the earliest time when a model that serves from now on may reach its idle limit."""
         limit = self._catalog.policy.settings.idle_limits(name).executable
         return now + max(limit, _MIN_LOOK_S)
 
     def find_idle(self, registered: RegisteredModels, now: float) -> tuple[list[WarmModel], float]:
-        """Return a few models that no request has used for `idle.executable`, and when to look again."""
+        """Return a few models that no request has used for `idle.executable`, and the time of the next search."""
         again, idle = now + _MAX_LOOK_S, list[WarmModel]()
         limits = self._catalog.policy.settings.idle_limits
         for model in self._warm(registered, lambda name: limits(name).executable < inf):
@@ -55,9 +55,9 @@ class IdleModels:
         return idle, max(again, now + _MIN_LOOK_S)
 
     def choose_for_shortage(self, registered: RegisteredModels, now: float) -> list[WarmModel] | None:
-        """Return models that leave because memory is short, the least recently used first. None: others are leaving still.
+        """Return models that fall back because memory is short, the least recently used first. None: earlier ones still leave.
 
-        Models that start with the server stay, unless `idle.executable` lets them fall back. Few leave at a time,
+        Models that start with the server stay, unless `idle.executable` lets them fall back. Only a few fall back at a time,
         because only a measurement shows how much memory that frees.
         """
         if self._catalog.is_dismissing or now < self._relieved + _NEXT_FALLS_S:
@@ -82,9 +82,9 @@ class IdleModels:
         return frozenset(id(executable) for model in compiled for executable in model.executables.values())
 
     def _warm(self, registered: RegisteredModels, may_fall: Callable[[str], bool]) -> Iterator[WarmModel]:
-        """Yield the serving models and meta models that may fall back by their name.
+        """Yield the serving models and meta models whose name `may_fall` accepts.
 
-        A meta model with a pinned model may not.
+        Pinned models, and meta models that call one, are left out.
         """
         limits = self._catalog.policy.settings.idle_limits
         for key, (name, models) in registered.items():

@@ -1,4 +1,4 @@
-"""Compiling with jax: for a device that this machine need not have, and what that shares with `jax_device`."""
+"""Compilation with jax for a device that this machine need not have, and parts that `jax_device` also uses."""
 
 import dataclasses
 import logging
@@ -21,31 +21,31 @@ from rsrv_bundle.modules import Signature, Value
 
 log = logging.getLogger("rsrv.device")
 
-#: options of a compilation that leave products to cuBLAS, which chooses a kernel by itself. XLA's own kernels
-#: have small tiles unless they are tuned on a card, and of some products it finds no tiling at all (jaxlib 0.10.2)
+#: Options of a compilation that leave products to cuBLAS, which chooses kernels by itself. XLA's own kernels have small tiles
+#: unless they are tuned on a card. For some products, XLA finds no tiling at all (jaxlib 0.10.2).
 LIBRARY_PRODUCTS: Mapping[str, Any] = {"xla_gpu_enable_triton_gemm": False}
-#: algorithm of a convolution, in a compiled module, that was not tuned on a card: cuDNN on a card knows no such engine
+#: In a compiled module, the algorithm of a convolution that was not tuned on a card. cuDNN has no such engine.
 _NO_ENGINE = '"algo_id":"-1"'
-#: an instruction of a compiled module that is a kernel, or a library's
+#: Instruction of a compiled module that is a kernel or a call of a library.
 _KERNEL = re.compile(r" = \S.* (?:fusion|custom-call|copy|sort|while|reduce|scatter|dot|convolution)\(")
 
-#: signatures whose placeholders are kept: each takes a megabyte, most of it for a context of MLIR
+#: Maximum number of cached placeholders. Each takes a megabyte, most of it for a context of MLIR.
 _PLACEHOLDERS = 8
-#: Helper programs of one kind that are kept: each takes 170 kB of host memory.
+#: Maximum number of cached helper programs of each kind. Each takes 170 kB of host memory.
 _PROGRAMS = 256
-#: array whose allocation ends that of an upload's arrays
+#: Additional array that is allocated last in the allocation of an upload's arrays.
 ALLOCATION_END: ArrayKind = ((1,), np.dtype(np.uint8))
 
 
 class AheadCompiler:
-    """Compiler for a CUDA device that this machine need not have; in a process of its own, whose device is the CPU.
+    """Compiler for a CUDA device that this machine need not have. Use it in a separate process, whose device is the CPU.
 
-    `target` is the text of XLA's GpuTargetConfigProto. It takes jax's plugin for CUDA and NVIDIA's ptxas and libdevice
-    (the packages nvidia-cuda-nvcc and nvidia-nvvm). Raises DeviceError if one is missing.
+    `target` is the text of XLA's GpuTargetConfigProto. The compiler needs jax's plugin for CUDA and NVIDIA's ptxas and
+    libdevice (the packages nvidia-cuda-nvcc and nvidia-nvvm). Raises DeviceError if one of these is missing.
     """
 
     def __init__(self, target: str) -> None:
-        # The plugin would refuse to start where NVIDIA's libraries find no driver; compiling calls none of them.
+        # The plugin would refuse to start if NVIDIA's libraries find no driver. A compilation calls none of these libraries.
         os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
         import jax
         from jax.experimental import topologies
@@ -64,7 +64,7 @@ class AheadCompiler:
         self.hardware = hardware_of("gpu", "cuda", getattr(self._device, "compute_capability", None))
 
     def target(self) -> CompileTarget:
-        """Return what the executables can be loaded on."""
+        """Return the target for which the executables are compiled."""
         return target_of(self._device.device_kind, self.hardware.capability)
 
     @staticmethod
@@ -84,14 +84,17 @@ class AheadCompiler:
 
     @staticmethod
     def lacks_engine(compiled: Any) -> bool:
-        """Return whether cuDNN refuses one of its convolutions: without a card or its tuning, XLA names no engine for it."""
+        """Return whether cuDNN would refuse a convolution, because XLA has named no engine for it.
+
+        That happens without a card or its tuning.
+        """
         return _NO_ENGINE in compiled.as_text()
 
     def work(self, module: bytes, signature: Signature, compiled: Any) -> tuple[float, float, int]:
         """Return the FLOP of an execution, an estimate of the bytes that it moves, and the number of its kernels.
 
-        FLOP are the module's, because calls of libraries say nothing; the rounds of a loop count once. Bytes are the
-        "bytes accessed" of XLA's cost analysis of the compiled module, plus those of the arguments and results.
+        FLOP are counted in the module before compilation, because calls of libraries have no FLOP. A loop counts as one round.
+        Bytes are the "bytes accessed" of XLA's cost analysis of the compiled module, plus those of the arguments and results.
         """
         from jaxlib import _jax
 
@@ -111,14 +114,17 @@ class AheadCompiler:
     def _lowered(self, module: bytes, signature: Signature) -> Any:
         from rsrv_bundle.modules import as_exported
 
-        # An export names the platforms that it is for, and the process has the CPU only.
+        # An export names its platforms, and this process has only the CPU.
         exported = dataclasses.replace(as_exported(module, signature), platforms=("cuda",))
         sharding = self._jax.sharding.SingleDeviceSharding(self._device)
         return lower(exported, signature.donated, sharding)
 
 
 def target_of(kind: str, capability: tuple[int, int] | None) -> CompileTarget:
-    """Return everything except the modules on which executables for a device of this name depend, in this process."""
+    """Return the target of executables for a device of this name: everything except the module that they depend on.
+
+    The versions and XLA's flags are those of this process.
+    """
     versions = []
     for package in ("jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt"):
         with suppress(metadata.PackageNotFoundError):
@@ -132,9 +138,9 @@ def target_of(kind: str, capability: tuple[int, int] | None) -> CompileTarget:
 
 
 def lower(exported: Any, donated: int, sharding: Any = None) -> Any:
-    """Return jax's `Lowered` of an export, for the default device or a sharding; `donated` as in its signature.
+    """Return jax's `Lowered` of an export, for the default device or a sharding. `donated`: see `Signature`.
 
-    The first results take over the memory of donated arguments: jax gives it to the first result of equal type.
+    The last results come first, because jax gives the memory of a donated argument to the first result of equal type.
     """
     import jax
 
@@ -150,9 +156,9 @@ def lower(exported: Any, donated: int, sharding: Any = None) -> Any:
 def lower_placeholder(signature: Signature) -> Any:
     """Return jax's `Lowered` of a function with this signature, to describe an executable that the compilation cache has.
 
-    It cannot be compiled. Models of equal signature share it, because C++ holds the interpreter for milliseconds to make
-    one. So each `compile` has to forget what the one before it returned: call `jax.clear_caches`, and pass options, if
-    only none (`compile({})`), or `Lowered` keeps its first executable.
+    The placeholder itself cannot be compiled. Models of equal signature share it, because making one holds the interpreter's
+    lock for milliseconds. So before each `compile`, jax must forget the earlier executable: call `jax.clear_caches`, and pass
+    options, at least empty ones (`compile({})`). Without options, `Lowered` would keep its first executable.
     """
     return _placeholder(signature.inputs, signature.outputs, signature.donated)
 
@@ -192,7 +198,7 @@ def drop_traces() -> None:
 
 
 def raising_cache_errors() -> AbstractContextManager[object]:
-    """Make the calling thread raise errors of the compilation cache. Otherwise jax takes one for a miss, and compiles."""
+    """Make the calling thread raise errors of the compilation cache. Otherwise, jax treats an error as a miss and compiles."""
     from jax._src import config
 
     raising: AbstractContextManager[object] = config.raise_persistent_cache_errors(True)
@@ -222,9 +228,9 @@ def use_cache(cache: CompileCache) -> bool:
         return False
     # jax has a public setting for the cache's directory, but none for its implementation. It calls this function.
     compilation_cache.get_file_cache = lambda path: (cache, path)  # type: ignore[assignment,return-value]
-    # Only says that there is a cache.
+    # The value is not used. It only turns the cache on.
     jax.config.update("jax_compilation_cache_dir", "rsrv")
-    # By default jax keeps only executables that took a second to compile, so no small models.
+    # By default, jax keeps only executables that took a second to compile. Small models take less.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # XLA's own cache files have no digest, and a full disk may fail the compilation.
@@ -233,10 +239,10 @@ def use_cache(cache: CompileCache) -> bool:
 
 
 class HelperPrograms:
-    """Programs of the runtime's own, which compile in milliseconds: they allocate, and read and write slots of pools.
+    """The runtime's own programs: they allocate arrays, and read and write slots of pools. They compile in milliseconds.
 
-    The compilation cache does not keep them: they are no modules of models, and loads need an allocator for each set of
-    tensors that they find absent.
+    The compilation cache does not keep them, because they are no modules of models, and because there are many: loads need an
+    allocator for each set of absent tensors.
     """
 
     def __init__(self, cache: CompileCache) -> None:
@@ -252,7 +258,7 @@ class HelperPrograms:
         self.merge: Callable[..., Any] = jax.jit(_merge, static_argnums=3)
 
     def _compile_allocator(self, kinds: tuple[ArrayKind, ...]) -> Any:
-        """Return a program that returns arrays without contents, and one of the kind `ALLOCATION_END`."""
+        """Return a program that returns arrays without contents, followed by an array of the kind `ALLOCATION_END`."""
         empty: Any = self._jax.lax.empty  # has no types
         with self._cache.bypassing():
             return (
@@ -272,7 +278,7 @@ class HelperPrograms:
             return self._jax.jit(lambda pools, at: [pool[at] for pool in pools]).lower(pools, slot).compile()
 
     def _compile_slot_writer(self, kinds: tuple[ArrayKind, ...]) -> Any:
-        """Return a program that takes pools, a slot and its tensors, and returns the pools with these."""
+        """Return a program that takes pools, a slot and tensors, and returns the pools with these tensors in the slot."""
 
         def write(pools: Sequence[Any], at: Any, values: Sequence[Any]) -> list[Any]:
             return [pool.at[at].set(value) for pool, value in zip(pools, values, strict=True)]
@@ -288,7 +294,7 @@ class HelperPrograms:
 
 
 def _merge(base: Any, source: Any, rows: Any, axis: int) -> Any:
-    """Replace row i of `base` by row `rows[i]` of `source`, unless that is negative."""
+    """Replace row i of `base` by row `rows[i]` of `source`, unless `rows[i]` is negative."""
     import jax.numpy as jnp
 
     along = [1] * base.ndim

@@ -1,4 +1,4 @@
-"""jax's device: it is started here, and put together from its parts."""
+"""jax's device, which is assembled from its parts."""
 
 import logging
 import os
@@ -38,12 +38,13 @@ _NO_SOURCES, _MOST_MEMORY = ExecutableSources(), MemoryShare()
 class JaxDevice:
     """First device of a platform of jax. Importing jax takes seconds, so a worker thread creates it.
 
-    A CPU executes within `launch`; with `asynchronous_cpu` it executes like a GPU. jax decides that once per
-    process, at its first use. jax's own environment variables take precedence over `memory`. `numerics` applies to
-    CUDA's libraries and to functions traced in this process; models' modules are compiled as they are. `lost` is called,
-    on the thread that uses the device, with an error of CUDA after which the process can do nothing more with the device.
-    With `claims` False it takes none of a GPU's memory for weights and executions until `claim`, so another process may
-    still hold that. Until then, `compile` only loads executables that are stored.
+    A CPU executes within `launch`. With `asynchronous_cpu`, it executes like a GPU. jax decides this once per process, at its
+    first use. jax's own environment variables take precedence over `memory`. `numerics` applies to CUDA's libraries and to
+    functions traced in this process; models' modules are compiled as they are. `lost` is called with an error of CUDA after
+    which the process can do nothing more with the device, on the thread that uses the device.
+
+    If `claims` is false, the device takes none of a GPU's memory for weights and executions until `claim`, so that another
+    process may still hold the memory. Until then, `compile` only loads stored executables.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class JaxDevice:
         self.name: str = f"{device.device_kind} ({selector})" if selector else device.device_kind
         self.asynchronous = asynchronous_cpu or not on_cpu
         self.writes_host = not on_cpu
-        #: what an executable must have been compiled for
+        #: Target for which an executable must have been compiled.
         self.target = target_of(device.device_kind, self.hardware.capability)
         try:
             driver = None if on_cpu else Driver(device.local_hardware_id or 0)
@@ -115,7 +116,7 @@ class JaxDevice:
         log.info("device %s (%s), jax %s", device, device.device_kind, _jax_version())
 
     def claim(self, lost: Callable[[str], object]) -> None:
-        """Take the device's memory, once the process before has ended; `lost` as at the start. Raises DeviceError."""
+        """Take the device's memory once the previous process has ended. `lost`: see the class. Raises DeviceError."""
         self._examiner.lost = lost
         self._memory.claim(self._put)
 
@@ -177,7 +178,7 @@ def _configure(platform: str, memory: MemoryShare, numerics: Numerics, *, asynch
     jax.config.update("jax_default_matmul_precision", "highest" if numerics == "f32" else None)
     # Otherwise jax narrows f64 and i64 tensors to 32 bits.
     jax.config.update("jax_enable_x64", True)
-    # An execution occupies the CPU in any case; another thread would only add two context switches.
+    # An execution occupies the CPU in any case. Another thread would only add two context switches.
     jax.config.update("jax_cpu_enable_async_dispatch", asynchronous_cpu)
     return preallocates
 
@@ -189,7 +190,10 @@ def _find_device(platform: str) -> Any:
     card, reason, device = find_card(os.environ), "", None
     try:
         device = jax.devices()[0]
-    except (RuntimeError, AssertionError) as error:  # the latter without a text, if the platform is unknown
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # An AssertionError without text means an unknown platform.
         reason = str(error) or "no plugin for this platform works"
     if reason and platform == "cpu":
         raise DeviceError(f"jax finds no device: {reason}")

@@ -30,11 +30,11 @@ class KnownModules(MutableMapping[str, Signature]):
         self._path = path
         self._lock = Lock()
         self._signatures: dict[str, Signature] = {}
-        #: (SHA-256 of a module, circumstances of its compilation) -> the cache's key
+        #: Keys in the cache by (SHA-256 of a module, circumstances of its compilation).
         self._entries: dict[tuple[str, str], str] = {}
-        #: (key of a model, circumstances) -> seconds of an execution of each (variant, size)
+        #: Seconds of an execution of each (variant, size), by (key of a model, circumstances).
         self._costs: dict[tuple[str, str], Mapping[tuple[int, int], float]] = {}
-        #: (key of a model, circumstances) -> seconds of its shortest start
+        #: Seconds of the shortest start, by (key of a model, circumstances).
         self._starts: dict[tuple[str, str], float] = {}
         try:
             lines = [] if path is None else path.read_text(errors="replace").splitlines()
@@ -74,7 +74,7 @@ class KnownModules(MutableMapping[str, Signature]):
                 return
             try:
                 with self._path.open("a") as file:
-                    # A line of a process that was killed while it wrote has no end.
+                    # Begin with a newline, because the last line of a process that was killed while it wrote may have none.
                     file.write(f"\n{json.dumps(line)}")
             except OSError as error:
                 log.warning(
@@ -101,7 +101,7 @@ class KnownModules(MutableMapping[str, Signature]):
 
     def add_costs(self, model: str, circumstances: str, costs: Mapping[tuple[int, int], float]) -> None:
         known = self.costs(model, circumstances)
-        # The first figures are as good as later ones, each of which would take a line.
+        # The first figures are as good as later ones, and later ones would take further lines.
         if known is None or known.keys() != costs.keys():
             self._costs[model, circumstances] = costs
             rows = [[*key, seconds] for key, seconds in costs.items()]

@@ -1,9 +1,8 @@
 """The loop: the one thread that owns all mutable state of the runtime.
 
-Stubs send frames, and threads post messages when their work ends. The parts of the runtime turn both into the
-scheduler's events, in one outbox. `Loop._handle` alone passes them to the scheduler; parts only ask it questions. Its
-instructions go out to the threads and back to the stubs. Nothing here blocks except the poll and short executions
-(`executor`).
+Stubs send frames, and threads post messages when their work ends. The parts of the runtime turn both into events of the
+scheduler, in one outbox. Only `Loop._handle` passes events to the scheduler; the parts may only query it. The scheduler's
+instructions go to the threads and to the stubs. Nothing here blocks except the poll and short executions (`executor`).
 """
 
 import os
@@ -71,8 +70,8 @@ from rsrv_bundle.inspection import Inspector
 
 #: Maximum timeout, because a deadline may be further away than epoll can wait.
 _MAX_WAIT_S = 3600.0
-#: Seconds from a change of the models on the device to the note for the next runtime. The first note comes later, so
-#: that a runtime that dies before its models have returned does not shorten the list.
+#: Seconds from a change of the models on the device until the note for the next runtime is written. The first note is written
+#: later, so that a runtime that dies before its models have returned does not shorten the list.
 _HANDOVER_S, _FIRST_HANDOVER_S = 5.0, 30.0
 
 
@@ -167,7 +166,7 @@ class Loop:
         )
 
     def inherit(self, handover: Handover, *, slept: bool) -> None:
-        """Take over the models of the previous runtime. Call it before `run`.
+        """Take over the models of the previous runtime. Call this before `run`.
 
         After a crash, their stubs register them again. If the device `slept`, stubs connect only for models with requests,
         so the runtime starts all of them itself.
@@ -177,7 +176,10 @@ class Loop:
             self._registry.start(model.name, model.bundle, Demand())
 
     def _hand_over(self, *, whole: bool) -> list[HandedModel]:
-        """Return the models for the next runtime; `whole`: include models without weights on the device, and starting models."""
+        """Return the models for the next runtime.
+
+        `whole`: include starting models, and models without weights on the device.
+        """
         models = [
             HandedModel(entry.key, entry.name, str(entry.model.bundle.path), entry.weights == "resident")
             for entry in self._catalog.entries.values()
@@ -189,26 +191,26 @@ class Loop:
             before = handover.before or ()
             models += [model for model in before if model.name in starting and model.key not in returned]
         place, last_arrival = handover.place, self._scheduler.last_arrival
-        # Models without a request since the start stay in their order.
+        # Models without a request since the start keep their earlier order.
         return sorted(models, key=lambda model: (-last_arrival(model.key), place(model.key)))
 
     def have_successor(self, successor: Successor) -> None:
-        """Set the process that becomes the next runtime after a planned restart; it is prepared first."""
+        """Set the process that becomes the next runtime after a planned restart. It is prepared first."""
         self._commands.successor = successor
 
     @property
     def sleeps(self) -> bool:
-        """True if the runtime has ended so that the device sleeps."""
+        """True if the runtime has ended to put its device to sleep."""
         return self._commands.sleeps
 
     @property
     def launcher(self) -> int | None:
-        """From any thread: the thread that launches on the device."""
+        """Thread that launches on the device. None: there is no device. May be read on any thread."""
         return None if self._weights.device is None else self._weights.device.launcher
 
     @property
     def building(self) -> bool:
-        """From any thread: whether a model is read or compiled, or the device is missing."""
+        """True if a model is being built, or the device is missing. May be read on any thread."""
         return self._weights.device is None or bool(self._catalog.building)
 
     # --- rounds -------------------------------------------------------------------------------------------
@@ -233,7 +235,8 @@ class Loop:
             # Connections that ended late in the last round may have left answers.
             timeout = 0.0
         else:
-            # While the device is free, publish every BEAT_S: stubs with several devices take an old beat for a stopped runtime.
+            # While the device is free, publish every BEAT_S: with several devices, stubs take an old beat for a stopped
+            # runtime.
             timeout = BEAT_S if self._server.devices > 1 and ahead is None else _MAX_WAIT_S
             timeout = min(max(0.0, (due if wakeup is None else min(due, wakeup)) - now), timeout)
         self.activity.round.end()
@@ -244,7 +247,7 @@ class Loop:
             self._timers.call(now)
         if unanswered.arrived:
             self._pass_on()
-        # Handle it after the arrivals: requests that came during the execution may share the next one.
+        # Handle this after the arrivals, so that requests that arrived during the execution may share the next one.
         if self._ended is not None:
             ended, self._ended = self._ended, None
             self._executed(ended)
@@ -256,7 +259,7 @@ class Loop:
         if executor.short is not None:
             ended = executor.run_short()
             if len(unanswered.pending) == len(ended.dispatch.execute.requests):
-                # No other request waits: the answers need not wait for a look at the sockets.
+                # No other request waits, so send the answers before the sockets are read again.
                 self._executed(ended)
                 unanswered.send_answers()
             else:
@@ -298,14 +301,14 @@ class Loop:
     # --- the end ------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """From any thread: leave `run`, and end all connections as the process's end would."""
+        """Leave `run`, and end all connections as the end of the process would. May be called on any thread."""
         self._inbox.post(self._stop)
 
     def _stop(self) -> None:
         self._serving = False
 
     def end(self, *, leave: bool) -> None:
-        """From any thread, as the process's last act: leave weights in shared memory to the next runtime, or remove them."""
+        """Leave the weights in shared memory to the next runtime, or remove them. Call this last, on any thread."""
         self._weights.end(leave=leave)
 
     # --- messages of threads ------------------------------------------------------------------------------
@@ -401,12 +404,12 @@ class Loop:
     def _on_other_frame(
         self, connection: PeerConnection, kind: Kind, count: int, frame: memoryview, fds: list[int]
     ) -> None:
-        """Take a frame of an operator or an observer, or with a stub's report."""
+        """Handle a frame of an operator or of an observer, or a report of a stub."""
         match kind:
             case Kind.STATUS:
                 since = unpack_json(frame).get("since", 0)
                 if not isinstance(since, int):
-                    raise ProtocolError("STATUS with a number that is none")
+                    raise ProtocolError("STATUS with an invalid number")
                 connection.send_document(Kind.STATUS_REPLY, self._commands.record(since).SerializeToString())
             case Kind.COMMAND:
                 self._commands.take(connection, _read_command(frame, fds))
@@ -447,10 +450,10 @@ class Loop:
     def _pass_on(self) -> None:
         """Pass all arrivals and events to the scheduler, and carry out its instructions, until there is nothing left.
 
-        Arrivals come first: an event must find the requests that came before it.
+        Arrivals come first, because an event must find the requests that arrived before it.
         """
         if self._passing_on:
-            return  # An instruction closed a connection. Its events are next.
+            return  # An instruction has closed a connection. The outer call passes on the connection's events.
         self._passing_on = True
         try:
             while True:
@@ -468,7 +471,7 @@ class Loop:
         finally:
             self._passing_on = False
         if self._commands.unanswered:
-            # A client of the control service looks at the models when its command is answered.
+            # A client of the control service reads the models' states as soon as its command is answered, so send them first.
             self._catalog.feed.flush()
             self._commands.answer()
             # A command may have changed the limit.
@@ -476,7 +479,7 @@ class Loop:
 
     def _executed(self, ended: ExecutionEnded) -> None:
         if self._outbox or self.unanswered.arrived:
-            # Arrivals of the same moment come first: the next execution should include them.
+            # Arrivals of the same moment come first, because the next execution should include them.
             self._pass_on()
         error = ended.error
         if self._meta.runs.by_token:
@@ -484,7 +487,7 @@ class Loop:
         if ended.dispatch.model.pool is not None and (lost := self.stateful.executed(ended)):
             error = f"{error}; the state of {lost} sequences of the model was lost"
         if self._outbox or self.unanswered.arrived:
-            # The next steps of its generations share an execution; requests of sequences that it has lost must not execute.
+            # The next steps of the model's generations shall share an execution. Requests of lost sequences must not execute.
             self._pass_on()
         self._passing_on = True
         try:
@@ -496,7 +499,7 @@ class Loop:
         self._pass_on()
 
     def _handle(self, event: ev.Event, ended: ExecutionEnded | None = None) -> None:
-        """Pass one event to the scheduler; `ended` comes with `ExecutionFinished`."""
+        """Pass one event to the scheduler, and carry out its instructions. `ended` comes with `ExecutionFinished`."""
         now = self._clock()
         instructions = self._scheduler.handle(event, now)
         span = self._timeline.happened(event, now)
@@ -562,7 +565,7 @@ class Loop:
         else:
             dispatch = Dispatch(instruction, model, variant, slices)
         if instruction.exclusive:
-            # If the command ends this process, requests that executed before it have their answers.
+            # This execution may end the process. Requests that executed before must have their answers then.
             self.unanswered.send_answers()
         self._executor.start(
             dispatch,
@@ -574,7 +577,7 @@ class Loop:
 
 
 def _read_command(frame: memoryview, fds: list[int]) -> dict[str, Any]:
-    """Return a command. A command that is larger than a frame, such as a desired document, comes in a memfd."""
+    """Return a command. A command that is larger than a frame, such as a desired document, arrives in a memfd."""
     try:
         return read_document(fds[0]) if fds else unpack_json(frame)
     except SharedMemoryError as error:

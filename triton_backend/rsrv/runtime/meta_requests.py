@@ -1,4 +1,4 @@
-"""Runs of meta models that wait or are active, and their sub-calls. Belongs to the loop."""
+"""Waiting and active runs of meta models, and their sub-calls. Belongs to the loop."""
 
 from math import inf
 from typing import Any
@@ -22,7 +22,8 @@ _NO_RUN = "the meta model's run that this call belongs to is over, or never was"
 class MetaRequests(RequestKind):
     """Runs of meta models, and their sub-calls.
 
-    `UnansweredRequests.pending` has each run that waits for its admission by the global id of its ENTER, and each sub-call by its own.
+    `UnansweredRequests.pending` has the runs that wait for admission, by the global ids of their ENTER, and all sub-calls, by
+    their own global ids.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class MetaRequests(RequestKind):
         mark = connection.marks.pop(call.request, None)
         run = self.runs.of(connection, call.run)
         if run is None:
-            # The run was not admitted, and its stub knows that.
+            # The run was not admitted or has ended, and its stub knows that.
             self._requests.complete(connection, Completion(call.request, Status.NOT_FOUND, text=_NO_RUN))
             return
         if run.aborted:
@@ -133,7 +134,7 @@ class MetaRequests(RequestKind):
             self._traces.begin(id, mark, model.key)
 
     def submit(self, place: tuple[Any, ...], request: ev.Request, token: int, step: tuple[int, int]) -> None:
-        """Take a sub-call that came as a request of its model's stub."""
+        """Handle a sub-call that arrived as a request of its model's stub."""
         run = self.runs.find(token, self._catalog.get(request.model).name)
         part = self._requests.pending[request.id] = RunSlice(*place)
         part.kind, part.run = self, run
@@ -151,7 +152,7 @@ class MetaRequests(RequestKind):
     # --- ends ---------------------------------------------------------------------------------------------
 
     def executed(self, ended: ExecutionEnded) -> None:
-        """Account for the sub-calls of an execution, which may still have another try."""
+        """Account for the sub-calls of an execution. A failed execution may still be retried."""
         dispatch = ended.dispatch
         for part in dispatch.slices:
             if isinstance(part, CallSlice | RunSlice) and part.run is not None:
@@ -166,7 +167,7 @@ class MetaRequests(RequestKind):
 
     def refused(self, id: int, status: Status, text: str) -> None:
         run = self.runs.get(id)
-        if run is not None:  # Otherwise the connection has left meanwhile.
+        if run is not None:  # Otherwise, the connection was closed meanwhile.
             self.runs.remove(run, status)
             self._refuse_entry(run, status, text)
 
@@ -174,7 +175,7 @@ class MetaRequests(RequestKind):
         """Begin a run: its ENTER is answered, and the calls that have waited arrive."""
         run = self.runs.get(instruction.run)
         if run is None:
-            return  # The connection has left meanwhile.
+            return  # The connection was closed meanwhile.
         run.admitted = True
         self._requests.end(run.enter_id, Status.OK, "")
         self._requests.arrived += run.held
@@ -204,7 +205,7 @@ class MetaRequests(RequestKind):
             self._end_run(run, Status.CANCELLED)
 
     def _end_run(self, run: MetaRun, status: Status, text: str = CANCELLED) -> None:
-        """End a run; `text` is for one that waits for its admission."""
+        """End a run. `text` is the reason for clients if the run still waits for admission."""
         self.runs.remove(run, status)
         if not run.admitted:
             self._refuse_entry(run, Status.CANCELLED, text)

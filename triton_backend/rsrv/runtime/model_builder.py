@@ -50,9 +50,9 @@ class DeviceReady:
 
 @dataclass(frozen=True, slots=True)
 class BundlesRead:
-    """The bundles of a connection are read. Or that failed, and `result` is the reason.
+    """The bundles of a connection are read. Or the read failed, and `result` is the reason.
 
-    Without a connection, the runtime itself has asked for the model.
+    Without a connection, the runtime itself asked for the model.
     """
 
     connection: PeerConnection | None
@@ -86,7 +86,7 @@ class ModuleCompiled:
 
 @dataclass(frozen=True, slots=True)
 class ModelCompiled:
-    """A model is compiled. Or that failed, and `result` is the reason."""
+    """A model is compiled. Or its build failed, and `result` is the reason."""
 
     key: str
     result: CompiledModel | str
@@ -94,7 +94,7 @@ class ModelCompiled:
 
 @dataclass(frozen=True, slots=True)
 class StepEnded:
-    """The build thread has done a step for a model, in this time, and is free."""
+    """The build thread has finished a step for a model after `seconds`, and is free."""
 
     name: str
     seconds: float
@@ -102,7 +102,7 @@ class StepEnded:
 
 @dataclass(frozen=True, slots=True)
 class ModelWarmedUp:
-    """A warm-up ended; `costs` are None if it failed."""
+    """A warm-up ended. `costs` is None if it failed."""
 
     model: CompiledModel
     costs: Mapping[tuple[int, int], float] | None
@@ -114,8 +114,8 @@ class ModelWarmedUp:
 class ModelBuilder:
     """The build thread, with the device that it makes, and the warm-up thread.
 
-    `make_device` runs on the build thread: importing jax takes seconds, in which stubs may already connect.
-    `inspector` inspects modules before they are compiled; without one they are inspected on the build thread.
+    `make_device` runs on the build thread, because importing jax takes seconds, and stubs may connect meanwhile. `inspector`
+    inspects modules before they are compiled. Without it, they are inspected on the build thread.
     """
 
     def __init__(
@@ -140,12 +140,12 @@ class ModelBuilder:
         self._mappings = 0
         self._build_thread = WorkerThread("build")
         self._queue = StartQueue()
-        # A thread of its own: weights stay on the device until the warm-up is done, and a compilation takes seconds to
-        # minutes.
+        # Warm-ups have their own thread, because weights stay on the device until a warm-up is done, and the build thread
+        # may be busy with a compilation for minutes.
         self._warm_up_thread = WorkerThread("warm up")
         if inspector is not None:
             self._build_thread.put(inspector.start)
-        #: True while the thread has a step. It gets one at a time, so that a more urgent step can overtake the waiting ones.
+        #: True while the build thread has a step. It gets one step at a time, so that an urgent step can overtake waiting ones.
         self._busy = True
         self._build_thread.put(partial(self._do, "", self._start_device))
 
@@ -177,7 +177,7 @@ class ModelBuilder:
         return self._queue.order(time.monotonic())
 
     def forget(self, connection: PeerConnection) -> None:
-        """Read no bundle for a connection that is gone, unless that has begun."""
+        """Cancel the read of a closed connection's bundles, unless it has begun."""
         self._queue.drop(connection.id)
 
     def build(
@@ -191,7 +191,7 @@ class ModelBuilder:
         self._put(BuildStep(key, name, demand, action, seconds=seconds))
 
     def change_demand(self, of: str | PeerConnection, demand: Demand) -> None:
-        """Set the demand for a model's build, by its key, or for a connection's bundles, unless that has begun."""
+        """Set the demand of a step that has not begun: a model's build, by its key, or the read of a connection's bundles."""
         self._queue.change(of if isinstance(of, str) else of.id, demand, time.monotonic())
 
     def drop(self, key: str) -> bool:
@@ -205,9 +205,9 @@ class ModelBuilder:
         self._begin()
 
     def warm_up(self, model: CompiledModel, device: Device, *, again: bool) -> None:
-        """Execute every size of a model, whose weights are on the device. Ends in `ModelWarmedUp`.
+        """Execute every size of a model whose weights are on the device. Ends in `ModelWarmedUp`.
 
-        `again`: the second try, after the device had no memory for the first.
+        `again`: True if this is the second try, after the device had no memory for the first.
         """
         self._warm_up_thread.put(partial(self._warm_up, model, device, again))
 
@@ -234,7 +234,7 @@ class ModelBuilder:
         self._inbox.post(StepEnded(name, time.monotonic() - started))
 
     def _start_device(self) -> None:
-        """Start the device before the first model; after a failure, each model tries again."""
+        """Start the device before the first model is built. After a failure, each build tries again."""
         try:
             self._get_device()
         except (DeviceError, HostMemoryError) as error:
@@ -244,7 +244,7 @@ class ModelBuilder:
         lower_priority()
 
     def _get_device(self) -> tuple[Device, WeightMover]:
-        """Return the device and the weight mover; make what is missing.
+        """Return the device and the weight mover. Make them if they do not exist yet.
 
         Raises DeviceError and HostMemoryError.
         """
@@ -327,7 +327,7 @@ class ModelBuilder:
         self._inbox.post(ModuleCompiled(key, done, of))
 
     def _require_mappings(self, executables: int) -> None:
-        """Raise DeviceError if the kernel allows this process few more mappings: XLA aborts a process that gets none."""
+        """Raise DeviceError if the kernel allows this process few more mappings. XLA aborts a process that gets none."""
         if self._mappings < _MAPPINGS * executables:
             left, most = spare_mappings()
             self._mappings = left - int(most * _MAPPINGS_KEPT)

@@ -1,6 +1,6 @@
-"""States of a model's life in the runtime: one table says which event leads from which state to which.
+"""States of a model in the runtime, and the table of changes between them.
 
-`ModelEntry` of the catalog holds the state of one model; `registry` sends the events.
+`ModelEntry` of the catalog holds the state of one model. `registry` sends the events.
 """
 
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class LifecycleState(StrEnum):
-    """Stage of a model's life in the runtime, from the REGISTER of its first stub on."""
+    """State of a model in the runtime, from the REGISTER of its first stub on."""
 
     #: The model's modules are read and inspected, or wait for the build thread.
     READING = "reading"
@@ -24,7 +24,7 @@ class LifecycleState(StrEnum):
 
 
 class LifecycleEvent(StrEnum):
-    """Occurrence that moves a model to another state."""
+    """Event that moves a model to another state."""
 
     MODULES_READ = "modules read"
     COMPILED = "compiled"
@@ -41,10 +41,10 @@ S, E = LifecycleState, LifecycleEvent
 
 TRANSITIONS: Mapping[tuple[LifecycleState, LifecycleEvent], LifecycleState] = {
     (S.READING, E.MODULES_READ): S.COMPILING,
-    # Only while it waits for the build thread.
+    # This happens only while the model waits for the build thread.
     (S.READING, E.UNWANTED): S.GONE,
     (S.READING, E.FAILED): S.FAILED,
-    # An unwanted model is compiled to the end: the thread cannot stop, and a stub may want the model again meanwhile.
+    # An unwanted model is compiled to the end, because the thread cannot stop, and because a stub may register it again.
     (S.COMPILING, E.COMPILED): S.WARMING_UP,
     (S.COMPILING, E.UNWANTED): S.GONE,
     (S.COMPILING, E.FAILED): S.FAILED,
@@ -61,7 +61,7 @@ BUILDING = {S.READING, S.COMPILING, S.WARMING_UP}
 #: States that end as soon as the scheduler releases the model.
 ENDING = {S.DRAINING, S.FAILED}
 
-#: Method that carries out each event.
+#: What carries out an event: a method, an event of the scheduler, or a frame to the stubs.
 EFFECTS: Mapping[LifecycleEvent, str] = {
     E.MODULES_READ: "ModelBuilder.build",
     E.COMPILED: "ModelAdded",
@@ -72,4 +72,4 @@ EFFECTS: Mapping[LifecycleEvent, str] = {
 
 
 class LifecycleError(AssertionError):
-    """An event that the model's state does not allow; the message has the model's history."""
+    """An event that the model's state does not allow. The message has the model's history."""

@@ -41,7 +41,7 @@ _MIN_COST_S = 1e-7
 _INITIAL_COST_S = 1e-3
 #: Expected duration of a compilation. The watchdog allows a hundred times as much, because XLA may time kernels for minutes.
 _COMPILATION_S = 18.0
-#: Maximum number of equal values that models share, of each kind.
+#: Maximum number of cached values of each kind. Models with equal values share the cached one.
 _SHARED = 1024
 _NOTHING: Mapping[Any, Any] = {}
 #: Fields of a generation that are sent to stubs.
@@ -75,13 +75,13 @@ class CompiledModel:
 
     @property
     def tensors(self) -> Mapping[Any, int]:
-        """Bytes of all that a load brings to the device, each tensor once: weights and state."""
+        """Bytes of each distinct tensor that a load brings to the device: weights and state."""
         assert self.program.tensors is not None
         return self.program.tensors
 
     @property
     def shortest_ns(self) -> int:
-        """Return the duration of the shortest execution, as measured."""
+        """Measured duration of the shortest execution, in nanoseconds."""
         return int(min(self.program.costs.values()) * 1e9)
 
 
@@ -91,9 +91,10 @@ def about(model: CompiledModel, **more: Any) -> dict[str, Any]:
 
 
 def model_key(name: str, bundle: Bundle) -> str:
-    """Return the key of a model's version: the runtime warms up the new version while the old one serves.
+    """Return the key of a version of a model. Versions have different keys, so that one warms up while another one serves.
 
-    `name` is the model's name: in a model repository the directory of every bundle is called `bundle`.
+    `name` is the model's name. The bundle does not have it, because every bundle in a model repository is in a directory
+    `bundle`.
     """
     return f"{name}@{bundle.digest[:12]}"
 
@@ -112,8 +113,8 @@ class RequestedModels:
 def identify(name: str, path: str, calls: Mapping[str, str]) -> RequestedModels:
     """Read and check the bundle of a model, or of a meta model and its callees, without compiling.
 
-    Files with a checksum in the manifest are not read: `compile_model` compares the bytes that it reads with it.
-    `calls` maps the callees' names to their paths, in any order, which the result keeps. Raises BundleError.
+    Files with a checksum in the manifest are not read, because `compile_model` checks the bytes when it reads them. `calls`
+    maps the callees' names to their paths. The result keeps their order. Raises BundleError.
     """
     bundle = read_bundle(Path(path), verify=False)
     key = model_key(name, bundle)
@@ -132,7 +133,7 @@ def identify(name: str, path: str, calls: Mapping[str, str]) -> RequestedModels:
             kind = "is a meta model" if called.manifest.kind == "meta" else "keeps state for sequences"
             raise BundleError(f"manifest.yaml: meta.calls: '{callee}' {kind}, so it cannot be called")
         models[model_key(callee, called)] = callee, called
-    # The version of a meta model includes those of its callees.
+    # The version of a meta model includes the versions of its callees.
     version = hashlib.sha256("".join(sorted((key, *models))).encode()).hexdigest()[:12]
     return RequestedModels(f"{name}@{version}", name, bundle, models)
 
@@ -147,13 +148,13 @@ def compile_model(
     slot: ActivitySlot | None = None,
     progress: Callable[[int, int], object] = lambda done, of: None,
 ) -> CompiledModel:
-    """Compile every module, and read the weights to identify them by content; none is on the device yet.
+    """Compile every module, and read the weights to identify them by content. No weights are on the device yet.
 
-    `slot` shows each compilation; reading has no limit, because storage may take as long as it likes. `progress` is called
-    after each module, with the number of compiled modules and the number of all modules. A module is
-    compiled as it was when its signature was read, except for the changes of `runtime.numerics`. The costs of executions
-    are not known before `warm_up`, unless the device knows them. Raises BundleError, HostMemoryError, DeviceError, and the
-    compiler's errors.
+    `slot` records each compilation for the watchdog. Reading has no time limit, because storage may be slow. `progress` is
+    called after each module with the number of compiled modules and the number of all modules. A module is compiled as it was
+    when its signature was read, except for the changes of `runtime.numerics`. The costs of executions are unknown before
+    `warm_up`, unless the device knows them from earlier. Raises BundleError, HostMemoryError, DeviceError, and the compiler's
+    errors.
     """
     started = time.perf_counter()
     slot = slot or ActivitySlot()
@@ -196,7 +197,7 @@ def compile_model(
     nbytes = bundle.weight_bytes + (0 if pool is None else pool.nbytes)
     scratch = max(device.scratch_bytes(executable, nbytes) for executable in executables.values())
     interface = _shared(describe(bundle, {key: signatures[key] for key in keys}, of_model.max_batch_size))
-    # Open them last: after a failure of the steps above, no code would close them.
+    # Open the weights last, because no code would close them if a step above failed.
     weights = host.open(bundle, keep=of_model.residency == "system")
     known = device.known_costs(own["version"])
     measured = known is not None and known.keys() == executables.keys()
@@ -247,14 +248,14 @@ def compile_model(
 
 
 def _lean(bundle: Bundle) -> Bundle:
-    """Return a bundle without the parts that only its build or people need. These take kilobytes of each model."""
+    """Return a bundle without the parts that only its build or people need. These parts take kilobytes per model."""
     manifest = replace(bundle.manifest, provenance=_NOTHING, numerics=_NOTHING, sha256=_NOTHING)
     return replace(bundle, manifest=manifest, modules=_NOTHING)
 
 
 @lru_cache(_SHARED)
 def _shared(interface: Interface) -> Interface:
-    """Return the equal interface of an earlier model, if there is one: fine-tunes have one in common."""
+    """Return the equal interface of an earlier model if there is one. Fine-tunes of one model have equal interfaces."""
     return interface
 
 
@@ -267,9 +268,9 @@ def _described(precision: Precision) -> Mapping[str, Any]:
 def modules_of(
     folder: Path, settings: Settings, name: str, hardware: Hardware, look: Look
 ) -> Iterator[tuple[tuple[int, int], bytes, Signature]]:
-    """Yield the modules of a model's bundle as they are compiled on this hardware, with (variant, batch size) and signature.
+    """Yield (variant, batch size), module and signature for each module of a bundle, as it is compiled on this hardware.
 
-    A meta model has none. Raises BundleError, and what `look` raises.
+    A meta model has no modules. Raises BundleError, and the errors of `look`.
     """
     bundle = read_bundle(folder, verify=False)
     if bundle.manifest.kind == "meta":
@@ -283,7 +284,7 @@ def modules_of(
 def _treated(
     bundle: Bundle, key: tuple[int, int], signature: Signature, how: Treatment
 ) -> tuple[bytes, Precision]:
-    """Return a module in the form in which it is compiled, and its products. Raises BundleError."""
+    """Return a module in the form in which it is compiled, and the precision of its products. Raises BundleError."""
     blob = read_module(bundle, key, signature)
     return treat(blob, module_file(bundle, key).name, how, signature.precision)
 
@@ -291,9 +292,8 @@ def _treated(
 def usable(sizes: Iterable[tuple[int, int]], max_rows: int | None) -> list[tuple[int, int]]:
     """Return each (variant, size) that can execute.
 
-    Of a variant's sizes of at least `max_rows`, only the smallest one can.
-
-    So a limit on the rows of an execution also limits its scratch.
+    Of a variant's sizes of at least `max_rows`, only the smallest one can. So a limit on the rows of an execution also limits
+    its scratch memory.
     """
     every = sorted(sizes)
     if max_rows is None:
@@ -308,10 +308,10 @@ def usable(sizes: Iterable[tuple[int, int]], max_rows: int | None) -> list[tuple
 def warm_up(
     model: CompiledModel, device: Device, slot: ActivitySlot | None = None
 ) -> dict[tuple[int, int], float]:
-    """Execute every size several times on zeros, in no slot, with resident weights; return the seconds of one execution of each.
+    """Execute every size several times on zeros with resident weights. Return the seconds of one execution of each size.
 
-    The first execution allocates; the fastest of the others is the scheduler's initial cost. `slot` shows each
-    execution.
+    The first execution allocates memory. The fastest of the others is the scheduler's initial cost. Executions of a model with
+    state use no slot of its pool. `slot` records each execution for the watchdog.
     """
     weights = model.weights
     assert weights is not None, "the scheduler warms up on resident weights only"
@@ -350,7 +350,10 @@ def warm_up(
 
 
 def _smooth(costs: dict[tuple[int, int], float]) -> None:
-    """Lower the cost of a size that exceeds a larger size's: its timing was disturbed, and it would never be used."""
+    """Lower the cost of a size that exceeds the cost of a larger size.
+
+    The size's timing was disturbed, and with such a cost it would never be used.
+    """
     for key in sorted(costs, reverse=True):
         larger = (cost for (variant, size), cost in costs.items() if variant == key[0] and size > key[1])
         costs[key] = min(costs[key], *larger, float("inf"))
@@ -359,9 +362,10 @@ def _smooth(costs: dict[tuple[int, int], float]) -> None:
 def describe(
     bundle: Bundle, signatures: Mapping[tuple[int, int], Signature], max_rows: int | None = None
 ) -> Interface:
-    """Return the interface of a bundle's modules. Output shapes come from the modules: a manifest may leave them open.
+    """Return the interface of a bundle's modules. Output shapes come from the modules, because a manifest may leave them open.
 
-    `max_rows` is the most rows of an execution. Larger sizes become this number, because fronts need the rows that fit.
+    `max_rows`: maximum rows of an execution. A larger size is reported as this number, because fronts need the number of rows
+    that fit.
     """
     manifest = bundle.manifest
     most = max_rows if max_rows is not None and manifest.coalesces else sys.maxsize

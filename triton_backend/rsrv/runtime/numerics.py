@@ -13,10 +13,9 @@ from rsrv_bundle.precision import Treatment, product, treat
 
 log = logging.getLogger("rsrv.numerics")
 
-#: CUDA's libraries read it at their first use: with 0 they never round to TF32, even on request
+#: Variable that CUDA's libraries read at their first use. With 0, they never round to TF32, even on request.
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"
-
-#: precision in which a device multiplies matrices of f32
+#: Precision in which a device multiplies matrices of f32.
 Computes = Literal["f32", "tf32", "indeterminate"]
 
 #: Rows and columns of the probe's matrix.
@@ -39,9 +38,9 @@ def treatment(numerics: Numerics, hardware: Hardware) -> Treatment:
 
 
 def judge(result: Array) -> Computes:
-    """Return the precision in which the probe's matrix was multiplied by the identity, from the product.
+    """Return the precision of a product of the probe's matrix and the identity.
 
-    TF32 keeps 10 bits of the mantissa, so each element becomes 1.
+    TF32 keeps 10 bits of the mantissa, so each element of the matrix becomes 1.
     """
     if np.array_equal(result, _matrix()):
         return "f32"
@@ -49,15 +48,18 @@ def judge(result: Array) -> Computes:
 
 
 def _matrix() -> Array:
-    """Return A[i, j] = 1 + ((i + j) mod 512) 2^-20, i, j from 1 to 512: exact in f32, under half a step of TF32."""
+    """Return A[i, j] = 1 + ((i + j) mod 512) 2^-20, with i, j from 1 to 512.
+
+    The elements are exact in f32. They differ from 1 by less than half a step of TF32.
+    """
     index = np.arange(1, _SIDE + 1)
     return (1 + (index[:, None] + index) % _SIDE * 2.0**-20).astype(np.float32)
 
 
 def multiply(device: Device, module: bytes, signature: Signature) -> Computes:
-    """Return the precision in which the device multiplies, by a module of two f32 matrices of 512 x 512.
+    """Execute a module that multiplies two f32 matrices of 512 x 512, and return the precision of the product.
 
-    Raises DeviceError if the device cannot execute it.
+    Raises DeviceError if the device cannot execute the module.
     """
     try:
         executable = device.compile(module, signature)
@@ -70,9 +72,9 @@ def multiply(device: Device, module: bytes, signature: Signature) -> Computes:
 
 
 def probes(numerics: Numerics) -> list[tuple[bytes, Signature]]:
-    """Return the modules that `probe` multiplies with; the same bytes in each process."""
+    """Return the modules of `probe`. They have the same bytes in each process."""
     blob, _ = product(_SIDE)
-    # The locations are those of the caller.
+    # Remove the locations, because they depend on the caller.
     plain = strip_locations(blob).blob
     signature = signature_of(plain, "the probe")
     if numerics != "f32":
@@ -82,9 +84,9 @@ def probes(numerics: Numerics) -> list[tuple[bytes, Signature]]:
 
 
 def probe(device: Device, numerics: Numerics) -> Computes | None:
-    """Return the precision in which the device multiplies by default; None on a CPU, which has only f32.
+    """Return the precision in which the device multiplies by default. None: it is a CPU, which has only f32.
 
-    Call it before any model is compiled. Raises DeviceError if the device does not support `numerics`.
+    Call this before any model is compiled. Raises DeviceError if the device does not support `numerics`.
     """
     hardware = device.hardware
     if numerics == "tf32" and not hardware.has_tf32:

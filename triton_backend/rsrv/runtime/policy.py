@@ -15,7 +15,8 @@ _NOTHING = DesiredModel()
 def scheduler_settings(settings: Settings, *, asynchronous: bool = False) -> SchedulerSettings:
     """Return the scheduler's settings, except the budget of weights.
 
-    `asynchronous`: a second execution launched ahead keeps such a device busy; other devices gain nothing from it.
+    `asynchronous`: True if a second execution that is launched ahead keeps the device busy. Other devices gain nothing from
+    it, so their default depth is 1.
     """
     section = settings.scheduler
     return SchedulerSettings(
@@ -59,15 +60,15 @@ class Policy:
         return depth
 
     def paused(self, name: str) -> Pause | None:
-        mode = self._wanted(name).get("paused", self.document["paused"])
+        mode = self._desired(name).get("paused", self.document["paused"])
         return None if mode is None else Pause(mode)
 
     def prefetched(self, name: str) -> bool:
-        return self._wanted(name).get("prefetched", False)
+        return self._desired(name).get("prefetched", False)
 
     def asked(self, name: str) -> int:
         """Return the number of the latest command about a model's weights."""
-        return self._wanted(name).get("asked", 0)
+        return self._desired(name).get("asked", 0)
 
     def program(self, program: Program, name: str) -> Program:
         """Return a model's program with the current settings."""
@@ -82,5 +83,5 @@ class Policy:
         self.settings = change_settings(self.settings, {**changes, "models": sections})
         self.document = changed(self.document, changes)
 
-    def _wanted(self, name: str) -> DesiredModel:
+    def _desired(self, name: str) -> DesiredModel:
         return self.document["models"].get(name, _NOTHING)

@@ -1,7 +1,8 @@
-"""Work of the next runtime before its turn, while the one before still serves: its device, and executables.
+"""Work of the next runtime before its turn, while the current runtime still serves: it makes its device and executables.
 
-A GPU's memory has no room for the weights of two. So there the next runtime makes its CUDA context, which takes some hundred
-megabytes outside of `memory_fraction`, and only loads executables. It takes its memory when its turn has come.
+A GPU's memory has no room for the weights of two runtimes. So on a GPU, the next runtime only makes its CUDA context and loads
+executables. The context takes some hundred megabytes outside of `memory_fraction`. The next runtime takes the memory for
+weights when its turn has come.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ from rsrv_bundle.modules import Signature
 
 log = logging.getLogger("rsrv.runtime")
 
-#: seconds after which no further model is compiled ahead
+#: Seconds after which no further model is compiled ahead.
 _MAX_S = 20.0
 
 
@@ -36,7 +37,7 @@ class Preparation:
     #: Settings of the device, and of the runtime that this process becomes.
     settings: Settings
     device: JaxDevice
-    #: The device forgets executables that have no user.
+    #: Executables that were made ahead. They are listed because the device drops executables without a user.
     executables: list[Executable]
 
 
@@ -50,8 +51,8 @@ def prepare(
 ) -> Preparation | None:
     """Prepare the device with this number, and the models of the repository that a runtime has compiled before.
 
-    `directory` is the runtime's, and `own_cache` as in `ExecutableSources`. Returns None if the device cannot be used beside
-    the other process. The device is to be claimed. Changes CUDA_VISIBLE_DEVICES of this process.
+    `directory` is the runtime's directory. `own_cache`: see `ExecutableSources`. Returns None if the device cannot be used
+    while the other process uses it. The caller must `claim` the device later. Changes CUDA_VISIBLE_DEVICES of this process.
     """
     runtime, platform = settings.runtime, settings.runtime.platform
     if devices[number] == "cpu":
@@ -66,7 +67,7 @@ def prepare(
     try:
         device = JaxDevice(platform, sources, memory=memory, numerics=runtime.numerics, claims=False)
     except DeviceError as error:
-        # For example, the card admits one process, or has no room for another context.
+        # For example, the card admits only one process, or has no room for another context.
         log.info("the next runtime starts its device when the one before has ended: %s", error)
         return None
     made = Preparation(settings, device, [])
@@ -83,7 +84,7 @@ def prepare(
                 made.executables.extend(
                     [device.compile(module, signature) for _, module, signature in modules]
                 )
-    # Last: until the claim, all allocations come from the heap.
+    # Do this last, because all allocations come from the heap until the claim.
     device.prepare_claim()
-    log.info("%d executables are there for the next runtime", len(made.executables))
+    log.info("%d executables are ready for the next runtime", len(made.executables))
     return made

@@ -40,14 +40,14 @@ from rsrv_bundle.inspection import Inspector
 
 log = logging.getLogger("rsrv.runtime")
 
-#: a runtime that has found no device for this time ends when a model asks for it again
+#: If a runtime has found no device for this many seconds, it ends when the next model needs the device.
 _WITHOUT_DEVICE_S = 20.0
 #: Exit statuses. `_EXIT_HUNG`: the watchdog, or a lost or missing device, ends the process. `_EXIT_FAILED`: the loop
 #: failed.
 _EXIT_HUNG, _EXIT_FAILED = 75, 70
-#: executables that were compiled ahead are kept for this time
+#: Seconds for which executables that were compiled ahead are kept for their models.
 _FORGET_S = 60.0
-#: the process ends after this time even if its last lines cannot be logged
+#: The process ends after this many seconds even if its last lines cannot be logged.
 _LAST_LINES_S = 10.0
 
 
@@ -83,7 +83,7 @@ class DeviceProcess:
         self._devices = keep_devices(self._first, lambda: resolve(devices, self._platform, environment))
         device = self._devices[options.device]
         if device == "cpu":
-            # Without a list, jax decides, and explains why it finds no GPU.
+            # If no devices are listed, jax chooses, and explains why it finds no GPU.
             self._platform = self._platform if devices == "all" else "cpu"
         else:
             os.environ["CUDA_VISIBLE_DEVICES"] = device
@@ -92,7 +92,7 @@ class DeviceProcess:
             device,
             f"tritonserver {options.server_pid} ({options.settings.parent})",
             share=memory_fraction(settings.runtime.memory_fraction, environment) <= SHARING_FRACTION,
-            # The first attempt has waited already, and stubs wait during each further one.
+            # Only the first attempt waits for the card, because stubs wait during each attempt.
             timeout_s=0.0 if (directory / paths.FAILURE).exists() else CARD_TIMEOUT_S,
         )
         # The usual limit of 1024 open files is too low for hundreds of models.
@@ -109,12 +109,12 @@ class DeviceProcess:
         self._missing_since = inf
 
     def serve(self, *, supervises: bool) -> int:
-        """Serve until an operator restarts the runtime; return the exit status.
+        """Serve until an operator restarts the runtime. Return the exit status.
 
-        `supervises`: this process supervises the control process already.
+        `supervises`: True if this process already supervises the control process.
         """
         options, settings, directory = self._options, self._settings, self._options.directory
-        # The runtime's threads hand over often and hold the interpreter briefly.
+        # Switch threads often, because the runtime's threads hand work over often and hold the interpreter only briefly.
         sys.setswitchinterval(0.0005)
         log.info("runtime %d serves tritonserver %d in %s", os.getpid(), options.server_pid, directory)
         loop = Loop(
@@ -129,7 +129,7 @@ class DeviceProcess:
             Watchdog(
                 loop.activity, settings.runtime.watchdog_s, lambda: loop.launcher, _end_after_hang
             ).start()
-        # The server's end is watched on another thread: an execution on the loop may never end.
+        # Watch the server's end on another thread, because an execution on the loop may never end.
         threading.Thread(target=self._follow_the_server, args=(loop,), name="server", daemon=True).start()
         if options.device == 0:
             threading.Thread(target=self._start_others, name="devices", daemon=True).start()
@@ -159,7 +159,7 @@ class DeviceProcess:
         # Do this last, because threads may still begin something. No model is to blame for this end.
         self._box.clear()
         if status:
-            # A request may be the cause. Its front sees by this record that the runtime was not killed.
+            # A request may be the cause. By this record, its front knows that the runtime was not killed.
             self._box.crashed("the loop failed")
         return status
 
@@ -183,15 +183,15 @@ class DeviceProcess:
             note.unlink(missing_ok=True)
             return device
         except DeviceError as error:
-            # Record this for operators. Otherwise neither an ended process nor its successor, before it has checked,
-            # gives the reason.
+            # Record the reason for operators. Otherwise, there is none between the end of this process and the check of its
+            # successor.
             with suppress(OSError):
                 paths.write_whole(note, str(error))
-            # From the first failure on: importing jax alone may take longer.
+            # Count from the first failure, because importing jax alone may take longer.
             self._missing_since = min(self._missing_since, time.monotonic())
             if time.monotonic() - self._missing_since < _WITHOUT_DEVICE_S:
                 raise
-            # XLA counts the cards once per process: only the next one finds a card that came, or came back.
+            # XLA counts the cards once per process. Only the next process finds a card that was added or has returned.
             _end_soon()
             log.error("%s; the runtime ends, and the stubs start another to look again", error)
             logs.flush()
@@ -201,13 +201,13 @@ class DeviceProcess:
         prepared, self._prepared = self._prepared, None
         if prepared is None:
             return None
-        # Models that have not registered by then do not return.
+        # Models that no stub has registered by then are not expected to return.
         threading.Timer(_FORGET_S, prepared.executables.clear).start()
         prepared.device.claim(self._end_without_device)
         return prepared.device
 
     def _end_without_device(self, reason: str) -> None:
-        # This thread's task has not ended: the next runtime finds the model in the black box.
+        # This thread's task has not ended, so the next runtime finds the model in the black box.
         self._box.crashed(f"the device is lost: {reason}")
         _end_soon()
         log.critical("the device is lost: %s; the runtime ends, and the stubs start another", reason)
@@ -217,34 +217,34 @@ class DeviceProcess:
     # --- other processes ----------------------------------------------------------------------------------
 
     def _follow_the_server(self, loop: Loop) -> None:
-        """End with the server."""
+        """Wait for the end of the server, clean up, and end this process."""
         options = self._options
         select.select([self._server], [], [])
         log.info("tritonserver is gone")
         paths.remove(options.directory)
         stubs = {}
         for pid, stub in list(loop.stubs.items()):
-            with suppress(OSError):  # the stub has just ended
+            with suppress(OSError):  # The stub has just ended.
                 stubs[pid] = replace(stub, pidfd=os.dup(stub.pidfd))
         end_orphans(stubs, options.server_pid, options.settings.parent)
-        with suppress(Exception):  # the loop still runs, and may change its state meanwhile
+        with suppress(Exception):  # The loop still runs, and may change its state meanwhile.
             loop.end(leave=False)
-        # Remove it again: the control supervisor may have created its lock file meanwhile.
+        # Remove the directory again, because the control supervisor may have created its lock file meanwhile.
         paths.remove(options.directory)
-        logging.shutdown()  # write the lines that are still queued
+        logging.shutdown()  # Write the lines that are still queued.
         os._exit(0)
 
     def _command(self, directory: Path, device: int) -> list[str]:
         """Return the command of another runtime of this server, with the interpreter that the stub chose for this one."""
-        # The variable may name a script.
+        # Prefer the variable to sys.executable, because it may name a script.
         python = self._environment.get("RSRV_RUNTIME_PYTHON") or sys.executable
         options = self._options
         return paths.runtime_command(python, directory, options.server_pid, options.settings, str(device))
 
     def _start_others(self) -> None:
-        """Start the runtimes of the server's further devices, so that they are there when the first models are compiled.
+        """Start the runtimes of the server's further devices, so that they run when the first models are compiled.
 
-        A stub starts one that does not come up.
+        If a runtime does not start, a stub starts it later.
         """
         starting = []
         for number in range(1, len(self._devices)):
@@ -256,13 +256,13 @@ class DeviceProcess:
             except (OSError, paths.RuntimeDirectoryError) as error:
                 log.warning("device %d: %s", number, error)
         for starter in starting:
-            starter.wait()  # it forks the runtime and ends
+            starter.wait()  # This process forks the runtime and ends.
 
 
 def read_settings(options: argparse.Namespace) -> Settings:
     settings, broken = read_or_keep(options.settings, options.directory / paths.SETTINGS)
     if broken:
-        log.error("the settings of the runtime before hold, because the file is broken: %s", broken)
+        log.error("the settings file is broken, so the previous runtime's settings stay in force: %s", broken)
     return settings
 
 

@@ -85,11 +85,11 @@ class Records:
         self._changes = RecordChanges()
         #: The catalog's count of changes when `_versions` was made.
         self._shape = -1
-        #: Compiled versions by the name of their model. The last one is served, or else will be served next.
+        #: Compiled versions by the name of their model. The last one is served, or will be served next.
         self._versions: dict[str, list[ModelEntry]] = {}
-        #: Models with sequences, which end without an event of the scheduler.
+        #: Models with sequences. Each record has them, because sequences end without an event of the scheduler.
         self._stateful: set[str] = set()
-        #: The scheduler's number of changes of each model, when the last record was written.
+        #: Change counts of the scheduler, by the model's key, when the last record was written.
         self._counted: dict[str, int] = {}
         #: Fields of the records that never change, by the model's key.
         self._fixed: dict[str, pb.ModelRecord] = {}
@@ -234,13 +234,13 @@ class Records:
     def _add_state(
         self, record: pb.ModelRecord, versions: Iterable[ModelEntry], served: CompiledModel
     ) -> None:
-        """Add a model's sequences by their state, and its generations, which are among them."""
+        """Add the numbers of a model's sequences by state, and its generations. Generations also count as sequences."""
         sequences: Counter[str] = Counter()
         for version in versions:
             for state, count in self._sequences.count(version.key).items():
                 sequences[state.value] += count
         record.sequences.update(sequences)
-        # An earlier version of the name may have generated.
+        # The counters may come from an earlier version of the same name, so check that this one generates.
         generates = served.bundle.manifest.generate is not None
         if generates and (generations := self._generations.get(record.name)) is not None:
             record.generations = generations.active
@@ -304,7 +304,7 @@ class Records:
 
 def _add_gate(record: pb.ModelRecord, gate: MetaSnapshot | None) -> None:
     """Add the waiting, running and refused runs of a meta model."""
-    if gate is not None:  # None: no client has asked for a run yet
+    if gate is not None:  # None: no client has requested a run yet.
         record.queued, record.executing = gate.waiting, gate.running
         record.refused[Reason.QUEUE_FULL.value] = gate.refused
         record.missed["gate"] = gate.expired

@@ -41,20 +41,20 @@ from rsrv.wire.layout import pack_flat
 
 log = logging.getLogger("rsrv.registry")
 
-#: Maximum length in characters, which is also that of a file's name.
+#: Maximum number of characters of a model's name. It is also the limit of file names.
 _MAX_NAME = 255
 #: Maximum number of characters of the reason why a model cannot be loaded.
 _MAX_REASON = 4000
 #: Seconds between two announcements of places in the queue of builds.
 _PLACES_S = 1.0
-#: Reason for a native front. The file of a meta model also counts as hooks.
+#: Reason that is sent to a native front. It also covers meta models, because their model.py counts as hooks.
 _NOT_FLAT = (
     "the native front runs no hooks, meta models or models with state; run rsrv-gen again for a Python front"
 )
 
 
 class Registry:
-    """Registrations of connections, and the transitions of the models that they want."""
+    """Registrations of connections, and the changes of state of the registered models."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Registry:
         self._groups: dict[str, Registration] = {}
         #: Registrations postponed until a draining model is released, keyed by that model.
         self._deferred: dict[str, list[BundlesRead]] = {}
-        #: Keys of the models that are kept without a connection, by name. The list is empty until the bundle is read.
+        #: Keys of the models that are kept without a connection, by name. A list is empty until the bundle is read.
         self._held: dict[str, list[str]] = {}
         #: Reasons why models could not be started without a connection, by name.
         self.start_failures: dict[str, str] = {}
@@ -86,7 +86,7 @@ class Registry:
         self._idle = IdleModels(catalog, scheduler)
         self.look_for_idle()
         #: Time when waiting connections were last sent their places in the queue.
-        self._places_told = -inf
+        self._places_sent = -inf
         #: Models of the previous runtime.
         self.handover = Handover()
 
@@ -104,7 +104,7 @@ class Registry:
         }
 
     def _unserved(self) -> set[str]:
-        """Return the models that no stub serves before it has imported their model.py."""
+        """Return the registered models that no stub serves yet, because their stubs still import model.py."""
         connections = self._transport.connections
         busy = {connection.peer for connection in connections if connection.importing is not None}
         if not busy:
@@ -120,7 +120,7 @@ class Registry:
         return [group for group in self._groups.values() if group.is_meta]
 
     def importing(self, now: float) -> dict[str, tuple[float, int]]:
-        """Return the models whose stubs import a model.py that takes long: the seconds so far, and the line where it is."""
+        """Return the models whose stubs import a slow model.py, with the seconds so far and the line that executes."""
         imports: dict[str, tuple[float, int]] = {}
         for connection in self._transport.connections:
             if connection.group is not None and connection.importing is not None:
@@ -133,9 +133,9 @@ class Registry:
     # --- registration -------------------------------------------------------------------------------------
 
     def register(self, connection: PeerConnection, document: dict[str, Any]) -> None:
-        """Register a stub for a model: by its bundle's path, or, on a further connection, by its key.
+        """Register a stub for a model by its bundle's path, or on a further connection, by its key.
 
-        A meta model comes with the paths of the models that it calls.
+        For a meta model, `document` also has the paths of the models that it calls.
         """
         if connection.registering:
             raise ProtocolError("REGISTER twice on one connection")
@@ -155,7 +155,7 @@ class Registry:
         if not isinstance(name, str) or not isinstance(path, str) or not isinstance(calls, dict):
             raise ProtocolError("REGISTER without a model's name and its bundle's path")
         if not name.isprintable() or len(name) > _MAX_NAME:
-            # The log and watchers get the details.
+            # The name would be written to the log and sent to watchers.
             raise ProtocolError("REGISTER of a model whose name cannot be printed, or is too long")
         if (
             document.get("asked") is not True
@@ -179,7 +179,7 @@ class Registry:
             self._builder.change_demand(key, self.catalog.entries[key].demand)
 
     def _stays_cold(self, name: str) -> bool:
-        """Return whether a model without requests starts later. The next version of a warm model starts now."""
+        """Return whether a model without requests starts only later. The next version of a warm model starts now."""
         if self.catalog.policy.settings.start_of(name) == "eager":
             return False
         return not self._serves(name)
@@ -206,18 +206,18 @@ class Registry:
         self._timers.set(self.dismiss_idle, -inf)
 
     def _look_after_limit(self, name: str) -> None:
-        """Look for idle models when a model that serves from now on may be idle for too long."""
+        """Schedule a check for idle models at the time when a model that serves from now on may reach its idle limit."""
         self._timers.advance(self.dismiss_idle, self._idle.limit_ends(name, self._clock()))
 
     def dismiss_idle(self, now: float) -> float:
-        """Dismiss the models that no request has used for `idle.executable`; return when to check again."""
+        """Dismiss the models that no request has used for `idle.executable`. Return the time of the next check."""
         idle, again = self._idle.find_idle(self._registered(), now)
         for model in idle:
             self._fall_back(model, "idle")
         return again
 
     def relieve(self, now: float, shortage: str) -> bool:
-        """Dismiss models because of a `shortage`; return whether any are leaving."""
+        """Dismiss models because of a `shortage`. Return whether any model is leaving."""
         chosen = self._idle.choose_for_shortage(self._registered(), now)
         for model in chosen or ():
             self._fall_back(model, shortage)
@@ -228,7 +228,7 @@ class Registry:
         self.dismiss(model.key)
 
     def _registered(self) -> RegisteredModels:
-        """Return names and models of all registrations, and of the models that are kept without a connection, by key."""
+        """Return the registrations and the models that are kept without a connection. See `RegisteredModels`."""
         registered = {group.key: (group.name, group.models) for group in self._groups.values()}
         return registered | {key: (name, (key,)) for name, keys in self._held.items() for key in keys}
 
@@ -237,9 +237,9 @@ class Registry:
         connection.send(pack_cold(timeout_s, flat=connection.flat))
 
     def start(self, name: str, path: str, demand: Demand) -> None:
-        """Build a model without a connection, and keep it until a stub registers a model of its name.
+        """Build a model without a connection, and keep it until a stub registers a model of the same name.
 
-        `start_failures` has the reason if that fails.
+        If the build fails, `start_failures` has the reason.
         """
         if not self.catalog.serves(name):
             self.start_failures.pop(name, None)
@@ -247,7 +247,7 @@ class Registry:
             self._builder.read(None, name, path, {}, demand)
 
     def let_go(self, name: str) -> None:
-        """End the build or model without a connection that `start` keeps for a name."""
+        """Stop keeping the models that `start` has built for a name. Models without a connection are then unloaded."""
         for key in self._held.pop(name, ()):
             entry = self.catalog.entries.get(key)
             if entry is not None and entry.held is not None:
@@ -255,7 +255,7 @@ class Registry:
                 self._unload_unwanted(entry)
 
     def bundles_read(self, message: BundlesRead) -> None:
-        """Join a connection to the models that it asked for. Add the new ones."""
+        """Add the new models that a connection has requested, and join the connection to its registration."""
         connection, requested = message.connection, message.result
         if connection is None:
             self._read_for_none(message)
@@ -289,10 +289,7 @@ class Registry:
             self._transport.guard(connection, self._announce_step, connection, building, least_s)
 
     def _is_deferred(self, message: BundlesRead, requested: RequestedModels) -> bool:
-        """If one of these models is leaving, postpone the bundles that were read until it is gone.
-
-        Return whether that was needed.
-        """
+        """Postpone a registration if one of its models is ending, until that model is gone. Return whether it is postponed."""
         for key in requested.models:
             entry = self.catalog.entries.get(key)
             if entry is not None and entry.ending:
@@ -319,10 +316,10 @@ class Registry:
             self._transport.guard(connection, self._announce_step, connection, entry)
 
     def tell_places(self, now: float) -> None:
-        """Send connections with waiting requests the number of build steps before theirs."""
-        if now < self._places_told + _PLACES_S:
+        """Send each connection whose requests wait the number of build steps that come before its own."""
+        if now < self._places_sent + _PLACES_S:
             return
-        self._places_told, waiting = now, self._builder.order()
+        self._places_sent, waiting = now, self._builder.order()
         reading: dict[Hashable, PeerConnection] = {}
         if waiting:
             reading = {connection.id: connection for connection in self._transport.connections}
@@ -336,7 +333,7 @@ class Registry:
                 self._transport.guard(connection, self._announce, connection, text)
 
     def _begin(self, requested: RequestedModels, demand: Demand, seconds: Mapping[str, float]) -> float:
-        """Add the new models in their first state. Return the least seconds that they need, as `_start_seconds`."""
+        """Add the new models in their first state. Return the sum of their `_start_seconds`."""
         start_s = 0.0
         for key, (name, bundle) in requested.models.items():
             if key not in self.catalog.entries:
@@ -348,14 +345,14 @@ class Registry:
         return start_s
 
     def _start_seconds(self, key: str) -> float:
-        """Return the least time after which a new model can serve; 0.0 unless requests are refused for it."""
+        """Return the minimum seconds until a new model can serve. 0.0: unknown, or no requests are refused because of it."""
         device = self.weights.device
         if device is None or not self._scheduler.sheds:
             return 0.0
         return device.known_start(key) or 0.0
 
     def _read_for_none(self, message: BundlesRead) -> None:
-        """Add a model that no stub has registered, unless one has or `let_go` was called meanwhile."""
+        """Add a model for `start`. Do nothing if a stub has registered it or `let_go` was called meanwhile."""
         requested = message.result
         if message.name not in self._held or self.catalog.serves(message.name):
             return
@@ -378,7 +375,7 @@ class Registry:
         name, bundle = requested.models[key]
         if key not in self.catalog.entries:
             self.catalog.add(key, name, bundle.digest).error = why
-            # Nothing was built. The next models may need the entries that a crashed runtime left.
+            # Do not use `_advance`. Its clean-up would remove tensors that a crashed runtime left for other models.
             self.catalog.advance(key, LifecycleEvent.FAILED)
             self.catalog.advance(key, LifecycleEvent.RELEASED)
         log_not_loaded(name, key, why)
@@ -388,7 +385,7 @@ class Registry:
         self._transport.guard(connection, _reject, connection, text, text)
 
     def _registration(self, requested: RequestedModels) -> Registration:
-        """Return the registration that other connections have, or a new one."""
+        """Return the existing registration of these models, or a new one."""
         manifest = requested.bundle.manifest
         return self._groups.get(requested.key) or Registration(
             requested.key,
@@ -413,7 +410,7 @@ class Registry:
             self._send_registered(connection, group)
 
     def leave(self, connection: PeerConnection) -> None:
-        """Unload the models that only the closed connection wanted."""
+        """Unload the models that only the closed connection needed."""
         self._builder.forget(connection)
         group = connection.group
         if group is not None:
@@ -431,7 +428,7 @@ class Registry:
             self._unload_unwanted(entry)
 
     def _unload_unwanted(self, entry: ModelEntry) -> None:
-        """Unload a model that nothing wants any more. Otherwise, adapt its start to the remaining demand."""
+        """Unload a model that nothing needs any more. If something needs it, adapt its build to the remaining demand."""
         if entry.wanted:
             self._builder.change_demand(entry.key, entry.demand)
             return
@@ -454,7 +451,7 @@ class Registry:
             self._tell(group)
 
     def _tell(self, group: Registration, error: str | None = None) -> None:
-        """Update the feed's entry of a registration; `error`: why a meta model cannot be served."""
+        """Update the feed's entry of a registration. `error`: the reason why a meta model cannot be served, or None."""
         if group.is_meta:
             self.catalog.tell_meta(group, error)
         elif group.key in self.catalog.entries:
@@ -473,8 +470,9 @@ class Registry:
     def compiled(self, message: ModelCompiled) -> None:
         """Pass a compiled model to the scheduler, which loads its weights and then starts a warm-up.
 
-        A model that was warmed up before is served at once, and its weights load for its first request, or when the
-        link is idle; but a version that replaces another has its weights on the device first.
+        A model with known costs is served at once. Its weights load for its first request, or when the link is idle. But if
+        another version of the model is served now, the new version warms up first, so its weights are on the device when it
+        serves.
         """
         key, model = message.key, message.result
         entry = self.catalog.entries[key]
@@ -502,7 +500,7 @@ class Registry:
         on_disk = not model.host.kept
         self._outbox.append(ev.ModelAdded(model.program, warm_up=not served, restore=place, on_disk=on_disk))
         if self.catalog.policy.prefetched(entry.name):
-            # It replaces a version whose weights were prefetched.
+            # The command was for an earlier version, and also holds for this one.
             self._outbox.append(ev.Prefetch(key))
         if served:
             self._serve(entry)
@@ -537,7 +535,7 @@ class Registry:
                 self._transport.guard(connection, self._send_registered, connection, connection.group)
 
     def give_up(self, instruction: ev.GiveUp) -> None:
-        """Fail a model whose weights cannot be loaded for its warm-up; log it for a model that serves."""
+        """Handle weights that cannot be loaded. Fail a model that is starting. For a model that serves, only log the error."""
         entry = self.catalog.entries[instruction.model]
         if entry.ready:
             text = "%s: its weights should be on the device, and cannot be loaded: %s"
@@ -558,7 +556,7 @@ class Registry:
         return released
 
     def _fail(self, entry: ModelEntry, reason: str) -> None:
-        """Fail a model, and reject all registrations that want it."""
+        """Fail a model, and reject all registrations that need it."""
         key = entry.key
         log_not_loaded(entry.name, key, reason)
         reason = reason[:_MAX_REASON]
@@ -575,7 +573,7 @@ class Registry:
             self._outbox.append(ev.ModelRemoved(key))
         for connection, group in waiting:
             assert group is not None
-            # The callees of a meta model stay for other connections, or leave with it.
+            # The other callees of a meta model stay if other connections need them. Otherwise, they are unloaded.
             self._leave(connection, group, [model for model in group.models if model != key])
             text = reason
             if group.is_meta:
@@ -584,7 +582,7 @@ class Registry:
             self._transport.guard(connection, _reject, connection, text)
 
     def _advance(self, key: str, event: LifecycleEvent) -> None:
-        """Move a model to its next state; after the last build, free what only building needs."""
+        """Move a model to its next state. After the last build, free resources that only builds need."""
         building = bool(self.catalog.building)
         self.catalog.advance(key, event)
         weight_mover = self.weights.mover
@@ -593,7 +591,7 @@ class Registry:
             self.weights.update_budget()
 
     def _send_registered(self, connection: PeerConnection, group: Registration) -> None:
-        """Tell a stub that its models are ready."""
+        """Send REGISTERED to a stub: its models are ready."""
         self._look_after_limit(group.name)
         if connection.flat:
             self._send_flat(connection, group)
@@ -619,7 +617,7 @@ class Registry:
         )
 
     def _send_flat(self, connection: PeerConnection, group: Registration) -> None:
-        """Tell a front without a JSON parser that its model is ready."""
+        """Send REGISTERED in flat form to a front without a JSON parser."""
         (key,) = group.models
         model, settings = self.catalog.get(key), self.catalog.policy.settings
         try:

@@ -1,4 +1,4 @@
-"""Reports about requests and recent work, as the JSON of commands. Keys as in docs/protocol.md."""
+"""Reports about requests and recent work, as the JSON answers of commands. docs/protocol.md explains their keys."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -33,7 +33,7 @@ class Reports:
         self._clock = clock
 
     def take(self, group: Registration, report: Mapping[str, Any]) -> None:
-        """Take a stub's report. Raises ProtocolError."""
+        """Handle a stub's report. Raises ProtocolError."""
         self.records.take(group.name, group.calls, report)
         fronts: dict[int, list[tuple[float, float]]] = {}
         try:
@@ -55,7 +55,7 @@ class Reports:
         return {"instance": self._catalog.feed.instance, "revision": self._catalog.feed.revision}
 
     def histories(self, names: Collection[str]) -> dict[str, Any]:
-        """Return the recent history of the models of these names, by key: their states, and the scheduler's decisions."""
+        """Return the recent history of the models with these names, by key: states, and decisions of the scheduler."""
         now, scheduler = self._clock(), self._scheduler
         return {
             "unix_s": time.time() - now,
@@ -73,7 +73,7 @@ class Reports:
         }
 
     def slowest(self, names: Collection[str]) -> dict[str, Any]:
-        """Return the slowest requests of the models of these names, the slowest first."""
+        """Return the slowest requests of the models with these names, the slowest first."""
         now = self._clock()
         keys = [key for key, entry in self._catalog.entries.items() if entry.name in names]
         answer = self._slow_requests(
@@ -83,14 +83,14 @@ class Reports:
         return answer
 
     def find(self, tag: int, id: int | None) -> dict[str, Any]:
-        """Return the slowest requests, and those in progress, with the tag of a client's id or with this id."""
+        """Return the slowest requests and the requests in progress that have this tag of a client's id, or this id."""
         now = self._clock()
         return self._slow_requests(self._scheduler.find_requests(tag, id, now), now)
 
     def _slow_requests(self, slow_requests: Iterable[SlowRequest], now: float) -> dict[str, Any]:
         wholes: dict[tuple[str, int], list[SlowRequest]] = {}
         for slow in slow_requests:
-            # The number is negative for requests without parts.
+            # A request without parts gets a negative number, which no request with parts has.
             number = slow.request.whole or -1 - slow.request.id
             wholes.setdefault((slow.request.model, number), []).append(slow)
         return {"unix_s": time.time() - now, "requests": [_whole_request(parts) for parts in wholes.values()]}
@@ -105,12 +105,12 @@ class Reports:
         return self._traces.answer(self._catalog.feed.instance, since)
 
 
-#: Components of a request's time that its parts have one after another.
+#: Components of a request's time that are summed over its parts, because parts mostly execute one after another.
 _TIMES = ("paused_s", "weights_s", "peers_s", "executing_s")
 
 
 def _whole_request(parts: Sequence[SlowRequest]) -> dict[str, Any]:
-    """Return one request made from these parts of it. Parts that were faster than the recorded ones may be missing."""
+    """Return one request, combined from its parts. Parts that were faster than the recorded ones may be missing."""
     described = sorted(map(_slow_request, parts), key=itemgetter("at"))
     first, last = described[0], max(described, key=lambda part: part["at"] + part["seconds"])
     if len(described) == 1:
@@ -121,7 +121,7 @@ def _whole_request(parts: Sequence[SlowRequest]) -> dict[str, Any]:
         "parts": len(described),
         "rows": sum(part["rows"] for part in described),
         "seconds": seconds,
-        # The front reports the time since the end of its first part.
+        # The first part has the time from its own end to the answer in the front.
         "after_s": None if after is None else max(0.0, after - (seconds - first["seconds"])),
         "outcome": next((part["outcome"] for part in described if part["outcome"] != "answered"), "answered"),
         "batch": None,

@@ -1,4 +1,4 @@
-"""Numbers of requests: a connection's own, the global ids of the runtime, and those that operators see."""
+"""Numbers of requests: numbers on one connection, the runtime's global ids, and the numbers that operators see."""
 
 from rsrv.wire.frames import ProtocolError
 
@@ -9,14 +9,17 @@ _MAX_NUMBER = 32
 
 
 def global_id(connection: int, request: int) -> int:
-    """Return the global id of a request by the numbers of its connection and its own. Raises ProtocolError."""
+    """Return the global id of a request, given its connection's number and its number there. Raises ProtocolError."""
     if request >> ID_BITS:
         raise ProtocolError(f"request id {request} has more than {ID_BITS} bits")
     return connection << ID_BITS | request
 
 
 def request_number(id: int) -> str:
-    """Return the number by which operators name a request: its connection's, and its own there; or a generation's step."""
+    """Return the number by which operators name a request, given its global id.
+
+    It has the connection's number and the request's number there (3.17). A step of a generation has only one (step.17).
+    """
     return f"step.{-id}" if id < 0 else f"{id >> ID_BITS}.{own_number(id)}"
 
 
@@ -26,7 +29,7 @@ def own_number(id: int) -> int:
 
 
 def parse_number(text: str) -> int | None:
-    """Return the global id that `request_number` names; None if the text is no such number."""
+    """Return the global id for a text of `request_number`. None: the text is no such number."""
     connection, _, request = text.partition(".")
     if len(text) > _MAX_NUMBER or not (text.isascii() and request.isdigit()):
         return None

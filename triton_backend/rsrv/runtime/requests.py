@@ -1,7 +1,7 @@
 """Requests of stubs: their frames become the scheduler's requests. Belongs to the loop.
 
-A plain request needs this module and `unanswered` only. The modules `meta_requests` and `stateful_requests` add what
-sub-calls of meta models need, and steps of sequences and generations.
+A plain request needs only this module and `unanswered`. The module `meta_requests` handles sub-calls of meta models, and
+`stateful_requests` handles steps of sequences and generations.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ _PLAIN_FLAGS, _STEP_FLAGS = ALONE | WAITED, ALONE | WAITED | START | END
 
 
 class Requests:
-    """Takes requests, cancellations and closed connections, and passes on what is not plain to the request's kind."""
+    """Handles requests, cancellations and closed connections. Requests that are not plain are passed to their kind."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Requests:
         traces: Traces,
         outbox: Outbox,
     ) -> None:
-        """`steps` are those of sequences and generations, `calls` the sub-calls of runs."""
+        """`steps` handles steps of sequences and generations, and `calls` handles sub-calls of runs."""
         self._unanswered = unanswered
         self._steps = steps
         self._calls = calls
@@ -122,9 +122,9 @@ class Requests:
     def abort(self, tag: int) -> tuple[int, set[int], set[int]]:
         """Abort the requests, runs and generations with this tag.
 
-        Returns the number of aborted runs and generations, the ids of requests with the tag, and these with the runs'
-        sub-calls. All of them end when the scheduler has handled the event, except executing requests. These are
-        answered as usual, but their run does not continue.
+        Returns the number of aborted runs and generations, the ids of the requests with the tag, and the ids of all cancelled
+        requests. The cancelled requests also include the sub-calls of the runs. They end when the scheduler has handled the
+        event. Only executing requests are answered as usual, but their run does not continue.
         """
         if not tag:
             return 0, set(), set()

@@ -22,7 +22,7 @@ _MAX_HELD = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A tensor that a run keeps on the device: rows `first` and following of an output of `size` rows."""
+    """A tensor that a run keeps on the device. It has `rows` rows, from `first` on, of an output of `size` rows."""
 
     buffer: Buffer
     tensor: Tensor
@@ -32,11 +32,11 @@ class Kept:
 
     @property
     def nbytes(self) -> int:
-        """Device bytes of the whole output, of which other runs may keep parts, too."""
+        """Device bytes of the whole output. Other runs may also keep parts of it."""
         return self.tensor.nbytes(self.size)
 
     def fits(self, tensor: Tensor, rows: int) -> bool:
-        """Return whether it can be that input of a call with so many rows."""
+        """Return whether the tensor can be this input of a call with so many rows."""
         mine = self.tensor
         return (
             (mine.batch_axis is None or self.rows == rows)
@@ -83,20 +83,20 @@ class MetaRun:
         return sum(tensor.nbytes for tensor in self.kept.values()) + sum(self.promised.values())
 
     def account(self, seconds: float) -> None:
-        """Add one of the run's sub-calls, which used the device for so many seconds."""
+        """Count a sub-call of the run that used the device for this many seconds."""
         counts = self.group.counts
         counts.calls += 1
         counts.device_seconds += seconds
 
 
 class Runs:
-    """Runs that wait for their admission or are active, by token and by the scheduler's number."""
+    """Waiting and active runs, by token and by the scheduler's number."""
 
     def __init__(self) -> None:
         #: Runs by token.
         self.by_token: dict[int, MetaRun] = {}
         self._by_id: dict[int, MetaRun] = {}
-        # Below all requests' numbers, which have a connection's in their upper bits.
+        # These are below the numbers of all requests, because a request's number has the connection's number in its upper bits.
         self._ids = itertools.count(1)
 
     def __iter__(self) -> Iterator[MetaRun]:
@@ -104,7 +104,10 @@ class Runs:
 
     @property
     def kept_bytes(self) -> int:
-        """Device bytes of the outputs that runs keep, or are about to keep; one that several keep counts for each."""
+        """Device bytes of the outputs that runs keep, or are about to keep.
+
+        An output counts once for each run that keeps it.
+        """
         return sum(run.kept_bytes for run in self)
 
     def get(self, id: int) -> MetaRun | None:
@@ -112,12 +115,12 @@ class Runs:
         return self._by_id.get(id)
 
     def find(self, token: int, model: str) -> MetaRun | None:
-        """Return the admitted run with this token, if it may call a model of that name, in any version."""
+        """Return the admitted run with this token if it may call a model with this name, in any version."""
         run = self.by_token.get(token)
         return run if run is not None and run.admitted and model in run.group.calls else None
 
     def of(self, connection: PeerConnection, token: int) -> MetaRun | None:
-        """Return a run of the connection's model; None: it is over.
+        """Return a run of the connection's model. None: the run has ended.
 
         Raises:
             ProtocolError: the run belongs to another model.
@@ -140,12 +143,12 @@ class Runs:
         enter_id: int,
         kind: RequestKind,
     ) -> MetaRun:
-        """Add a run, which waits for its admission. Raises ProtocolError."""
+        """Add a run. It waits for its admission. Raises ProtocolError."""
         if not group.is_meta:
             raise ProtocolError("ENTER on a connection that is not a meta model's")
         request, token, deadline_ns, priority, further, tag = entrance
         if not token or token in self.by_token:
-            raise ProtocolError("ENTER of a run that is there already, or without a token")
+            raise ProtocolError("ENTER of a run that exists already, or without a token")
         deadline = deadline_ns / 1e9 if deadline_ns else None
         run = MetaRun(
             next(self._ids),
@@ -170,10 +173,7 @@ class Runs:
         run.held.append(request)
 
     def remove(self, run: MetaRun, status: Status) -> None:
-        """Remove a run that is over, and count its outcome.
-
-        If a run used several devices, only one of them counts it.
-        """
+        """Remove a run that has ended, and count its outcome. If a run used several devices, only one of them counts it."""
         del self.by_token[run.token], self._by_id[run.id]
         run.kept.clear()
         if not run.further:
@@ -202,7 +202,7 @@ def find_sources(run: MetaRun, connection: PeerConnection, call: Call, block: Bl
 def find_targets(
     run: MetaRun, connection: PeerConnection, call: Call, block: Block
 ) -> tuple[list[Array | None], dict[int, int]]:
-    """Return the places of a call's outputs on the host, and the numbers of those that stay on the device.
+    """Return the places of a call's outputs on the host, and the numbers of the outputs that stay on the device.
 
     Raises ProtocolError.
     """
@@ -219,7 +219,7 @@ def find_targets(
             raise ProtocolError(f"CALL with output {tensor.name!r} in an unknown place")
         if place.where == Where.DEVICE:
             if place.at in run.kept or place.at in run.promised or place.at in keep.values():
-                raise ProtocolError(f"CALL that keeps number {place.at}, which is there already")
+                raise ProtocolError(f"CALL that keeps number {place.at}, which is in use already")
             keep[index] = place.at
     return targets, keep
 

@@ -1,4 +1,4 @@
-"""Sequences of models with state: which exist, and which slots of the device they have or wait for.
+"""Sequences of models with state, and the slots of the device that they have or wait for.
 
 Pure: times are arguments, in seconds of one monotonic clock, and each call returns its consequences. A request goes
 to the scheduler when its sequence has a slot. A sequence has at most one request at a time.
@@ -32,7 +32,7 @@ _BUSY = "the sequence has a request in progress; send the next one after its ans
 
 
 class SequenceState(StrEnum):
-    """Stage of a sequence's life."""
+    """State of a sequence."""
 
     #: The sequence's request waits for a slot.
     WAITING = "waiting"
@@ -46,7 +46,7 @@ class SequenceState(StrEnum):
 
 
 class SequenceEvent(StrEnum):
-    """Occurrence that moves a sequence to another state."""
+    """Event that moves a sequence to another state."""
 
     #: A request arrived for the sequence.
     REQUEST = "request"
@@ -75,7 +75,7 @@ TRANSITIONS: Mapping[tuple[SequenceState, SequenceEvent], SequenceState] = {
     (S.STORED, E.END): S.ENDED,
 }
 
-#: Instruction that carries out each event.
+#: What carries out an event: an event of the scheduler, or a method.
 EFFECTS: Mapping[SequenceEvent, str] = {E.GRANT: "RequestsArrived", E.DISPLACE: "StatePool.launch"}
 
 
@@ -88,7 +88,7 @@ class SequenceEntry:
     #: Connection of the latest request.
     owner: int
     state: SequenceState = SequenceState.WAITING
-    #: None: it has none
+    #: Number of its slot, or None if it has none.
     slot: int | None = None
     tensors: SequenceTensors = field(default_factory=SequenceTensors)
     #: True once an execution has made the sequence's state.
@@ -103,18 +103,18 @@ class SequenceEntry:
     used: float = 0.0
 
     def advance(self, event: SequenceEvent) -> None:
-        """Move to the state that the table names. Raises AssertionError if there is none."""
+        """Move to the next state of the table. Raises AssertionError if there is none."""
         state = TRANSITIONS.get((self.state, event))
         assert state is not None, f"a sequence that is {self.state} has no event {event}"
         self.state = state
 
     def go_on(self, request: ev.Request) -> None:
-        """Take the next request in the same slot, because the one before has executed. A generation is never idle."""
+        """Set the next request of a generation after an execution. The sequence keeps its slot and is never idle."""
         self.request, self.flags, self.begun = request, 0, True
 
     @property
     def row(self) -> SlotRow:
-        """The row of its request in an execution."""
+        """The row of the sequence's request in an execution."""
         assert self.slot is not None
         return SlotRow(self.slot, self.tensors, self.flags & START != 0)
 
@@ -148,16 +148,17 @@ class _SlotTable:
     losses: int
     free: list[int]
     sequences: dict[int, SequenceEntry] = field(default_factory=dict)
-    #: Sequences, least recently used first.
+    #: Idle sequences, least recently used first.
     idle: OrderedDict[int, SequenceEntry] = field(default_factory=OrderedDict)
+    #: Stored sequences, least recently used first.
     stored: OrderedDict[int, SequenceEntry] = field(default_factory=OrderedDict)
-    #: Sequences by request, in the order of arrival.
+    #: Waiting sequences by request, in the order of arrival.
     waiting: OrderedDict[int, SequenceEntry] = field(default_factory=OrderedDict)
-    #: (deadline, request) of those that have waited
+    #: Heap of (deadline, request). Some of these requests do not wait any more.
     deadlines: list[tuple[float, int]] = field(default_factory=list)
 
     def due(self) -> float:
-        """Return when the next sequence expires, or the next waiting request."""
+        """Return the time when the next sequence or waiting request expires."""
         while self.deadlines and self.deadlines[0][1] not in self.waiting:
             heappop(self.deadlines)
         due = self.deadlines[0][0] if self.deadlines else inf
@@ -180,7 +181,7 @@ class SequenceTable:
         return any(model.sequences for model in self._models.values())
 
     def due(self, key: str | None = None) -> float:
-        """Return when `expire` has something to do, for one model or any."""
+        """Return the time when `expire` has something to do, for one model or for any (None)."""
         models: Iterable[_SlotTable] = self._models.values() if key is None else (self._models[key],)
         return min((model.due() for model in models), default=inf)
 
@@ -196,16 +197,17 @@ class SequenceTable:
     # --- events -------------------------------------------------------------------------------------------
 
     def add(self, key: str, spec: StateSpec, losses: int) -> None:
-        """Add a model, unless it is there; `losses`: times that its states were lost so far."""
+        """Add a model unless it is known. `losses`: number of times that its states were lost so far."""
         if key not in self._models:
             self._models[key] = _SlotTable(spec, losses, list(reversed(range(spec.slots))))
 
     def request(
         self, request: ev.Request, sequence: tuple[int, int, int], limit: int, now: float
     ) -> tuple[SequenceEntry | None, Verdicts]:
-        """Take a request; return its sequence, unless the request is refused.
+        """Handle a request. Return its sequence, or None if the request is refused.
 
-        `sequence`: its id, the id of the connection, and the flags. `limit`: requests that may wait for a slot.
+        `sequence`: the sequence's id, the connection's id, and the flags. `limit`: maximum number of requests that wait for a
+        slot.
         """
         id, owner, flags = sequence
         model = self._models[request.model]
@@ -267,7 +269,7 @@ class SequenceTable:
         return Verdicts(self._grant_all(), tuple(refused))
 
     def leave(self, owner: int) -> Verdicts:
-        """End the sequences of a closed connection; those with a request end with it."""
+        """End the sequences of a closed connection. A sequence with a request ends when the request ends."""
         for model in self._models.values():
             self._end_all(
                 model, [sequence for sequence in model.sequences.values() if sequence.owner == owner]
@@ -275,7 +277,7 @@ class SequenceTable:
         return Verdicts(self._grant_all())
 
     def hold(self, *, held: bool) -> Verdicts:
-        """Stop giving slots, or give them again, first to the sequences that waited."""
+        """If `held`, grant no slots any more. Otherwise grant slots again, first to the waiting sequences."""
         self._held = held
         return Verdicts(self._grant_all())
 
@@ -306,11 +308,14 @@ class SequenceTable:
         )
 
     def host_bytes(self, resident: Collection[str]) -> int:
-        """Return the bytes of state in host memory: of stored sequences, and of idle ones whose model is not `resident`."""
+        """Return the bytes of state in host memory.
+
+        Stored sequences have their state there, and also idle sequences whose model is not in `resident`.
+        """
         return sum(len(resting) * model.spec.slot_bytes for model, resting in self._on_host(resident))
 
     def drop(self, excess: int, resident: Collection[str]) -> Verdicts:
-        """End sequences with so many bytes of state in host memory, the longest idle first."""
+        """End sequences that have `excess` bytes of state in host memory, the longest idle first."""
         oldest = merge(
             *(
                 [(sequence.used, sequence, model) for sequence in resting.values()]
@@ -337,17 +342,17 @@ class SequenceTable:
                 yield model, model.idle
 
     def forget(self, key: str) -> None:
-        """Drop a model that is gone; no request of it is left."""
+        """Drop a model that is gone. It has no requests any more."""
         self._models.pop(key, None)
 
     # --- slots --------------------------------------------------------------------------------------------
 
     def _grant_all(self) -> tuple[ev.Request, ...]:
-        """Give slots to the sequences of all models that wait; return their requests."""
+        """Grant slots to the waiting sequences of all models. Return their requests."""
         return tuple(verdict for model in self._models.values() for verdict in self._grant(model))
 
     def _grant(self, model: _SlotTable) -> tuple[ev.Request, ...]:
-        """Give slots to the sequences of a model that wait, in the order of their requests, which are returned."""
+        """Grant slots to a model's waiting sequences in the order of their requests. Return these requests."""
         granted = []
         while model.waiting and (slot := self._find_slot(model)) is not None:
             _, sequence = model.waiting.popitem(last=False)
@@ -358,7 +363,7 @@ class SequenceTable:
         return tuple(granted)
 
     def _find_slot(self, model: _SlotTable) -> int | None:
-        """Return a free slot, or that of the idle sequence whose state goes to the host."""
+        """Return a free slot, or the slot of the longest idle sequence, whose state then moves to the host. None: no slot."""
         if self._held:
             return None
         if model.free:
@@ -372,10 +377,7 @@ class SequenceTable:
         return slot
 
     def _end_all(self, model: _SlotTable, sequences: Iterable[SequenceEntry]) -> None:
-        """End sequences.
-
-        If the scheduler or the caller has yet to end a request of a sequence, the sequence ends with it.
-        """
+        """End sequences. A sequence with a request ends when the scheduler or the caller ends the request."""
         for sequence in sequences:
             if sequence.request is None:
                 self._end(model, sequence)
@@ -394,7 +396,7 @@ class SequenceTable:
 
 
 def _check(request: ev.Request, known: SequenceEntry | None, id: int, flags: int) -> RefusedStep | None:
-    """Return why a request cannot belong to its sequence."""
+    """Return the refusal of a request that cannot belong to its sequence, or None."""
     if not id:
         text = "this model keeps state, so each request belongs to a sequence: send its id, and start and end with it"
         return RefusedStep(request.id, Status.INVALID, text)
@@ -407,7 +409,7 @@ def _check(request: ev.Request, known: SequenceEntry | None, id: int, flags: int
 
 
 def _check_room(model: _SlotTable, request: ev.Request, limit: int, now: float) -> RefusedStep | None:
-    """Return why a new sequence cannot even wait."""
+    """Return the refusal of a new sequence that cannot even wait, or None."""
     spec = model.spec
     if len(model.sequences) >= MAX_SEQUENCES:
         text = f"{MAX_SEQUENCES} sequences of this model are in progress; end some, or try again later"

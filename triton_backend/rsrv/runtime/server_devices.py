@@ -1,6 +1,6 @@
-"""Devices of one server: what `runtime.devices` means on this machine, and the right to use a card.
+"""Devices of one server: the meaning of `runtime.devices` on this machine, and the right to use a card.
 
-The first runtime resolves the setting once, and keeps the result in a file for the server's life: otherwise the numbers
+The first runtime resolves the setting once, and keeps the result in a file for the server's life. Otherwise, the numbers
 of devices would shift if a card were lost.
 """
 
@@ -16,7 +16,7 @@ from typing import Literal
 from rsrv.runtime.cuda import find_card
 from rsrv.wire.paths import DEVICES, read_devices, write_whole
 
-#: Seconds that the previous server may take to end.
+#: Seconds to wait for the end of the previous server.
 CARD_TIMEOUT_S = 10.0
 #: Servers with at most this runtime.memory_fraction may share a card.
 SHARING_FRACTION = 0.5
@@ -26,11 +26,11 @@ _CPU = "cpu"
 
 
 class DevicesError(Exception):
-    """The server cannot have these devices; the message names the setting and says what to do."""
+    """The server cannot have these devices. The message names the setting and says what to do."""
 
 
 class GpusUnknown(Exception):
-    """NVML does not tell which GPUs there are; the message says why."""
+    """NVML does not report the GPUs. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class InstalledGpu:
     """A GPU of this machine, by the names that CUDA_VISIBLE_DEVICES takes."""
 
     uuid: str
-    #: UUIDs of its MIG instances; None: not partitioned
+    #: UUIDs of its MIG instances. None: the GPU is not partitioned.
     instances: tuple[str, ...] | None = None
 
     @property
     def selectors(self) -> tuple[str, ...]:
-        """Names of its devices: CUDA never uses a partitioned GPU as a whole."""
+        """Names of its devices. CUDA never uses a partitioned GPU as a whole."""
         return (self.uuid,) if self.instances is None else self.instances
 
 
@@ -90,13 +90,13 @@ def resolve(
     environment: Mapping[str, str],
     look: Callable[[], Sequence[InstalledGpu]] = read_gpus,
 ) -> list[str]:
-    """Return the devices of a server: values of CUDA_VISIBLE_DEVICES, or cpu; at least one. Raises DevicesError.
+    """Return the devices of a server: values of CUDA_VISIBLE_DEVICES, or cpu. There is at least one. Raises DevicesError.
 
     Args:
         devices: `runtime.devices`. Numbers count the visible GPUs.
         platform: `runtime.platform`.
         environment: variables of the server. The numbers in CUDA_VISIBLE_DEVICES are nvidia-smi's.
-        look: as `read_gpus`; called only if needed.
+        look: returns the GPUs as `read_gpus` does. It is called only if needed.
     """
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     chosen = (
@@ -128,7 +128,7 @@ def _listed(
         try:
             gpus = look()
         except GpusUnknown:
-            gpus = ()  # Use the selector as named, because only CUDA knows it.
+            gpus = ()  # Use the names as they are listed, because only CUDA can resolve them.
     chosen: list[str] = []
     for device in listed:
         devices = _wanted(device, visible, gpus)
@@ -167,7 +167,7 @@ def _without_instances(which: str) -> DevicesError:
 
 
 def _visible(visible: str, gpus: Sequence[InstalledGpu]) -> list[tuple[str, ...]]:
-    """Return the devices of CUDA_VISIBLE_DEVICES by GPU."""
+    """Return the devices that CUDA_VISIBLE_DEVICES names, one group for each of its entries."""
     groups = []
     for word in (word.strip() for word in visible.split(",")):
         # CUDA ends the list at any other word, such as -1 or NoDevFiles.
@@ -198,9 +198,9 @@ def _wanted(device_name: int | str, visible: str | None, gpus: Sequence[Installe
 
 
 def _named(name: int | str, gpus: Sequence[InstalledGpu], setting: str) -> tuple[str, ...]:
-    """Return the devices with this number in nvidia-smi, or with this UUID or its beginning.
+    """Return the devices with this number in nvidia-smi, or with this UUID or this beginning of a UUID.
 
-    `setting` is the setting with the name, for errors.
+    `setting` is the setting that has this name. Errors mention it.
     """
     if not gpus:
         return (str(name),)
@@ -229,9 +229,9 @@ def _numbers(count: int) -> str:
 
 
 def keep_devices(directory: Path, look: Callable[[], list[str]]) -> list[str]:
-    """Return the devices that the server began with, or those that `look` returns now, for the runtimes after this one.
+    """Return the devices with which the server began. If none are recorded, record the devices that `look` returns now.
 
-    `directory` is that of device 0. Raises OSError, and the errors of `look`.
+    `directory` is the directory of device 0. Raises OSError, and the errors of `look`.
     """
     try:
         return read_devices(directory)
@@ -244,7 +244,7 @@ def keep_devices(directory: Path, look: Callable[[], list[str]]) -> list[str]:
 def hold_card(
     base: Path, device: str, server: str, *, share: bool, timeout_s: float = CARD_TIMEOUT_S
 ) -> int | None:
-    """Take a card for this process's life; return the lock's descriptor, None for a CPU.
+    """Lock a card for the life of this process. Return the lock's descriptor, or None for a CPU.
 
     Two servers on one card would take each other's memory, so the second one is refused, unless both `share`. `base` is
     the folder of all servers, and `server` names this one. Raises DevicesError.
@@ -263,7 +263,7 @@ def hold_card(
             holder = os.pread(fd, 4096, 0).decode(errors="replace")
             os.close(fd)
             raise DevicesError(
-                f"{_KEY}: {device} is in use by {holder}, and {server} wants it, too. Give each server GPUs of its own "
+                f"{_KEY}: {device} is in use by {holder}, and {server} also needs it. Give each server its own GPUs "
                 f"({_KEY}), or let them share: runtime.memory_fraction of at most {SHARING_FRACTION} in both"
             )
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Requests as parts of executions, and what kinds of requests other than the plain one add to their lives."""
+"""Requests as parts of executions, and the interface of the kinds of requests that are not plain."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,9 +15,9 @@ from rsrv_bundle.dtypes import numpy_dtype
 
 
 class RequestKind:
-    """Work for requests that are not plain, at each point of their lives.
+    """Work for requests that are not plain, from their arrival to their end.
 
-    The methods of this class do what a plain request needs: nothing.
+    The methods of this class do nothing, because a plain request needs nothing.
     """
 
     def submit(self, place: tuple[Any, ...], request: ev.Request, token: int, step: tuple[int, int]) -> None:
@@ -26,8 +26,8 @@ class RequestKind:
         Args:
             place: arguments of `RequestSlice`.
             request: the request for the scheduler.
-            token: of its run; 0: none.
-            step: the sequence and the flags.
+            token: token of the meta model's run, or 0.
+            step: number of the sequence, and the flags.
         """
         raise NotImplementedError
 
@@ -64,7 +64,7 @@ class PendingRequest(Protocol):
     connection: PeerConnection
     #: The connection's number for the request.
     request: int
-    #: Kind of the request. None: it is a plain one.
+    #: Kind of the request, or None if it is plain.
     kind: RequestKind | None
 
 
@@ -75,20 +75,23 @@ class Slice(PendingRequest, Protocol):
 
     @property
     def segment(self) -> Bytes | None:
-        """Memory of its inputs and outputs, if they lie in one."""
+        """Memory with the request's inputs and outputs, or None if they are not in one segment."""
 
     @property
     def shapes(self) -> Variant | None:
         """Tensors of the request at its own length, if the model has a padded axis."""
 
     def source(self, index: int, block: Block) -> object:
-        """Return an input: an array in shared memory, or where it lies on the device."""
+        """Return an input: an array in shared memory, or a tensor on the device."""
 
     def target(self, index: int, block: Block) -> Array | None:
-        """Return an output in shared memory; None: it is not wanted there."""
+        """Return the place of an output in shared memory. None: the output is not needed there."""
 
     def mark(self) -> None:
-        """Set the first byte of its outputs. If this process dies, the stub knows by this that the request may be the cause."""
+        """Set the first byte of the request's outputs.
+
+        If this process dies, the byte shows the stub that the request may be the cause.
+        """
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +107,7 @@ class RequestSlice:
     tag: int = 0  # Hash of the client's id for the request, or 0 without one.
     #: Tensors of the request at its own length, if the model has a padded axis.
     shapes: Variant | None = None
-    #: Kind of the request. None: it is a plain one.
+    #: Kind of the request, or None if it is plain.
     kind: RequestKind | None = None
 
     def source(self, index: int, block: Block) -> Array:

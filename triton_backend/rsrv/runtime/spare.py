@@ -1,9 +1,9 @@
 """The spare: a process that has imported everything, and becomes the next runtime when the runtime ends.
 
-The spare shares the runtime's listening socket. From the runtime's death on, connections wait there for the spare, so no
-stub starts a runtime meanwhile. If the runtime has ended to sleep, the spare waits for the first connection: that of a
-stub with a request, or of an operator who wakes it. The spare has no device: jax makes its client, and with it a CUDA
-context, when a device is first used. Only before a restart on a CPU does `preparation` use it.
+The spare shares the runtime's listening socket. After the runtime's death, connections wait there for the spare, so no
+stub starts a runtime meanwhile. If the runtime has ended to put its device to sleep, the spare waits for a connection, from
+a stub with a request or from an operator who wakes the device. A spare normally has no device, because jax makes a CUDA
+context when a device is first used. Only a spare that is started for a restart prepares its device (`preparation`).
 """
 
 import gc
@@ -27,17 +27,17 @@ from rsrv.wire.socket import readable
 
 log = logging.getLogger("rsrv.runtime")
 
-#: A spare starts after this many seconds without a build, and seconds between two checks for that.
+#: A spare starts after the first number of seconds without a build. The second is the number of seconds between two checks.
 _QUIET_S, _LOOK_S = 2.0, 0.5
 #: Seconds between a spare's end and the start of the next one.
 _PAUSE_S = 30.0
 #: Bytes of memory that a spare takes.
 _BYTES = 90 << 20
-#: Niceness of the imports. Only a separate thread can have one for a limited time.
+#: Niceness of the imports. They have their own thread, because a process cannot take back a higher niceness.
 _NICENESS = 19
-#: Reports of a spare that waits for its turn, without and with the version of the stubs that it can serve.
+#: Report of a spare that waits for its turn, and the beginning that this report has in all versions.
 _CAN, _READY = "speaks version", f"speaks version {PROTOCOL_VERSION}"
-#: Seconds until the spare reports that, if it is to serve soon.
+#: Maximum seconds until a spare that is to serve soon sends its report.
 _IMPORT_S = 60.0
 #: Modules of rsrv that import the others, and modules that jax and others import at their first use.
 _MODULES = (
@@ -54,19 +54,19 @@ _MODULES = (
 
 
 def has_room() -> bool:
-    """Return whether the host has memory for a spare, and is not short of it then."""
+    """Return whether the host has memory for a spare, and is not short of memory with it."""
     from rsrv.runtime.host_memory import memory_limit
 
     return not memory_limit(None).lacking(spare_memory() - _BYTES)
 
 
 class Successor:
-    """The process that becomes the next runtime, as far as the end of this one needs it. Here, a stub starts it."""
+    """The process that becomes the next runtime, for a planned end of this one. In this class, a stub starts it later."""
 
     def prepare(self, done: Callable[[str], object], *, fresh: bool) -> None:
         """Make the process wait for its turn. `fresh`: it must use the packages that are installed now.
 
-        `done` is called from any thread, with "" or the reason why the process cannot serve.
+        `done` is called on any thread, with "" or the reason why the process cannot serve.
         """
         done("")
 
@@ -74,9 +74,9 @@ class Successor:
         """Undo `prepare`, because this runtime does not end."""
 
     def stay_back(self, record: bytes) -> None:
-        """Let the process wait for a connection before it becomes the runtime. Raises OSError.
+        """Make the process wait for a connection before it becomes the runtime. Raises OSError.
 
-        `record` is the last record of this runtime, which is reported while the device sleeps.
+        `record` is the last record of this runtime. It is reported while the device sleeps.
         """
 
 
@@ -92,7 +92,7 @@ class SpareKeeper(Successor):
         is_building: Callable[[], bool],
         rest: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`command` starts a spare, but for the descriptors that it gets; `rest` sleeps for a number of seconds."""
+        """`command` starts a spare; options for its descriptors are added. `rest` sleeps for a number of seconds."""
         self._directory = directory
         # Open a pidfd now, because another process may have the pid later.
         runtime = os.pidfd_open(os.getpid())
@@ -128,40 +128,40 @@ class SpareKeeper(Successor):
                 spare, ended = None, f"cannot be started: {error}"
             with self._lock:
                 if self._spare is not spare:
-                    continue  # `_renew` has replaced the spare
+                    continue  # `_renew` or `withdraw` has replaced or ended the spare.
                 self._spare = None
             log.error("the spare runtime %s; starting another in %.0f s", ended, _PAUSE_S)
             self._rest(_PAUSE_S)
 
     def prepare(self, done: Callable[[str], object], *, fresh: bool) -> None:
-        """Make a spare ready, on a thread.
+        """Prepare a spare on a thread.
 
-        `fresh`: it must use the packages that are installed now, and waits for its turn. `done` gets "", or the
-        reason why the spare cannot serve. Then the previous spare stays.
+        `fresh`: start a new spare, which uses the packages that are installed now and prepares its device. `done` gets "", or
+        the reason why the spare cannot serve. After a failure, the previous spare stays.
         """
         action = self._renew if fresh else self._have
         thread = threading.Thread(target=lambda: done(action()), name="renewal", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # The system has none left.
+        except RuntimeError as error:  # The system has no thread left.
             done(f"the next runtime cannot be started: {error}")
 
     def withdraw(self) -> None:
-        """End a spare that is there only for an end that does not come: it may hold memory of the device.
+        """End a spare that was started only for a planned end, because it may hold memory of the device.
 
-        `keep` starts another one.
+        If spares are kept, `keep` starts another one.
         """
         with self._lock:
             if self._spare is None or (self._keeps and self._spare is not self._prepared):
                 return
             spare, self._spare = self._spare, None
         spare.process.kill()
-        # The loop does not wait for the end: a GPU's driver takes a while to end a context.
+        # The loop does not wait for the spare's end, because a GPU's driver takes a while to end a context.
         with suppress(RuntimeError):  # The system has no thread left, so the process stays a zombie.
             threading.Thread(target=spare.end, name="withdrawal", daemon=True).start()
 
     def stay_back(self, record: bytes) -> None:
-        """Let the spare wait for a connection when its turn has come. Raises OSError."""
+        """Make the spare wait for a connection when its turn has come. Raises OSError."""
         paths.write_whole(self._directory / paths.LAST_RECORD, record)
         paths.write_whole(self._directory / paths.ASLEEP, str(time.time()))
 
@@ -171,7 +171,7 @@ class SpareKeeper(Successor):
                 spare = self._spare = self._spare or self._start(self._command)
         except OSError as error:
             return f"the next runtime cannot be started: {error}"
-        # It may import its modules while the device sleeps; if that fails, a stub starts a runtime.
+        # The spare may import its modules while the device sleeps. If that fails, a stub starts a runtime.
         return spare.problem(wait_s=0.0)
 
     def _renew(self) -> str:
@@ -210,7 +210,7 @@ class SpareKeeper(Successor):
 
 
 class _Spare(NamedTuple):
-    """The process, and a socket whose other end is its standard input, for its answer."""
+    """A spare's process, and a socket for its report. The socket's other end is the process's standard input."""
 
     process: "subprocess.Popen[bytes]"
     sock: socket.socket
@@ -218,7 +218,7 @@ class _Spare(NamedTuple):
     def problem(self, wait_s: float = _IMPORT_S) -> str:
         """Return the reason why the spare cannot serve, once it has imported its modules. "": it can serve.
 
-        `wait_s`: how many seconds to wait for the imports.
+        `wait_s`: maximum seconds to wait for the imports. 0: return "" if they are not done yet.
         """
         self.sock.settimeout(wait_s)
         try:
@@ -250,16 +250,16 @@ def wait_for_turn(
     *,
     soon: bool = False,
 ) -> bool:
-    """In the spare: import everything, and wait until the runtime that started this process ends.
+    """Import everything, and wait until the runtime that started this process ends. Called in the spare.
 
-    `server` and `runtime` are pidfds. `check` raises an exception if this process could not serve. `soon`: the
-    runtime ends when it hears that this process is ready. Returns False at once if the server ends. This process must
-    then end as well, without waiting for its threads.
+    `server` and `runtime` are pidfds. `check` raises an exception if this process could not serve. `soon`: True if the runtime
+    ends as soon as this process reports that it is ready. Returns False at once if the server ends. This process must then also
+    end, without waiting for its threads.
     """
     niceness = 0 if soon else _NICENESS
     prepared, preparing = os.pipe()
     arguments = (modules, check, niceness, preparing)
-    # A daemon: imports and `check` may take long, and the server ends meanwhile.
+    # The thread is a daemon, because the server may end while imports and `check` take long.
     preparation = threading.Thread(target=_prepare, args=arguments, name="import", daemon=True)
     preparation.start()
     awaited = {prepared, runtime}
@@ -270,7 +270,7 @@ def wait_for_turn(
                 return False
             awaited.difference_update(ended)
             if awaited == {prepared} and preparation.native_id is not None:
-                # Requests wait for the imports. Not every user may raise a thread's priority.
+                # Requests wait for the imports now, so raise their priority. Not every user may do that.
                 with suppress(OSError):
                     nice = os.getpriority(os.PRIO_PROCESS, os.getpid())
                     os.setpriority(os.PRIO_PROCESS, preparation.native_id, nice)
@@ -280,12 +280,12 @@ def wait_for_turn(
 
 
 def wait_for_call(server: int, listener: int) -> bool:
-    """In the spare of a device that sleeps, when its turn has come: wait for a connection. False: the server ends."""
+    """Wait for a connection. Return False if the server ends. Called in the spare of a sleeping device, at its turn."""
     return server not in readable([server, listener])
 
 
 def _prepare(modules: Sequence[str], check: Callable[[], object], niceness: int, preparing: int) -> None:
-    """Import the modules, check, and tell the runtime the result on standard input; then close `preparing`."""
+    """Import the modules, call `check`, and report the result to the runtime on standard input. Then close `preparing`."""
     try:
         # A thread may not become less nice than its process.
         niceness = max(niceness, os.getpriority(os.PRIO_PROCESS, 0))
@@ -293,7 +293,7 @@ def _prepare(modules: Sequence[str], check: Callable[[], object], niceness: int,
         problem = _import(modules)
         try:
             check()
-        except Exception as error:  # noqa: BLE001 - told to the runtime
+        except Exception as error:  # noqa: BLE001 - reported to the runtime
             problem = problem or str(error)
         with suppress(OSError):  # The runtime has just ended.
             os.write(sys.stdin.fileno(), (problem or _READY).encode()[:4000])
@@ -310,10 +310,10 @@ def _import(modules: Sequence[str]) -> str:
     for name in modules:
         try:
             importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001 - told to the runtime
+        except Exception as error:  # noqa: BLE001 - reported to the runtime
             if name.startswith("rsrv"):
                 problem = problem or f"{name} cannot be imported: {error}"
-    # Later collections, after each model's build, then skip these modules.
+    # This makes later collections, after each model's build, skip these modules.
     gc.collect()
     gc.freeze()
     return problem

@@ -1,6 +1,6 @@
-"""Order of the work that the build thread does: models that requests wait for start first.
+"""Order of the build thread's work: models that requests wait for start first.
 
-A start has two steps, each of which waits here: its bundle is read, then the model is built.
+A start has two steps: the bundle is read, and then the model is built. Each step waits in the queue.
 """
 
 import heapq
@@ -16,7 +16,7 @@ class Urgency(IntEnum):
 
     #: Requests wait for the model.
     REQUESTED = 0
-    #: An operator, a schedule or a policy wants the model warm before requests come.
+    #: An operator, a schedule or a policy wants the model warm before requests arrive.
     PREWARMED = 1
     #: The model starts with the server.
     EAGER = 2
@@ -26,7 +26,7 @@ class Urgency(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Need of a start."""
+    """Need for the start of a model."""
 
     urgency: Urgency = Urgency.EAGER
     #: Earliest deadline of the waiting requests, on the loop's clock. inf if none has one.
@@ -35,7 +35,7 @@ class Demand:
     weight: float = 1.0
 
     def stronger(self, other: "Demand") -> "Demand":
-        """Return the combination of both demands."""
+        """Return the combination of both demands: the higher urgency and the earlier deadline."""
         urgency, deadline = min(self.urgency, other.urgency), min(self.deadline, other.deadline)
         return Demand(urgency, deadline, self.weight)
 
@@ -46,11 +46,11 @@ class BuildStep:
 
     #: Unique among the waiting steps.
     id: Hashable
-    #: Name of the model, or "" if the step is for none.
+    #: Name of the model, or "" if the step is for no model.
     name: str
     demand: Demand
     action: Callable[[], object]
-    #: True if a bundle is read, False if a model is built.
+    #: True if the step reads a bundle, False if it builds a model.
     reads: bool = False
     #: Expected seconds of the step.
     seconds: float = 0.0
@@ -63,22 +63,23 @@ _Rank = tuple[int, float, int, float, int]
 
 #: Half of a model's building time is forgotten in this many seconds.
 _HALF_LIFE_S = 60.0
-#: A build that is expected to take this many seconds begins after all bundles are read, because some may be built sooner.
+#: A build with at least this many expected seconds begins after all bundles are read, because other models may be built sooner.
 _LONG_S = 1.0
 
 
 class StartQueue:
-    """Steps that wait, and the recent building time of each model.
+    """Waiting steps, and the recent building time of each model.
 
-    The order is by urgency; by deadline, except deadlines in the past; by kind (short builds, reads of bundles, long
-    builds); and by arrival. So the first of many models serves before all bundles are read, and no short build waits for a
-    long one. A model's arrival counts as later by its expected building time, and by its recent building time over its
-    weight. So a model with a long build lets only those models pass that arrive within this time.
+    Steps are ordered by urgency, then by deadline (past deadlines do not count), then by kind (short builds, reads of bundles,
+    long builds), then by arrival. So the first of many models serves before all bundles are read, and no short build waits for
+    a long one. For the order, the expected building time and the recent building time divided by the model's weight are added
+    to the arrival. So only models that arrive within this time pass a model with a long build.
     """
 
     def __init__(self) -> None:
         self._steps: dict[Hashable, BuildStep] = {}
-        #: Ranks at the time of their entry. A step that has fallen back since is entered again when it is popped.
+        #: Steps with their ranks at the time of entry. If a step's rank has fallen since, the step is entered again when
+        #: popped.
         self._heap: list[tuple[_Rank, BuildStep]] = []
         self._numbers = itertools.count()
         #: For each name, the building time at the latest charge, and the time of that charge.
@@ -95,24 +96,24 @@ class StartQueue:
         return sorted(self._steps.values(), key=lambda step: self._rank(step, now, 0))
 
     def names(self) -> set[str]:
-        """Return the models that have a step here."""
+        """Return the names of the models that have a waiting step."""
         return {step.name for step in self._steps.values() if step.name}
 
     def put(self, step: BuildStep, now: float) -> None:
-        """Add a step; it takes the place of one with its id."""
+        """Add a step. It replaces a step with the same id."""
         self._steps[step.id] = step
         step.arrival = now
         self._enter(step, now, next(self._numbers))
 
     def change(self, id: Hashable, demand: Demand, now: float) -> None:
-        """Set the demand of a step, if it waits here."""
+        """Set the demand of a step if it still waits."""
         step = self._steps.get(id)
         if step is not None and step.demand != demand:
             step.demand = demand
             self._enter(step, now, next(self._numbers))
 
     def drop(self, id: Hashable) -> bool:
-        """Remove a step; return False if it does not wait here."""
+        """Remove a step. Return False if it does not wait any more."""
         return self._steps.pop(id, None) is not None
 
     def pop(self, now: float) -> BuildStep | None:

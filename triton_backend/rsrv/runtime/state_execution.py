@@ -1,4 +1,4 @@
-"""Executions of models with state: each request reads and writes the state of its sequence, which has a slot."""
+"""Executions of models with state. Each request reads and writes the state of its sequence, which is in a slot."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from rsrv.runtime.state_pool import SlotRow
 class SequenceSlice(RequestSlice):
     """A step's share of an execution."""
 
-    #: None: the request is refused, or was not yet looked at.
+    #: Sequence of the request. None: the request is refused, or not handled yet.
     sequence: SequenceEntry | None = None
 
 
@@ -22,9 +22,9 @@ class SequenceSlice(RequestSlice):
 class StepDispatch(Dispatch):
     """A dispatch of a model with state."""
 
-    #: The slot of each slice.
+    #: Slots of the slices, in their order.
     rows_in_slots: Sequence[SlotRow] = ()
-    #: Times that the model's states were lost before the launch.
+    #: Number of times that the model's states were lost before the launch.
     losses: int = 0
 
     def launch(

@@ -1,8 +1,9 @@
-"""State of sequences on the device: the pools of one model, and what each of their slots holds.
+"""State of sequences on the device: the pools of one model, and the state that each slot holds.
 
 A slot may belong to a sequence whose state is elsewhere: in host memory after an eviction, or still in another slot.
-`launch` brings each state to the slot where its row expects it, and first saves what another live sequence has there.
-So the loop only decides which sequence has which slot, and a second try of an execution finds what the first one left.
+`launch` brings each state to the slot where its row expects it. Before that, it saves the state that another live sequence
+has there. So the loop only decides which sequence has which slot. A second try of an execution finds each state where the
+first try left it.
 """
 
 import logging
@@ -36,31 +37,37 @@ class StateLost(Exception):
 
 @dataclass(slots=True, eq=False)
 class SequenceTensors:
-    """The state of one sequence, wherever it lies. Without slot and arrays it is lost, or has not begun."""
+    """The state of one sequence, on the device or the host. Without a slot and arrays, it is lost or has not begun."""
 
-    #: Slot of the pools that holds the state, or None.
+    #: Slot that holds the state, or None.
     slot: int | None = None
-    #: Copy of the state in host memory.
+    #: Copy of the state in host memory, or None.
     arrays: list[Array] | None = None
-    #: False once its sequence has ended. Such a state is not saved.
+    #: False once the sequence has ended. Its state is then not saved.
     live: bool = True
 
 
 class SlotRow(NamedTuple):
-    """A row of an execution: the slot of its sequence, and whether the sequence begins with this row."""
+    """A row of an execution."""
 
+    #: Slot of the row's sequence.
     slot: int
     tensors: SequenceTensors
+    #: True if the sequence begins with this row.
     begins: bool
 
 
 class StatePool:
-    """Pools of one model. `load` and `unload` never run beside an execution of the model, nor do two launches."""
+    """Pools of one model.
+
+    `load`, `unload` and `launch` never run at the same time, and `load` and `unload` never run during an execution of the
+    model.
+    """
 
     def __init__(self, model: str, spec: StateSpec) -> None:
         self.spec = spec
         self.nbytes = spec.pool_bytes
-        #: Bytes of each pool, under keys that no other model's tensors have.
+        #: Bytes of each pool, by keys that no other model's tensors have.
         self.tensors = {(model, tensor.name): spec.slots * tensor.nbytes for tensor in spec.tensors}
         self._kinds: tuple[ArrayKind, ...] = tuple(
             ((spec.slots, *tensor.dims), numpy_dtype(tensor.dtype)) for tensor in spec.tensors
@@ -68,9 +75,9 @@ class StatePool:
         self._pools: Pools | None = None
         #: The state that each slot holds, by slot.
         self._held: dict[int, SequenceTensors] = {}
-        #: How often the contents were lost. An execution that fails late must not destroy newer contents.
+        #: Number of times that the contents were lost. By this number, an execution that fails late destroys no newer contents.
         self.losses = 0
-        # A thread may find that an execution has failed while another one launches the next.
+        # A thread may handle a failed execution while another thread launches the next one.
         self._lock = Lock()
 
     def load(self, device: Device) -> None:
@@ -87,7 +94,7 @@ class StatePool:
                 if tensors.live:
                     try:
                         tensors.arrays = self._read(device, slot)
-                    except Exception as error:  # noqa: BLE001 - the memory is needed, whatever the device answers
+                    except Exception as error:  # noqa: BLE001 - the memory must be freed after any error
                         log.error("the state of a sequence cannot be saved, and is lost: %s", error)
             self._held.clear()
             self._free(device)
@@ -102,10 +109,10 @@ class StatePool:
         rows: Sequence[SlotRow] = (),
         targets: Targets = NO_TARGETS,
     ) -> tuple[Launched, int]:
-        """Launch an execution of `size` rows, of which the first are `rows`, and the others padding.
+        """Launch an execution of `size` rows: first `rows`, then padding. `targets`: see `Device.launch`.
 
-        `targets` as in `Device.launch`. Return it with the number of losses before it, for `read`. Raises StateLost
-        and the device's errors. `losses` then shows whether the contents were lost.
+        Return it with the number of losses before it, for `read`. Raises StateLost and the device's errors. After an error,
+        `losses` shows whether the contents were lost.
         """
         self.load(device)
         with self._lock:
@@ -117,7 +124,7 @@ class StatePool:
                 if not device.holds(self._pools):
                     self._lose(device)
                 raise
-            # Do this only after a successful launch: until then, the former states are valid.
+            # Do this only after a successful launch, because the former states are valid until then.
             for slot, tensors, begins in rows:
                 if begins and tensors.slot != slot:
                     self._put(slot, tensors)
@@ -125,7 +132,7 @@ class StatePool:
             return launched, self.losses
 
     def read(self, device: Device, launched: Launched, losses: int) -> tuple[list[Array], float]:
-        """Read an execution. If it has failed, drop the pools, which it has filled, and all states in them."""
+        """Read an execution. If it has failed, drop the pools and all states in them, because it has written to them."""
         try:
             return device.read(launched)
         except BaseException:
@@ -135,7 +142,10 @@ class StatePool:
             raise
 
     def _place(self, device: Device, size: int, rows: Sequence[SlotRow]) -> Array:
-        """Bring each row's state to its slot; return the module's argument."""
+        """Bring each row's state to its slot. Return the module's argument with the slots.
+
+        It has the slot of each row, ~slot if the row begins a sequence, and the number of slots for padding.
+        """
         slots = np.full(size, self.spec.slots, np.int32)
         for index, (slot, tensors, begins) in enumerate(rows):
             slots[index] = ~slot if begins else slot
@@ -163,7 +173,7 @@ class StatePool:
         return device.read_slot(self._pools, slot)
 
     def _save(self, device: Device, slot: int) -> None:
-        """Save what a slot holds, unless its sequence has ended."""
+        """Save the state in a slot to host memory, unless its sequence has ended. The slot is then empty."""
         saved = self._held.get(slot)
         if saved is not None:
             if saved.live:
@@ -172,7 +182,7 @@ class StatePool:
             saved.slot = None
 
     def _bring(self, device: Device, slot: int, tensors: SequenceTensors) -> None:
-        """Bring a state to a slot, from another one or from host memory."""
+        """Bring a state to a slot, from another slot or from host memory. Raises StateLost."""
         arrays = tensors.arrays if tensors.slot is None else self._read(device, tensors.slot)
         if arrays is None:
             raise StateLost("a sequence continues whose state an earlier execution has lost")
@@ -183,7 +193,7 @@ class StatePool:
         tensors.arrays = None
 
     def _put(self, slot: int, tensors: SequenceTensors) -> None:
-        """Record that a slot holds a state, and no other slot does."""
+        """Record that this slot, and no other one, holds a state."""
         if tensors.slot is not None:
             del self._held[tensors.slot]
         self._held[slot] = tensors

@@ -1,6 +1,6 @@
 """Requests of models with state: steps of clients' sequences, and of generations. Belongs to the loop.
 
-`sequences` decides which of them have a slot of the device; only these go to the scheduler.
+`sequences` decides which sequences have a slot of the device. Only requests of these go to the scheduler.
 """
 
 import logging
@@ -50,19 +50,19 @@ class StatefulRequests(RequestKind):
         self._clock = clock
         self._timers = timers
         self.sequences = SequenceTable()
-        #: Generations in progress, by the global id of their GENERATE. `UnansweredRequests.pending` has the present step of each.
+        #: Generations in progress, by the global id of their GENERATE. `UnansweredRequests.pending` has their present steps.
         self.generations: dict[int, StepSlice] = {}
         #: Memory for the steps of each model's generations, by its key.
         self._step_memories: dict[str, StepMemory] = {}
         #: Counts of each model's generations, by its name.
         self.generation_counts: dict[str, GenerationCounts] = {}
-        # Negative: ids of connections' requests and of runs are positive.
+        # These ids are negative, because the ids of connections' requests and of runs are positive.
         self._step_ids = count(-1, -1)
 
     # --- frames -------------------------------------------------------------------------------------------
 
     def submit(self, place: tuple[Any, ...], request: ev.Request, token: int, step: tuple[int, int]) -> None:
-        """Take a step of a client's sequence."""
+        """Handle a step of a client's sequence."""
         part = self._requests.pending[request.id] = SequenceSlice(*place)
         part.kind = self
         self._begin(part, request, step)
@@ -75,7 +75,7 @@ class StatefulRequests(RequestKind):
         ask = read_generate(document)
         id = self._requests.new_id(connection, ask.request)
         if id in self.generations:
-            raise ProtocolError(f"generation {ask.request} is there already, and has not ended yet")
+            raise ProtocolError(f"generation {ask.request} exists already, and has not ended yet")
         mark = connection.marks.pop(ask.request, None)
         if problem := find_problem(ask, spec):
             self._requests.complete(connection, Completion(ask.request, Status.INVALID, text=problem))
@@ -92,7 +92,7 @@ class StatefulRequests(RequestKind):
         self._begin(step, request, (request.id, START))
 
     def _begin(self, part: SequenceSlice, request: ev.Request, step: tuple[int, int]) -> None:
-        """Take the request of a new or known sequence. `step`: the sequence and the flags."""
+        """Handle the request of a new or known sequence. `step`: number of the sequence, and the flags."""
         model, (sequence, flags) = self._catalog.get(request.model), step
         assert model.pool is not None
         self.sequences.add(model.key, model.pool.spec, model.pool.losses)
@@ -107,13 +107,13 @@ class StatefulRequests(RequestKind):
     # --- the loop -----------------------------------------------------------------------------------------
 
     def hold_starts(self, *, held: bool) -> None:
-        """Make new sequences and generations wait, perhaps for the next runtime, or continue."""
+        """If `held`, make new sequences and generations wait, perhaps for the next runtime. Otherwise let them continue."""
         self._apply(self.sequences.hold(held=held))
 
     def expire(self, now: float) -> float:
         """End the sequences that were idle for too long, and the requests that waited too long for a slot.
 
-        Return when to check again.
+        Return the time of the next check.
         """
         self._apply(self.sequences.expire(now))
         return self.sequences.due()
@@ -123,7 +123,7 @@ class StatefulRequests(RequestKind):
         return self.sequences.host_bytes(self._catalog.resident()) if self.sequences else 0
 
     def drop_states(self, excess: int) -> None:
-        """End sequences that were idle the longest, with so many bytes of state in host memory."""
+        """End the sequences that were idle the longest, until `excess` bytes of state in host memory are free."""
         if excess > 0 and self.sequences:
             dropped = self.sequences.drop(excess, self._catalog.resident())
             if dropped.lost:
@@ -146,7 +146,7 @@ class StatefulRequests(RequestKind):
     # --- ends ---------------------------------------------------------------------------------------------
 
     def executed(self, ended: ExecutionEnded) -> int:
-        """Handle the end of a model's execution, which may be tried again.
+        """Handle the end of a model's execution. A failed execution may be retried.
 
         Return the number of sequences that lost their state.
         """
@@ -223,7 +223,7 @@ class StatefulRequests(RequestKind):
             self._timers.advance(self.expire, self.sequences.due(part.sequence.model))
 
     def _apply(self, verdicts: Verdicts) -> None:
-        """Carry out the table's decisions about requests of sequences."""
+        """Carry out the decisions of `sequences` about requests."""
         self._requests.arrived += verdicts.granted
         for request in verdicts.granted if self.generations else ():
             if isinstance(step := self._requests.pending[request.id], StepSlice):
@@ -242,9 +242,12 @@ class StatefulRequests(RequestKind):
         return request
 
     def _take_tokens(self, slices: Iterable[Slice]) -> None:
-        """Send the tokens of an execution; hand over the next steps, so that they share the next one, or end."""
+        """Send the tokens of an execution.
+
+        Submit the next steps at once, so that they share an execution, or end generations.
+        """
         now = self._clock()
-        # In the order of their memory, which the next execution copies at once.
+        # Use the order of the steps' memory, so that the next execution copies neighbours at once.
         for step in sorted((part for part in slices if isinstance(part, StepSlice)), key=_PLACE):
             sequence, token = step.sequence, step.token
             assert sequence is not None
@@ -275,7 +278,7 @@ def _sequence(part: PendingRequest | None) -> SequenceEntry | None:
 
 
 def _end_of_generation(step: StepSlice, status: Status, text: str) -> tuple[Status, str]:
-    """Return how a generation ends if one of its steps ended without an execution."""
+    """Return the status and the text of a generation if one of its steps ended without an execution."""
     generation = step.generation
     if generation.ending is not None:
         return generation.ending

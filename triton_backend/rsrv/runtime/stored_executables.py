@@ -1,9 +1,9 @@
 """Executables beside a model repository, which `rsrv-gen --compile-for` compiled for a card: GEN/CARD.executables.
 
-Such a file is a zip archive without compression: index.json says what the executables are for, and each other entry
-is one executable in the form of jax's compilation cache, named by the SHA-256 of the module that was compiled. They
-are machine code, so the file must belong to root or to the runtime's user, and no other user may write to it. The
-digest of each entry finds damage; it is no signature.
+Such a file is a zip archive without compression. index.json describes the executables and their target. Each other entry
+is one executable in the form of jax's compilation cache. Its name is the SHA-256 of the module that was compiled.
+Executables are machine code, so the file must belong to root or to the runtime's user, and no other user may write to it.
+The digest of each entry detects damage, but is no signature.
 """
 
 import hashlib
@@ -27,24 +27,24 @@ _FORMAT = 2
 
 
 class StoredExecutablesError(Exception):
-    """A file of executables cannot be used; the message says why and what to do."""
+    """A file of executables cannot be used. The message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompileTarget:
-    """Circumstances that an executable depends on, beside its module."""
+    """Circumstances that an executable depends on, in addition to its module."""
 
-    #: The device's name by its driver. Empty: it has none.
+    #: The driver's name of the device, or "".
     card: str
-    #: The device's CUDA compute capability. Empty: it has none.
+    #: The device's CUDA compute capability, or "".
     capability: str
     #: Versions of jax and its CUDA plugin.
     versions: str
-    #: XLA_FLAGS, sorted
+    #: The flags in XLA_FLAGS, sorted.
     flags: str
 
     def differences(self, here: "CompileTarget") -> str:
-        """Return how this target differs from the one here, in words; empty if they are equal."""
+        """Return a text that says how this target differs from the one here, or "" if they are equal."""
         values = (
             (field.name, getattr(self, field.name), getattr(here, field.name)) for field in fields(self)
         )
@@ -60,15 +60,15 @@ class Contents:
     """Index of a file of executables."""
 
     target: CompileTarget
-    #: True if the compiler had the results of a card's autotuning
+    #: True if the compiler had the results of a card's autotuning.
     tuned: bool
-    #: SHA-256 of the entry, by that of its module, hexadecimal
+    #: SHA-256 of each entry, by the SHA-256 of its module. Both are hexadecimal.
     digests: Mapping[str, str]
-    #: Estimated seconds of an execution on the card, by module. Empty if the card's rates are unknown.
+    #: Estimated seconds of an execution on the card, by the SHA-256 of the module. Empty if the card's rates are unknown.
     seconds: Mapping[str, float]
-    #: Modules by model, and by "variant/size".
+    #: SHA-256 of each module, by model, and by "variant/size".
     models: Mapping[str, Mapping[str, str]]
-    #: Modules without an executable. Only a server on the card can compile them.
+    #: SHA-256 of the modules without an executable. Only a server on the card can compile them.
     left: Sequence[str] = ()
 
 
@@ -116,7 +116,7 @@ class StoredExecutables:
         self.close()
 
     def get(self, module: str) -> bytes | None:
-        """Return the executable of the module with this digest; None if there is none, or if it is damaged."""
+        """Return the executable of the module with this digest. None: there is none, or it is damaged."""
         digest = self.contents.digests.get(module)
         if digest is None:
             return None
@@ -140,7 +140,10 @@ def write_executables(
     models: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     left: Sequence[str] = (),
 ) -> None:
-    """Write a file of executables in one step, in place of an earlier one; see `Contents`. Raises OSError."""
+    """Write a file of executables in one step, in place of an earlier one. Raises OSError.
+
+    `entries` has the executables by the SHA-256 of their modules. For the other parameters, see `Contents`.
+    """
     digests = {module: hashlib.sha256(entry).hexdigest() for module, entry in entries.items()}
     index: dict[str, Any] = {
         "format": _FORMAT,
@@ -152,7 +155,7 @@ def write_executables(
             archive.writestr(_INDEX, json.dumps(index, indent=1))
             for module, entry in entries.items():
                 archive.writestr(module, entry)
-            # Servers of other users may read it.
+            # Servers of other users may read the file.
             os.fchmod(file.fileno(), 0o644)
         os.replace(unfinished, path)
     except BaseException:
@@ -164,7 +167,7 @@ def write_executables(
 def find_executables(repository: Path, here: CompileTarget) -> StoredExecutables | None:
     """Return the executables in this repository for this target. None: models are compiled, and the log says why.
 
-    If several files are for the target, use the first tuned one, or else the first by name.
+    If several files are for the target, use the first tuned file, or if none is tuned, the first by name.
     """
     refused, usable = [], []
     for path in sorted(repository.glob(f"*{SUFFIX}")):

@@ -1,4 +1,4 @@
-"""Counters of the models' stubs: requests, answers and hooks, which the runtime does not see by itself."""
+"""Counters of the models' stubs: requests, answers and hooks, which only the stubs can count."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -8,16 +8,16 @@ from typing import Any
 from rsrv.histogram import SECONDS, Histogram
 from rsrv.wire.frames import REASON_CHARACTERS, ProtocolError, Status
 
-#: functions of model.py, by their names in metrics
+#: Functions of model.py, by their names in metrics.
 HOOKS = ("pre", "post", "run")
 _STATUSES = frozenset(status.name.lower() for status in Status)
 
 
 @dataclass(slots=True)
 class StubCounters:
-    """Counters of one model, as its stubs report them; the hooks of a called model run in the stubs of the metas."""
+    """Counters of one model, as stubs report them. The hooks of a called model run in the stubs of its meta models."""
 
-    #: Histograms of seconds, by hook that has run.
+    #: Histograms of seconds, by hook. Only hooks that have run are present.
     hooks: dict[str, Histogram] = field(default_factory=dict)
     #: Seconds from a request's arrival to its answer.
     requests: Histogram = field(default_factory=lambda: Histogram(SECONDS))
@@ -38,7 +38,7 @@ class StubMetrics:
         self._models: dict[str, StubCounters] = {}
 
     def take(self, name: str, calls: Collection[str], report: Mapping[str, Any]) -> set[str]:
-        """Add a stub's report of its model, or of its meta model and the called models. Return the models that it counts for.
+        """Add a stub's report about its model, or about its meta model and the called models. Return the names of these models.
 
         Raises ProtocolError.
         """
@@ -70,6 +70,6 @@ class StubMetrics:
         return {name, *(model for model, _ in hooks)}
 
     def keep(self, names: Collection[str]) -> Mapping[str, StubCounters]:
-        """Drop the models of other names; return those that are left."""
+        """Drop the counters of models with other names. Return the remaining counters by name."""
         self._models = {name: counters for name, counters in self._models.items() if name in names}
         return self._models

@@ -16,9 +16,9 @@ _NICER = 10
 
 
 class Inbox:
-    """Messages to the loop: any thread posts, the loop's epoll wakes and drains.
+    """Messages to the loop. Any thread may post one. That wakes the loop's epoll, and the loop drains the inbox.
 
-    A message is a value that says what has ended (`loop.Loop._take` matches all kinds), or an action to call.
+    A message is a value that describes what has ended (`loop.Loop._take` handles all kinds), or an action to call.
     """
 
     def __init__(self) -> None:
@@ -41,10 +41,10 @@ class Inbox:
 
 
 class WorkerThread:
-    """A thread that runs actions in order. An action handles its own errors; one that does not ends the process.
+    """A thread that runs actions in order. An action must handle its own errors, because an unhandled error ends the process.
 
-    A thread that died silently would leave requests unanswered for ever. The process's end is noticed by every stub at
-    once, and the stubs start another runtime.
+    A thread that died silently would leave requests unanswered for ever. But every stub notices the end of the process at once,
+    and the stubs start another runtime.
     """
 
     def __init__(self, name: str) -> None:
@@ -61,11 +61,11 @@ class WorkerThread:
             except BaseException:
                 log.critical("thread %s failed; the runtime ends", self._thread.name, exc_info=True)
                 os._exit(70)
-            del action  # The action's tensors must not live until the next action comes.
+            del action  # The action's tensors must not live until the next action arrives.
 
 
 def lower_priority() -> None:
-    """Make the calling thread, and the threads and processes that it starts, wait for others if the processors are busy."""
+    """Lower the priority of the calling thread, and of the threads and processes that it starts later."""
     own = threading.get_native_id()
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, own, min(19, os.getpriority(os.PRIO_PROCESS, own) + _NICER))

@@ -1,4 +1,4 @@
-"""Recent work of the device, recent arrivals, and spans of traced requests: their waiting, loads and executions."""
+"""Recent work of the device, recent arrivals, and spans of traced requests: waits, loads and executions."""
 
 import time
 from collections import deque
@@ -17,10 +17,9 @@ T = TypeVar("T")
 TIMELINE_LENGTH = 32_768
 #: Maximum number of device spans of one answer. Serialising more would delay requests for milliseconds.
 TIMELINE_ANSWER = 2_000
-#: Maximum numbers of spans of traced requests that are kept, and that one answer has.
+#: Maximum number of stored spans of traced requests, and maximum number in one answer.
 TRACES_LENGTH, TRACES_ANSWER = 16_384, 500
-#: Number of arrivals that are kept, about 10 MB. They are kept for this many seconds after a reader has asked for
-#: them.
+#: Maximum number of stored arrivals, about 10 MB, and seconds for which new ones are stored after a reader has asked.
 ARRIVALS_LENGTH, ARRIVALS_S = 32_768, 10.0
 
 WorkKind = Literal["execute", "warm_up", "load", "evict"]
@@ -28,7 +27,7 @@ SpanAttributes = dict[str, str | int | float]
 
 
 class RingBuffer(Generic[T]):
-    """The latest `length` of all elements that were ever added."""
+    """The latest elements of all that were ever added, at most `length`."""
 
     def __init__(self, length: int) -> None:
         self._kept: deque[T] = deque(maxlen=length)
@@ -40,22 +39,22 @@ class RingBuffer(Generic[T]):
         self.next += 1
 
     def since(self, number: int, most: int) -> tuple[int, list[T]]:
-        """Return at most `most` elements from this number on, oldest first, and the number of the first of them.
+        """Return the number of the first returned element, and at most `most` elements from `number` on, oldest first.
 
-        The number returned is larger than `number` if older elements are forgotten.
+        The returned number is larger than `number` if elements in between are forgotten.
         """
         oldest = self.next - len(self._kept)
         first = min(max(number, oldest), self.next)
         return first, list(islice(self._kept, first - oldest, first - oldest + most))
 
     def answer(self, instance: str, number: int, most: int) -> tuple[dict[str, Any], list[T]]:
-        """Return the fields of an answer that describe the elements that `since` returns, and these elements."""
+        """Return the elements of `since`, and before them the fields of an answer that describe them."""
         first, entries = self.since(number, most)
         return {"instance": instance, "first": first, "next": first + len(entries), "end": self.next}, entries
 
 
 class DeviceSpan(NamedTuple):
-    """One piece of work of the device; an eviction takes no time."""
+    """One piece of work of the device. An eviction takes no time."""
 
     kind: WorkKind
     model: str
@@ -72,7 +71,7 @@ class DeviceSpan(NamedTuple):
 
 
 class RecentArrivals:
-    """Recent requests, without their contents. Nothing is kept unless a reader asked in the last `ARRIVALS_S` seconds."""
+    """Recent requests, without their contents. They are stored only for `ARRIVALS_S` seconds after a reader has asked."""
 
     def __init__(self, length: int = ARRIVALS_LENGTH) -> None:
         self._kept: RingBuffer[tuple[float, ev.Request]] = RingBuffer(length)
@@ -84,7 +83,7 @@ class RecentArrivals:
                 self._kept.add((now, request))
 
     def answer(self, instance: str, since: int, now: float) -> dict[str, Any]:
-        """Answer the command `arrivals`, and keep what arrives from now on. Times are on the loop's clock."""
+        """Answer the command `arrivals`, and store the requests that arrive from now on. Times are on the loop's clock."""
         self._until = now + ARRIVALS_S
         head, entries = self._kept.answer(instance, since, TIMELINE_ANSWER)
         return {
@@ -101,14 +100,14 @@ class RecentArrivals:
                     arrival.run != 0,
                 )
                 for at, arrival in entries
-                # A request that was accepted before a restart has arrived before.
+                # An accepted request arrived before a restart of the runtime, so it is no new arrival.
                 if not arrival.accepted
             ],
         }
 
 
 class Timeline:
-    """Recent executions, warm-ups, loads and evictions. The loop passes in all events and the instructions that begin one."""
+    """Recent executions, warm-ups, loads and evictions. The loop passes in all events, and the instructions that begin work."""
 
     def __init__(self, length: int = TIMELINE_LENGTH) -> None:
         self.arrivals = RecentArrivals()
@@ -131,7 +130,7 @@ class Timeline:
                 self.spans.add(DeviceSpan("evict", instruction.model, now, now))
 
     def happened(self, event: ev.Event, now: float) -> DeviceSpan | None:
-        """Return the span that ended with the event, if one did."""
+        """Handle an event. Return the span that ended with it, or None."""
         span = None
         match event:
             case ev.RequestsArrived(requests):
@@ -152,7 +151,7 @@ class Timeline:
                 start = self._loading.pop((event.model, event.epoch), None)
                 if start is None:
                     return None  # This is a read, which is no work of the device.
-                # The transfer's own time where it is known: a load may have waited for evictions.
+                # Use the transfer's own time if it is known, because a load may have waited for evictions.
                 if isinstance(event, ev.WeightsLoaded):
                     start = max(start, now - event.seconds)
                 failed = not isinstance(event, ev.WeightsLoaded)
@@ -169,7 +168,7 @@ class Timeline:
         return min((start for (name, _), start in self._loading.items() if name == model), default=None)
 
     def answer(self, instance: str, since: int, now: float) -> dict[str, Any]:
-        """Answer the command `timeline`; a span's start is given as seconds before `now`."""
+        """Answer the command `timeline`. A span's start is given as seconds before `now`."""
         head, spans = self.spans.answer(instance, since, TIMELINE_ANSWER)
         return {
             **head,
@@ -191,7 +190,7 @@ class Timeline:
 
 @dataclass(slots=True, eq=False)
 class _TracedRequest:
-    """A request; times on the loop's clock, seconds."""
+    """A traced request. Times are seconds on the loop's clock."""
 
     mark: Mark
     #: Key of the model.
@@ -206,7 +205,7 @@ class _TracedRequest:
 class Traces:
     """Spans of traced requests, kept until the control process fetches them.
 
-    Belongs to the loop, which passes in what it passes to the timeline while `live` has a request. Requests that are
+    Belongs to the loop. While `live` has a request, the loop passes in the same events as to the timeline. Requests that are
     not traced cost nothing here.
     """
 
@@ -217,7 +216,7 @@ class Traces:
         self._dropped = 0
         #: Traced requests that have not ended, by their global ids.
         self.live: dict[int, _TracedRequest] = {}
-        #: Traced requests of each execution that has some, by the execution's number.
+        #: Traced requests of executions in flight, by the execution's number.
         self._executing: dict[int, list[_TracedRequest]] = {}
 
     # --- events and instructions --------------------------------------------------------------------------
@@ -227,7 +226,7 @@ class Traces:
         self.live[id] = _TracedRequest(mark, model)
 
     def happened(self, event: ev.Event, ended: DeviceSpan | None, now: float) -> None:
-        """Handle an event. `ended`: the timeline's span that it ended."""
+        """Handle an event. `ended`: the timeline's span that ended with it, or None."""
         match event:
             case ev.RequestsArrived(requests):
                 for request in requests:
@@ -244,7 +243,7 @@ class Traces:
                         traced.loads.append(ended)
 
     def executes(self, execute: ev.Execute, now: float) -> None:
-        """End the waiting of requests whose execution begins."""
+        """End the wait of the traced requests whose execution begins."""
         traced = list(filter(None, map(self.live.get, execute.requests)))
         if traced:
             self._executing[execute.number] = traced
@@ -260,7 +259,7 @@ class Traces:
             self._add_waiting(traced, now, reason.value)
 
     def report(self, spans: Sequence[Span], dropped: int) -> None:
-        """Take a stub's spans, and the number of spans that the stub dropped."""
+        """Add a stub's spans, and the number of spans that the stub dropped."""
         for span in spans:
             self._spans.add(span)
         self._dropped += dropped
@@ -276,7 +275,7 @@ class Traces:
         arrived = now if traced.arrived is None else traced.arrived
         self._add(traced.mark, "queue", arrived, now, error, _attributes(traced.model))
         for load in traced.loads:
-            failed = "the weights did not come" if load.failed else ""
+            failed = "the load failed or was abandoned" if load.failed else ""
             start = max(load.start, arrived)
             self._add(traced.mark, "load", start, load.end, failed, _attributes(traced.model, load))
         loading = self.timeline.loading(traced.model)
@@ -286,7 +285,7 @@ class Traces:
 
     def _add_executions(self, number: int, requests: Sequence[_TracedRequest], done: DeviceSpan) -> None:
         attributes = _attributes(done.model) | {
-            # Requests of one execution have this in common.
+            # All requests of one execution have these attributes.
             "rsrv.batch.id": number,
             "rsrv.batch.size": done.size,
             "rsrv.batch.rows": done.rows,

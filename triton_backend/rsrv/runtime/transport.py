@@ -33,7 +33,7 @@ from rsrv.wire.traces import Mark
 
 #: Seconds that peers have to read the last frames of a runtime that ends as planned, and seconds between two checks.
 _SETTLE_S, _SETTLE_LOOK_S = 0.05, 0.001
-#: Limits of the backlog of a stub that does not read: frames, bytes and descriptors. Beyond them, its connection is
+#: Limits of the backlog of a stub that does not read: frames, bytes and descriptors. If one is exceeded, the connection is
 #: closed.
 _MAX_BACKLOG = 4096
 _MAX_BACKLOG_BYTES = 16 << 20
@@ -42,8 +42,8 @@ _MAX_BACKLOG_FDS = 64
 #: The bytes are only address space until they are used.
 _MAX_SEGMENTS = 1024
 _MAX_SEGMENT_BYTES = 1 << 40
-#: Limit of marks whose traced requests have not arrived. Beyond it, some requests will never arrive, so all marks are
-#: dropped.
+#: Maximum number of marks whose traced requests have not arrived. If there are more, some requests will never arrive, so all
+#: marks are dropped.
 _MAX_MARKS = 4096
 
 
@@ -53,17 +53,17 @@ class MetaCounts:
 
     outcomes: Counter[str] = field(default_factory=Counter)
     calls: int = 0
-    #: Sum of the sub-calls' shares of their executions, by rows.
+    #: Sum of the sub-calls' shares of the seconds of their executions. Shares are in proportion to rows.
     device_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Registration:
-    """Model, or meta model and its callees, that a connection serves."""
+    """A model, or a meta model with its callees, that connections have registered."""
 
     key: str
     name: str
-    #: Name of the bundle.
+    #: Digest of the bundle.
     digest: str
     #: Keys of the model, or of the callees in the order of REGISTER. They stay built while the registration exists.
     models: tuple[str, ...]
@@ -79,10 +79,10 @@ class Registration:
 
 
 class PeerConnection:
-    """Non-blocking connection of a stub or a tool. If it must be closed, methods raise ProtocolError or Closed."""
+    """Non-blocking connection of a stub or a tool. Methods raise ProtocolError or Closed if it must be closed."""
 
     def __init__(self, id: int, sock: socket.socket, peer: int, buffer: memoryview | None = None) -> None:
-        """Create a connection. `buffer`: memory for received frames, which connections may share (`Receiver`)."""
+        """`buffer`: memory for received frames. Connections may share it (see `Receiver`)."""
         self.id = id
         self.sock = sock
         self.peer = peer
@@ -92,27 +92,27 @@ class PeerConnection:
         self.registering = False
         #: True if REGISTER is answered in flat form.
         self.flat = False
-        self.group: Registration | None = None  # None: not registered
+        self.group: Registration | None = None  # None: it has not registered a model.
         #: Demand of the requests that wait for the registration's answer.
         self.demand = Demand()
-        #: If the stub has imported model.py for long, the time when that began, and the present line. Otherwise None.
+        #: If the stub imports a slow model.py now, the time when the import began, and the present line. Otherwise None.
         self.importing: tuple[float, int] | None = None
-        #: Memory that the stub shares, by its number.
+        #: Memory that the stub shares, by the segment's number.
         self.segments: dict[int, Bytes] = {}
         self.completions: list[Completion] = []
-        #: Tokens of generations, with the connection's numbers of the generations.
+        #: Tokens to send: pairs of the connection's number for the generation, and the token.
         self.tokens: list[tuple[int, int]] = []
-        #: Marks of traced requests that arrive next, by the connection's numbers of the requests.
+        #: Marks of traced requests that have not arrived, by the connection's numbers of the requests.
         self.marks: dict[int, Mark] = {}
         self.receiver = Receiver(sock, buffer)
-        #: Frames that the peer has no room for, with their descriptors. Nearly always empty: as a deque it would take 760
-        #: bytes of each connection.
+        #: Frames that the peer has no room for, with their descriptors. This is a list, because it is nearly always empty, and
+        #: a deque would take 760 bytes for each connection.
         self.backlog: list[tuple[bytes, tuple[int, ...]]] = []
         self._backlog_bytes = 0
         self._backlog_fds = 0
 
     def note_import(self, note: Any, now: float) -> None:
-        """Record what a stub reports about its import of model.py: `importing` of REPORT, or None."""
+        """Record what a stub reports about its import of model.py. `note` is `importing` of REPORT, or None."""
         self.importing = None
         if note is not None:
             try:
@@ -138,13 +138,13 @@ class PeerConnection:
             raise ProtocolError(str(error)) from None
 
     def mark(self, marks: Iterable[Mark]) -> None:
-        """Add marks: these requests, which arrive next, are traced."""
+        """Add marks of traced requests that arrive next."""
         self.marks.update((mark.request, mark) for mark in marks)
         if len(self.marks) > _MAX_MARKS:
             self.marks.clear()
 
     def send(self, frame: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Send a frame, or queue it if the stub is slow, so that other stubs do not wait for it."""
+        """Send a frame, or queue it if the stub is slow. Other stubs do not wait for it."""
         if not self.backlog:
             try:
                 send(self.sock, frame, fds)
@@ -197,7 +197,7 @@ class PeerConnection:
         return any(fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))
 
     def send_completions(self) -> None:
-        """Send all completions, after the tokens that came before them."""
+        """Send all tokens, and then all completions."""
         if self.tokens:
             tokens, self.tokens = self.tokens, []
             for frame in pack_tokens(tokens):
@@ -233,8 +233,8 @@ OnFrame = Callable[[PeerConnection, Kind, int, memoryview, list[int]], None]
 class Transport:
     """Connections of the runtime, and the callbacks for their events.
 
-    `on_frame` is called with each frame after the greeting, `on_close` with each connection that ended, for any reason.
-    If `on_frame` raises ProtocolError, only that connection is closed.
+    `on_frame` is called with each frame after the greeting. `on_close` is called with each connection that has ended for any
+    reason. If `on_frame` raises ProtocolError, only that connection is closed.
     """
 
     def __init__(
@@ -254,10 +254,10 @@ class Transport:
         self._max_connections = max(1, (limit - _RESERVED_FDS) // 2)
         self._max_files = limit
         log.info("room for %s, with the %d files that may be open", self._room(), limit)
-        # Shared: each frame is handled before the next one is received, on any connection.
+        # All connections share the buffer, because each frame is handled before any connection receives the next one.
         self._buffer = memoryview(bytearray(MAX_FRAME))
         self._epoll = select.epoll()
-        #: Waits at most so many seconds for events, and returns them for `handle`.
+        #: Function that waits at most a number of seconds for events, and returns them for `handle`.
         self.wait: Callable[[float | None], list[tuple[int, int]]] = self._epoll.poll
         self._targets: dict[int, PeerConnection | Callable[[], None]] = {}
         self.watch(listener.fileno(), self._accept)
@@ -274,7 +274,7 @@ class Transport:
     def handle(self, ready: list[tuple[int, int]]) -> None:
         """Handle the events that `wait` returned."""
         for fd, mask in ready:
-            target = self._targets.get(fd)  # None: closed by an earlier event of this round
+            target = self._targets.get(fd)  # None: an earlier event of this round has closed it.
             if isinstance(target, PeerConnection):
                 self.guard(target, self._serve, target, mask)
             elif target is not None:
@@ -323,7 +323,7 @@ class Transport:
             except BlockingIOError:
                 return
             except OSError as error:
-                # No descriptor is free. Stop listening until a connection ends: otherwise epoll would spin.
+                # No descriptor is free. Stop listening until a connection ends. Otherwise, epoll would spin.
                 log.error(
                     "cannot take another connection: %s. New connections wait until one ends. To allow more, raise the "
                     "hard limit of open files (%d) where tritonserver is started: ulimit -Hn, a container's --ulimit nofile",

@@ -66,7 +66,7 @@ class UnansweredRequests:
         """Return the global id of a connection's new request. Raises ProtocolError."""
         id = global_id(connection.id, request)
         if id in self.pending:
-            raise ProtocolError(f"request {request} is there already, and not answered yet")
+            raise ProtocolError(f"request {request} exists already, and is not answered yet")
         return id
 
 
@@ -80,7 +80,10 @@ def failure(finish: ev.Finish) -> tuple[Status, str]:
         case ev.Outcome.CANCELLED:
             return Status.CANCELLED, CANCELLED
         case ev.Outcome.FAILED if finish.reason is ev.Reason.NOT_LOADED:
-            text = f"the model's weights could not be loaded: {finish.error}; send the request again after {finish.retry_after:.1f} s"
+            text = (
+                f"the model's weights could not be loaded: {finish.error}; "
+                f"send the request again after {finish.retry_after:.1f} s"
+            )
             return Status.INTERNAL, text
         case ev.Outcome.FAILED:
             return Status.INTERNAL, "the model failed to execute; the server's log says why"
@@ -89,16 +92,18 @@ def failure(finish: ev.Finish) -> tuple[Status, str]:
             after = "later" if finish.retry_after is None else f"after {finish.retry_after * 1e3:.0f} ms"
             return Status.QUEUE_FULL, f"too many requests wait for this model; retry {after}"
         case ev.Reason.NO_MEMORY:
-            text = f"the device has no memory for this model's weights; they are tried again in {finish.retry_after:.1f} s"
+            text = f"the device has no memory for this model's weights; loading is retried in {finish.retry_after:.1f} s"
             return Status.QUEUE_FULL, text
         case ev.Reason.TOO_MANY_ROWS:
             return Status.INVALID, "the request has more rows than the model's largest batch"
         case ev.Reason.UNKNOWN_VARIANT:
             return Status.INVALID, "no module is compiled for this input shape"
         case ev.Reason.PAUSED:
-            return Status.PAUSED, "the model is paused; try again when an operator lets it go on"
+            return Status.PAUSED, "the model is paused; try again when an operator has resumed it"
         case ev.Reason.NOT_RESIDENT:
-            text = "its weights are not on the device; the control plane must bring them there first"
+            text = (
+                "the model's weights are not on the device; an operator must prefetch or pin the model first"
+            )
             return Status.NOT_RESIDENT, text
         case _:
             return Status.NOT_FOUND, "the model is not loaded"

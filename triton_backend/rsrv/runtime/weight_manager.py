@@ -1,4 +1,4 @@
-"""Weights of all models: the scheduler's orders are carried out, and the scheduler gets its budget."""
+"""Weights of all models: carries out the scheduler's instructions about them, and sets the scheduler's budget."""
 
 import logging
 from collections import deque
@@ -22,8 +22,8 @@ log = logging.getLogger("rsrv.placement")
 #: Share of the device's memory that stays free of weights and scratch, because no allocator packs perfectly. XLA's allocator
 #: splits its arena into chunks and does not move them.
 SLACK_FRACTION = 0.1
-#: Memory of the server's processes. On a CPU, weights by default take half of the remaining memory, and at least an eighth of
-#: all memory. The other half is for executables, copies and requests.
+#: Bytes of memory for the server's processes. On a CPU, weights may by default take half of the remaining memory, and at least
+#: an eighth of all memory. The other half is for executables, copies and requests.
 _PROCESSES_BYTES = 256 << 20
 
 #: Events that the loop passes to the scheduler next.
@@ -32,7 +32,7 @@ Outbox = deque[ev.Event]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Device bytes for weights; None: no limit is known or set."""
+    """Device bytes for weights. None: no limit is known or set."""
 
     #: Bytes for all weights.
     pool: int | None
@@ -70,8 +70,8 @@ def solve_budget(*, arena: int | None, slack: float, scratch: int, pinned: int, 
         pool      = min((1 - slack) * arena - scratch, limit), at least 0
         on_demand = max(0, pool - pinned)
 
-    `arena`: all bytes of the device's allocator (None: not known). `slack`: the share of it that stays free. `scratch`:
-    bytes of executions beside weights. `limit`: the operator's limit (None: no limit).
+    `arena`: all bytes of the device's allocator (None: unknown). `slack`: the share of the arena that stays free. `scratch`:
+    bytes that executions take in addition to weights. `limit`: the operator's limit (None: no limit).
     """
     limits = [] if limit is None else [limit]
     if arena is not None:
@@ -86,7 +86,7 @@ class WeightManager:
     """Residency of models, and the budget of the device's memory. Belongs to the loop."""
 
     def __init__(self, catalog: Catalog, scheduler: Scheduler, outbox: Outbox, devices: int = 1) -> None:
-        """`devices`: how many the server has."""
+        """`devices`: number of the server's devices."""
         self._devices = devices
         self._catalog = catalog
         self._scheduler = scheduler
@@ -98,14 +98,15 @@ class WeightManager:
         #: Keys of evicted models, by the key of the model whose load needs the memory.
         self._evicted: dict[str, list[str]] = {}
         self.copies = HostCopies(catalog, scheduler, outbox)
-        #: None until the device is ready
+        #: The device, or None until it is ready.
         self.device: Device | None = None
+        #: The threads that move weights, or None until the device is ready.
         self.mover: WeightMover | None = None
         #: Precision of the device's products by default, or None on a CPU.
         self.computes: Computes | None = None
         #: Bytes of the device that executions take in addition to weights.
         self.scratch = 0
-        #: Bytes of the host that the models' weights may take on a CPU.
+        #: On a CPU, bytes of host memory that the models' weights may take there. Otherwise 0.
         self._on_host = 0
 
     def device_ready(self, message: DeviceReady) -> None:
@@ -141,7 +142,7 @@ class WeightManager:
         self._mover.abandon(instruction.epoch)
 
     def evict(self, instruction: ev.EvictWeights) -> None:
-        """Free a model's weights, except the tensors that the next load needs; nothing executes on them."""
+        """Free a model's weights, except tensors that the next load needs. Nothing may execute on them."""
         key, loading_for = instruction.model, instruction.loading_for
         self._catalog.moved(key, "absent")
         model = self._catalog.get(key)
@@ -156,7 +157,7 @@ class WeightManager:
         self._mover.post_when_freed(instruction)
 
     def measured(self, message: HostMemoryMeasured, now: float) -> int:
-        """Handle a measurement of the host's free memory, as `HostCopies.measured`."""
+        """Handle a measurement of the host's free memory. See `HostCopies.measured`."""
         self._promise()
         return self.copies.measured(message, now)
 
@@ -191,20 +192,20 @@ class WeightManager:
             self.copies.loaded(model)
 
     def follow_residency(self, model: CompiledModel) -> None:
-        """Make or drop the host's copy of a model's weights, as its residency says."""
+        """Make or drop the host copy of a model's weights, depending on its residency."""
         self._mover.follow_residency(model)
 
     def close(self, model: CompiledModel) -> None:
-        """Close a model's weights on the host, after earlier orders to free or to keep them."""
+        """Close a model's weights on the host, after earlier calls that free or copy them."""
         self._mover.close(model.host)
 
     def end(self, *, leave: bool) -> None:
-        """Leave the weights in shared memory to the server's next runtime, or remove them. Call it last, from any thread."""
+        """Leave the weights in shared memory to the server's next runtime, or remove them. Call this last, on any thread."""
         if self.mover is not None:
             (self.mover.host.leave if leave else self.mover.host.close)()
 
     def _log_load(self, message: LoadEnded) -> None:
-        """Log a line for each load: the model, the time, the models evicted for it, and the waiting requests."""
+        """Log one line about a load: the model, the duration, the models evicted for it, and the waiting requests."""
         model, event, nbytes = message.model, message.event, message.nbytes
         evicted = self._evicted.pop(model.key, [])
         place = f", in place of {', '.join(evicted)}" if evicted else ""
@@ -238,7 +239,7 @@ class WeightManager:
                     extra=about(model, event="abandoned", evicted=evicted),
                 )
             case ev.LoadFailed():
-                # The reason of a failed load is logged already. The evicted models may be gone since.
+                # The reason of the failure is logged already. The evicted models may have been removed since.
                 for key in evicted:
                     extra = fields(model=key.rpartition("@")[0], version=key, event="evicted")
                     log.info("%s: weights evicted for %s, whose load failed", key, model.key, extra=extra)
@@ -256,13 +257,13 @@ class WeightManager:
             if residency != "device" or model.weights is not None:
                 self.follow_residency(model)
                 self.copies.tell(model)
-            # Otherwise its load reads the host's copy, if there is one.
+            # For a pinned model without weights on the device, the load that follows uses the host copy, if there is one.
             self._outbox.append(ev.Pinned(key, residency == "device"))
 
     # --- the budget ---------------------------------------------------------------------------------------
 
     def update_budget(self) -> None:
-        """Give the scheduler its settings, after a change of the settings, the device or the models."""
+        """Pass the scheduler its settings and budget, after a change of the settings, the device or the models."""
         device = self.device
         settings = scheduler_settings(
             self._catalog.policy.settings, asynchronous=device is not None and device.asynchronous
@@ -275,7 +276,7 @@ class WeightManager:
     def _solve_budget(self, depth: int) -> Budget:
         """Divide the device's memory for the present models, and log what does not fit.
 
-        `depth`: executions that the device has at once.
+        `depth`: maximum number of concurrent executions.
         """
         limit = self._catalog.policy.settings.runtime.weight_budget_bytes
         host = None if self.mover is None else self.mover.host.limit
@@ -284,7 +285,7 @@ class WeightManager:
             limit = max(host.total // 8, (host.total - _PROCESSES_BYTES) // 2) // self._devices
         models = self._catalog.models()
         pinned = {key: size for m in models if m.residency == "device" for key, size in m.tensors.items()}
-        # `depth` executions have their inputs, outputs and intermediate results there at once, and a warm-up has, too.
+        # The inputs, outputs and intermediate results of `depth` executions are on the device at once. A warm-up may add one.
         largest = max((model.scratch for model in models), default=0)
         self.scratch = (depth + bool(self._catalog.building)) * largest
         budget = solve_budget(

@@ -1,8 +1,8 @@
 """Transfers of weights between host and device, and the tensors on the device.
 
-The scheduler decides what moves, and in which order. Three threads work in order: one moves weights to and from the device,
-so that memory is freed before the load that needs it; one reads weights from disk and makes host copies; one frees host
-memory.
+The scheduler decides what moves, and in which order. There are three threads, and each works in order. One moves weights to
+and from the device, so that memory is freed before the load that needs it. One reads weights from disk and makes host copies.
+One frees host memory.
 """
 
 import logging
@@ -40,10 +40,9 @@ class _ResidentTensor:
 
 
 class DeviceWeights:
-    """Tensors on the device, each stored once for all models that have it.
+    """Tensors on the device. Each is stored once for all models that have it. Belongs to one thread.
 
-    Belongs to one thread. A load transfers the tensors that no other model has there; a tensor is freed with the last
-    model that has it.
+    A load transfers only tensors that no other model has on the device. A tensor is freed with the last model that has it.
     """
 
     def __init__(self, device: Device) -> None:
@@ -53,7 +52,7 @@ class DeviceWeights:
         self.nbytes = 0
 
     def absent(self, weights: HostWeights) -> dict[TensorKey, int]:
-        """Return the tensors of a model that a load has to transfer, each once, with an index of it."""
+        """Return the distinct tensors that a load has to transfer, each with one of its indices among the model's weights."""
         # A model may have a tensor twice.
         return {
             tensor.key: index
@@ -68,13 +67,11 @@ class DeviceWeights:
         abandoned: Callable[[], bool],
         pool: StatePool | None = None,
     ) -> Sequence[Buffer]:
-        """Load a model's weights; return them in argument order.
+        """Load a model's weights. Return them in argument order.
 
-        `read`: the method `read` of `weights`, or a function that wraps it.
-
-        `pool`: the model's state, for which it allocates memory.
-        Raises Abandoned, OutOfMemory, BundleError and HostMemoryError; then nothing has changed, except that tensors
-        kept for this load are freed.
+        `read`: the method `read` of `weights`, or a function that wraps it. `pool`: the model's state, for which memory is
+        allocated. Raises Abandoned, OutOfMemory, BundleError and HostMemoryError. After an error, tensors that were kept for
+        this load are freed, and nothing else has changed.
         """
         absent = self.absent(weights)
         try:
@@ -102,9 +99,9 @@ class DeviceWeights:
         loading_for: HostWeights | None = None,
         pool: StatePool | None = None,
     ) -> None:
-        """Free a loaded model's weights, on which nothing executes, and its state, which sequences keep on the host.
+        """Free a loaded model's weights and its state. Nothing may execute on them. Sequences keep their state on the host.
 
-        `loading_for`: the weights that are loaded next. Tensors in both stay.
+        `loading_for`: the weights that are loaded next. Tensors in both stay on the device.
         """
         if pool is not None:
             pool.unload(self._device)
@@ -115,7 +112,7 @@ class DeviceWeights:
         self._drop((key for key in weights.distinct if key not in shared), reuse=loading_for is not None)
 
     def _drop(self, keys: Iterable[TensorKey], *, reuse: bool = False) -> None:
-        """Free the given tensors that no model uses."""
+        """Free those of the given tensors that no model uses. `reuse`: the next load gets their memory."""
         unused = []
         for key in keys:
             tensor = self._tensors.get(key)
@@ -123,14 +120,14 @@ class DeviceWeights:
                 unused.append(tensor)
                 del self._tensors[key]
         self._device.free((tensor.buffer for tensor in unused), reuse=reuse)
-        # Update the figure afterwards, so that a reader of it finds the memory free.
+        # Update the figure last, so that the memory is free when a reader sees the new figure.
         self.nbytes -= sum(tensor.nbytes for tensor in unused)
 
 
-#: Bytes per second, a hundred times below the rate of any storage.
+#: Lower bound of the rate of a transfer to the device. The watchdog allows a hundred times as long.
 _SLOWEST_BYTES_PER_S = 1e9
-#: Idle models leave while a smaller share of the mappings is left: a large executable for a CPU takes a hundred, and XLA
-#: aborts a process that gets none. And the least seconds between two counts.
+#: While less than this share of the mappings is left, idle models fall back to cold. A large executable for a CPU takes a
+#: hundred mappings, and XLA aborts a process that gets none. The second value is the minimum of seconds between two counts.
 _SCARCE_MAPPINGS, _COUNT_S = 1 / 8, 2.0
 
 LoadEvent = ev.WeightsLoaded | ev.LoadFailed | ev.LoadAbandoned
@@ -138,7 +135,7 @@ LoadEvent = ev.WeightsLoaded | ev.LoadFailed | ev.LoadAbandoned
 
 @dataclass(frozen=True, slots=True)
 class LoadEnded:
-    """A load ended as `event` says; `weights` are None unless it succeeded."""
+    """A load has ended, see `event`. `weights` is None unless it succeeded."""
 
     event: LoadEvent
     model: CompiledModel
@@ -149,7 +146,7 @@ class LoadEnded:
 
 @dataclass(frozen=True, slots=True)
 class ReadEnded:
-    """A read before a load ended as `event` says."""
+    """A read before a load has ended, see `event`."""
 
     event: ev.WeightsRead | ev.LoadFailed | ev.LoadAbandoned
     model: CompiledModel
@@ -157,8 +154,9 @@ class ReadEnded:
 
 @dataclass(frozen=True, slots=True)
 class HostMemoryMeasured:
-    """The host has this much memory to spare now."""
+    """A measurement of the host's memory."""
 
+    #: Bytes that are free.
     spare: int
 
 
@@ -169,7 +167,7 @@ class CopiesDropped(HostMemoryMeasured):
 
 @dataclass(frozen=True, slots=True)
 class CopyMade(HostMemoryMeasured):
-    """A host copy was made, or could not be."""
+    """A host copy was made, or could not be made."""
 
     #: Key of the model.
     model: str
@@ -177,7 +175,7 @@ class CopyMade(HostMemoryMeasured):
 
 @dataclass(frozen=True, slots=True)
 class MemoryFreed:
-    """All evictions before this instruction, a second try, have been carried out."""
+    """All evictions before this instruction have been carried out. The instruction is a second try."""
 
     instruction: ev.Execute | ev.WarmUp
 
@@ -226,12 +224,12 @@ class _Transfer:
         self._slot.begin(Phase.LOADING, self._model.key, self._largest, expected)
 
     def _is_abandoned(self) -> bool:
-        # This function is called between tensors. To the watchdog, each rest is a load of its own.
+        # This function is called between tensors. For the watchdog, the remaining transfers then count as a new load.
         self._begin()
         return self._abandoned.is_set()
 
     def _read(self, index: int) -> Array:
-        # Without a host copy, storage may take as long as it likes: that is not the device's work.
+        # Without a host copy, the read may take any time. It is no work of the device, so the watchdog must ignore it.
         self._slot.rest()
         try:
             return self._model.host.read(index)
@@ -243,24 +241,27 @@ class WeightMover:
     """Threads that move the weights of all models. Methods are called on the loop."""
 
     def __init__(self, device: Device, host: HostStore, inbox: Inbox, slot: ActivitySlot) -> None:
-        """Start the threads; the one that moves weights notes its work on the device at `slot`."""
+        """Start the threads. The thread that moves weights records its work on the device in `slot`."""
         self.host = host
         self.device = DeviceWeights(device)
         self._inbox = inbox
-        # A thread of its own: a compilation would delay a load for seconds.
+        # Loads have their own thread, because a compilation would delay them for seconds.
         self._device_thread = WorkerThread("weights")
-        # Reading a file may take as long as storage likes, and memory may be short meanwhile.
+        # Reads have their own thread, because storage may be slow, and memory may have to be freed meanwhile.
         self._disk_thread = WorkerThread("host copies")
         self._host_memory_thread = WorkerThread("host memory")
         self._slot = slot
-        #: Epoch of the latest load and the event that abandons it, and the same for the latest read. The load itself is not
-        #: stored, because it refers to the model, which may be unloaded long before the next load.
+        #: Epoch of the latest load, and the event that abandons it. The load itself is not stored, because it refers to the
+        #: model, which may be unloaded long before the next load.
         self._latest: tuple[int, threading.Event] | None = None
+        #: Epoch of the latest read, and the event that abandons it.
         self._latest_read: tuple[int, threading.Event] | None = None
         #: True if this process had few mappings left at the latest count.
         self.lacks_mappings = False
-        #: Time of the latest count, and whether mappings were made since.
-        self._counted_at, self._uncounted = -inf, False
+        #: Time of the latest count of mappings.
+        self._counted_at = -inf
+        #: True if the mappings are to be counted at the next measurement.
+        self._uncounted = False
 
     def load(self, model: CompiledModel, epoch: int) -> None:
         """Load a model's weights. Ends in `LoadEnded`."""
@@ -271,7 +272,7 @@ class WeightMover:
         self._device_thread.put(lambda: self._inbox.post(transfer.run(self.device)))
 
     def read(self, model: CompiledModel, epoch: int) -> None:
-        """Read the weights of a model that a load would have to read from disk. Ends in `ReadEnded`."""
+        """Read from disk the weights of a model that are not on the device. Ends in `ReadEnded`."""
         abandoned = threading.Event()
         self._latest_read = epoch, abandoned
 
@@ -283,13 +284,13 @@ class WeightMover:
         self._device_thread.put(begin)
 
     def abandon(self, epoch: int) -> None:
-        """End a load or a read early, unless it is over."""
+        """End a load or a read early, unless it has ended."""
         for latest in (self._latest, self._latest_read):
             if latest is not None and epoch == latest[0]:
                 latest[1].set()
 
     def free(self, model: CompiledModel, loading_for: CompiledModel | None) -> None:
-        """Free a model's loaded weights, except the tensors that `loading_for`, loaded next, has too."""
+        """Free a model's loaded weights, except tensors of `loading_for`, which is loaded next."""
         assert model.weights is not None, "the scheduler evicts resident weights only"
         model.weights = None
         next_weights = None if loading_for is None else loading_for.host
@@ -302,16 +303,16 @@ class WeightMover:
     # --- host copies --------------------------------------------------------------------------------------
 
     def follow_residency(self, model: CompiledModel) -> None:
-        """Make or drop the host's copy of a model's weights, as its residency says. Ends in `HostMemoryMeasured`."""
+        """Make or drop the host copy of a model's weights, depending on its residency. Ends in `HostMemoryMeasured`."""
         if model.residency != "system":
-            # Drop it at once, so that the next load does not count on it. A copy that is being made now is dropped
-            # after that.
+            # Detach the copy at once, so that the next load does not count on it. If a copy is being made now, it is
+            # dropped afterwards.
             self._host_memory_thread.put(model.host.detach())
         self._disk_thread.put(partial(_follow_residency, model))
         self._disk_thread.put(partial(self._measure, HostMemoryMeasured))
 
     def make_copy(self, model: CompiledModel) -> None:
-        """Make the host copy of a model if its residency says so. Ends in `CopyMade`."""
+        """Make the host copy of a model if its residency is `system`. Ends in `CopyMade`."""
         self._disk_thread.put(partial(_follow_residency, model))
         self._disk_thread.put(partial(self._measure, partial(CopyMade, model=model.key)))
 
@@ -337,7 +338,7 @@ class WeightMover:
         self._host_memory_thread.put(partial(self._measure, HostMemoryMeasured))
 
     def _measure(self, message: Callable[[int], HostMemoryMeasured]) -> None:
-        # Reading the kernel's files takes milliseconds: never on the loop.
+        # Reading the kernel's files takes milliseconds, so this does not run on the loop.
         now = time.monotonic()
         if self._uncounted and now >= self._counted_at + _COUNT_S:
             self._counted_at, self._uncounted = now, False
@@ -353,16 +354,16 @@ class WeightMover:
         self._inbox.post(message(spare_memory()))
 
     def forget_left(self, excess: int) -> None:
-        """Remove so many bytes of what an earlier runtime left for models that have not come back."""
+        """Remove `excess` bytes of the tensors that an earlier runtime left for models that have not returned."""
         self._host_memory_thread.put(partial(self.host.forget_left, excess))
 
     def close(self, weights: HostWeights) -> None:
-        """Close a model's weights on the host, after earlier orders to free or to keep them."""
+        """Close a model's weights on the host, after earlier calls that free or copy them."""
         self._device_thread.put(partial(self._close, weights))
 
     def _close(self, weights: HostWeights) -> None:
         self._disk_thread.put(weights.close)
-        # The thread runs it after the close, when no reference to the model is left.
+        # The thread runs this after the close, when no reference to the model is left.
         self._disk_thread.put(give_back)
         self._disk_thread.put(partial(self._measure, HostMemoryMeasured))
 
@@ -382,7 +383,7 @@ def _read(
         log.error("%s: reading weights failed: %s", model.key, error, extra=about(model))
         event = ev.LoadFailed(model.key, epoch, str(error))
     except Exception as error:
-        # Memory is short, or the reason is not known. The load reads the file itself, and reports it if that fails.
+        # Memory is short, or the reason is unknown. The load will read the file itself, and report an error if that fails.
         log.warning(
             "%s: its weights could not be read ahead of their load: %s",
             model.key,
@@ -395,15 +396,15 @@ def _read(
 
 
 def _follow_residency(model: CompiledModel) -> None:
-    """Make or drop the host copy, by the model's residency. It takes as long as reading the weights."""
+    """Make or drop the host copy, depending on the model's residency. This takes as long as reading the weights."""
     try:
         if model.residency == "system":
             model.host.keep()
         else:
             model.host.drop()
     except Exception as error:
-        # This may be any error. For example, a weight of a 2.0 bundle may find no memory to be transposed in. The
-        # runtime continues.
+        # This may be any error. For example, there may be no memory to transpose a weight of a 2.0 bundle. The runtime
+        # continues.
         known = isinstance(error, BundleError | HostMemoryError)
         log.log(
             logging.WARNING if known else logging.ERROR,

@@ -74,7 +74,7 @@ def scenes(count: int, seed: int, *, fewest: int = 1) -> Scenes:
 
 
 def _place(rng: np.random.Generator, placed: list[tuple[int, int, int]]) -> tuple[int, int, int] | None:
-    """Return (left, top, size) of a shape that does not cover too much of another one, or None after many tries."""
+    """Return (left, top, size) of a shape that covers only a little of other shapes, or None after many tries."""
     for _ in range(50):
         size = int(rng.integers(*_SIZES, endpoint=True))
         left, top = (int(value) for value in rng.integers(0, SIDE - size, 2, endpoint=True))
@@ -112,8 +112,8 @@ def _mask(kind: int, size: int, rng: np.random.Generator) -> Array:
 def recall_and_precision(known: Scenes, outputs: Mapping[str, Array]) -> tuple[float, float]:
     """Return the share of the shapes that were found, and the share of the found shapes that are right.
 
-    outputs: the detector's outputs for `known.images`. A box is right if its class is and its intersection over
-    union with the shape is at least 0.5; a second box for the same shape is wrong.
+    outputs: the detector's outputs for `known.images`. A box is right if its class is right, and if its intersection over union with
+    the shape is at least 0.5. A second box for the same shape is wrong.
     """
     right = 0
     for boxes, classes, known_boxes, known_classes in zip(

@@ -77,7 +77,7 @@ def _loss(
 ) -> jax.Array:
     """Return the loss: objectness and offsets of the anchors, and classes and offsets of the regions, with equal weights."""
     maps: Any = backbone(params["backbone"], images)
-    # Most anchors see no shape. So anchors with a shape count more, and those in between do not count.
+    # Anchors on a shape count more, because most anchors have no shape. Anchors in between do not count.
     weights = jnp.where(objects == 1, 4.0, objects == 0)
     cross = jax.nn.softplus(maps["objectness"]) - objects * maps["objectness"]
     total = (weights * cross).sum() / weights.sum()
@@ -131,9 +131,9 @@ def _anchor_targets(boxes: Array) -> tuple[Array, Array]:
 
 
 def _regions(rng: np.random.Generator, boxes: Array, classes: Array) -> tuple[Array, Array, Array]:
-    """Return training data of the head: regions [n, r, 4] on, beside and far from the shapes, classes and deltas.
+    """Return training data for the head: regions [n, r, 4] on, near and far from the shapes, and their classes and deltas.
 
-    A region's class is 1 + that of its shape, or 0 for no shape.
+    A region's class is 0 without a shape, and otherwise 1 + the class of its shape.
     """
     near = np.array([True] * _NEAR + [False] * (_BESIDE + _ANYWHERE))
     shape = np.array([*range(_NEAR), *range(_BESIDE), *[-1] * _ANYWHERE])

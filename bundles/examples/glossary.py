@@ -24,7 +24,7 @@ from rsrv_bundle.stateful import export_generative
 Array = np.ndarray[Any, Any]
 Params = dict[str, Any]
 
-#: Token ids are bytes of UTF-8; this one ends an answer.
+#: Token that ends an answer. All token ids are bytes of UTF-8.
 STOP = 0
 #: Prompt of a term. Without the quotation mark at its end, the beginning of a term would also be a prompt.
 TEMPLATE = '"{text}" '

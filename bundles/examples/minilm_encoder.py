@@ -26,7 +26,7 @@ _HEADS = 12
 
 
 def apply(params: Any, input_ids: jax.Array, attention_mask: jax.Array) -> dict[str, jax.Array]:
-    """input_ids, attention_mask (0: padding): [n, l] -> hidden: [n, l, 384], which at padding means nothing."""
+    """input_ids, attention_mask (0: padding): [n, l] -> hidden: [n, l, 384]. Values of `hidden` at padding have no meaning."""
     weights: Mapping[str, jax.Array] = params
 
     def dense(name: str, x: jax.Array) -> jax.Array:

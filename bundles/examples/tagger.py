@@ -72,7 +72,7 @@ def step(
 
 @functools.cache
 def trained() -> Params:
-    """Return the parameters after training; some seconds, once per process."""
+    """Return the parameters after training. Training takes some seconds, once per process."""
     read = texts(_STEPS * _BATCH, _LENGTH, seed=1)
     tags = np.array([truth(row.tobytes()) for row in read], np.int32)
     batches = [array.reshape(_STEPS, _BATCH, _LENGTH) for array in (read.astype(np.int32), tags)]

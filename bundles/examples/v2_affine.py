@@ -1,7 +1,7 @@
 """v2_affine: a bundle of format 2.0, written byte by byte by the rules of that format.
 
-Nothing here uses the package's own writer, so reading the bundle tests the reader. Shapes in the manifest and in the weights
-file are reversed. The bytes of weights are row-major for the reversed shape.
+This module does not use the package's writer, so the bundle is an independent test of the reader. Shapes in the manifest and in the
+weights file are reversed. The bytes of weights are row-major for the reversed shape.
 """
 
 from __future__ import annotations

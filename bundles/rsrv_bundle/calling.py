@@ -36,7 +36,7 @@ class Results:
         return cls(tuple(name for name, _ in leaves), tuple(value for _, value in leaves), parts is None)
 
     def convert(self, convert: Callable[[str, Any], Any]) -> Results:
-        """Return the results with converted values; `convert` gets the value's name for errors, and the value."""
+        """Return the results with converted values. `convert` gets a name for errors, and the value."""
         values = (convert(f"outputs: {at}", value) for at, value in zip(self.names, self.values, strict=True))
         return Results(self.names, tuple(values), self.positional)
 
@@ -50,9 +50,9 @@ class Results:
         return Results(names, values, self.positional)
 
     def named(self, given: Sequence[str] | None, keep: Sequence[str] | None = None) -> dict[str, Any]:
-        """Return the values by name, in the order of `given`, if any. Raises BundleError if the names do not fit.
+        """Return the values by name. Raises BundleError if the given names do not fit.
 
-        given: names for the parts of a tuple, or the order of the model's own names.
+        given: names for the parts of a tuple. If the model has names for its results, `given` is only their order.
         keep: names of the values to return; default: all.
         """
         names: Sequence[str] = self.names
@@ -76,7 +76,7 @@ class Results:
 
 
 def _parts(value: Any) -> list[tuple[str, Any]] | None:
-    """Return the parts of a container with names; None for others."""
+    """Return the names and the parts of a container, or None if `value` is no container with names."""
     if isinstance(value, Mapping):
         return [(str(name), part) for name, part in value.items()]
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 @command("rsrv-bundle", extra="export")
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code.
+    """Run the command line. Return the exit code.
 
-    0: success, and for `diff` equal bundles. 1: a bundle is broken, or exceeds its tolerance; for `diff` they differ.
-    2: wrong command line, no such directory, or a missing package. 130, 143: ended by SIGINT, SIGTERM, with temporary
-    files removed.
+    0: success. With `diff`, the bundles are equal.
+    1: a bundle is broken, or exceeds its tolerance. With `diff`, the bundles differ.
+    2: the command line is wrong, a directory does not exist, or a package is missing.
+    130, 143: SIGINT or SIGTERM has ended the command. Temporary files are removed.
     """
     try:
         arguments = parser().parse(argv)
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class UsageError(Exception):
-    """The command line cannot be carried out; the message says why."""
+    """The command line cannot be carried out. The message says why."""
 
 
 def parser() -> CommandParser:
@@ -349,7 +350,7 @@ def _add_samples(options: Any) -> None:
 
 
 def _samples(arguments: argparse.Namespace) -> Any:
-    """Return the arrays of `--samples`, by name; None without the flag."""
+    """Return the arrays of `--samples` by name, or None without the flag."""
     from rsrv_bundle.commands.samples import read_samples
 
     try:
@@ -394,7 +395,7 @@ def _tolerance(text: str) -> tuple[str, float]:
     return dtype, error
 
 
-#: Packages that --hf needs; all are of the extra export-hf.
+#: Packages that --hf needs. The extra export-hf installs them.
 _HF_PACKAGES = ("jax", "torch", "torchax", "transformers", "sentence_transformers", "tokenizers", "PIL")
 
 
@@ -447,7 +448,7 @@ def _wanted(arguments: argparse.Namespace) -> Comparison:
 
 
 def _target(arguments: argparse.Namespace) -> tuple[str, str]:
-    """Return the kind of the model to compare with, or `against`, and its target; both are empty without one."""
+    """Return the kind of the model to compare with, or `against` for a function, and its target. Both are empty without a model."""
     targets = [
         (kind, text) for kind in ("against", *KINDS) if (text := getattr(arguments, kind, None)) is not None
     ]

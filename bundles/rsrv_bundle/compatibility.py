@@ -190,7 +190,7 @@ UNTESTED: Final = (
 
 
 def cell(first: Feature, second: Feature, front: Front = "python") -> Cell:
-    """Return what happens to two features together."""
+    """Return the cell of two features, which says whether a model may have both."""
     pair = frozenset((first, second))
     if text := _rules(REFUSED).get(pair):
         return Cell("refused", text[1])

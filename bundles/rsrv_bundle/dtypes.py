@@ -71,7 +71,7 @@ def meant(name: str) -> str | None:
 
 
 def unknown(name: str) -> str:
-    """Return what to write in place of a name that is no token."""
+    """Return a hint about the right token for a name that is no token."""
     token = meant(name)
     if token == BYTES:
         return f"strings are {BYTES}, in client_inputs and client_outputs only"
@@ -98,7 +98,7 @@ def numpy_dtype(token: str) -> np.dtype[Any]:
 
 
 def token_of(dtype: Any) -> str:
-    """Return the token of anything that numpy takes as a dtype. Raises KeyError if the format has none for it."""
+    """Return the token of a dtype, in any form that numpy accepts. Raises KeyError if the format has no token for it."""
     return _BY_NUMPY_NAME[np.dtype(dtype).name]
 
 
@@ -121,17 +121,17 @@ def safetensors_tag(token: str) -> str:
 
 
 def token_of_safetensors(tag: str) -> str:
-    """Return the token of a safetensors tag. Raises KeyError if the format has none for it."""
+    """Return the token of a safetensors tag. Raises KeyError if the format has no token for it."""
     return _BY_SAFETENSORS[tag]
 
 
 def token_of_numpy(name: str) -> str:
-    """Return the token of a numpy element type by its name (`bfloat16`). Raises KeyError if the format has none."""
+    """Return the token of a numpy element type by its name (`bfloat16`). Raises KeyError if the format has no token for it."""
     return _BY_NUMPY_NAME[name]
 
 
 def token_of_mlir(element_type: str) -> str:
-    """Return the token of an MLIR element type as MLIR prints it (`f32`, `ui8`, `i1`). KeyError if there is none."""
+    """Return the token of an MLIR element type, which is given as MLIR prints it (`ui8`). Raises KeyError if there is no token."""
     return _BY_MLIR[element_type]
 
 

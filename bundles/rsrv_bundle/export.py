@@ -109,44 +109,44 @@ def export_bundle(
 ) -> Bundle:
     """Write `fn(params, **inputs)` as the bundle `out_dir`, check it by running it, and return it as read back.
 
-    fn: any function that jax.jit takes. It gets its inputs by name, so a swapped pair cannot go unnoticed, and
-        returns a mapping of arrays, a tuple of arrays (named `output_0` and so on, or by `output_names`), or one
-        array (named `output`, or by `output_names`). Nested containers are flattened.
+    fn: any function that jax.jit takes. It gets its inputs by name, so that inputs cannot be swapped by mistake. It returns a mapping
+        of arrays, a tuple of arrays, or one array. The names of a tuple are `output_0` and so on, the name of a lone array is `output`,
+        unless `output_names` has other names. Nested containers are flattened.
     params: pytree of arrays, the weights. Their names are their paths in the tree, joined by "/".
-    example_inputs: input name -> array or jax.ShapeDtypeStruct. The order is the manifest's; the extents of batch
-        and variable axes do not matter.
-    batch_sizes: sizes to compile, in rows; empty for a function without a batch axis.
-    out_dir: the bundle's directory; its last part is the model's name.
+    example_inputs: input name -> array or jax.ShapeDtypeStruct, in the order of the manifest. The extents of batch axes and variable
+        axes do not matter.
+    batch_sizes: sizes to compile, in rows, or empty for a function without a batch axis.
+    out_dir: the bundle's directory. Its last part is the model's name.
     batch_axis: the batch axis of every input, or a mapping from input names to batch axes (0 for other inputs), or None if no
         input has a batch axis.
     axes: input or output name -> one letter per axis, `n` or `b` for the batch, e.g. {"image": "nhwc"}. Inputs
-        named here ignore `batch_axis`; other tensors get letters automatically.
+        named here ignore `batch_axis`. Other tensors get letters automatically.
     input_shapes: variants, as the manifest writes them. Each maps the letters of the variable axes to their sizes.
-    pad: `LETTER=VALUE,mask=INPUT`, such as "t=0,mask=attention_mask": the server takes requests of any length along this
-        axis, and fills them with the value up to a compiled length. `INPUT=VALUE` gives one input another value. The mask
-        gets 0. The export fails if the padding, other rows or (with a mask) the values under the padding change an answer.
-    outputs: names of the outputs to keep, in this order; default: all.
+    pad: `LETTER=VALUE,mask=INPUT`, such as "t=0,mask=attention_mask". The server then takes requests of any length along this axis,
+        and fills them with the value up to a compiled length. `INPUT=VALUE` gives one input another value. The mask is filled with 0.
+        The export fails if an answer depends on the padding, on other rows, or, with a mask, on the values of the padding.
+    outputs: names of the outputs to keep, in this order. Default: all outputs.
     hooks: the path of the file to store as model.py, or its text.
     files: files and folders to copy into the bundle, such as modules that model.py imports, or a vocabulary.
-    client_inputs, client_outputs: the clients' tensors if the hooks change them, entries as the manifest writes them.
-    task: what the model is for, as the manifest writes it.
+    client_inputs, client_outputs: the clients' tensors if the hooks change them, as entries of a manifest.
+    task: the task of the model, as the section of a manifest.
     internal: True if only meta models may call the model. Clients then get NOT_FOUND.
     platform: cpu, cuda, rocm or tpu.
     exported_at: a date for the provenance. Without a date, equal exports write equal bytes.
     max_constant_bytes: maximum number of bytes of constants in one module. Arrays that `fn` captures become constants, and each
         batch size has a separate copy of them.
-    tolerance: element type token -> largest error allowed, relative to an output's largest magnitude; replaces
-        entries of `numerics.TOLERANCE`.
-    weights: type in which weights are stored, and types of those that patterns name, such as "i8,*norm*=keep"; see
+    tolerance: largest allowed error by element type, relative to an output's largest magnitude. It replaces entries of
+        `numerics.TOLERANCE`.
+    weights: the type in which weights are stored, and types of weights whose names fit a pattern, such as "i8,*norm*=keep". See
         `rsrv_bundle.narrow.narrow_bundle`. The narrow modules are compared with the wide ones.
-    compute: "bf16" or "f16", to compute products in.
-    overwrite: replace an existing bundle. Without it that is an error.
+    compute: "bf16" or "f16", the type in which products are computed.
+    overwrite: True to replace an existing bundle. Otherwise, an existing bundle is an error.
     code: the function or class whose file's commit is stored in the provenance. Default: `fn`.
     working_tree_patch: store the uncommitted changes of tracked files around that file as working_tree.patch, unless
-        they exceed 20 MiB. The patch travels with the bundle: check it for secrets.
+        they exceed 20 MiB. Check the patch for secrets, because it is a part of the bundle.
     original: the model that the modules are compared with, in place of `jax.jit(fn)`.
-    stateful: the state of a function `fn(params, pools, slots, **inputs) -> (outputs, pools)`; call
-        `rsrv_bundle.stateful.export_stateful` instead.
+    stateful: only for `rsrv_bundle.stateful.export_stateful`. The state of a function `fn(params, pools, slots, **inputs) -> (outputs,
+        pools)`.
 
     Every module is run on random inputs and compared with `fn`, and the manifest stores the errors under `numerics`. This is
     skipped if `platform` is not the platform of this process. Nothing appears at `out_dir` unless all checks pass. Raises

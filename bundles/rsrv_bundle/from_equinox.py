@@ -18,14 +18,14 @@ from rsrv_bundle.spec import Bundle
 def export_equinox(
     model: eqx.Module, example_inputs: Mapping[str, Any], *, rows: bool = True, **options: Any
 ) -> Bundle:
-    """Write an Equinox module as a bundle, checked against the module's own answers, uncompiled.
+    """Write an Equinox module as a bundle, and compare the bundle with the uncompiled module.
 
-    model: in inference mode (`eqx.nn.inference_mode`). Its arrays are the weights, called by their paths.
+    model: the module in inference mode (`eqx.nn.inference_mode`). Its arrays are the weights, and their names are their paths.
     rows: True if the model takes one row, as Equinox's layers do. A batch is then `jax.vmap(model)` of inputs whose first axis
         is the batch. False if the model takes whole batches. Without batch sizes, the model gets the inputs as they are.
-    example_inputs, options: as `rsrv_bundle.export.export_bundle` takes them; with their batch axis.
+    example_inputs, options: as for `rsrv_bundle.export.export_bundle`. The examples have a batch axis.
 
-    Raises BundleError as `export_bundle`.
+    Raises BundleError, as `export_bundle` does.
     """
     weights, static = eqx.partition(model, eqx.is_array)
     by_row = rows and bool(options.get("batch_sizes"))

@@ -17,13 +17,13 @@ from rsrv_bundle.spec import Bundle
 
 
 def export_nnx(model: nnx.Module, example_inputs: Mapping[str, Any], **options: Any) -> Bundle:
-    """Write `model(**inputs)` as a bundle, checked against the model's own answers, uncompiled.
+    """Write `model(**inputs)` as a bundle, and compare the bundle with the uncompiled model.
 
-    model: in evaluation mode (`model.eval()`). All its variables are weights, called by their paths, except the
-        states of random number generators.
-    example_inputs, options: as `rsrv_bundle.export.export_bundle` takes them.
+    model: the model in evaluation mode (`model.eval()`). All its variables except the states of random number generators are weights,
+        and their names are their paths.
+    example_inputs, options: as for `rsrv_bundle.export.export_bundle`.
 
-    Raises BundleError for a model that changes its variables or draws random numbers when it runs, and as
+    Raises BundleError for a model that changes its variables or draws random numbers when it runs. Also raises the errors of
     `export_bundle`.
     """
     graph, rngs, state = _split(model)

@@ -44,7 +44,7 @@ def export_onnx(
     outputs: Sequence[str] | None = None,
     **options: Any,
 ) -> Bundle:
-    """Write an ONNX model as a bundle, checked against onnxruntime at every size and variant.
+    """Write an ONNX model as a bundle, and compare the bundle with onnxruntime at every size and variant.
 
     file: the path of the model. Its external data must be in its folder. Nothing in it is executed.
     batch_sizes: sizes to compile, in rows. Without it, the model keeps its shapes, and has no batch axis.
@@ -57,8 +57,8 @@ def export_onnx(
     outputs: values of the graph to return in place of its outputs. Nodes that they do not depend on are dropped.
     The rest is as for `rsrv_bundle.export.export_bundle`.
 
-    Raises BundleError for a file that is damaged or reads outside of its folder, for an operator that cannot be
-    compiled (named with its node), for shapes that the values of a request decide, and as `export_bundle`.
+    Raises BundleError if the file is damaged or reads data outside of its folder, if an operator cannot be compiled, or if the values of
+    a request determine shapes. Also raises the errors of `export_bundle`.
     """
     free_target(out_dir, options.get("overwrite", False))
     path = Path(file)
@@ -340,8 +340,8 @@ def _original(
 ) -> Original:
     """Return a function that runs the model in onnxruntime.
 
-    `rows` has the batch axes of the inputs whose batch has one row in the file. `shapes` returns the outputs' shapes for a
-    whole batch of inputs; they show on which axis an output has its batch.
+    `rows` has the batch axes of the inputs whose batch has one row in the file. `shapes` returns the shapes of the outputs for a whole
+    batch, which show the batch axis of each output.
     """
     sessions: list[Any] = []
 

@@ -1,8 +1,8 @@
 """Rewrite of a module so that it computes in half precision, as mixed precision does in the frameworks.
 
-Products and convolutions take and return the half type, and sum in f32. Operations that only move such values, or combine them
-with weights and constants, use the half type too. Everything else stays in f32: reductions (and so softmax and norms),
-exponentials and other functions, products of two activations, the state of loops, inputs and outputs.
+Products and convolutions take and return the half type, and sum in f32. Operations that only move such values, or that combine them
+with weights and constants, also use the half type. All other operations and values stay in f32: reductions (and so softmax and
+norms), exponentials and other functions, products of two activations, the state of loops, inputs and outputs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rsrv_bundle.products import kind_of
 #: Types to compute in.
 HALVES = ("bf16", "f16")
 _PRODUCTS = frozenset({"stablehlo.dot_general", "stablehlo.convolution"})
-#: Operations that are computed in the half type if one operand has it, and the others have it or are static.
+#: Operations that are computed in the half type if at least one operand has it, and if all other operands have it or are static.
 _FOLLOW = frozenset(
     f"stablehlo.{name}"
     for name in [

@@ -28,12 +28,12 @@ def write_meta_bundle(
     """Write the bundle `out_dir` of a meta model, check it, and return it as read back.
 
     run: the path of the file to store as model.py, or its text. The file is not executed.
-    calls: names of the models that it may call.
-    client_inputs, client_outputs: the clients' tensors, entries as the manifest writes them.
-    out_dir: the bundle's directory; its last part is the model's name.
-    files: name -> text of files beside model.py.
-    task: what the model is for, as the manifest writes it.
-    overwrite: replace an existing bundle. Without it that is an error.
+    calls: names of the models that the meta model may call.
+    client_inputs, client_outputs: the clients' tensors, as entries of a manifest.
+    out_dir: the bundle's directory. Its last part is the model's name.
+    files: texts of further files in the bundle, by name.
+    task: the task of the model, as the section of a manifest.
+    overwrite: True to replace an existing bundle. Otherwise, an existing bundle is an error.
 
     Nothing appears at `out_dir` unless all checks pass. Raises BundleError, FileExistsError.
     """

@@ -56,7 +56,7 @@ Look = Callable[[bytes, str], Signature]
 
 
 def module_file(bundle: Bundle, key: tuple[int, int]) -> Path:
-    """Return the module's file for a (variant, size) of `check_signatures`. Raises KeyError if there is none."""
+    """Return the file of the module for a (variant, size) of `check_signatures`. Raises KeyError without such a module."""
     variant, _ = key
     unsuffixed = bundle.modules.get((variant, 0))
     return bundle.modules[key] if unsuffixed is None else unsuffixed

@@ -86,12 +86,11 @@ def narrow_bundle(
 ) -> NarrowedBundle:
     """Write the bundle in `directory` to `out_dir` with narrow weights. Compare both, and return what was measured.
 
-    weights: the type of the weights, and of those that patterns name, such as "i8,*.norm*=keep".
+    weights: the type of the weights, and types of weights whose names fit a pattern, such as "i8,*.norm*=keep".
     compute: "bf16" or "f16", to compute products in; see `rsrv_bundle.half_modules`.
     samples: a function of the bundle that returns rows by variant for the comparison. Random inputs for other variants take their
         integers from these rows.
-    tolerance: element type of an output -> largest error, in place of the weights' bound; or name of a figure in
-        TASK_BOUNDS -> its bound.
+    tolerance: bounds that replace the defaults. A key is an element type of outputs, or the name of a figure in TASK_BOUNDS.
     overwrite: replace an existing bundle. Without it that is an error.
     look: reads each module, old and new, before it is compiled.
 
@@ -130,8 +129,9 @@ def narrow_into(
     tolerance: Mapping[str, float] = MappingProxyType({}),
     look: Look = signature_of,
 ) -> NarrowedBundle:
-    """Write a bundle with narrow weights to the directory `work`, which must not exist, as `narrow_bundle` does.
+    """Write a bundle with narrow weights to the directory `work`. This is the main part of `narrow_bundle`.
 
+    work: a directory that does not exist yet.
     before: the bundle's modules, which are compared with the new ones.
     examples: as `numerics.compare` takes them.
     """

@@ -77,10 +77,10 @@ def shared_axes(blob: bytes, first: int, count: int) -> dict[int, frozenset[int]
 
 
 def narrowed(blob: bytes, file: str, first: int, changes: Sequence[Change | None]) -> bytes:
-    """Return the module with narrow weights in place of wide ones, and with the scales behind all weights.
+    """Return the module with narrow weights in place of wide weights. The scales are additional arguments behind all weights.
 
-    first: the index of the first weight among the arguments. changes: one entry for each weight; None keeps it.
-    Raises BundleError, naming the file, if the result is no valid module.
+    first: the index of the first weight among the arguments. changes: one entry for each weight, or None to keep the weight.
+    Raises BundleError, which names the file, if the result is no valid module.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo

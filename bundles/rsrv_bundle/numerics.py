@@ -116,7 +116,7 @@ class ModuleRunner:
             return [np.asarray(value) for value in results[:count]], list(results[count:])
 
     def keys(self) -> list[Key]:
-        """Return the keys by variant, then by size."""
+        """Return the keys of all modules, ordered by variant and size."""
         return sorted(self.signatures)
 
     def sizes(self, variant: int) -> list[int]:
@@ -197,7 +197,8 @@ def compare(
 def magnitudes(run: ModuleRunner, examples: Mapping[str, Array]) -> dict[str, float]:
     """Return the largest magnitude of each 16-bit or 8-bit output over several random rows.
 
-    One row of such an output can be near zero by chance, but its rounding errors are as large as in other rows.
+    Errors of these outputs are compared with this magnitude. A single row may be near zero by chance, but its rounding errors are as
+    large as those of other rows.
     """
     bundle = run.bundle
     outputs = {index: spec for index, spec in enumerate(bundle.manifest.outputs) if spec.dtype in _NARROW}

@@ -56,7 +56,7 @@ def product(n: int) -> tuple[bytes, Signature]:
     import jax.export
     import jax.numpy as jnp
 
-    square: Any = jax.ShapeDtypeStruct  # has no types
+    square: Any = jax.ShapeDtypeStruct  # This class has no type annotations.
     # Set the precision explicitly, because the process may have another default.
     default = jax.lax.Precision.DEFAULT
     exported = jax.export.export(jax.jit(lambda x, y: jnp.matmul(x, y, precision=default)))(

@@ -86,9 +86,9 @@ def precision_of(module: Any) -> Precision:
 
 
 def products(module: Any) -> Iterator[tuple[Any, bool]]:
-    """Yield every operation, in all functions and regions, that may multiply f32, and whether it repeats another one.
+    """Yield every operation in all functions and regions that may multiply f32, and True if it repeats another operation.
 
-    A ragged product is repeated by its decomposition, which is also in the module.
+    The decomposition of a ragged product, which is also in the module, repeats the product.
     """
     from jaxlib.mlir import ir
 

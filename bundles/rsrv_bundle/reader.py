@@ -94,7 +94,7 @@ def read_bundle(path: str | os.PathLike[str], *, digest: bool = True, verify: bo
     hooks = files.get(HOOKS_FILE)
     data = _read_manifest(files[manifest_file.FILE], problems)
     manifest = manifest_file.parse_manifest(
-        # The missing hooks of a Julia bundle have their own message; do not report them a second time.
+        # Do not report the missing model.py of a Julia bundle, because its Julia hooks are already reported.
         data,
         name=name,
         has_hooks=hooks is not None or _JULIA_HOOKS_FILE in files,

@@ -57,8 +57,8 @@ def trained() -> dict[str, Any]:
             kernel, bias = np.pad(kernel, ((0, 0), (1, 0))), np.pad(bias, (1, 0))
         return {"kernel": kernel.astype(np.float32), "bias": bias.astype(np.float32)}
 
-    # Each step is too small for two threads. A second one does not help, and if cores are busy, all threads wait for it (14 s
-    # instead of 1 s).
+    # Use one thread. Each step is so small that a second thread does not help. If the cores are busy, the first thread waits for the
+    # second one (14 s instead of 1 s).
     with threadpool_limits(1):
         return {name: {**backbone, "head": head(np.asarray(task)[labels])} for name, task in TASKS.items()}
 

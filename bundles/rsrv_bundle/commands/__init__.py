@@ -1,1 +1,1 @@
-"""The commands of `rsrv-bundle`, one module each. `rsrv_bundle.cli` parses their options; no other module needs them."""
+"""The commands of `rsrv-bundle`. Only `rsrv_bundle.cli`, which parses their options, needs these modules."""

@@ -57,10 +57,10 @@ class Comparison:
 
 
 def agree(bundle: Bundle, comparison: Comparison, look: Look) -> list[str]:
-    """Run a bundle's modules on random inputs and on the samples. Returns a line per module.
+    """Run a bundle's modules on random inputs and on the samples. Return a line for each module.
 
-    Raises BundleError with a line for each module and output that exceeds its tolerance; then nothing is stored. Raises
-    SourceError, OSError.
+    Raises BundleError with a line for each module and output that exceeds its tolerance. Nothing is stored then. Also raises
+    SourceError and OSError.
     """
     if bundle.manifest.kind == "meta":
         return ["has no modules of its own"]

@@ -37,10 +37,10 @@ def check(
     numerics: Comparison | None = None,
     run: bool = False,
 ) -> int:
-    """Print a line per bundle, or per broken rule; return the exit status, as `cli.main`.
+    """Print a line for each valid bundle and for each broken rule. Return the exit status, as `cli.main` does.
 
-    json: print one list with an object per bundle instead: `directory`, `ok`, `lines`.
-    numerics: comparison that runs the modules, if any.
+    json: print one list instead. It has an object with `directory`, `ok` and `lines` for each bundle.
+    numerics: a comparison that runs the modules, or None.
     run: also import each bundle's model.py with the Python of the stubs.
     """
     if signatures and find_spec("jaxlib") is None:
@@ -81,7 +81,7 @@ def check(
 
 
 def _import_hooks(bundle: Bundle, hooks: Path) -> str:
-    """Import model.py in a process of its own, with the Python of the stubs. Return a line for the user.
+    """Import model.py in a separate process, with the Python of the stubs. Return a line for the user.
 
     Raises BundleError with the last line that the import wrote, and OSError if that Python cannot be started.
     """

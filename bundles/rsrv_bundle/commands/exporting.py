@@ -124,7 +124,7 @@ _DESCRIBED: Mapping[str, Any] = {
 
 
 def export_directory(arguments: argparse.Namespace) -> int:
-    """Write the bundle of a directory of Hugging Face; print and return as `export` does."""
+    """Write the bundle of a directory of Hugging Face. Print lines, and return the exit status, as `export` does."""
     from rsrv_bundle.hf.export import export_hf
     from rsrv_bundle.hf.recipe import HubOptions
 
@@ -271,10 +271,10 @@ class ParsedInputs:
 
 
 def parse_inputs(inputs: Sequence[str], input_shapes: Sequence[str], *, batched: bool) -> ParsedInputs:
-    """Parse `--input` and `--input-shape`. Raises ValueError naming the wrong one.
+    """Parse `--input` and `--input-shape`. Raises ValueError, which names the wrong option.
 
-    inputs: `NAME=TYPE[SIZE,...]`, where a size is a number, `n` or `b` for the batch axis, or the letter of an axis
-    that varies; an input without a batch axis gets one in front if `batched`. input_shapes: `LETTER=SIZE,...`.
+    inputs: `NAME=TYPE[SIZE,...]`. A size is a number, `n` or `b` for the batch axis, or the letter of an axis that varies. If
+    `batched`, an input without a batch axis gets one in front. input_shapes: `LETTER=SIZE,...`.
     """
     variants = [_variant(text) for text in input_shapes]
     parts = [_input(text, batched) for text in inputs]

@@ -86,9 +86,9 @@ def diff(a: str, b: str, *, json: bool) -> int:
 
 
 def weight_lines(related: WeightDifferences) -> list[str]:
-    """Return a line per tensor.
+    """Return a line for each tensor.
 
-    It begins with `=` if both bundles have it, `~` if it changed, `-` if only A has it, and `+` if only B has it.
+    The line begins with `=` if both bundles have the tensor, `~` if it changed, `-` if only A has it, and `+` if only B has it.
     """
     lines = []
     for tensor, names in related.shared:

@@ -157,7 +157,7 @@ def named(target: str) -> Any:
 
 
 def _instead(target: Path) -> str:
-    """Return what to write in place of a target without a factory."""
+    """Return a remedy for a target that names no factory."""
     if target.suffix == ".py":
         return f"write {_dotted(target)}:factory, with the name of a function in that file"
     if target.is_file():

@@ -23,7 +23,7 @@ from rsrv_bundle.hf.loading import load_model
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX: Final = "base_model.model."
-#: task_type of adapter_config.json -> class of transformers. Without a task_type, config.json of the base names the class.
+#: Classes of transformers by the task_type in adapter_config.json. Without a task_type, config.json of the base names the class.
 _CLASSES: Final[Mapping[str, str]] = {
     "SEQ_CLS": "AutoModelForSequenceClassification",
     "TOKEN_CLS": "AutoModelForTokenClassification",

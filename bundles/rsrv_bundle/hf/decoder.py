@@ -62,7 +62,7 @@ class Decoder:
 
         In each row, `lengths` [n] tokens count, and `position` [n] tokens were read before.
 
-        Each block writes the keys and values of the new tokens, and then reads what it has written: XLA copies a pool that is
+        Each block first writes the keys and values of the new tokens, and then reads the pools, because XLA would copy a pool that is
         read before it is written. A row without a slot writes nothing.
         """
         del begins  # A position of 0 already means that the sequence begins.

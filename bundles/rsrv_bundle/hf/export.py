@@ -75,13 +75,13 @@ def export_hf(
     weights: str | None = None,
     overwrite: bool = False,
 ) -> Bundle:
-    """Write the model in a directory as a bundle, compare its answers with its framework's, and return it as read back.
+    """Write the model in a directory as a bundle, and compare their answers. Return the bundle as read back.
 
-    directory: as `save_pretrained` or sentence-transformers writes it. It is checked first, and nothing in it is executed.
-    tolerance, weights: as for `export_bundle`; the entry f32 also limits the difference of whole answers.
+    directory: a directory that `save_pretrained` or sentence-transformers wrote. It is checked first, and nothing in it is executed.
+    tolerance, weights: as for `export_bundle`. The entry f32 of `tolerance` also limits the difference of whole answers.
 
-    Raises BundleError if the directory breaks a rule, if its model cannot be exported, or if the answers differ;
-    FileExistsError, OSError.
+    Raises BundleError if the directory breaks a rule, if its model cannot be exported, or if the answers differ. Also raises
+    FileExistsError and OSError.
     """
     target = writer.free_target(out_dir, overwrite)
     checked = open_directory(Path(directory))

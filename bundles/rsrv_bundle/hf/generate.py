@@ -152,7 +152,7 @@ def _chat(tokenizer: Any) -> dict[str, str]:
 
 
 def _template(chat: dict[str, str]) -> str:
-    """Return the prompt around a client's text: that of the chat template, or only the text."""
+    """Return the template around a client's text, which is made with the chat template, or only the place of the text."""
     special = {name: token for name, token in chat.items() if name != "template"}
     return prompt_template(chat["template"], special) if chat else TEXT
 

@@ -55,8 +55,9 @@ def load_model(
 ) -> Any:
     """Return the model in evaluation mode, with 32-bit floats.
 
-    auto: a class of transformers such as AutoModel. unused: name of a part whose weights may be missing. given: weights that may be
-    missing because an adapter has them.
+    auto: a class of transformers, such as AutoModel.
+    unused: the name of a part whose weights may be missing.
+    given: weights that may be missing because an adapter has them.
 
     Raises BundleError if the weights do not fit the configuration.
     """
@@ -125,9 +126,9 @@ def load_tokenizer(directory: Directory) -> Any:
 
 
 def check_tokenizer(tokenizer: Any, longest: int) -> None:
-    """Raise BundleError if a tokenizer makes too much of a text, or takes too long for one.
+    """Raise BundleError if a tokenizer makes a text too long, or takes too long for a text.
 
-    longest: tokens of the longest row.
+    longest: number of tokens of the longest row.
     """
     file = tokenizer.backend_tokenizer.to_str()
     growth = growth_of(json.loads(file).get("normalizer"))

@@ -175,7 +175,7 @@ class Text:
             )
 
         compiled = hooks(str(list(self.lengths)))
-        # One length needs no padded axis: all requests have it.
+        # With only one length, no axis is padded, because all requests have this length.
         padded = len(self.lengths) > 1
         fills = {**{name: _INPUTS[name][1] for name in inputs}, "input_ids": pad_id}
         values = "".join(f",{name}={fill}" for name, fill in fills.items() if fill)

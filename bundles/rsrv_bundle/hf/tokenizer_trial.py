@@ -61,7 +61,7 @@ _RARE: Final = "\ue000"
 def try_tokenizer(tokenizer: str, longest: int) -> None:
     """Raise BundleError if a tokenizer is too slow for a text that a server would read, or fails with it.
 
-    tokenizer: the text of tokenizer.json. longest: tokens of the longest row.
+    tokenizer: the text of tokenizer.json. longest: number of tokens of the longest row.
     """
     size = min(_MAX_BYTES, _BYTES_PER_TOKEN * longest)
     if why := _trouble(tokenizer, size):

@@ -278,7 +278,7 @@ def _normalised(name: str, function: Callable[..., Any]) -> None:
     def lowering(ctx: Context, x: Any, *, axis: int | None = None) -> Any:
         if ctx.opset >= 13:
             return in_f32(lambda v: function(v, axis=-1 if axis is None else axis))(x)
-        # Before opset 13, all axes from this one on count as one axis.
+        # Before opset 13, the axis `at` and all later axes count as one axis.
         at = 1 if axis is None else axis % x.ndim
         flat = jnp.reshape(x, (int(np.prod(x.shape[:at])), -1))
         return jnp.reshape(in_f32(lambda v: function(v, axis=-1))(flat), x.shape)
@@ -423,7 +423,7 @@ def _stft(
         else signal.reshape(signal.shape[:2])
     )
     count = 1 + (values.shape[1] - n) // hop
-    # jax computes this at run time: as a constant, it could be larger than the weights.
+    # Let jax compute the indices at run time, because as a constant they could be larger than the weights.
     at = jnp.arange(count)[:, None] * hop + jnp.arange(n)
     frames = values[:, at] if window is None else values[:, at] * window
     spectra = jnp.fft.rfft(frames) if onesided and not jnp.iscomplexobj(frames) else jnp.fft.fft(frames)

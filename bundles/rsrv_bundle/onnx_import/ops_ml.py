@@ -304,7 +304,7 @@ def _tree_regressor(ctx: Context, x: Any, **attributes: Any) -> Any:
     how = attributes.get("aggregate_function", "SUM")
     at = forest.leaves(_features(x, forest))
     scores, reached = forest.scores(at, attributes, "target", attributes.get("n_targets", 1), how)
-    # onnxruntime also does this if no leaf has a weight for a target.
+    # As in onnxruntime, the result is 0 if no leaf has a weight for a target.
     based = jnp.where(reached, _based(scores, attributes), 0)
     return _transformed(based, attributes.get("post_transform", "NONE")).astype(np.float32)
 

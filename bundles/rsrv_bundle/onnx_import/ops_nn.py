@@ -467,7 +467,7 @@ def _lrn(
 
 
 def bilinear(image: Any, row: Any, column: Any) -> Any:
-    """Interpolate images [n, c, h, w] at places [n, k]; the result is [n, c, k]. Outside the image, values are 0."""
+    """Interpolate images [n, c, h, w] at places [n, k]. The result is [n, c, k]. Outside the image, values are 0."""
     return _between(image, [row, column], (0, 1), _linear_weights, pixels)
 
 

@@ -27,7 +27,7 @@ def _along(value: Any, x: Any, axis: int, block: int) -> Any:
 
 
 def _quotient(x: Any, divisor: Any) -> Any:
-    """Return the rounded quotient. XLA multiplies by the inverse of a constant, which is too inexact in 32 bits."""
+    """Return the exactly rounded quotient. XLA itself would multiply by the inverse of a constant, which is too inexact in 32 bits."""
     return (x.astype(np.float64) / divisor.astype(np.float64)).astype(x.dtype)
 
 

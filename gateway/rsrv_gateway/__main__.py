@@ -16,10 +16,10 @@ SIGTERM and SIGINT end it with 0."""
 
 @command("rsrv-gateway", extra="gateway")
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT. Requests in flight then have gateway.drain_s; a second signal ends them."""
+    """Serve until SIGTERM or SIGINT. Requests in flight then get gateway.drain_s seconds. A second signal ends them at once."""
     end_in_order()
     options = parser().parse(argv)
-    # gRPC logs an error for every peer that leaves.
+    # Otherwise, gRPC would log an error for every peer that leaves.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from rsrv_gateway import main as gateway
 

@@ -167,7 +167,7 @@ _KEEPALIVE = (
     ("grpc.keepalive_time_ms", 310_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 0),
-    # The settings name the workers; TXT records are ignored.
+    # Ignore TXT records, because the settings name the workers.
     ("grpc.service_config_disable_resolution", 1),
 )
 
@@ -258,8 +258,8 @@ class WorkerChannels:
 #: Maximum deadline in seconds that gRPC can transmit. Some clients send longer deadlines to have none.
 _DEADLINE_MAX_S = 27_000 * 3600.0
 
-#: gRPC's messages for a connection that broke during a call, in this version and in earlier ones. Connections that
-#: could not be made have other messages.
+#: gRPC's messages for a connection that broke during a call, in this version and in earlier versions. If a connection cannot be made,
+#: gRPC has other messages.
 _LOST = re.compile(
     "Stream removed|Socket closed|Connection reset|Broken pipe|recvmsg:|sendmsg:|keepalive |ping "
 )
@@ -360,7 +360,7 @@ async def answer_of(call: Awaitable[bytes], worker: str) -> bytes | Refusal:
         refusal = refusal_of(error)
     except asyncio.CancelledError:
         refusal = gone(worker)
-    if is_cancelled():  # A cancelled wait may also end with the worker's error.
+    if is_cancelled():  # If this task was cancelled, the call may have ended with the worker's error instead.
         raise asyncio.CancelledError
     return refusal
 

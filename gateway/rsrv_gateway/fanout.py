@@ -110,7 +110,7 @@ Merge = Callable[[Answers], Answer]
 #: States of a model in a repository index, in order of precedence.
 _STATES = ("READY", "LOADING", "UNLOADING", "UNAVAILABLE", "UNKNOWN")
 
-#: tritonserver's codes for statistics of an unknown model.
+#: Codes with which tritonserver refuses statistics of an unknown model.
 _UNKNOWN = (StatusCode.NOT_FOUND, StatusCode.INVALID_ARGUMENT)
 
 

@@ -55,7 +55,7 @@ class GrpcHead:
                         f"the message has more than {self._most} bytes, which is gateway.max_message_bytes"
                     )
                 if not compressed and self._left <= min(SMALL_BYTES, len(data) - at):
-                    # protobuf reads a small message in a tenth of the time.
+                    # Read a small message with protobuf, which takes a tenth of the time.
                     self._ended.append(Peeked(data[at : at + self._left]))
                     at += self._left
                     self._left = 0

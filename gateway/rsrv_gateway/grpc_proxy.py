@@ -226,7 +226,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
         async def refuse_client(_: Any, context: Any) -> None:
             await refuse(context, unauthenticated())
 
-        # A stream handler refuses any method; other kinds would wait for a request first.
+        # Refuse calls with a stream handler, which fits any method. Other kinds of handlers would wait for a request first.
         self._refuse = grpc.stream_stream_rpc_method_handler(refuse_client)
 
     def service(self, details: Any) -> Any:
@@ -248,7 +248,7 @@ class _DrainHandler(grpc.GenericRpcHandler):  # type: ignore[misc]
         self.closed = False
         self.clients_told = asyncio.Event()
         self._calls = 0
-        # A stream handler refuses any method; other kinds would wait for a request first.
+        # Refuse calls with a stream handler, which fits any method. Other kinds of handlers would wait for a request first.
         self._refusing = grpc.stream_stream_rpc_method_handler(self._refuse)
 
     def service(self, _: Any) -> Any:

@@ -81,7 +81,7 @@ class Inflater:
     def slices(self, data: bytes) -> Iterator[bytes]:
         """Yield the decompressed data in parts. Raises Malformed."""
         if self.ended:
-            return  # zlib would store all bytes after the end, and copy them each time.
+            return  # Ignore later bytes, because zlib would store all of them, and copy them at each call.
         self._received += len(data)
         size = _SLICE_BYTES
         while data or size == _SLICE_BYTES:

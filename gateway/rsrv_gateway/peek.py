@@ -158,7 +158,7 @@ class MessageReader:
         self._at = 0
         self._last = False
         self._fields = 0
-        #: The bytes that were read so far, except those of tensors.
+        #: All bytes that were read so far, without the tensors.
         self.without_tensors = bytearray()
         self._parser = self._message()
         #: True once the tensors have begun. All serialisers write the other parts before the tensors.

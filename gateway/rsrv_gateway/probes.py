@@ -144,7 +144,7 @@ class Probes:
         return None if watch is None else await watch.prober.metrics()
 
     async def has_died(self, worker: str, model: str) -> bool:
-        """Probe a worker, and return `Prober.has_died`, or False if the probe takes too long."""
+        """Probe a worker, and return `Prober.has_died`. Return False if the probe takes too long."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_DEATH_PROBE_S):
                 await self.look([worker])
@@ -417,7 +417,7 @@ class GrpcProber:
         if self._control is None:
             return None
         answer = await _answer(self._control.call("GetMetrics", pb.GetMetricsRequest(), METRICS_TIMEOUT_S))
-        # None: the answer could not be parsed.
+        # `answer` is None if it could not be parsed.
         return None if answer is None or isinstance(answer, grpc.RpcError) else str(answer.text)
 
     def control(self) -> ControlClient | None:

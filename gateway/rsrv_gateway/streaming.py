@@ -171,7 +171,7 @@ class _Stream:
         #: Workers whose stream has failed.
         self._failed: set[str] = set()
         self._client_done = False
-        #: Answers are written one by one. The first one also sends the stream's headers.
+        #: Lock for writing answers one by one. The first answer also sends the stream's headers.
         self._writing = asyncio.Lock()
         self._first_write: asyncio.Future[None] | None = None
         #: True if each request gets exactly one answer. None until workers are asked.

@@ -12,7 +12,10 @@ from rsrv.text import nearest
 
 @command("rsrv-gen", extra="bundles")
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Return 0; 1 if a bundle is broken or, with --check, if anything would change; 2 if no path has bundles."""
+    """Run the command. Return 0 on success.
+
+    Return 1 if a bundle is broken, or with --check if anything would change. Return 2 if no path has bundles.
+    """
     options = parser().parse(argv)
     from rsrv_gen import run
 

@@ -2,14 +2,14 @@
 
 Triton batches only along the first axis, and only if every input and output has it. So there are two layouts:
 
-- every tensor that clients send or get has its batch axis first: `max_batch_size` is positive, `dims` leave the
-  batch axis out, and with the Python front and its guard Triton gathers waiting requests (`dynamic_batching`). A tensor
-  that has *only* the batch axis gets `dims: [1]` and travels as [N, 1], because Triton has no empty dims.
-- otherwise `max_batch_size` is 0, `dims` are complete with -1 for the axes that vary, and the runtime does all the
-  gathering. A scalar gets `dims: [1]`.
+- If every tensor that clients send or get has its batch axis first, `max_batch_size` is positive, and `dims` leaves the batch axis
+  out. With the Python front and its guard, Triton batches waiting requests (`dynamic_batching`). A tensor with *only* the batch axis
+  gets `dims: [1]` and travels as [N, 1], because Triton has no empty dims.
+- Otherwise, `max_batch_size` is 0, `dims` has all axes with -1 for variable ones, and only the runtime batches requests. A scalar gets
+  `dims: [1]`.
 
-A model with state has Triton's sequence batching, which finds missing starts and ids. A generation is a decoupled model,
-whose tensors follow from its manifest's `generate` alone.
+A model with state has Triton's sequence batching, which detects missing starts and ids. A generation is a decoupled model, whose
+tensors only depend on the section `generate` of its manifest.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ConfigError(Exception):
 
 
 class RowLimits(NamedTuple):
-    """Limits on rows of a model in rsrv.yaml. None: rsrv.yaml has no such limit."""
+    """Limits on rows of a model in rsrv.yaml. A limit that is not in rsrv.yaml is None."""
 
     #: `models.NAME.max_batch_size`: maximum number of rows of an execution.
     execution: int | None = None
@@ -152,8 +152,7 @@ def render_alias(
 ) -> bytes:
     """Return the config.pbtxt of an alias of these bundles, with the smallest `max_batch_size`.
 
-    `limits`, `room` and `guarded` are as in `render`. Raises ConfigError with what differs if clients could tell the bundles
-    apart.
+    `limits`, `room` and `guarded` are as in `render`. Raises ConfigError with the difference if clients could distinguish the bundles.
     """
     configs = {name: model_config(bundle, limits=limits[name], room=room) for name, bundle in bundles.items()}
     (first, first_config), *further = configs.items()
@@ -345,7 +344,7 @@ def _variants(bundle: Bundle) -> Sequence[dict[str, int]]:
 
 
 def _row_bytes(spec: TensorSpec, sizes: dict[str, int]) -> int:
-    # Hooks may have variable axes that no input of the modules has; the largest known size is the best guess.
+    # Hooks may have variable axes that no input of the modules has. Take the largest known size for them.
     unknown = max(sizes.values(), default=1)
     extents = [
         sizes.get(letter, unknown) if extent == -1 else extent

@@ -23,7 +23,7 @@ def load_obstacle(library: Path) -> str:
     try:
         ctypes.CDLL(str(library))
     except OSError as error:
-        # The loader looks for Triton's functions last. Only a tritonserver has them.
+        # Accept missing functions of Triton. Only a tritonserver has them, and the loader reports them only if all else is well.
         if "undefined symbol: TRITON" not in str(error):
             return f"the library cannot be loaded: {error}"
     return ""

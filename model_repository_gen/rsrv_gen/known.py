@@ -1,8 +1,8 @@
 """Notes of earlier runs about bundles and models. With them, each unchanged bundle costs only a few calls of stat.
 
-The notes are a file beside the repository. A note holds while its bundle or model has the same signature. A bundle that changed
-within the last seconds gets no note, because a further change might leave the same times. Without the file, or with a damaged
-one, everything is read again. The file also records where each model's bundle was.
+The notes are a file beside the repository. A note is valid while its bundle or model has the same signature. A bundle that changed
+within the last seconds gets no note, because a further change might leave the same times. If the file is missing or damaged, all
+bundles are read again. The file also records where each model's bundle was.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Known:
             settled = last_change(bundle) + SETTLED_NS < time.time_ns()
         except OSError:
             settled = False
-        # Sign it again: while it was read, a link may have led to another bundle, and it may lead back later.
+        # Sign the bundle again. While it was read, a link may have led to another bundle, and it may lead back later.
         if signed is None or not settled or self.sign(bundle) != signed:
             return None
         self._notes.bundles[str(bundle)] = _device(bundle), signed, facts

@@ -1,4 +1,4 @@
-"""The plan of a model repository: its models, and the contents of each one's directory. Pure."""
+"""The plan of a model repository: its models, and the contents of each model's directory. Pure."""
 
 from __future__ import annotations
 
@@ -74,10 +74,7 @@ class SourceBundle:
     linked: bool = True
 
     def read(self) -> Bundle:
-        """Read the bundle unless its files are unchanged since they were read.
-
-        Raises BundleError, also if its facts have changed.
-        """
+        """Return the bundle. Read it again if its files have changed. Raises BundleError, also if its facts have changed."""
         return _read_once(self)
 
 

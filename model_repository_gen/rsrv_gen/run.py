@@ -33,7 +33,7 @@ from rsrv_gen.write import RepositoryWriter, open_repository, our_models, refusa
 
 
 def run(options: argparse.Namespace) -> int:
-    """Bring the repository up to date. Returns the exit status, as `cli.main`."""
+    """Bring the repository up to date. Return the exit status, as `cli.main` does."""
     actions: list[dict[str, str]] = []
     done = _update(options, actions)
     if options.json:
@@ -261,7 +261,7 @@ class _Generator:
         file = self._repository / SETTINGS_FILE
         present = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
         if self._options.check and present is not None:
-            # The folders of the bundles may differ from machine to machine; only the resulting models count.
+            # Ignore the folders of the bundles, because they may differ from machine to machine. Only the resulting models count.
             before = recorded(file)
             settings = _with_lifecycle(settings, bundles=before.bundles, link=before.link)
         text = dump_settings(settings)

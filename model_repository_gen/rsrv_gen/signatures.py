@@ -15,7 +15,7 @@ LINK_BYTES = 2**20
 #: Errors of a file that last until it is changed, so that the bundle counts as broken.
 _BROKEN = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
 
-#: Signature of a directory. It differs if its files differ. None: the directory could not be read completely.
+#: Signature of a directory, which differs if its files differ, or None if the directory could not be read completely.
 Signature = str | None
 
 
@@ -31,7 +31,7 @@ def sign(folder: str | os.PathLike[str], *, linked: bool) -> Signature:
 
 
 def signature(files: Iterable[tuple[str, int, int, int, int]]) -> str:
-    """Return the signature of these files: each one's relative name, size, mtime and ctime in nanoseconds, inode."""
+    """Return the signature of these files, given by their relative names, sizes, mtimes and ctimes in nanoseconds, and inodes."""
     total = hashlib.blake2b(digest_size=16)
     for file in sorted(files):
         total.update(f"{file!r}\n".encode("utf-8", "surrogateescape"))

@@ -120,10 +120,10 @@ def unknown_models(settings: Settings, known: Collection[str]) -> list[str]:
 
 
 def verify(name: str, sources: Sources, look: Look | None = None) -> None:
-    """Compare the weights and modules of a good model, and of those that it calls, with their checksums.
+    """Compare the weights and modules of a good model, and of the models that it calls, with their checksums.
 
     Only files with a checksum are read. If `look` is given, the inputs, outputs and weights of the modules must also match the
-    bundle. Raises BundleError if a file does not match its manifest, InspectorError.
+    bundle. Raises InspectorError, and BundleError if a file does not match its manifest.
     """
     for bundle in _made_of(name, sources):
         try:

@@ -56,7 +56,7 @@ class Replaced:
     def undo(self) -> bool:
         """Restore the replaced version, if there was one. Return False if the model has changed meanwhile.
 
-        Raises OSError if that is impossible; the replaced version is kept then.
+        Raises OSError if that is impossible. The replaced version is kept then.
         """
         with locked(self._target.parent):
             ours = version_of(self._target) == self._version

@@ -61,7 +61,7 @@ class RepositorySettings:
     models: Mapping[str, ModelSection] = field(default_factory=dict)
     aliases: Mapping[str, Shares] = field(default_factory=dict)
     front: Front = "python"
-    #: Path of the program that serves the repository. None: it is not known.
+    #: Path of the program that serves the repository, or None if it is not known.
     tritonserver: str | None = None
 
     @classmethod
@@ -183,7 +183,7 @@ def _without_directory(folder: Path, metas: tuple[str, ...]) -> PlannedAction:
 
 
 def _note(source: SourceBundle, metas: Sequence[str]) -> str:
-    """Return the text after a model's name: the callees that it carries, or the meta models that alone call it."""
+    """Return the note after a model's name: the callees that it carries, or the meta models that call it if only they can."""
     if source.facts.calls:
         return f" (carries {', '.join(source.facts.calls)})"
     return f" (internal: called by {', '.join(metas)})" if metas else ""
@@ -223,7 +223,7 @@ class Later:
 
 @dataclass(frozen=True, slots=True)
 class Unsure:
-    """The model was not changed: a second reading of its bundle's files must first find the same digest as the first one."""
+    """The model was not changed. A second reading of its bundle's files must first give the same digest as the first reading."""
 
     digest: str
 
@@ -299,8 +299,8 @@ class UpdatePolicy:
 class RepositoryUpdate:
     """Writes the models of a repository that differ from their bundles below `roots`.
 
-    It removes no model: `remove` does that after the others have been loaded. `policy` may postpone models. Each model is
-    verified before it is written.
+    It removes no model, because `remove` does that after the other models have been loaded. `policy` may postpone models. Each model
+    is verified before it is written.
     """
 
     def __init__(
@@ -433,7 +433,7 @@ def _flaw(
 ) -> Torn | Unsure | Later | None:
     """Return why a model's bundles cannot be written yet, or None if their files are complete.
 
-    `first` are the digests of the first reading. None: files without checksums are read only once.
+    `first` are the digests of the first reading, or None if files without checksums are read only once.
     """
     roots = step.targets or (step.name,)
     try:

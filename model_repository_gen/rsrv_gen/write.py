@@ -1,7 +1,7 @@
 """Writer of a model repository. rsrv-gen writes files only here.
 
-Triton may be running on the repository, so a model's directory changes in one step: the new one is built in a swap
-folder and then exchanged with the old one, which stays there until no rollback is possible.
+Triton may be running on the repository, so a model's directory changes in one step. The new directory is built in a swap folder and
+then exchanged with the old directory, which stays in the swap folder until no rollback is possible.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def carried(folder: Path) -> list[str]:
 
 
 def is_alias(folder: Path) -> bool:
-    """Return whether a model's directory, which rsrv-gen made, is that of an alias."""
+    """Return whether a model's directory, which rsrv-gen made, belongs to an alias."""
     return (folder / CALLS_FOLDER).is_dir() and not (folder / BUNDLE_FOLDER).exists()
 
 
@@ -145,7 +145,7 @@ def _stamp(folder: Path, later_than: int) -> int:
 
 
 def newest(folder: Path) -> int:
-    """Return the time of the newest file or folder, nanoseconds; 0 if there is none."""
+    """Return the time of the newest file or folder in nanoseconds, or 0 if there is none."""
     times = [0]
     for parent, _, names in os.walk(folder):
         for path in (parent, *(os.path.join(parent, name) for name in names)):
@@ -178,7 +178,7 @@ class RepositoryWriter:
             shutil.rmtree(self._aside.path / name, ignore_errors=True)
 
     def put_undoably(self, name: str, plan: ModelPlan, later_than: int) -> Replaced:
-        """Put a model, and keep the version that it replaces. Its newest file is later than `later_than`; see `touch`."""
+        """Put a model, and keep the version that it replaces. The model's newest file gets a time after `later_than`, as in `touch`."""
         swap = SwapFolder.new(self._repository)
         try:
             self._build(swap, name, plan, later_than)
@@ -194,7 +194,7 @@ class RepositoryWriter:
             parent.mkdir(parents=True, exist_ok=True)
         for file, content in files.items():
             self._write(file, content)
-        # Linked files have times of their own. A file that is younger than this one was rewritten later.
+        # Give config.pbtxt the time of the newest file, because linked files keep their times. A younger file was rewritten later.
         written = newest(new)
         os.utime(new / CONFIG_FILE, ns=(written, written))
         # Check this last. Copying may take minutes, in which a foreign folder may appear, and the exchange would remove it.

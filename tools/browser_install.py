@@ -47,7 +47,7 @@ class Browser:
         }
 
     def ensure(self) -> Browser:
-        """Install the browser; safe to interrupt and to run twice at once. Raises NpmFailed."""
+        """Install the browser. It is safe to interrupt this, or to run it twice at the same time. Raises NpmFailed."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         with (self.folder.parent / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

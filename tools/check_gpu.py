@@ -110,7 +110,7 @@ def _order(file: Path) -> list[int]:
 
 
 def _start(folder: str) -> None:
-    """Prepare a process of the pool. XLA reads its flags only once."""
+    """Set the environment of a process of the pool. XLA reads its flags once, at the process's first compilation."""
     os.environ["XLA_FLAGS"] = f"--xla_dump_to={_dump(folder)}"
     # Hide the plugin's log lines about its start.
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"

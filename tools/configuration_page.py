@@ -1,6 +1,6 @@
-"""Make the tables of docs/configuration.md: every setting of rsrv.yaml, from the schema; and the names that the chart knows.
+"""Make the tables of docs/configuration.md with every setting of rsrv.yaml, and the names of settings that the chart knows.
 
-    python tools/configuration_page.py     # rewrites them in the page and in the chart's values.schema.json
+    python tools/configuration_page.py     # rewrites the page, and the chart's values.schema.json
 
 The tables are in the page between `<!-- settings -->` and `<!-- end settings -->`. A test compares the page with the schema.
 """

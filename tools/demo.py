@@ -3,9 +3,10 @@
     python tools/demo.py [--once]
 
 The script classifies digits that the model has never seen. Several clients send one image per request at the same time, over
-gRPC and HTTP. Then it streams a text, shows what fine-tunes share, and shows how models that do not fit into the weight budget
-together take turns. The server runs until Ctrl-C. With --once, it uses free ports and ends after the requests. Exit status: 0;
-1 if the server fails or an answer is wrong; 130 if interrupted before the end.
+gRPC and HTTP. Then the script streams a text, shows the weights that fine-tunes share, and shows how models take turns if the weight
+budget does not hold all of them. The server runs until Ctrl-C. With --once, it uses free ports and ends after the requests.
+
+The exit status is 0, or 1 if the server fails or an answer is wrong, or 130 if the demo is interrupted before its end.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class DemoServer:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; return the exit status."""
+    """Run the demo. Return the exit status."""
     parser = argparse.ArgumentParser(description="Show what rsrv does with seven small models.")
     parser.add_argument("--once", action="store_true", help="end after the demonstration; on free ports")
     once = parser.parse_args(argv).once

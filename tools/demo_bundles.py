@@ -24,7 +24,7 @@ NAMES = (demo.MODEL, *FINE_TUNES, "glossary_bytes", "unet")
 
 
 def main() -> int:
-    """Write the data; return the exit status."""
+    """Write the data. Return the exit status."""
     built = example_bundles.ensure(NAMES)
     shutil.rmtree(demo.DATA / demo.BUNDLES, ignore_errors=True)
     for name in NAMES:

@@ -1,4 +1,4 @@
-"""The example bundles of long tests and benches; `make bundles` runs this.
+"""Build the example bundles for long tests and benches. `make bundles` runs this.
 
 Other tests need only a few of them, which are built in seconds. Bundles that are up to date are not built again.
 """

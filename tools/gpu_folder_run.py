@@ -2,8 +2,8 @@
 
     python3.12 run.py --minutes 10
 
-It installs everything into the folder `installed` next to this file. PyTorch comes from the packages of the Python that runs
-this script, and so does jax if the folder has none. The script imports only the standard library.
+The script installs all packages into the folder `installed` next to this file. It uses the PyTorch of the Python that runs it, and
+also its jax if the folder has no jax. The script imports only the standard library.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def numpy2_bin() -> Path:
 
 
 class ServerFailed(Exception):
-    """tritonserver, or one of its models, did not start; the text ends with the tail of its log."""
+    """tritonserver, or one of its models, did not start. The text ends with the last lines of its log."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -293,7 +293,7 @@ class TritonServer:
         return self.log_path.read_text(errors="replace") if self.log_path and self.log_path.exists() else ""
 
     def terminate(self, timeout: float | None = None) -> int:
-        """Send SIGTERM and return the exit status; kill the server if it does not end."""
+        """Send SIGTERM, and return the exit status. Kill the server if it does not end."""
         patience = timeout if timeout is not None else self.exit_timeout_s + 20
         if self.process.poll() is None:
             self.process.terminate()
@@ -313,7 +313,7 @@ class TritonServer:
         return status
 
     def kill(self) -> None:
-        """Send SIGKILL to the server alone; its children must end by themselves."""
+        """Send SIGKILL only to the server. Its children must end by themselves."""
         self.process.kill()
         self.process.wait()
 
@@ -334,7 +334,7 @@ class TritonServer:
             return response.status, response.read()
 
     def _loaded_models(self) -> Iterator[list[str]]:
-        """Yield, at each call, the models whose loading the log has reported since the last one."""
+        """At each step, yield the models whose loading the log has reported since the previous step."""
         seen = 0
         while True:
             # Read only whole lines, because the last one may still be incomplete.
@@ -359,7 +359,7 @@ def group_lives(group: int) -> bool:
 
 
 def main() -> int:
-    """Install tritonserver into .triton; return the exit status."""
+    """Install tritonserver into .triton. Return the exit status."""
     try:
         INSTALLATION.install(say)
     except InstallError as error:

@@ -219,7 +219,7 @@ def rewrite(page: str, made: Mapping[str, str]) -> str:
     """Return the page with these tables in place of its old ones.
 
     Raises:
-        ValueError: the page has no place for one of them, or several.
+        ValueError: the page has no place, or several places, for a table.
     """
     for name, table in made.items():
         before, mark, following = page.partition(f"<!-- {name} -->\n")

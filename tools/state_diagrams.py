@@ -7,7 +7,7 @@ To add a table, give a module these constants, and `TABLES` a line with its name
     TRANSITIONS: Mapping[tuple[State, Event], State]    # State and Event are StrEnums; the first key holds the first state
     EFFECTS: Mapping[Event, str]                        # optional: what carries an event out, for example an instruction
 
-Then put `<!-- NAME -->` and `<!-- end NAME -->` on lines of their own into the page, and run the command.
+Then put `<!-- NAME -->` and `<!-- end NAME -->` on separate lines of the page, and run the command.
 """
 
 from collections.abc import Mapping

@@ -67,7 +67,7 @@ Trace = dict[str, tuple[Call, ...]]
 
 
 class Tracer:
-    """Records the calls of functions in `rsrv` on all threads that start after it was made, and on this one."""
+    """Records the calls of functions in `rsrv` on the present thread, and on all threads that start later."""
 
     def __init__(self) -> None:
         self._on = False

@@ -208,7 +208,7 @@ def _missing(site: Path) -> list[str]:
 
 
 def _help(command: Path) -> float:
-    """Run a command; return its seconds. Raises CalledProcessError if it fails."""
+    """Run a command with --help, and return its seconds. Raises CalledProcessError if it fails."""
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     start = time.perf_counter()
     subprocess.run([str(command), "--help"], check=True, stdout=subprocess.DEVNULL, env=clean)

@@ -88,7 +88,7 @@ def patient(seconds: int) -> bytes:
 
 
 def returned(part: str, body: Any) -> bytes:
-    """Return the answer that sends a part of a body back, because Envoy does not store it in the mode FULL_DUPLEX_STREAMED."""
+    """Return the answer that sends a part of a body back. In the mode FULL_DUPLEX_STREAMED, Envoy stores no parts itself."""
     answer: Any = pb.ProcessingResponse()
     getattr(answer, part).response.body_mutation.streamed_response.CopyFrom(body)
     return _bytes(answer)

@@ -122,11 +122,11 @@ class AsyncClient:
         """Make a client. It connects with its first request.
 
         Args:
-            url: HOST:PORT for gRPC, which may follow grpc:// or grpcs:// (with TLS); or http://HOST:PORT, https://HOST:PORT.
+            url: HOST:PORT or grpc://HOST:PORT for gRPC, grpcs:// for gRPC with TLS, http:// or https:// for HTTP.
             timeout_s: limit in seconds for each request with all its attempts.
             headers: sent with each request, such as {"authorization": "Bearer TOKEN"}.
-            root_certificates: file of the authorities to trust (PEM); for gRPC, it also switches TLS on.
-            shared_memory: use it for large requests if the server is on this machine and allows it.
+            root_certificates: file of the authorities to trust (PEM). For gRPC, it also switches TLS on.
+            shared_memory: True to use shared memory for large requests if the server is on this machine and allows it.
         """
         self.url = url
         self.timeout_s = timeout_s
@@ -165,9 +165,10 @@ class AsyncClient:
         return time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
 
     async def signature(self, model: str, *, timeout_s: float | None = None) -> ModelSignature:
-        """Return what the model takes and returns. Raises RequestError.
+        """Return the inputs and outputs of a model. Raises RequestError.
 
-        The client asks the server once. After a refused request it asks again, because the model may have changed.
+        The client requests the signature once. After a refused request, it requests the signature again, because the model may have
+        changed.
         """
         if model not in self._signatures:
             config = await self._repeat(
@@ -295,11 +296,11 @@ class AsyncClient:
         ordered: bool,
         timeout_s: float | None,
     ) -> AsyncGenerator[Answered, None]:
-        """Send the requests, and yield their answers; `map` describes the arguments."""
+        """Send the requests, and yield their answers. `map` describes the arguments."""
         if in_flight is not None and in_flight < 1:
             raise InputError(f"in_flight is {in_flight}, and has to be at least 1")
         limit = InFlightLimit(time.monotonic(), in_flight)
-        #: Tasks that have ended: requests, and the one that reads the next rows.
+        #: Tasks that have ended: tasks of requests, and the task that reads the next rows.
         ended: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
         running: dict[asyncio.Task[Any], int] = {}
         reading: asyncio.Task[Any] | None = None
@@ -568,7 +569,7 @@ class Client:
     """A client for programs without asyncio. Threads may share it. Its methods are those of AsyncClient."""
 
     def __init__(self, url: str, **options: Any) -> None:
-        """Make a client; the arguments are those of AsyncClient."""
+        """Make a client. The arguments are those of AsyncClient."""
         #: True from the beginning of `close`.
         self._is_closed = False
         self._loop = asyncio.new_event_loop()
@@ -618,7 +619,7 @@ class Client:
             raise
 
     def _iterate(self, values: AsyncGenerator[T, None]) -> Iterator[T]:
-        """Yield what the generator yields on the thread."""
+        """Run a generator on the thread, and yield its values."""
         try:
             while (value := self._wait(_next(values))) is not None:
                 yield value
@@ -634,7 +635,7 @@ class Client:
 
     @property
     def transport(self) -> str:
-        """How large requests travel; see AsyncClient.transport."""
+        """How large requests travel, as in AsyncClient.transport."""
         return self._client.transport
 
     signature = _synchronous(AsyncClient.signature, _wait)

@@ -52,9 +52,9 @@ def batches(
 
 
 def columns_of(signature: ModelSignature, rows: Any) -> dict[str, Any] | None:
-    """Return the columns by tensor, or None if the rows come one by one.
+    """Return the columns by tensor, or None if `rows` yields single rows.
 
-    Raises InputError if a column is missing, or if their lengths differ.
+    Raises InputError if a column is missing, or if the lengths of columns differ.
     """
     if isinstance(rows, (str, os.PathLike)):
         rows = read_columns(Path(rows))

@@ -127,7 +127,7 @@ class Regions:
         seconds = min(seconds, CALL_S)
         try:
             if self._free:
-                # Replace a region that is too small. Otherwise, each larger request would add one.
+                # Abandon a region that is too small. Otherwise, each larger request would add a region.
                 self._abandoned.insert(0, self._free.pop(0))
             await self._unregister_abandoned(seconds)
             if len(self._abandoned) > _MOST_ABANDONED:
@@ -219,7 +219,7 @@ def _namespace() -> int:
 
 
 def _start_time(pid: int) -> int:
-    """Return when a process started, in the kernel's ticks; -1 if there is none."""
+    """Return when a process started, in the kernel's ticks, or -1 if there is no such process."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
@@ -263,7 +263,7 @@ class Placement:
         return replace(self._request, inputs=inputs, outputs=outputs)
 
     def read(self, outputs: Sequence[InferOutput], region: Region) -> list[InferOutput]:
-        """Return the outputs with memory of their own."""
+        """Return the outputs. Copy those in the region, because later requests reuse it."""
         return [
             replace(output, content=self._copied(output, region)) if output.name in self._outputs else output
             for output in outputs
@@ -275,7 +275,7 @@ class Placement:
 
 
 def _bytes(datatype: str, shape: Sequence[int]) -> int | None:
-    """Return the bytes of a tensor; None if they depend on its contents."""
+    """Return the number of bytes of a tensor, or None if it depends on the contents."""
     if datatype == "BYTES" or min(shape, default=0) < 0:
         return None
     itemsize = 2 if datatype == "BF16" else np.dtype(triton_to_np_dtype(datatype)).itemsize

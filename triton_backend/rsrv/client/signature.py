@@ -129,7 +129,7 @@ def as_array(spec: ModelTensor, value: Any, has_rows: bool) -> Array:
             raise InputError(f"input {spec.name}: expected {expected}: {error}") from None
     elif isinstance(value, np.ndarray):
         array = value
-        # A bfloat16 array has a type of its own, which not every release of tritonclient knows.
+        # Accept arrays of the type bfloat16, which not every release of tritonclient knows.
         if array.dtype != expected and not (spec.datatype == "BF16" and array.dtype.name == "bfloat16"):
             raise InputError(
                 f"input {spec.name}: expected {expected}, got {array.dtype}; convert it with .astype({expected.name!r})"

@@ -1,6 +1,6 @@
-"""`python -m rsrv.gpu OPTIONS`: run the parts one after the other, each in a process of its own, and print what they find.
+"""`python -m rsrv.gpu OPTIONS`: run the parts one after the other, each in a separate process, and print their findings.
 
-`rsrv gpu check` starts it with the interpreter of the runtime. OPTIONS is a JSON object with its options.
+`rsrv gpu check` runs this module with the interpreter of the runtime. OPTIONS is a JSON object with the options of that command.
 """
 
 import ctypes

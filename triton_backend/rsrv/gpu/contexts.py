@@ -107,7 +107,7 @@ def _in_runtime(part_input: PartInput, bundles: Sequence[Path], tell: Tell) -> M
 def _measure(
     title: str, bundles: Sequence[Path], start: _Start, where: str, tell: Tell, meter: _Meter | None = None
 ) -> Mapping[int, int]:
-    """Start the models one after the other; return the bytes of each of `_COUNTS`."""
+    """Start the models one after the other. Return the used bytes for each number of models in `_COUNTS`."""
     meter = meter or _Meter()
     used: dict[int, int] = {}
     for count, bundle in enumerate(bundles, start=1):

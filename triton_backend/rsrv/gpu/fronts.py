@@ -15,7 +15,7 @@ from rsrv.text import duration, rate
 from rsrv_bundle.numerics import TOLERANCE, difference
 
 _SIZES, _CLIENTS = (1, 4, 8, 16, 32), (1, 16)
-#: Share of the part's time for the measurements; the rest is for the start of the server.
+#: Share of the part's time for the measurements. The server needs the other time for its start.
 _MEASURING = 0.5
 
 

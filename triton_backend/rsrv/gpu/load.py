@@ -2,8 +2,8 @@
 
     python -m rsrv.gpu.load ADDRESS MODEL SECONDS
 
-This is one client in a process of its own. It prints a line when it is connected, waits for a line, sends requests for
-SECONDS, and prints the seconds of each request.
+As a program, this module is one client. It prints a line when it is connected, waits for a line, sends requests for SECONDS, and
+prints the seconds of each request.
 """
 
 import csv
@@ -38,7 +38,7 @@ class Latency(NamedTuple):
 
 
 def generator() -> str | None:
-    """Return the path of perf_analyzer. Return None if it does not run here; processes of this module then replace it."""
+    """Return the path of perf_analyzer, or None if it does not run here. Processes of this module then replace it."""
     path = shutil.which("perf_analyzer") or str(Installation.at(default_folder()).perf_analyzer)
     try:
         ask_flags(path, "concurrency-range")

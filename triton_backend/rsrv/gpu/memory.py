@@ -99,7 +99,7 @@ def out_of_memory(part_input: PartInput, tell: Tell) -> None:
 
 
 def _fill(device: JaxDevice, limit: int) -> tuple[Sequence[Buffer], int]:
-    """Allocate tensors until less than two of `_SMALLEST` bytes are free; return them and their bytes.
+    """Allocate tensors until less than twice `_SMALLEST` bytes are free. Return the tensors and their number of bytes.
 
     Each tensor takes at most half of the free bytes. If a free piece were hardly larger than the tensor, XLA's allocator would
     use all of it, and the next allocation would wait for the missing rest.

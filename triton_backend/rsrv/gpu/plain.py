@@ -32,7 +32,7 @@ def example() -> Array:
 
 
 def export_networks(folder: Path, names: Sequence[str], sizes: Sequence[int]) -> list[Path]:
-    """Export bundles of one layer, each with weights of its own."""
+    """Export bundles of one layer, each with different weights."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(2)
     for name in names:

@@ -1,4 +1,4 @@
-"""Process of one part. A part may crash the device, hang, or leave memory behind; the next part starts in a new process."""
+"""Process of one part. Each part has a new process, because it may crash the device, hang, or leave memory behind."""
 
 import multiprocessing
 import os
@@ -69,7 +69,7 @@ def run_part(tell: Callable[[Finding], None], part: PlannedPart, part_input: Par
 def run(
     folder: Path, limit_s: float, work: Callable[..., None], *arguments: Any
 ) -> Generator[Any, None, None]:
-    """Run `work` in a process of its own, and yield what it passes to `tell`. Kill the process after its time.
+    """Run `work` in a separate process, and yield each value that it passes to `tell`. Kill the process after `limit_s` seconds.
 
     If `work` fails, also yield a finding about that.
     """
@@ -145,7 +145,7 @@ def _work(
 
 
 def _end_with_parent(*folders: Path | str) -> None:
-    """Wait for the end of the command; then kill this process and its servers, and remove the folders."""
+    """Wait for the end of the command. Then kill this process and its servers, and remove the folders."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -23,7 +23,7 @@ class Finding:
     figures: Mapping[str, float] = field(default_factory=dict)
 
 
-#: Adds a finding to the table at once. It replaces an earlier finding of the part that has the same `what`.
+#: Adds a finding to the table at once. It replaces an earlier finding of the same part with the same `what`.
 Tell = Callable[[Finding], None]
 
 
@@ -103,7 +103,7 @@ class PartInput:
     bundles: Sequence[Path]
     #: Folder with the bundles of part `models`, if there is one.
     models: Path | None
-    #: Folder for the files of this part alone.
+    #: Folder that only this part uses for its files.
     folder: Path
     #: Environment of the command, for the runtimes and servers that a part starts.
     environment: Mapping[str, str]
@@ -188,7 +188,7 @@ def heading(device: DeviceFacts) -> str:
 
 
 def table_row(part: str, finding: Finding) -> str:
-    """Return a finding as a row of the table. A long text is cut; the file of figures has all of it."""
+    """Return a finding as a row of the table. A long text is cut. The file of figures has the whole text."""
     words = (finding.verdict if finding.verdict != "MEASURED" else "", finding.value)
     cells = (f"`{part}`", finding.what, ": ".join(filter(None, words)), finding.reason)
     texts = [one_line(cell).replace("|", "/") for cell in cells]

@@ -42,7 +42,7 @@ _WEIGHTS = "weights.safetensors"
 
 
 class Unanswered(Exception):
-    """A request was not answered; the message has the runtime's reason."""
+    """A request was not answered. The message has the runtime's reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Model:
 def make_models(part_input: PartInput, nbytes: int, names: Sequence[str]) -> list[Model]:
     """Export a model with `nbytes` bytes of weights, and write the other models as copies of it with their own weights.
 
-    The first and the last element of each tensor are small integers; all others are zero. So the answers are exact, and a
+    The first and the last element of each tensor are small integers, and all other elements are zero. So the answers are exact, and a
     missing, exchanged or truncated tensor changes them.
     """
     params = _params(names[0], nbytes)
@@ -149,7 +149,7 @@ def runtime(part_input: PartInput, name: str, platform: str, **settings: object)
 
 
 class ModelClient:
-    """One model over a connection of its own, for one thread at a time."""
+    """One model over a separate connection. Only one thread at a time may use it."""
 
     def __init__(self, open_connection: Callable[[], Greeted], name: str, path: Path) -> None:
         """Register the model, and wait until it is ready. Raises Rejected."""
@@ -204,7 +204,7 @@ class Answers:
         self.wrong = 0
 
     def ask(self, client: ModelClient, model: Model) -> float:
-        """Send one request; return the seconds until its answer. Raises Unanswered."""
+        """Send one request. Return the seconds until its answer. Raises Unanswered."""
         x = np.random.default_rng(len(self.seconds)).integers(-100, 100, (1, WIDTH)).astype(np.float32)
         started = time.perf_counter()
         (y,) = client.ask([x])

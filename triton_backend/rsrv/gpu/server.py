@@ -34,7 +34,7 @@ _RSRV = (sys.executable, "-P", "-m", "rsrv.cli.main")
 
 
 class NoTriton(Exception):
-    """There is no tritonserver, or it does not start; the message says why."""
+    """There is no tritonserver, or it does not start. The message says why."""
 
 
 def _tritonserver() -> str:
@@ -62,7 +62,7 @@ class ServedModels:
     _environment: Mapping[str, str]
 
     def rsrv(self, *words: str) -> str:
-        """Run a command of `rsrv` for this server; return its output. Raises CalledProcessError."""
+        """Run a command of `rsrv` for this server, and return its output. Raises CalledProcessError."""
         command = [*_RSRV, *words, "--server", self.address.rpartition(":")[2]]
         done = subprocess.run(
             command, env=self._environment, check=True, capture_output=True, text=True, timeout=_COMMAND_S
@@ -113,7 +113,7 @@ def plain_server(part_input: PartInput) -> Iterator[ServedModels]:
 def _server(
     part_input: PartInput, command: Sequence[str], models: Sequence[str], arguments: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Run a server on free ports until the block ends; return its address for gRPC when the models are ready."""
+    """Run a server on free ports until the block ends. Yield its address for gRPC when the models are ready."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
         for listener in sockets:

@@ -26,7 +26,7 @@ from rsrv_bundle.export import export_bundle
 _WARM = 5
 #: Share of all weights that fit, and the exponent of Zipf's law for the models' popularity.
 _FIT, _ZIPF = 0.25, 1.0
-#: Share of the part's time for the measurement; the rest is for writing and registering the models.
+#: Share of the part's time for the measurement. Writing and registering the models need the other time.
 _MEASURING = 0.5
 #: Minimum number of requests for each size of an output.
 _LEAST = 5

@@ -1,4 +1,4 @@
-"""The networks of part `models` in PyTorch, executed without a server, in a process of its own.
+"""The networks of part `models` in PyTorch. This program executes them without a server.
 
     python torch_models.py cuda|cpu
 

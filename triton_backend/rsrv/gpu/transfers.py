@@ -1,4 +1,4 @@
-"""Parts `bandwidth` and `overlap`: transfers between host and device, alone and beside executions."""
+"""Parts `bandwidth` and `overlap`: transfers between host and device, alone and during executions."""
 
 import ctypes
 import threading

@@ -64,7 +64,7 @@ _WORDS = {"PASS": "ok", "FAIL": "failed", "MEASURED": "note", "NOT RUN": "not ru
 
 
 def run(tritonserver: str | None) -> int:
-    """Print a line for each finding; return 0, or 1 if something failed."""
+    """Print a line for each finding. Return 0, or 1 if something failed."""
     began = time.monotonic()
     try:
         program = find_tritonserver(tritonserver, lambda question: False)

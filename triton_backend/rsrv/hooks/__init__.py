@@ -16,7 +16,7 @@ class BadInput(ValueError):
 
 
 def floats(array: npt.NDArray[Any], name: str) -> None:
-    """Raise ValueError unless `array` has a floating-point type of numpy; `name` names the array in the message."""
+    """Raise ValueError unless `array` has a floating-point type of numpy. `name` is the array's name in the message."""
     if not np.issubdtype(array.dtype, np.floating):
         raise ValueError(
             f"{name} are floats, not {array.dtype}; bf16 reaches hooks as the u16 of its bits: let the model return f32"

@@ -138,11 +138,13 @@ def nms(
 ) -> Array:
     """Suppress boxes [n, k, 4] of n images greedily (non-maximum suppression). Returns a mask of the kept ones, bool [n, k].
 
-    Boxes are visited from the best score to the worst, equal scores in their order. A box suppresses all later boxes whose
-    intersection over union with it is larger than `overlap`. scores: floats [n, k], else ValueError; boxes whose score is NaN
-    or less than `least` are not kept and suppress no other box. classes: [n, k]; if present, a box suppresses only boxes of its
-    own class. Images are independent. Time grows with the square of k. If there are very many boxes, first select the thousand
-    best (`labels.top_k`).
+    Boxes are visited from the best score to the worst, and boxes with equal scores in their order. A box suppresses all later boxes
+    whose intersection over union with it is larger than `overlap`. Images are independent.
+
+    scores: floats [n, k], else ValueError. Boxes whose score is NaN or less than `least` are not kept and suppress no other box.
+    classes: [n, k]. If it is given, a box suppresses only boxes of its own class.
+
+    The time grows with the square of k. If there are very many boxes, first select the thousand best (`labels.top_k`).
     """
     floats(scores, "scores")
     boxes = _wide(boxes)
@@ -156,7 +158,7 @@ def nms(
 
 
 def best(scores: Array, kept: Array, most: int) -> tuple[Array, Array]:
-    """Return the indices of the best kept boxes, i64 [n, most], best first, and a mask of those that exist, bool [n, most].
+    """Return the indices of the best kept boxes, i64 [n, most], best first, and a mask of the valid indices, bool [n, most].
 
     scores: floats [n, k], else ValueError. kept: [n, k], the result of `nms`. `np.take_along_axis(scores, indices, 1)` returns
     their scores. If k < most, the results are [n, k].

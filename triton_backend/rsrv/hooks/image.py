@@ -58,8 +58,8 @@ def decode(files: Array, *, channels: Literal[1, 3] = 3, most_pixels: int = 50_0
     one picture to 179 million pixels. A pixel takes `channels` bytes in the result. While its row is decoded, turned, converted
     and copied, it takes 10 to 14 bytes in each thread that decodes.
 
-    Raises BadInput for files of other formats, damaged files, and too large ones. However, a WebP file that was cut off is
-    decoded with the zeros behind it.
+    Raises BadInput for files of other formats, damaged files, and files with too many pixels. However, a WebP file that was cut off
+    is decoded with the zeros behind it.
     """
     rows: Iterable[Array]
     if files.dtype == object and files.size == len(files):
@@ -89,10 +89,10 @@ def resize(
     resample: Filter = "bilinear",
     most_pixels: int = 50_000_000,
 ) -> Array:
-    """Resize images of any sizes to u8 [n, height, width, c], size = (height, width); their proportions may change.
+    """Resize images of any sizes to u8 [n, height, width, c], size = (height, width). Their proportions may change.
 
-    `resample` is a filter of Pillow's. All filters except "nearest" average over all pixels that become one (antialiasing), as
-    in torchvision with antialias=True; OpenCV's cv2.resize does not. Pillow changes widths first. At that point, all images
+    `resample` is a filter of Pillow. All filters except "nearest" average over all pixels that become one pixel (antialiasing), as
+    torchvision does with antialias=True. OpenCV's cv2.resize does not. Pillow changes widths first. At that point, all images
     together may have at most `most_pixels` pixels, else BadInput. Only very high and narrow images come near this limit.
     """
     _limit(sum(image.shape[0] * size[1] for image in images), most_pixels)
@@ -189,7 +189,7 @@ def fit(images: Images, size: tuple[int, int], *, resample: Filter = "bilinear")
 def from_letterbox(boxes: Array, places: Array) -> Array:
     """Map boxes of letterboxed images to the images: [n, k, 4] each, (left, top, right, bottom).
 
-    places: f32 [n, 4], from `letterbox`. Parts of boxes in the fill end up outside of the image; `boxes.clip` removes them.
+    places: f32 [n, 4], from `letterbox`. Parts of boxes in the fill are then outside of the image. `boxes.clip` removes them.
     """
     scales, corners = np.tile(places[:, None, :2], 2), np.tile(places[:, None, 2:], 2)
     mapped: Array = (boxes - corners) / scales

@@ -15,7 +15,7 @@ Array = npt.NDArray[Any]
 
 
 def softmax(logits: Array, axis: int = -1) -> Array:
-    """Return exp(x) / sum(exp(x)) over `axis`, in the dtype of `logits`; large numbers do not overflow.
+    """Return exp(x) / sum(exp(x)) over `axis`, in the dtype of `logits`. Large numbers do not overflow.
 
     logits: floats, else ValueError. Floats of 16 bits are converted to 32 bits for the computation, because a sum of many would
     be infinite.

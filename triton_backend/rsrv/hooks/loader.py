@@ -81,7 +81,7 @@ def _execute(path: Path) -> types.ModuleType:
     module.__file__ = str(path)
     if number > 1:
         module.__dict__["__builtins__"] = _Imports.of(f"bundle_{number}", folder).builtins
-    sys.modules[module.__name__] = module  # pickles, dataclasses and typing look a module up by name
+    sys.modules[module.__name__] = module  # Pickles, dataclasses and typing look a module up by its name.
     # Compile the file here instead of importing it, because Triton would take a .pyc file in its folder for a new version of
     # the model.
     try:

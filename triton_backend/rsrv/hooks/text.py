@@ -1,4 +1,4 @@
-"""Texts, as strings or as u8 [n, bytes] in UTF-8 with zeros behind each row; and tokens, made with the package tokenizers."""
+"""Texts and tokens. Texts are strings, or u8 [n, bytes] in UTF-8 with zeros behind each row. Tokens need the package tokenizers."""
 
 from __future__ import annotations
 
@@ -150,8 +150,8 @@ class Tokeniser:
         self._most_bytes = _BYTES_PER_TOKEN * self._lengths[-1]
         self._dtype = np.dtype(dtype)
         self._cuts, self._prefix, self._spans = too_long == "cut", prefix, spans
-        # Override the file's padding and length, and keep its side for cuts. Also override files that cut only one text of a
-        # pair: tokenizers would raise an error if the other text alone is too long.
+        # Override the file's padding and length, and keep its side for cuts. Also override files that cut only one text of a pair,
+        # because tokenizers would raise an error if the other text alone were too long.
         padding, truncation = self._tokenizer.padding or {}, self._tokenizer.truncation or {}
         self._pad_id = padding.get("pad_id", 0) if pad_id is None else pad_id
         self._tokenizer.no_padding()

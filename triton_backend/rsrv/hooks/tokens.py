@@ -16,7 +16,7 @@ Array = npt.NDArray[Any]
 def entities(
     scores: Array, ids: Array, starts: Array, ends: Array, labels: Sequence[str], tokeniser: Tokeniser
 ) -> list[list[dict[str, Any]]]:
-    """Group neighbouring tokens with the same label, for each row; this is transformers' aggregation strategy `simple`.
+    """Group neighbouring tokens with the same label in each row, as the aggregation strategy `simple` of transformers does.
 
     scores: [n, l, labels], probabilities. ids, starts, ends: [n, l] of `Tokeniser` with spans. A label may begin with `B-`,
     which begins an entity, or `I-`. The label `O` is left out.

@@ -66,7 +66,7 @@ class ChatTemplates:
     async def _ask(self, request: bytes) -> Any:
         async with self._free:
             process = self._process or await self._start()
-            # Unless its whole answer is read, the process is killed below, and the next request starts another one.
+            # If the whole answer cannot be read, the process is killed below, and the next request starts another process.
             self._process = None
             assert process.stdin is not None
             assert process.stdout is not None

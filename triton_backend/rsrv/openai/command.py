@@ -38,7 +38,7 @@ _SILENT.setLevel(logging.CRITICAL)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until a signal. Return the exit status: 0; 1 if the server cannot start."""
+    """Serve until a signal. Return the exit status, which is 0, or 1 if the server cannot start."""
     try:
         logs.setup(read_settings(None).logs.format)
         asyncio.run(_serve(options, _operator(options.operator_key)))

@@ -40,7 +40,7 @@ _SHORT.maxstring = _MAX_VALUE
 
 
 class ApiError(Exception):
-    """A call failed; the message says why, and what to do."""
+    """A call failed. The message says why, and what to do."""
 
     def __init__(
         self,

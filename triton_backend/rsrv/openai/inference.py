@@ -152,7 +152,7 @@ class Backend:
         return [model.name for model in reply.models]
 
     async def task(self, name: str) -> TaskModel | None:
-        """Return a model; None if it has no task. Raises ApiError."""
+        """Return a model, or None if it has no task. Raises ApiError."""
         request = service_pb2.ModelConfigRequest(name=name)
         reply = await _answer(self._stub.ModelConfig(request, timeout=10))
         return read_task(reply.config, int(time.time()))
@@ -214,7 +214,7 @@ async def each(field: str, items: Sequence[Any], job: Callable[[int, Any], Await
     """Return the results of `job(index, item)` for all items, `IN_FLIGHT` at a time.
 
     Raises:
-        ApiError: an item failed; the message names `field` and its index, and the work for the others is cancelled.
+        ApiError: an item failed. The message names `field` and the item's index. The work for the other items is cancelled.
     """
     places = asyncio.Semaphore(IN_FLIGHT)
 

@@ -16,7 +16,7 @@ from rsrv.text import os_error
 
 
 class KeysError(ValueError):
-    """The file of keys cannot be used; the message says why."""
+    """The file of keys cannot be used. The message says why."""
 
 
 class KeySection(Section):

@@ -1,7 +1,7 @@
 """The process that renders chat templates. It has limits, because even a short template can use any amount of time and memory.
 
-A message is a line of JSON. A request has `template`, `variables`, `messages` and `most`, the characters of a prompt; the answer
-has `prompt`, or `error`. An empty line says that the process has started.
+A message is a line of JSON. A request has `template`, `variables`, `messages` and `most`, the maximum number of characters of the
+prompt. The answer has `prompt` or `error`. An empty line says that the process has started.
 """
 
 import json

@@ -35,7 +35,7 @@ class ModelCall(Generic[B]):
 
     @property
     def usage(self) -> dict[str, int] | None:
-        """The answer's `usage`; None if the model reports no tokens."""
+        """The answer's `usage`, or None if the model reports no tokens."""
         if self.prompt_tokens is None:
             return None
         counts = {"prompt_tokens": self.prompt_tokens}

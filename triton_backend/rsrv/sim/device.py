@@ -130,7 +130,7 @@ class SimulatedDevice:
         t = min(self._heap[0][0] if self._heap else inf, self.catalogue.due())
         wakeup = self.scheduler.next_wakeup()
         if wakeup is not None and wakeup < t:
-            # Do not tick before it is due, because an early tick would do nothing.
+            # The scheduler does nothing in a tick before its wakeup.
             t = min(t, max(now, _not_before(wakeup)))
         return t
 

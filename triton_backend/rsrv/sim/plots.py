@@ -41,7 +41,7 @@ _NAME = 24
 
 
 def write_plots(record: Record, out: Path, window: tuple[float, float] | None = None) -> list[Path]:
-    """Write the pictures into `out`; return their paths. timeline.png shows `window`, in seconds."""
+    """Write the pictures into `out`, and return their paths. timeline.png shows `window`, in seconds."""
     colours = _colours(record)
     figures = {
         "latency.png": _latency(record, colours),

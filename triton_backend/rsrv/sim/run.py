@@ -27,7 +27,7 @@ _LINE_S = 10.0
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; return the exit status, as `cli.main`."""
+    """Run the command. Return the exit status, as `cli.main` does."""
     collecting = gc.isenabled()
     # A simulation makes no garbage before its end, and collecting garbage among a million requests takes long.
     gc.disable()
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    """Run `rsrv plan`; return its exit status."""
+    """Run `rsrv plan`. Return its exit status."""
     scenario = options.trace.with_suffix(".yaml")
     answers: list[plan.Answer] = []
     status = 0

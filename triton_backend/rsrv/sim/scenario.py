@@ -265,7 +265,7 @@ class _Names:
         return list(dict.fromkeys(name for pattern in named for name in self._of(pattern, key)))
 
     def shares(self, weights: Mapping[str, float] | None) -> dict[str, float]:
-        """Return the share of each model; a group divides its share equally."""
+        """Return the share of each model. The models of a group have equal parts of the group's share."""
         shares: dict[str, float] = {}
         for pattern, share in (dict.fromkeys(self.programs, 1.0) if weights is None else weights).items():
             names = self._of(pattern, "poisson")

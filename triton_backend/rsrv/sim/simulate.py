@@ -133,7 +133,7 @@ class _Simulation:
             self.events,
         )
 
-    # --- what happens next ---------------------------------------------------------------------------------
+    # --- order of events -----------------------------------------------------------------------------------
 
     def _next_instant(self) -> float:
         heap, due = self.heap, self.due

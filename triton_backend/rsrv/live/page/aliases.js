@@ -1,4 +1,4 @@
-// The table of aliases: a row for each model behind one.
+// The table of aliases. Each model behind an alias has a row.
 import { $, make, rate, say } from "./base.js";
 import { servers } from "./servers.js";
 

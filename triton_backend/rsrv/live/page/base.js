@@ -1,4 +1,4 @@
-// Elements, figures with their units, and the colours of models. All text from outside goes through textContent.
+// Elements, figures with their units, and the colours of models. All text from outside is set as textContent.
 
 export const $ = (id) => document.getElementById(id);
 export const make = (tag, properties = {}, ...children) => {
@@ -10,7 +10,7 @@ export const say = (element, text) => {
   if (element.textContent !== text) element.textContent = text;
 };
 
-/** Send an order with the token, which is asked for once; return whether it was taken, and the text of the answer. */
+/** Send an order with the token, for which the user is asked once. Return {ok, text}: whether it worked, and the answer. */
 export async function order(path, body) {
   const token = sessionStorage.getItem("token") ?? prompt("token") ?? "";
   try {
@@ -19,11 +19,11 @@ export async function order(path, body) {
     else sessionStorage.setItem("token", token);
     return { ok: answer.ok, text: await answer.text() };
   } catch (error) {
-    return { ok: false, text: String(error) }; // there is no connection, or no header can have this token
+    return { ok: false, text: String(error) }; // there is no connection, or the token cannot be in a header
   }
 }
 
-// --- figures, as rsrv/text.py: three digits -------------------------------------------------------------------
+// --- figures with three digits, as in rsrv/text.py ------------------------------------------------------------
 
 const digits = (value) => String(Number(value.toPrecision(3)));
 const amount = (count, unit) => {
@@ -46,15 +46,15 @@ export const clock = (unix) => new Date(unix * 1000).toLocaleTimeString([], { ho
 
 // --- colours ----------------------------------------------------------------------------------------------------
 
-/** Okabe and Ito's palette, which the colour-blind tell apart; with three patterns, 21 models. */
+/** Okabe and Ito's palette, which colour-blind people can distinguish. With three patterns, it is enough for 21 models. */
 export const COLOURS = ["#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#0072b2", "#d55e00", "#f0e442"];
 const PATTERNS = 3;
 export const MOST_COLOURS = COLOURS.length * PATTERNS;
 const OTHERS = "#8a8f94";
-/** Model -> number of its colour and pattern. */
+/** The number of the colour and pattern of each model. */
 const claimed = new Map();
 
-/** Give these models colours, the first ones first. A model keeps its colour until another one needs it. */
+/** Assign colours to these models, in their order. A model keeps its colour until another model needs it. */
 export function claim(names) {
   const wanted = new Set([...names].slice(0, MOST_COLOURS));
   for (const name of wanted) {
@@ -71,8 +71,8 @@ export function claim(names) {
   }
 }
 export const colour = (name) => (claimed.has(name) ? COLOURS[claimed.get(name) % COLOURS.length] : OTHERS);
-/** Return what fills a model's shapes on a canvas: its colour, with the pattern of `paint`. */
 const fills = new Map();
+/** Return the fill style of a model's shapes on a canvas. It has the same colour and pattern as in `paint`. */
 export function fill(context, name) {
   const number = claimed.get(name) ?? 0;
   if (number < COLOURS.length) return colour(name);

@@ -52,7 +52,7 @@ function drawChart(chart, points) {
     if (at && !points.some((point) => point[column])) return chart.paths[at].setAttribute("d", "");
     for (const point of points) {
       const value = point[column];
-      // A silence is a gap.
+      // Leave a gap where the server was silent.
       const joined = last != null && Math.abs(point[0] - last) < (2.5 * length) / most;
       if (value != null) path += `${joined ? "L" : "M"}${x(point[0]).toFixed(1)} ${y(value).toFixed(1)}${joined ? "" : "h.1"}`;
       last = value == null ? null : point[0];

@@ -1,16 +1,16 @@
-// The devices: memory by model, shared tensors as blocks of their own, and the timeline below.
+// The devices: the memory of each model, shared tensors as separate blocks, and the timeline below.
 import { $, bytes, claim, clock, make, MOST_COLOURS, paint, percent, say } from "./base.js";
 import { deviceOf, ofServer, servers } from "./servers.js";
 import { busiest, timeline } from "./timeline.js";
 
-const MOST_SHARED = 12; // blocks of shared tensors; the others are one
+const MOST_SHARED = 12; // blocks of shared tensors; one more block has the rest
 
 export function drawDevices() {
   const cards = [], models = new Map();
   for (const name of [...servers.keys()].sort()) {
     const server = servers.get(name);
     if (!server.state) continue;
-    if (!server.devices.size) deviceOf(server, 0); // it was never up
+    if (!server.devices.size) deviceOf(server, 0); // the server was never up
     for (const device of server.devices.values()) {
       device.lanes = busiest(device);
       for (const one of device.lanes) models.set(one, Infinity);
@@ -55,7 +55,7 @@ function drawDevice(server, { number, card, busy }, title) {
   drawBar(card.bar, blocks(server, number, device));
 }
 
-/** Return the blocks of a device's bar: models by size, shared tensors, and what is free. */
+/** Return the blocks of a device's bar: models by size, shared tensors, and free memory. */
 function blocks(server, number, device) {
   const memory = server.memory[number] ?? { scratch: 0, models: {}, groups: [] };
   const there = new Map(ofServer(server.name).filter((row) => row.on?.includes(number)).map((row) => [row.name, row]));
@@ -92,7 +92,7 @@ function drawBar(bar, parts) {
     else for (const name of ["colour", "pattern"]) delete block.dataset[name];
     const text = `${part.text ?? part.model}${part.kind.endsWith("pinned") ? ", pinned" : ""}: ${bytes(part.bytes)}`;
     if (block.title !== text) block.title = text;
-    // A narrow block would show part of a letter.
+    // Show no name in a narrow block, because it would be a part of a letter.
     say(block, part.bytes > whole / 30 ? (part.label ?? part.model ?? "") : "");
   });
   bar.ariaLabel = `memory: ${parts.slice(0, 12).map((part) => `${part.text ?? part.model} ${bytes(part.bytes)}`).join(", ")}`;

@@ -1,4 +1,4 @@
-// The table of models: found, filtered and sorted, a page at a time.
+// The table of models, which can be searched, filtered and sorted, and shows a page at a time.
 import { $, bytes, make, paint, percent, rate, say, seconds } from "./base.js";
 import { rows, servers } from "./servers.js";
 
@@ -24,7 +24,7 @@ const COLUMNS = [
   { id: "loads", detail: true, title: "loads", number: true, show: (row) => (row.kind === "meta" ? "" : String(row.loads ?? "")) },
   { id: "errors", title: "errors", number: true },
 ];
-/** Narrow screens leave out the details, which the panel of a model has, and show the state below the name. */
+/** Narrow screens leave out the details, which are in the panel of a model, and show the state below the name. */
 const style = (column) => [column.number ? "number" : column.id, column.detail ? "detail" : ""].join(" ").trim();
 const FILTERS = {
   all: () => true,
@@ -72,7 +72,7 @@ export function drawModels() {
   shown.forEach((row, at) => {
     row.element ??= line(row);
     fill(row);
-    // Rows in their place are not moved: pointer and focus stay.
+    // Do not move rows that are in their place, so that they keep the pointer and the focus.
     if (body.children[at] !== row.element) body.insertBefore(row.element, body.children[at] ?? null);
   });
   while (body.children.length > shown.length) body.lastChild.remove();
@@ -106,7 +106,7 @@ function fill(row) {
   });
 }
 
-/** Begin; `opens` is called with the row whose name is clicked. */
+/** Begin to show the table. `opens` is called with a row when its name is clicked. */
 export function beginModels(opens) {
   open = opens;
   for (const id of ["find", "filter"]) $(id).addEventListener("input", () => { first = 0; drawModels(); });

@@ -1,4 +1,4 @@
-// The live page: draws the server's stream of events. No library, nothing fetched from elsewhere.
+// The live page, which draws the server's stream of events. It uses no library, and fetches nothing from other sites.
 import { $, clock, make, rate, say, seconds } from "./base.js";
 import { drawAliases } from "./aliases.js";
 import { beginCharts, drawCharts, takePoint } from "./charts.js";
@@ -8,7 +8,7 @@ import { beginPanel, openPanel } from "./panel.js";
 import { dropServer, known, now, outside, rows, servers, take, takeCold, takeSpans } from "./servers.js";
 
 const MOST_LINES = 200; // of the log
-const SILENCE = 4; // seconds after the time of the next figures until the page says that they are missing
+const SILENCE = 4; // seconds that the next figures may be late before the page says that they are missing
 const RETRY_MS = 2000;
 const SEVERITIES = ["critical", "warning", "note"];
 let writable = false;
@@ -40,7 +40,7 @@ function drawFacts() {
   $("facts").title = told.length > 1 ? told.map(one).join("\n") : "";
 }
 
-/** The severest finding of all servers is the page's first line; opened, it has all, with causes and cures. */
+/** Show the severest finding of all servers in the first line. When it is opened, it has all findings with causes and cures. */
 function drawFindings() {
   const all = [...servers].flatMap(([server, { state }]) => (state?.findings ?? []).map((one) => ({ ...one, server })));
   all.sort((a, b) => SEVERITIES.indexOf(a.severity) - SEVERITIES.indexOf(b.severity));
@@ -56,11 +56,11 @@ function drawFindings() {
     : down && urgent[0]?.severity !== "critical" ? `critical: ${count(down, "does", "do")} not answer`
     : first.length ? `${first[0].severity}: ${where(first[0])}${first[0].evidence}` + (first.length > 1 ? ` (and ${first.length - 1} more)` : "")
     : told.length ? "all is well" : "no server is known yet");
-  // Screen readers are told of other findings, not of each new number.
+  // Screen readers report new findings, but not each new number.
   const finding = [silent, down, first.length && where(first[0]) + first[0].name].join();
   if (drawFindings.finding !== finding) say($("spoken"), $("headline").textContent);
   drawFindings.finding = finding;
-  // Open details keep the pointer's selection while nothing changes.
+  // Do not replace details that have not changed, so that a selection in them stays.
   const content = JSON.stringify(all);
   if (drawFindings.content === content) return;
   drawFindings.content = content;
@@ -71,7 +71,7 @@ function drawFindings() {
   }));
 }
 
-/** Add a line. A full log loses its oldest move of weights, or else its oldest line. */
+/** Add a line. A full log drops its oldest line about a move of weights, or else its oldest line. */
 function log({ t, server, text, moves }) {
   const item = make("li", {}, make("time", { textContent: clock(t) }), servers.size > 1 ? `${server}: ${text}` : text);
   Object.assign(item.dataset, { server, moves: String(Boolean(moves)) });
@@ -104,18 +104,18 @@ function connect() {
   source.onopen = () => connection("live", "live");
   source.onerror = () => {
     connection("lost", "connection lost; retrying");
-    // After an HTTP error, as of a proxy, the browser does not try again.
+    // Try again here, because after an HTTP error, such as a proxy's, the browser does not do so.
     if (source.readyState === EventSource.CLOSED) setTimeout(connect, RETRY_MS);
   };
   for (const [name, act] of handlers) source.addEventListener(name, act);
 }
 on("hello", (_, __, hello) => {
   writable = hello.writable;
-  // A server may have left while the connection was lost.
+  // Forget all servers, because one may have left while there was no connection.
   [...servers.keys()].forEach(dropServer);
 });
 on("begin", (server) => {
-  // Its latest lines and spans follow.
+  // Remove the server's lines and spans, because its latest ones follow.
   for (const device of known(server).devices.values()) device.spans.length = 0;
   for (const item of [...$("log").children]) if (item.dataset.server === server) item.remove();
 });

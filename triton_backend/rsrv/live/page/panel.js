@@ -1,11 +1,11 @@
-// A model's panel: its figures, what happened to it, and actions for clients with the token.
+// A model's panel: its figures, its history, and actions for clients with the token.
 import { $, bytes, make, order, percent, say, seconds } from "./base.js";
 import { request } from "./request.js";
 import { now, servers } from "./servers.js";
 
 let shown = null; // the row whose panel is open
 
-/** Return what a model's weights take: its own, and what it shares with others. */
+/** Return the text about the memory of a model's weights: its own tensors, and those that it shares with other models. */
 function weights(row) {
   const memory = Object.values(servers.get(row.server)?.memory ?? {}).find((one) => row.name in one.models);
   if (!memory) return bytes(row.bytes);
@@ -51,7 +51,7 @@ function table(titles, lines) {
   return [make("h3", { textContent: "Compiled" }), make("table", {}, make("thead", {}, head), make("tbody", {}, ...body))];
 }
 
-/** How long requests took, since the runtimes started: a bar per interval. */
+/** Return a chart of the durations of requests since the runtimes started, with a bar for each interval. */
 function latency(pairs) {
   if (!pairs.length) return [];
   const total = pairs.reduce((sum, [, count]) => sum + count, 0), most = Math.max(...pairs.map(([, count]) => count));

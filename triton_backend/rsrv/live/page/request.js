@@ -1,28 +1,28 @@
-// One request for a model: the command for curl, and a form for clients with the token.
+// A request for a model: the command for curl, and a form for clients with the token.
 import { $, make, order, say, seconds } from "./base.js";
 import { outside, servers } from "./servers.js";
 
 const MOST_VALUES = 1024; // of an input of the form
 
-/** One row, and 1 for each size that is free. */
+/** Return the shape of one row, with 1 for each extent that may vary. */
 const sizesOf = ({ shape }) => shape.map((size) => Math.max(1, Number(size)));
 const countOf = (input) => sizesOf(input).reduce((product, size) => product * size, 1);
 const ZERO = { BYTES: '"text"', BOOL: "false" };
 
-/** `found`: what the panel knows of the model. A stream or a step of a sequence is more than a form can show. */
+/** Return the elements about a request for a model. `found` has the panel's data. Streams and sequences have no form. */
 export function request(row, found, writable) {
   const inputs = (found.inputs ?? []).filter((input) => !input.optional);
   if (!inputs.length) return [];
   return [...command(row, inputs, found), ...(writable && !found.streams && !found.sequence ? form(row, inputs) : [])];
 }
 
-/** The command of one request with zeros. */
+/** Return the command for a request whose values are zeros. */
 function command(row, inputs, { streams, sequence }) {
   const http = servers.get(row.server)?.facts?.endpoints.HTTP;
   if (!http) return [];
   const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
   const parameters = sequence ? '"parameters":{"sequence_id":1,"sequence_start":true,"sequence_end":true},' : "";
-  let word = "", text = streams ? "{" : `{${parameters}"inputs":[`; // of the shell, and the JSON that is not quoted yet
+  let word = "", text = streams ? "{" : `{${parameters}"inputs":[`; // word of the shell, and JSON that is not quoted yet
   inputs.forEach((input, at) => {
     const { datatype } = input, name = JSON.stringify(input.name), count = countOf(input), zero = ZERO[datatype] ?? "0";
     text += at ? "," : "";
@@ -45,7 +45,7 @@ function command(row, inputs, { streams, sequence }) {
   return [make("h3", {}, "One request ", copy), shown];
 }
 
-/** A form for a small request, which the server's control process passes to Triton. */
+/** Return a form for a small request. The server's control process passes the request to Triton. */
 function form(row, inputs) {
   if (inputs.some((input) => countOf(input) > MOST_VALUES)) return [];
   const fields = inputs.map((input) => {
@@ -53,7 +53,7 @@ function form(row, inputs) {
     const shape = make("input", { value: sizesOf(input).join(", "), ariaLabel: `shape of ${name}`, autocomplete: "off" });
     const data = make("textarea", { value: zeros.join(text ? "\n" : ", "), rows: 2, spellcheck: false, ariaLabel: `values of ${name}` });
     const read = () => {
-      // Digits pass as they are: numbers of this language have 53 bits.
+      // Send digits as they are, because JavaScript's numbers have only 53 bits.
       const whole = shape.value.trim() === "1" || zeros.length === 1;
       const values = text ? JSON.stringify(whole ? [data.value] : data.value.split("\n")) : `[${data.value}]`;
       const json = `{"name":${JSON.stringify(name)},"datatype":${JSON.stringify(datatype)},"shape":[${shape.value}],"data":${values}}`;
@@ -87,7 +87,7 @@ function form(row, inputs) {
   return [make("h3", { textContent: "Try it" }), element];
 }
 
-/** Return the outputs of an answer as text, or what the server said otherwise. */
+/** Return the outputs of an answer as text, or the server's error. */
 function told({ ok, text }, elapsed) {
   try {
     const { outputs, error } = JSON.parse(text);

@@ -1,12 +1,12 @@
-// What the stream has told so far of all servers: states, models, memory, spans and charts.
+// The data of all servers from the stream: states, models, memory, spans and charts.
 
 export const SECONDS = 30; // of the timeline
 const MOST_SPANS = 50_000; // of a device
 const IDLE = { rate: 0, speed: 0, share: 0, loading: 0 };
 
-/** By name: {state, seen, facts, memory, charts, cold, aliases, waiting, devices}; devices, by number: {card, spans, busy}. */
+/** The servers by name. `devices` has {card, spans, busy} by number. */
 export const servers = new Map();
-/** By `server/model`: its figures, and its row of the table. */
+/** The models by `server/model`: figures, and the row of the table. */
 export const rows = new Map();
 
 export const known = (name) => {
@@ -21,14 +21,14 @@ export const deviceOf = (server, number) => {
 };
 export const ofServer = (name) => [...rows.values()].filter((row) => row.server === name);
 
-/** Take a state. One with `gone` has only the models that changed; the others did nothing. Counters become rates. */
+/** Apply a state. If it has `gone`, it has only the models that changed; all others were idle. Convert counters to rates. */
 export function take(name, state) {
   const server = known(name), before = server.state;
   server.state = state;
   server.seen = performance.now();
   if (state.models) takeModels(server, before, state);
   takeAliases(server, before, state);
-  if (!state.up) return ofServer(name).forEach((row) => Object.assign(row, IDLE)); // the other figures stay
+  if (!state.up) return ofServer(name).forEach((row) => Object.assign(row, IDLE)); // keep the other figures
   const elapsed = elapsedSince(before, state);
   for (const device of state.devices) {
     const last = elapsed > 0 ? before.devices?.find((one) => one.number === device.number)?.device_s : null;
@@ -40,7 +40,7 @@ export function take(name, state) {
       server.devices.delete(number);
     }
   }
-  // Who waited when: the timeline's hover text tells.
+  // Store the numbers of waiting requests with their times, for the hover text of the timeline.
   const waiting = ofServer(name).filter((row) => row.queued).sort((a, b) => b.queued - a.queued);
   server.waiting.push({ t: state.t, models: waiting.slice(0, 4).map((row) => `${row.name} (${row.queued})`), more: waiting.length - 4 });
   if (server.waiting.length > 2 * SECONDS) server.waiting.shift();
@@ -65,7 +65,7 @@ function takeModels(server, before, state) {
   }
 }
 
-/** Take the models behind aliases: a row each. A state without aliases has those of the state before. */
+/** Apply the models behind aliases, each of which has a row. A state without aliases has the same ones as the state before. */
 function takeAliases(server, before, state) {
   state.aliases ??= before?.aliases ?? [];
   const elapsed = elapsedSince(before, state), last = new Map(server.aliases.map((row) => [row.key, row]));
@@ -76,7 +76,7 @@ function takeAliases(server, before, state) {
   }));
 }
 
-/** Take the names of the models that have no stub. A model keeps its row. */
+/** Apply the names of the cold models. A model that has a row keeps it. */
 export function takeCold(server, names) {
   const before = new Map(server.cold.map((row) => [row.name, row]));
   server.cold = names.map((name) => before.get(name) ?? { key: `${server.name}/${name}`, server: server.name, name, state: "cold" });
@@ -107,8 +107,8 @@ export function takeSpans(name, spans) {
   }
 }
 
-/** Return an address of a server as this browser reaches it. */
+/** Return an address of a server at which this browser can reach it. */
 export const outside = (address) => address.replace(/^(0\.0\.0\.0|::|\[::\])(?=:\d+$)/, location.hostname);
 
-/** The server's clock may differ from this one: the newest time of its stream is now. */
+/** Return the present time by the server's clock, which may differ from this one: the newest time in its stream. */
 export const now = (server) => (server.state?.t ?? 0) + (performance.now() - server.seen) / 1000;

@@ -1,11 +1,11 @@
-// A device's timeline: a lane per model, time from left to right; pointer and keys zoom, and a pointer tells what ran.
+// A device's timeline. Each model has a lane, and time runs from left to right. Pointer and keys zoom; the pointer shows spans.
 import { clock, fill, make, say, seconds } from "./base.js";
 import { now, SECONDS } from "./servers.js";
 
 const MOST_LANES = 8, LANE = 15, AXIS = 16, SHORTEST = 0.005;
 const REST = ""; // lane of all other models
 
-/** Return the models with most time of the device in the timeline. Lanes do not change for a little. */
+/** Return the models with the most device time in the timeline. Small differences do not change the lanes. */
 export function busiest(device) {
   const time = new Map();
   for (const { model, length } of device.spans) time.set(model, (time.get(model) ?? 0) + length);
@@ -30,7 +30,7 @@ export function timeline(server, device) {
   const zoom = (factor, at = end() - view.length / 2) => show(view.length * factor, at + (end() - at) * Math.max(factor, SHORTEST / view.length));
   const pan = (share) => show(view.length, end() + share * view.length);
   canvas.addEventListener("wheel", (event) => {
-    // Without the focus or Ctrl, the wheel scrolls the page.
+    // Zoom only with the focus or with Ctrl. Otherwise, the wheel scrolls the page.
     if (document.activeElement !== canvas && !event.ctrlKey) return;
     event.preventDefault();
     zoom(event.deltaY > 0 ? 1.25 : 0.8, timeAt(event.offsetX));
@@ -74,7 +74,7 @@ function describe(server, span) {
   return `${clock(start)}.${String(Math.floor((start % 1) * 1000)).padStart(3, "0")} ${model} ${what}${kind === "evict" ? "" : ` in ${seconds(length)}`}${rows}${failed ? ", failed" : ""}${waited}`;
 }
 
-/** Return a name in so many letters. Both ends stay: names often differ in a prefix or a version. */
+/** Shorten a name to this many letters. Keep both ends, because names often differ in a prefix or a version. */
 const brief = (name, most) => (name.length > most ? `${name.slice(0, most / 2)}…${name.slice(1 - most / 2)}` : name);
 
 /** Draw the lanes, and return the span under the pointer. */
@@ -101,14 +101,14 @@ function draw(canvas, device, end, gutter) {
     context.fillRect(gutter - 10, at * LANE + 3, 8, 8);
   });
   let hit = null;
-  const painted = new Map(); // by lane and kind: to which column it is full
+  const painted = new Map(); // for each lane and kind, the column up to which it is painted
   for (const span of device.spans) {
     const left = gutter + (span.start - from) * scale, right = Math.max(left + span.length * scale, left + 1 / ratio);
     if (left > width || right < gutter) continue;
     const row = rows.get(span.model) ?? rows.get(REST), top = row * LANE + 1, low = span.kind === "load";
     const [x, y] = view.pointer ?? [-9, -9];
     if (y >= top && y < top + LANE && x >= left - 2 && x <= right + 2) hit = span;
-    // Of thousands a second, most would be in the same column of pixels.
+    // Skip spans that would be in a painted column: with thousands a second, these are most of them.
     const where = `${row}${span.kind}`;
     if (right <= (painted.get(where) ?? -1) && !span.failed) continue;
     painted.set(where, Math.ceil(right * ratio) / ratio);

@@ -41,7 +41,7 @@ class Trimmed(Protocol):
 
     @property
     def counts(self) -> Sequence[int]:
-        """The counts as in `Histogram.trimmed`."""
+        """The counts of all intervals from `first` to the last non-empty one, as `Histogram.trimmed` returns them."""
 
 
 class Histogram:

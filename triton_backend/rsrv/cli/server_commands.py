@@ -368,7 +368,7 @@ def _profile(server: Server) -> int:
         return server.done(answer, f"recording into {answer.directory}")
     if seconds is not None:
         server.ask("StartProfile", pb.StartProfileRequest(), LONG_TIMEOUT_S)
-        with suppress(KeyboardInterrupt), steps("recording"):  # Write the part that was recorded so far.
+        with suppress(KeyboardInterrupt), steps("recording"):  # Ctrl-C ends the recording early.
             time.sleep(seconds)
     answer = server.wait("StopProfile", pb.StopProfileRequest(), "writing the profile")
     return server.done(answer, answer.directory)

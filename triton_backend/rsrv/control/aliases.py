@@ -1,4 +1,4 @@
-"""Messages and pictures of aliases: their models, shares, and counts of requests that named the alias. Pure."""
+"""Aliases as messages and as JSON: their models, shares, and counts of the requests that named the alias. Pure."""
 
 from __future__ import annotations
 

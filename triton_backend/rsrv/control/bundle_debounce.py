@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rsrv_gen.signatures import Signature
 
-#: Prefix of the signature of a directory with files and without a manifest: a bundle may be being copied to it.
+#: Prefix of the signature of a directory that has files but no manifest. Somebody may be copying a bundle into it.
 NO_BUNDLE = "-"
 #: The bundles of one name, each below another root.
 _State = tuple[tuple[Path, Signature], ...]

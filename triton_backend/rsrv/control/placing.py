@@ -228,8 +228,8 @@ class Placing:
         for step in steps:
             command = {"command": "prefetch" if step.act is Act.PREFETCH else "evict", "model": step.model}
             try:
-                # Use a separate connection for each. If the runtime dies, its successor does not repeat the step, as it repeats
-                # commands of operators.
+                # Use a separate connection for each. If the runtime dies, its successor does not repeat the step. Only commands
+                # of operators are repeated.
                 await self._runtimes.slow_command({int(step.worker): command})
             except StatusError as error:
                 log.info("device %s did not %s %s: %s", step.worker, step.act.value, step.model, error)

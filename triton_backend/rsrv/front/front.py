@@ -139,7 +139,7 @@ class Front:
 
     @property
     def next_at(self) -> float:
-        """The latest time for the next tick. Waiting requests need earlier ticks."""
+        """The next tick is due at this time at the latest, and earlier if requests wait."""
         return min((device.due for device in self._devices.values()), default=inf)
 
     def demand(self) -> dict[str, int]:

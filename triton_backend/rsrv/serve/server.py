@@ -327,7 +327,7 @@ def _idle_s(planned: ServerPlan) -> float:
 
 
 async def _follow_settings(options: Namespace, repository: Path) -> None:
-    """Update the repository's settings whenever the operator's file changes, because the server reads them from the repository."""
+    """Update the settings in the repository, from where the server reads them, whenever the operator's file changes."""
     looks = FileLooks(options.config)
     while True:
         await asyncio.sleep(LOOK_S)
@@ -368,5 +368,5 @@ async def _reason_to_restart(http: Address, first: asyncio.Future[None] | None) 
         task.result()
     if hang in done:
         return RestartReason(f"has not answered for {HANG_S:g} s")
-    # A server without models has nothing to drain, but might use its whole drain time.
+    # The server is killed, because stopping it might use up its whole drain time, although it has nothing to drain.
     return RestartReason("has got models", works=True)

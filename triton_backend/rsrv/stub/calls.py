@@ -161,7 +161,7 @@ class _Calls:
 
 
 class SyncCall(_Calls):
-    """`call` of a plain `run`."""
+    """The `call` that a plain `run` is given."""
 
     def __call__(self, name: str, inputs: Mapping[str, Any], keep_on_device: Keep = False) -> Results:
         """Call the model `name`, and return its results by output. Raises CallError."""
@@ -197,7 +197,7 @@ class SyncCall(_Calls):
 
 
 class AsyncCall(_Calls):
-    """`call` of an `async def run`: every call starts at once, and is awaited."""
+    """The `call` that an `async def run` is given: every call starts at once, and is awaited."""
 
     #: Number of calls that have not ended.
     under_way = 0

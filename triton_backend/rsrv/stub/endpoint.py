@@ -84,7 +84,7 @@ class LearnedDuration:
     measurement may get a larger weight. A longer one counts for at most `cap` times the estimate.
     """
 
-    #: The estimate.
+    #: The estimate, in seconds.
     seconds: float
     #: Weight of a shorter measurement.
     fall: float

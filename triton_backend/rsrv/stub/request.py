@@ -103,7 +103,7 @@ class ClientRequest:
     reply: Reply | PartReply | None = None
     #: True if this is a part of a client's request (`large_request`).
     is_part: bool = False
-    #: Number that all parts of the request have in common.
+    #: Number of the whole request, the same in all its parts.
     whole: int = 0
     #: True if a full queue does not refuse the request, because its first part is in the queue.
     admitted: bool = False

@@ -72,7 +72,7 @@ class Spans:
         try:
             context = request.trace().get_context()
             return json.loads(context).get(TRACEPARENT) if context else None
-        except Exception:  # Another version of Triton may do anything.
+        except Exception:  # Another version of Triton may fail in any way.
             if not self._warned:
                 self._warned = True
                 log.warning(

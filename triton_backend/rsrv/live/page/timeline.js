@@ -5,7 +5,7 @@ import { now, SECONDS } from "./servers.js";
 const MOST_LANES = 8, LANE = 15, AXIS = 16, SHORTEST = 0.005;
 const REST = ""; // lane of all other models
 
-/** Return the models with the most device time in the timeline. Small differences do not change the lanes. */
+/** Return the models with the most device time in the timeline. Models that have a lane count twice, so lanes seldom change. */
 export function busiest(device) {
   const time = new Map();
   for (const { model, length } of device.spans) time.set(model, (time.get(model) ?? 0) + length);

@@ -1,9 +1,9 @@
 """Load of each model on the devices, from the counters that the workers report.
 
-Only the differences between two views of one worker count, model by model. A worker that was silent for a
-while reports the time between, and counters that restarted (another instance, or a smaller value) are skipped
-once. Views are at least SAMPLE_S apart: device seconds are counted at the end of an execution, so shorter
-intervals are uneven.
+Only the differences between two views of one worker count, model by model. If a worker was silent for a while, the
+difference covers that time. If counters have restarted (another instance, or a smaller value), one difference is skipped.
+Views are at least SAMPLE_S apart, because device seconds are counted at the end of an execution, so shorter intervals
+are uneven.
 
 A model's *utilisation* is its demand in device seconds per second:
 
@@ -47,7 +47,7 @@ class Measured:
 
 
 class _Average:
-    """Averages of one model. `items`, `requests` and `device_s` decay; only their ratios have a meaning."""
+    """Averages of one model. `items`, `requests` and `device_s` decay, so only their ratios have a meaning."""
 
     __slots__ = ("device_s", "items", "rate", "requests", "utilisation", "weight")
 
@@ -238,7 +238,7 @@ class Costs:
         return together
 
     def _request_s(self, model: str) -> float:
-        """Return the measured device seconds of a request, or before the first request, the expected ones of an item."""
+        """Return the measured device seconds of a request. Before the first request, return the expected seconds of an item."""
         average = self._averages.get(model)
         if average is not None and average.requests and average.device_s:
             return average.device_s / average.requests

@@ -62,7 +62,7 @@ def soonest(
 
 
 def _soonest(devices: Sequence[_Device], answers_in_s: Callable[[_Device], float]) -> tuple[_Device, float]:
-    """Return the device that answers clearly sooner than those before it, and its seconds. The first device is the default."""
+    """Return the soonest device and its seconds. A later device wins only if it is clearly sooner than the best before it."""
     device = devices[0]
     least = answers_in_s(device)
     for next_device in devices[1:]:

@@ -84,7 +84,7 @@ def as_one(
     return replace(
         summed(views),
         ready=frozenset().union(*{id(view.ready): view.ready for view in live}.values()),
-        # A device that comes or goes changes the sums of the counters.
+        # If a device is added or lost, the sums of the counters change. So the instance must change.
         instance=" ".join(str(view.instance) for view in live),
         budget_bytes=_sum_or_none(view.budget_bytes for view in live),
         free_bytes=_sum_or_none(view.free_bytes for view in live),

@@ -1,11 +1,11 @@
 """Moves of models to their targets: first the weights, then the traffic, then the eviction at the old home.
 
 The packing gives every unit a target. Requests stay at the old home until all weights of the unit are on the
-device of a new home; then the table changes. The old home evicts the weights when it has no request of the
-model left. On a worker with more weights than its budget, weights without requests are evicted at once: there
-traffic does not wait.
+device of a new home. Then the table changes. The old home evicts the weights when it has no request of the
+model left. A worker with more weights than its budget evicts weights without requests at once, so traffic to it
+does not wait for weights.
 
-A move makes no warm model cold. It begins when the new home has room for the weights in addition to those that
+A move makes no warm model cold. It begins when the new home has room for the weights in addition to the weights that
 are placed there. Room is made by evicting weights that are warm at their own home elsewhere. At most MOVES_AT_ONCE
 moves to one worker are under way, so a worker that returns gets its models back one after the other, the busiest
 first. A move that cannot begin, or whose weights do not arrive, is given up after MOVE_LIMIT_S: the model stays.
@@ -66,7 +66,10 @@ class Moves:
         self._since = dict.fromkeys(placed, now)
 
     def home(self, unit: Unit) -> tuple[str, ...]:
-        """Return the target that all models of a unit share; empty if they have none, differ, or a worker of it is missing."""
+        """Return the target that all models of a unit share.
+
+        It is empty if they have no target or different ones, or if a worker of the target is missing.
+        """
         home, *other_homes = [self.targets.get(name, ()) for name in unit.models]
         same = all(other_home == home for other_home in other_homes)
         return home if same and all(worker in unit.allowed for worker in home) else ()
@@ -117,8 +120,8 @@ class Moves:
 
         Args:
             fleet: the workers' last views.
-            costs: measured loads; the moves of the busiest models begin first.
-            crowded: (unit, worker) whose weights would be evicted there again; they are not prefetched.
+            costs: measured loads. The moves of the busiest models begin first.
+            crowded: pairs (unit, worker). The unit's weights would be evicted there again, so they are not prefetched.
             swapping: workers that evict weights without requests. Traffic does not wait for weights there.
             now: the planner's time, seconds.
 
@@ -229,7 +232,7 @@ class Moves:
                     under_way[worker] += 1
             for name, _ in missing:
                 key = name, worker
-                # If weights are evicted at a home later, they return with the next request.
+                # Do not prefetch weights that were evicted after their arrival: they return with the next request.
                 evicted = key in self._arrived and worker in self.placed.get(name, ())
                 if key not in self._asked or (now - self._asked[key] >= ASK_AGAIN_S and not evicted):
                     self._asked[key] = now
@@ -237,7 +240,7 @@ class Moves:
         return steps
 
     def _spare(self, worker: str, fleet: Fleet) -> list[tuple[int, str]]:
-        """Return the idle weights that are warm at their own homes elsewhere, with their bytes; the largest last."""
+        """Return the idle weights that are warm at their own homes elsewhere, with their bytes. The largest come last."""
         spare = []
         for name, view in fleet.views[worker].models.items():
             if view.weights is not WeightsView.RESIDENT or not view.bytes:

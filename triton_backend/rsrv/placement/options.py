@@ -75,7 +75,7 @@ class PlannerOptions(PlacementSection):
         return {name: own.devices for name, own in self.models.items() if own.devices is not None}
 
     def of_model(self, name: str, key: str) -> Any:
-        """Return an option of a model: its own, or else the general one."""
+        """Return an option of a model. If the model has no own value, return the general value."""
         own = getattr(self.models.get(name), key, None)
         return getattr(self, key) if own is None else own
 

@@ -72,9 +72,9 @@ def pack(
     spread so that workers are alike in load and in over-subscription. If `forbid_oversubscription` is false,
     budgets count only among units without load.
 
-    The `previous` workers of each unit are kept while two conditions hold. The busiest worker and the worst
-    over-subscription are within the fraction `hysteresis` of those of a packing from scratch. And no unit has
-    a worker that is busier by more than that fraction than another worker would be with it.
+    The `previous` workers of each unit are kept under two conditions. First, the load of the busiest worker and the worst
+    over-subscription exceed the figures of a packing from scratch by at most the fraction `hysteresis`. Second, no unit has
+    a worker that is busier, by more than that fraction, than another worker would be with the unit.
     """
     loads = sorted(loads, key=lambda load: load.name)
     workers = sorted(workers, key=lambda worker: worker.name)

@@ -83,7 +83,7 @@ class Assignment:
             sum(1 / weight for weight in self.weight) or 1.0
         )
 
-    # ---- replicas come and go
+    # ---- adding and removing replicas
 
     def may(self, index: int, worker: int) -> bool:
         replica = self.replicas[index]
@@ -127,7 +127,7 @@ class Assignment:
         return self.used[worker] - self.limits[worker], worker
 
     def cost(self) -> tuple[int, int]:
-        """Return the excess bytes and the load of the busiest worker; less is better, in this order."""
+        """Return the excess bytes and the load of the busiest worker. Smaller tuples are better."""
         return sum(u - x for u, x in zip(self.used, self.limits, strict=True) if u > x), self.peak
 
     # ---- assignment
@@ -159,8 +159,8 @@ class Assignment:
     def keep_homes(self, homes: Mapping[int, int], slack: float, fresh: Assignment) -> bool:
         """Place every replica, as many as possible at home.
 
-        Returns true if the busiest worker and the most over-subscribed worker are within `slack` times those
-        of `fresh`, an assignment without homes.
+        `fresh` is an assignment without homes. Returns true if the peak load and the stretch of this assignment are at most
+        `slack` times as large as in `fresh`.
         """
         unplaced = self.place(homes)
         target, stretch = slack * fresh.peak, slack * fresh.stretch
@@ -172,7 +172,7 @@ class Assignment:
         return self.peak <= target and self.stretch <= stretch
 
     def place(self, homes: Mapping[int, int]) -> list[int]:
-        """Place replicas by LPT, each at home or on the least busy worker; return those that fit nowhere."""
+        """Place replicas by LPT, each at home or on the least busy worker. Return the replicas that fit nowhere."""
         replicas = self.replicas
         unplaced = []
         for index in sorted(
@@ -195,7 +195,7 @@ class Assignment:
     def assign_in_order(
         self, order: Iterable[int], figures: _Figures, fits: Callable[[int, int], bool]
     ) -> list[int]:
-        """Place each replica on the first worker of the ranking where it `fits`; return those that fit nowhere."""
+        """Place each replica on the first worker of the ranking where it `fits`. Return the replicas that fit nowhere."""
         ranked = sorted(map(figures, self.workers))
         left = []
         # An upper bound of the free bytes on any worker. Free bytes only decrease.
@@ -217,7 +217,7 @@ class Assignment:
         return left
 
     def repair(self, unplaced: Sequence[int]) -> bool:
-        """Find an assignment within all limits that includes these replicas; change nothing if none is found."""
+        """Find an assignment within all limits that includes these replicas. If there is none, change nothing."""
         before = self.copy()
         self.assign_in_order(unplaced, self.excess, self.may)
         self.exchange(inf, max(_EXCHANGES, 200 * len(self.replicas)))
@@ -229,8 +229,8 @@ class Assignment:
     def place_over_limits(self, unplaced: Sequence[int], homes: Mapping[int, int], stretch: float) -> None:
         """Place replicas beyond the limits, and raise the limits accordingly.
 
-        A replica goes home if its home then has at most `stretch` times its size, else to the worker with the
-        least load and bytes.
+        A replica is placed at home if its home then has at most `stretch` times its size. Otherwise, it is placed on the
+        worker with the least load and bytes.
         """
         if not unplaced:
             return
@@ -309,11 +309,10 @@ class Assignment:
         The search ends when all limits are kept and the busiest worker has no more than `target`, or when the
         steps are used up. The best assignment met on the way is kept.
 
-        Each turn makes the best exchange, even if it is a change for the worse, and moved replicas may not
-        return for some turns. Of equally good exchanges, the one that moves the fewest bytes is made, and
-        then the one that moves the least load. The price of excess bytes decides which worker is worst and
-        which exchange is best. It doubles while there is an excess and halves while there is none, because
-        better assignments lie behind others that break limits.
+        Each turn makes the best exchange, even if it is a change for the worse. Moved replicas may not return for some
+        turns. Of equally good exchanges, the turn makes the exchange of the fewest bytes, and then of the least load. The
+        price of excess bytes decides which worker is worst and which exchange is best. It doubles while there is an excess
+        and halves while there is none, because the way to a better assignment may lead through assignments that break limits.
         """
         replicas, tabu_until, turn = self.replicas, dict[tuple[int, int], int](), 0
         unit = (sum(self.load) or 1) / (sum(self.used) or 1)

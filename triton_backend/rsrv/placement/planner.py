@@ -68,8 +68,8 @@ class Plan:
 class Planner:
     """Decides the placement. No method waits.
 
-    It only reads its arguments and never changes its results, so `look` may run in a thread. No other method
-    may run at the same time; only `options` may be read.
+    A planner only reads its arguments and never changes its results, so `look` may run in a thread. Meanwhile, no other
+    method may run, but `options` may be read.
     """
 
     def __init__(self, options: PlannerOptions, *, pack: Pack = packing.pack) -> None:
@@ -108,11 +108,10 @@ class Planner:
         self._fleet: Fleet | None = None
 
     def change(self, options: PlannerOptions) -> None:
-        """Use other, valid settings; `mode` stays.
+        """Use other settings, which must be valid. `mode` does not change.
 
-        `work_basis`, `fill`, `route`, `fill_factor` and the half-life apply from the next look on, the
-        thresholds in device seconds at once, `replicas`, `hysteresis` and `forbid_memory_oversubscription`
-        from the next repack on.
+        The thresholds in device seconds apply at once. `work_basis`, `fill`, `route`, `fill_factor` and the half-life apply
+        from the next look on. `replicas`, `hysteresis` and `forbid_memory_oversubscription` apply from the next repack on.
         """
         self.options = options.model_copy(update={"mode": self.options.mode})
         self._surveyed = frozenset()
@@ -155,7 +154,7 @@ class Planner:
         return trial
 
     def repack(self) -> int:
-        """Repack with the next look. Return the number that `PlannerStatus.repacks.done` has when this is done."""
+        """Repack with the next look. Return the value of `PlannerStatus.repacks.done` after that repack."""
         self._asked += 1
         return self._asked
 
@@ -333,7 +332,7 @@ class Planner:
         ]
 
     def _replicas(self, unit: Unit) -> int:
-        """Return the greatest number of replicas wanted for a model of the unit, limited by the allowed workers."""
+        """Return the largest configured number of replicas of the unit's models, but at most the number of allowed workers."""
         present = len(self._moves.targets.get(unit.name, ())) or 1
         counts: dict[Replicas, int] = {"auto": present, "all": len(unit.allowed)}
         replicas: list[Replicas] = [self.options.of_model(name, "replicas") for name in unit.models]
@@ -367,7 +366,7 @@ class Planner:
     # --- what is shown -------------------------------------------------------------------------------------
 
     def status(self) -> PlannerStatus | None:
-        """Describe the state after the last `look`; None before the first one. Costs as much as a look."""
+        """Describe the state after the last `look`. None: there was no look yet. A call costs as much as a look."""
         views, fleet = self._views, self._fleet
         if fleet is None:
             return None

@@ -1,4 +1,4 @@
-"""Replicas of models with `replicas: auto`: how many by the demand of the last second, and where.
+"""Number and places of the replicas of models with `replicas: auto`, by the demand of the last second.
 
 A unit gets another replica when its demand per replica exceeds GROW_AT of a device. One sample of the load suffices,
 so a hot model has a second device after a second or two. A unit loses a replica when the remaining ones have needed

@@ -1,15 +1,15 @@
 """Choice of a worker for each request, and the load in flight of every worker.
 
-The planner decides everything in the table (`contract.Routes`); this module only counts. The requests of a
-placed model go to its replicas, a quantum of items to each in turn, so that they share executions:
+The planner makes all decisions in the table (`contract.Routes`). This module only counts. The requests of a placed model
+go to its replicas in turn. Each replica gets a quantum of items, so that these share executions:
 
 - A run stays at one replica until its next request no longer fits into the quantum, or the model has no request in
   flight (a single request shares no execution).
-- Then the next replica is chosen among those with the fewest whole quanta in flight: the one with the least load, or
-  (`fill` rr) the next in turn. Ties go to the next in turn.
+- Then the next replica is chosen among the replicas with the fewest whole quanta in flight. By default it is the least
+  loaded one, or with `fill: rr`, the next in turn. Ties go to the next in turn.
 
-With a quantum of 1 a run is one request, so each request goes to the replica with the fewest items: `route:
-spread`. The requests of a model that is not placed go to all workers where it is ready, as the mode says.
+With a quantum of 1 a run is one request, so each request goes to the replica with the fewest items (`route: spread`). The
+requests of a model that is not placed go to all workers where it is ready, by the rule of the mode.
 
 A worker that stands for several devices is listed once for each device. It gets a turn and a share of the load for each.
 
@@ -85,14 +85,14 @@ class Choice:
 
     @property
     def others(self) -> tuple[str, ...]:
-        """Workers for a failover, in order of preference; computed on first use."""
+        """Workers for a failover, in order of preference. They are computed on first use."""
         if self._others is None:
             self._others = self._router._others(self._model, self.worker)
         return self._others
 
 
 class Router:
-    """Chooses workers. One event loop owns it; no method waits.
+    """Chooses workers. One event loop owns the router. No method waits.
 
     `select` takes O(workers of the model).
     """
@@ -131,7 +131,7 @@ class Router:
         self._loads = {worker: load for worker, load in self._loads.items() if worker in known}
 
     def measured(self, model: str) -> tuple[str, int] | None:
-        """Return the input whose shape gives the items of a request, and its axis; None: a request counts as one item."""
+        """Return the input whose shape gives the items of a request, and its axis. None: a request counts as one item."""
         state = self._models.get(model)
         return None if state is None or state.routes is None else state.routes.batch_input
 

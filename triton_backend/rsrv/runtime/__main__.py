@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
 def _be_spare(options: argparse.Namespace, server: int) -> "tuple[Preparation | None, bool]":
     """Wait until it is this process's turn to be the runtime. End the process if the server ends.
 
-    Return what was prepared, and whether this process already supervises the control process.
+    Return the preparation or None, and whether this process already supervises the control process.
     """
     prepared: list[Preparation | None] = []
 

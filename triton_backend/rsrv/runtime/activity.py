@@ -37,7 +37,7 @@ Memory = mmap | bytearray
 
 
 class ActivitySlot:
-    """Current task of one thread. Only that thread writes; the watchdog reads.
+    """Current task of one thread. Only that thread writes it, and the watchdog reads it.
 
     Even an execution that takes microseconds calls `begin` and `end`, so each of these does only a few stores.
     """
@@ -137,9 +137,9 @@ class Activity:
         self.build, self.warm_up, self.weights, self.short, self.launch, self.read, self.round = slots
 
     def front(self, launcher: int | None) -> ActivitySlot | None:
-        """Return the slot of the task that the device executes; other tasks for the device wait for it.
+        """Return the slot of the task that the device executes. Other tasks for the device wait for it.
 
-        `launcher`: the thread that the device executes for, or executed for last; None: unknown.
+        `launcher`: the thread that the device executes for, or executed for last. None: unknown.
         """
         busy = {
             task.number: slot
@@ -163,7 +163,9 @@ _MAX_COUNTED_INTERVALS = 2
 def advance_ages(
     ages: Mapping[int, float], front: Task | None, further: tuple[Task | None, ...], elapsed: float
 ) -> dict[int, float]:
-    """Return the seconds for which each task has been seen, by its number, `elapsed` seconds after `ages`.
+    """Return the ages of the present tasks: seconds since each was first seen, by its number.
+
+    `ages` are the ages at the last check, `elapsed` seconds ago.
 
     `front` is the task that the device executes. While it stays the same, `further` tasks may wait for it, so they do not age.
     """

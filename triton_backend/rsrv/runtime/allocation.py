@@ -20,8 +20,8 @@ log = logging.getLogger("rsrv.host")
 
 #: Bytes to which arrays must be aligned so that jax's CPU uses them in place.
 _ALIGNMENT = 64
-#: Minimum number of bytes of an allocation with a separate mapping. Rounding to whole pages then costs at most 6 %. For smaller
-#: ones, a mapping costs more than it saves.
+#: Minimum number of bytes of an allocation with a separate mapping. Rounding to whole pages then costs at most 6 %. For a
+#: smaller allocation, a mapping costs more than it saves.
 LARGE = 64 << 10
 _HUGE_PAGE_BYTES = 2 << 20
 

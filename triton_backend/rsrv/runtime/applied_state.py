@@ -25,7 +25,7 @@ class AppliedState:
         self._weights = registry.weights
         self._sequences = sequences
         self._outbox = outbox
-        #: The control process that sent the document. Empty: the document comes from rsrv.yaml.
+        #: Identifier of the control process that sent the document. Empty: the document was made from rsrv.yaml.
         self.instance = ""
         self.revision = 0
         #: Earlier control processes. Their last frames may still arrive.

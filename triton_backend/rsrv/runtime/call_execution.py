@@ -31,7 +31,7 @@ class CallSlice:
     rows: int
     run: MetaRun
     sources: Sequence[Array | Kept]
-    #: Memory for each output. None: the output is not wanted on the host.
+    #: Memory for each output. None: the output is not needed on the host.
     targets: Sequence[Array | None]
     #: Numbers by which the run keeps outputs on the device, by output.
     keep: Mapping[int, int]
@@ -66,7 +66,7 @@ class CallSlice:
         self.made.clear()
 
     def end_promises(self) -> None:
-        """Remove the outputs to keep from the run's promised ones, because the run has them now or will never get them.
+        """Remove this call's outputs from the run's promised outputs, because the run has them now or will never get them.
 
         Call this on the loop.
         """
@@ -82,7 +82,7 @@ class CallDispatch(Dispatch):
         block = self.variant.outputs
         outputs, inputs = range(len(block.tensors)), range(len(self.variant.inputs.tensors))
         self.unread = {i for i in outputs if all(part.target(i, block) is None for part in self.slices)}
-        # Merging inputs on the device may have to compile something.
+        # Merging inputs on the device may compile a program first.
         self.compiles = any(
             kept_parts and not self._covered(i, kept_parts) for i in inputs if (kept_parts := self._kept(i))
         )

@@ -215,7 +215,7 @@ class StateFeed:
 
 
 class Catalog:
-    """All models by key. A change that watchers see is sent to them (`tell`)."""
+    """All models by key. `tell` sends the changes that watchers can see to the feed."""
 
     def __init__(self, policy: Policy, feed: StateFeed, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -226,7 +226,7 @@ class Catalog:
         self.building: set[str] = set()
         #: Keys of models that wait for the scheduler to release them.
         self.ending: set[str] = set()
-        #: Times when stubs were asked to leave until a request comes, by the key of the model or meta model.
+        #: Times when stubs were asked to leave until a request arrives, by the key of the model or meta model.
         self._dismissed: dict[str, float] = {}
         #: Keys of models whose weights have moved since the board was written.
         self.moves: set[str] = set()
@@ -327,7 +327,7 @@ class Catalog:
         self.tell(key)
 
     def dismiss(self, key: str) -> None:
-        """Record that the stubs of a model or meta model were asked to leave until a request comes."""
+        """Record that the stubs of a model or meta model were asked to leave until a request arrives."""
         self._dismissed[key] = self._clock()
 
     def is_dismissed(self, key: str, within: float = _LEAVE_S) -> bool:

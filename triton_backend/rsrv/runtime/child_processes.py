@@ -66,7 +66,7 @@ def end_orphans(stubs: Mapping[int, Stub], server: int, repository: Path) -> Non
 
 
 def open_stub(pid: int, server: int) -> Stub | None:
-    """Open a stub of the server; None for other processes, such as tools that ask for the status."""
+    """Open a stub of the server. Return None for other processes, such as tools that ask for the status."""
     if pid == server:
         # For a native front, finding the parent takes milliseconds, because the kernel adds up its thousands of
         # threads.

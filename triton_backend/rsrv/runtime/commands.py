@@ -114,7 +114,7 @@ _COMMANDS: Mapping[str, Mapping[str, _Field]] = {
 }
 #: Maximum number of characters of a value that a message repeats.
 _MAX_VALUE = 80
-#: Maximum number of problems that an answer lists. While the loop writes them, it handles nothing else.
+#: Maximum number of problems in an answer. There is a maximum because the loop handles nothing else while it writes them.
 _MAX_PROBLEMS = 10
 
 
@@ -168,7 +168,7 @@ class Profiler:
         self.state: Literal["idle", "changing", "recording"] = "idle"
 
     def change(self, device: Device, directory: str | None, connection: PeerConnection) -> None:
-        """Start a profile in a directory, or end the one that is recorded (None). Raises CommandRefused."""
+        """Start a profile in a directory. None: end the profile that is being recorded. Raises CommandRefused."""
         if self.state == "changing":
             raise CommandRefused(
                 "FAILED_PRECONDITION", "a profile is being started or ended; try again later"
@@ -386,7 +386,7 @@ class Commands:
             self.successor.withdraw()
 
     def _answer_late(self, connection: PeerConnection | None, refused: CommandRefused | None) -> None:
-        """Answer a command that took time, and carry out those that have waited for it."""
+        """Answer a command that took time, and carry out the commands that have waited for it."""
         if connection is None:
             if refused is not None:
                 log.info("the device, which is idle, does not sleep: %s", refused)

@@ -41,7 +41,7 @@ class NotCached(Exception):
 
 
 class _Access(threading.local):
-    """How each thread uses the cache, by default; see `offering`, `requiring` and `bypassing`."""
+    """Each thread's use of the cache. These are the defaults; see `offering`, `requiring` and `bypassing`."""
 
     entry: bytes | None = None
     key = ""
@@ -89,11 +89,14 @@ class CompileCache:
 
     @property
     def obstacle(self) -> str:
-        """The reason why entries do not outlive the server; empty if they do, or if no cache is configured."""
+        """Reason why entries do not outlive the server, or "" if they do, or if no cache is configured."""
         return self._obstacle
 
     def get(self, key: str) -> bytes | None:
-        """Return the entry of a key; None if it is missing, unreadable or damaged. Raises NotCached in `requiring`."""
+        """Return the entry of a key, or None if it is missing, unreadable or damaged.
+
+        Within `requiring`, raise NotCached instead.
+        """
         if self.bypassed:
             return None
         self._thread.key = key
@@ -202,7 +205,7 @@ def _kept(own: Path | None) -> str:
 
 
 def _write(folder: Path, key: str, value: bytes) -> str:
-    """Write an entry in one step; return the reason if that fails, or an empty text."""
+    """Write an entry in one step. Return the reason if that fails, or ""."""
     unfinished = None
     try:
         fd, unfinished = tempfile.mkstemp(prefix=_UNFINISHED, dir=folder)

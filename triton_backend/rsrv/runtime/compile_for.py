@@ -37,7 +37,7 @@ from rsrv_bundle import BundleError
 from rsrv_bundle.inspection import Inspector, InspectorError
 from rsrv_bundle.modules import Signature
 
-#: Outcomes of a module.
+#: Outcomes of a module, as the report names them.
 _COMPILED, _NOT_TUNED, _KEPT, _LEFT = (
     "compiled",
     "of them not in the profile and not tuned",
@@ -178,7 +178,7 @@ class _CardModules:
         self._earlier = earlier
         self._rates = next((card for card in CARDS.values() if card.kind == compiler.target().card), None)
         self.entries: dict[str, bytes] = {}
-        #: The same field as in `Contents`.
+        # See the fields of the same names in `Contents`.
         self.left: set[str] = set()
         self.seconds: dict[str, float] = {}
 
@@ -236,7 +236,7 @@ def models_of(
 
 
 def _earlier(path: Path, target: CompileTarget) -> StoredExecutables | None:
-    """Return the executables of an earlier run; None if they are for another target, or damaged."""
+    """Return the executables of an earlier run, or None if they are for another target, tuned, or damaged."""
     try:
         stored = StoredExecutables(path)
     except StoredExecutablesError:

@@ -35,15 +35,16 @@ def has_plugin() -> bool:
 
 
 def find_card(environment: Mapping[str, str]) -> str | None:
-    """Return the device node of an NVIDIA card; None: there is none, or the environment chooses the CPU."""
+    """Return the device node of an NVIDIA card. None: there is none, or the environment chooses the CPU."""
     return _find(CARD_SIGNS, environment)
 
 
 def find_hidden_card(environment: Mapping[str, str]) -> str | None:
-    """Return a sign of an NVIDIA card of the machine, which this container may not use; None as in `find_card`.
+    """Return a sign that the machine has an NVIDIA card that this container may not use.
 
-    Also None if NVIDIA_VISIBLE_DEVICES refuses all cards. `find_card` does not read it: containers that get their card by
-    CDI have "void" there, so that NVIDIA's older hook does not add the card a second time.
+    None: there is no sign, the environment chooses the CPU, or NVIDIA_VISIBLE_DEVICES refuses all cards. `find_card` does not
+    read that variable: containers that get their card by CDI have "void" there, so that NVIDIA's older hook does not add the
+    card a second time.
     """
     if environment.get("NVIDIA_VISIBLE_DEVICES") in ("void", "none"):
         return None
@@ -57,7 +58,11 @@ def _find(patterns: tuple[str, ...], environment: Mapping[str, str]) -> str | No
 
 
 def explain_no_gpu(reason: str, *, plugin: bool, card: str | None, refusal: str = "") -> str:
-    """Return why jax has no GPU and what to do. `reason`: jax's message, or ""; `refusal`: result of `find_refusal`."""
+    """Return a text that says why jax has no GPU, and what to do.
+
+    `reason`: jax's message, or "". `plugin`: result of `has_plugin`. `card`: result of `find_card`. `refusal`: result of
+    `find_refusal`.
+    """
     why = f"jax finds no GPU{f': {reason}' if reason else ''}; "
     if not plugin:
         why += f"it has no CUDA plugin: run {install_command('serve', 'cuda13')} (or cuda12)"
@@ -105,7 +110,7 @@ def memory_fraction(setting: float, environment: Mapping[str, str]) -> float:
 
 
 def client_options(share: MemoryShare, environment: Mapping[str, str]) -> dict[str, float | bool]:
-    """Return the options of jax's client for a CUDA device; jax's memory variables in `environment` take precedence.
+    """Return the options of jax's client for a CUDA device. jax's memory variables in `environment` take precedence.
 
     Without staging, XLA passes host memory to the driver as it is: page-locked memory goes to the device by DMA, and
     the driver stages other memory. XLA's own staging copies both on one thread, unless memory was page-locked through a
@@ -120,7 +125,7 @@ def client_options(share: MemoryShare, environment: Mapping[str, str]) -> dict[s
 
 
 class CudaError(Exception):
-    """The driver is missing, or a call failed; the message has the driver's name of the error."""
+    """The driver is missing, or a call failed. The message has the driver's name of the error."""
 
 
 def find_refusal() -> str:

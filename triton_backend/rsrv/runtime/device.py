@@ -38,12 +38,12 @@ class OutOfMemory(DeviceError):
 
 
 class Abandoned(Exception):
-    """An upload was abandoned; nothing of it is left on the device."""
+    """An upload was abandoned. Nothing of it is left on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Platform of a device (cpu, cuda, or jax's name) and its CUDA compute capability; None: unknown."""
+    """Platform of a device (cpu, cuda, or jax's name) and its CUDA compute capability (None: unknown)."""
 
     platform: str
     capability: tuple[int, int] | None = None
@@ -111,13 +111,13 @@ class Device(Protocol):
     def compile(self, module: bytes, signature: Signature) -> Executable: ...
 
     def known_costs(self, model: str) -> Mapping[tuple[int, int], float] | None:
-        """Return the costs that a model of this key had on such a device, in this process or an earlier one; None: unknown."""
+        """Return the costs that a model with this key had on such a device, in this or an earlier process. None: unknown."""
 
     def keep_costs(self, model: str, costs: Mapping[tuple[int, int], float]) -> None:
         """Keep a model's measured costs: seconds of an execution of each (variant, size)."""
 
     def known_start(self, model: str) -> float | None:
-        """Return the seconds of the shortest build that a model of this key had on such a device; None: unknown."""
+        """Return the seconds of the shortest build of a model with this key on such a device. None: unknown."""
 
     def has_executables(self, model: str, name: str) -> bool:
         """Return True if the executables of the model are stored, so that its build compiles nothing."""
@@ -146,7 +146,7 @@ class Device(Protocol):
         """Free the memory at once. With `reuse`, the next upload gets it instead. No execution may use these buffers."""
 
     def page_lock(self, address: int, nbytes: int, *, written: bool = False) -> Callable[[], None]:
-        """Page-lock host memory, so that the device reads it by DMA; return a function that unlocks it.
+        """Page-lock host memory, so that the device reads it by DMA. Return a function that unlocks it.
 
         `written`: the device also writes to the memory. The memory must stay mapped until the function is called. Raises
         DeviceError.
@@ -170,7 +170,7 @@ class Device(Protocol):
         """
 
     def make_pools(self, kinds: Sequence[ArrayKind]) -> Pools:
-        """Allocate state tensors of zeros; their first axis is the slot. Raises OutOfMemory."""
+        """Allocate state tensors of zeros. Their first axis is the slot. Raises OutOfMemory."""
 
     def free_pools(self, pools: Pools) -> None:
         """Free state tensors, which no execution may use."""
@@ -196,14 +196,14 @@ class Device(Protocol):
     def read(self, launched: Launched) -> tuple[list[Array], float]:
         """Return the outputs on the host, read-only, and the seconds for which the execution used the device.
 
-        Call it once per launch. Unread outputs, and those with targets, are empty arrays.
+        Call this once per launch. Unread outputs and outputs with targets are returned as empty arrays.
         """
 
     def start_profile(self, directory: Path) -> None:
         """Start a profile of the device in that directory. Only one profile may be recorded at a time."""
 
     def stop_profile(self) -> None:
-        """Stop the profile; it is complete when this returns."""
+        """Stop the profile. It is complete when this returns."""
 
 
 def run(
@@ -220,7 +220,7 @@ class CacheCounts:
     compiled: int = 0
     from_cache: int = 0
     shared: int = 0
-    #: Reason why executables do not outlive the server; empty if they do, or if no cache is configured.
+    #: Reason why executables do not outlive the server, or "" if they do, or if no cache is configured.
     obstacle: str = ""
     #: Durations of the compilations. The device keeps updating the histogram.
     seconds: Histogram = field(default_factory=lambda: Histogram(LONG_SECONDS), compare=False)

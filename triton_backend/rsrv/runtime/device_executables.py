@@ -122,7 +122,7 @@ class DeviceExecutables:
         return Executable(compiled)
 
     def _load_known(self, digest: str, signature: Signature, stored: bytes | None) -> Any:
-        """Return the executable that the repository (`stored`) or the cache has; None: it has none that can be loaded."""
+        """Return the executable of the repository (`stored`) or of the cache. None: neither has one that can be loaded."""
         if stored is None and (key := self._known.entry(digest, self._circumstances)) is not None:
             stored = self._cache.get(key)
         if stored is None:
@@ -173,7 +173,7 @@ class DeviceExecutables:
                 return lowered.compile({**LIBRARY_PRODUCTS, "xla_gpu_autotune_level": 0})
 
     def _load_cached(self, lowered: Any) -> Any:
-        """Return the executable that the compilation cache has on disk; None: it has none that can be loaded."""
+        """Return the executable of the compilation cache on disk. None: it has none that can be loaded."""
         if not self._caches:
             return None
         with raising_cache_errors(), self._cache.requiring():
@@ -199,7 +199,7 @@ class DeviceExecutables:
         return int(outside + size.output_size_in_bytes + size.temp_size_in_bytes - size.alias_size_in_bytes)
 
     def working_bytes(self, executable: Executable) -> Sequence[int]:
-        """Return the bytes that an execution allocates for its intermediates and for each output; empty: unknown."""
+        """Return the bytes that an execution allocates for its intermediates and for each output. Empty: unknown."""
         return self._working_bytes.get(executable, ())
 
     def known_costs(self, model: str) -> Mapping[tuple[int, int], float] | None:

@@ -61,7 +61,7 @@ class DeviceExecutions:
         *,
         asynchronous: bool,
     ) -> None:
-        """`working_bytes` returns the bytes that an execution allocates; empty: unknown.
+        """`working_bytes` returns the bytes that an execution allocates, or an empty sequence if they are unknown.
 
         The lock `launching` makes executions have the order of their launches. A CPU executes while it holds the lock, so it
         executes one at a time.

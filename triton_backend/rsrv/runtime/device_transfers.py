@@ -38,7 +38,7 @@ Put = Callable[[Array], Any]
 
 
 class Transfers(Protocol):
-    """Transfers of one device. The first three methods are those of `Device`."""
+    """Transfers of one device. `Device` explains the first three methods."""
 
     def upload(
         self,

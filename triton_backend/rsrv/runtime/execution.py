@@ -135,7 +135,7 @@ class Dispatch:
     slices: tuple[Slice, ...]
     #: Outputs that no slice wants on the host.
     unread: Collection[int] = field(default=(), init=False)
-    #: True if the execution may have to compile something first.
+    #: True if the execution may compile a program first.
     compiles: bool = field(default=False, init=False)
 
     def launch(
@@ -297,7 +297,7 @@ def launch(dispatch: Dispatch, device: Device, staging: Staging) -> Flight:
 
 
 def finish(flight: Flight, device: Device, staging: Staging) -> float:
-    """Wait for the outputs and copy them to shared memory; return the execution's seconds."""
+    """Wait for the outputs, and copy them to shared memory. Return the execution's seconds on the device."""
     outputs, seconds = flight.dispatch.read(device, flight.launched)
     for index, array in flight.gathered.items():
         outputs[index] = array

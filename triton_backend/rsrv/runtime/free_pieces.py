@@ -23,7 +23,7 @@ def rounded(nbytes: int) -> int:
 
 
 def _rest(piece: int, nbytes: int) -> int:
-    """Return how many bytes of a piece stay free if the piece is used for an allocation."""
+    """Return the bytes of a piece that stay free if the piece is used for an allocation."""
     remainder = piece - nbytes
     return remainder if remainder >= min(nbytes, _SPLIT_BYTES) else 0
 

@@ -97,7 +97,7 @@ class StepSlice(SequenceSlice):
         self._model, self._spec = model, spec
         #: The variant whose tensors lie in the memory.
         self._variant = -1
-        #: Views of these tensors.
+        #: Views of this variant's tensors in the memory: tokens, lengths, and the returned token.
         self._tokens: npt.NDArray[Any]
         self._lengths: npt.NDArray[Any]
         self._token: npt.NDArray[Any]

@@ -53,7 +53,7 @@ class Handover:
         self._places = {model.key: place for place, model in enumerate(self.before or ())}
 
     def place(self, key: str) -> int:
-        """Return the place of a model in the order of return; models that are not in the note are last."""
+        """Return the place of a model in the order of return. Models that are not in the note come last."""
         return self._places.get(key, len(self._places))
 
     def returns(self, key: str) -> bool:

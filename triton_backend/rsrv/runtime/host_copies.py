@@ -1,6 +1,6 @@
-"""Decisions by the limit of the host's memory.
+"""Decisions about host copies of weights, within the limit of the host's memory.
 
-They say which models get a host copy of their weights, which copies are dropped, and which models fall back to cold.
+They are: which models get a host copy, which copies are dropped, and which models fall back to cold.
 
 A model whose residency is `system` has a host copy if there is room. The least recently used copies make room for copies of
 models that are loaded. Copies are also dropped after `idle.host`, or when the machine or the container is short of memory. A

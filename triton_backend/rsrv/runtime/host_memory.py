@@ -173,7 +173,7 @@ class HostMemory:
 
 
 class SharedMemory(HostMemory):
-    """One file per large tensor in a directory of /dev/shm, named by the tensor's digest; small tensors are private.
+    """One file per large tensor in a directory of /dev/shm, named by the tensor's digest. Small tensors are private.
 
     A file is linked atomically when it is complete, and is not written again. So no process waits for another, and none
     sees an incomplete file. Each user holds a shared lock on the file. A process that can make its lock exclusive is
@@ -183,7 +183,6 @@ class SharedMemory(HostMemory):
     So the next runtime of a server finds its predecessor's tensors. It finds their digests in notes: there is one note for
     each weights file, in a directory of the server's device. A sweep keeps the tensors in the notes of a live server even if
     nothing uses them, because fronts may be late, or wait until a request arrives.
-
 
     Each tensor takes two descriptors (one from Python 3.13 on) and a mapping of the process.
     """

@@ -298,7 +298,7 @@ class HostWeights:
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes that a host copy would add to those of other models."""
+        """Bytes that a host copy would need in addition to the copies of other models."""
         stored = self._store._held
         return sum(nbytes for digest, nbytes in self.copied.items() if digest not in stored)
 
@@ -357,8 +357,8 @@ class HostWeights:
     def read_ahead(self, indices: Iterable[int], abandoned: Callable[[], bool]) -> None:
         """Read weights without a host copy, so that the next load does not wait for storage.
 
-        These weights stay in memory until `end_read_ahead`. So do those of them that other models have copies of. If there is
-        no room, the file is nevertheless read if the kernel's cache may hold it. Raises Abandoned, HostMemoryError, and
+        These weights stay in memory until `end_read_ahead`, including weights that other models have copies of. If there is no
+        room, the file is nevertheless read if the kernel's cache may hold it. Raises Abandoned, HostMemoryError, and
         BundleError if a weight in the file has changed.
         """
         self.end_read_ahead()()

@@ -40,8 +40,8 @@ class JaxDevice:
 
     A CPU executes within `launch`. With `asynchronous_cpu`, it executes like a GPU. jax decides this once per process, at its
     first use. jax's own environment variables take precedence over `memory`. `numerics` applies to CUDA's libraries and to
-    functions traced in this process; models' modules are compiled as they are. `lost` is called with an error of CUDA after
-    which the process can do nothing more with the device, on the thread that uses the device.
+    functions traced in this process, but models' modules are compiled as they are. `lost` is called on the thread that uses
+    the device, with an error of CUDA after which the process cannot use the device any more.
 
     If `claims` is false, the device takes none of a GPU's memory for weights and executions until `claim`, so that another
     process may still hold the memory. Until then, `compile` only loads stored executables.

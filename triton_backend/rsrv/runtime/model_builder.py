@@ -159,7 +159,7 @@ class ModelBuilder:
         calls: Mapping[str, str],
         demand: Demand,
     ) -> None:
-        """Read the bundle of a model, and those of the models that a meta model calls. Ends in `BundlesRead`."""
+        """Read the bundle of a model, or of a meta model and the models that it calls. Ends in `BundlesRead`."""
         action = partial(self._read, connection, name, path, calls, demand)
         id = f"read {path}" if connection is None else connection.id
         self._put(BuildStep(id, name, demand, action, reads=True))
@@ -185,7 +185,8 @@ class ModelBuilder:
     ) -> None:
         """Read a model's modules and compile them, which is expected to take `seconds`.
 
-        Posts `ModulesRead`, `ModuleCompiled` for each module and `ModelCompiled`; after an error, only `ModelCompiled`.
+        Posts `ModulesRead`, then `ModuleCompiled` for each module, and `ModelCompiled`. After an error, `ModelCompiled` follows
+        at once.
         """
         action = partial(self._build, key, name, bundle, settings)
         self._put(BuildStep(key, name, demand, action, seconds=seconds))
@@ -293,7 +294,7 @@ class ModelBuilder:
         self._inbox.post(BundlesRead(connection, result, verdicts, demand, name, bool(calls), seconds))
 
     def _expect(self, key: str, name: str, bundle: Bundle) -> float:
-        """Return the expected seconds of a model's build; 0 if its executables are stored."""
+        """Return the expected seconds of a model's build, or 0 if its executables are stored."""
         if self._device is not None:
             if self._device.has_executables(key, name):
                 return 0.0

@@ -289,7 +289,10 @@ class SequenceTable:
                 sequence.request = sequence.request._replace(accepted=True)
 
     def lose(self, key: str, losses: int) -> Verdicts:
-        """End all sequences of a model that have a state or a slot, if its states were lost since the last call."""
+        """If the states of a model were lost since the last call, end its sequences that have a state or a slot.
+
+        `losses`: number of times that the states were lost so far.
+        """
         model = self._models[key]
         if model.losses == losses:
             return Verdicts()

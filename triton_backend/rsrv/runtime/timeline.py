@@ -164,7 +164,7 @@ class Timeline:
         return span
 
     def loading(self, model: str) -> float | None:
-        """Return the start of the model's current load; None: it is not loading."""
+        """Return the start of the model's current load. None: it is not loading."""
         return min((start for (name, _), start in self._loading.items() if name == model), default=None)
 
     def answer(self, instance: str, since: int, now: float) -> dict[str, Any]:

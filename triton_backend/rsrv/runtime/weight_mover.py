@@ -112,7 +112,7 @@ class DeviceWeights:
         self._drop((key for key in weights.distinct if key not in shared), reuse=loading_for is not None)
 
     def _drop(self, keys: Iterable[TensorKey], *, reuse: bool = False) -> None:
-        """Free those of the given tensors that no model uses. `reuse`: the next load gets their memory."""
+        """Free the given tensors unless a model uses them. `reuse`: the next load gets their memory."""
         unused = []
         for key in keys:
             tensor = self._tensors.get(key)

@@ -52,7 +52,7 @@ class VariantCosts:
         self._seeds = tuple(float(seeds[size]) for size in self.sizes)
         #: Estimated costs, parallel to `sizes`. They are finite and positive.
         self.seconds = list(self._seeds)
-        #: Index of the size that costs least per row when it is full. Of equal ones, the larger size counts.
+        #: Index of the size that costs least per row when it is full. Ties go to the larger size.
         self.best_index = self._cheapest(None)
 
     @property
@@ -61,7 +61,7 @@ class VariantCosts:
         return self.capacities[-1]
 
     def learn(self, size: int, sample: float) -> None:
-        """Learn from one measured execution; ignore a sample that is not a positive duration."""
+        """Learn from one measured execution. Ignore a sample that is not a positive duration."""
         if not (isfinite(sample) and sample > 0.0):
             return
         measured = self.sizes.index(size)
@@ -72,7 +72,7 @@ class VariantCosts:
     def relax(self) -> None:
         """Lower estimates above their seeds a little, after a request was shed because of them.
 
-        If all requests are shed nothing is measured; so the estimates sink until a request is tried and measured.
+        If all requests are shed, nothing is measured. So the estimates sink until a request is tried and measured.
         """
         self._sink(1.0)
 
@@ -85,14 +85,14 @@ class VariantCosts:
         self.best_index = self._cheapest(None)
 
     def cheapest_seconds(self, rows: int) -> float:
-        """Seconds of the cheapest single execution that holds `rows` rows; inf if none does."""
+        """Seconds of the cheapest single execution that holds `rows` rows, or inf if no size holds them."""
         return min(
             (cost for cost, room in zip(self.seconds, self.capacities, strict=True) if room >= rows),
             default=inf,
         )
 
     def smallest_fit_seconds(self, rows: int) -> float:
-        """Seconds of the smallest size that holds `rows` rows; inf if none does."""
+        """Seconds of the smallest size that holds `rows` rows, or inf if no size holds them."""
         for cost, room in zip(self.seconds, self.capacities, strict=True):
             if room >= rows:
                 return cost
@@ -211,9 +211,9 @@ def plan_batch(
         rows(s)  = w1 + ... + w_n(s)
         choice   = argmin over s of seconds(s) / rows(s)
 
-    Ties go to more served rows, then to the smaller size. Requests are taken whole and in order, the
-    front one always. Requests without rows join any batch; if no others wait they get the smallest size.
-    Without `coalesce` the front request runs alone, at the smallest size that holds it.
+    Ties go to more served rows, then to the smaller size. Requests are taken whole and in order. The front request is
+    always taken. Requests without rows join any batch. If no others wait, they get the smallest size. Without `coalesce`,
+    the front request executes alone, at the smallest size that holds it.
 
     Sizes that take longer than `limit` seconds are left out, unless all sizes that hold the front request do.
 

@@ -8,7 +8,6 @@ In every discipline, the level of a request comes first. Committed sub-calls of 
 have the level of their priority. Disciplines differ in the order within a level. In `fair`, a priority does not get a model
 more than its share.
 
-
 CONTRIBUTING.md lists what a new discipline needs.
 """
 
@@ -51,13 +50,13 @@ class Discipline(Protocol):
         """True if requests whose deadline can no longer be met end at once, and batches are chosen to meet deadlines."""
 
     def place(self, level: int, deadline: float | None, sequence: int) -> Place:
-        """Return the place of a request; requests of one variant execute in this order.
+        """Return the place of a request. Requests of one variant execute in the order of their places.
 
         `deadline`: time when the client wants the answer. It is `Request.due`, or if that is None, the request's deadline.
         """
 
     def advance(self, now: float) -> None:
-        """Advance to `now`; called before any other change at that time."""
+        """Advance to `now`. The scheduler calls this before any other change at that time."""
 
     def update(self, candidate: Candidate) -> None:
         """Add a candidate, or record a change of its work or cost."""

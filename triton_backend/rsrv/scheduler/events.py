@@ -1,17 +1,17 @@
 """Events and instructions of the scheduler: two closed unions of frozen values.
 
-Times are seconds on one monotonic clock (the caller's choice); durations are seconds; sizes of
-weights are bytes. A *model* is an opaque key, unique among the added ones. *Rows* are elements along
-the batch axis; a compiled *size* is the number of rows that an executable takes, padding included. A
-*variant* is the index of a model's compiled input-shape variant (0 where there is only one).
+Times are seconds on one monotonic clock, which the caller chooses. Durations are in seconds, and sizes of weights in
+bytes. A *model* is an opaque key, unique among the added models. *Rows* are elements along the batch axis. A compiled
+*size* is the number of rows that an executable takes, including padding. A *variant* is the index of a model's compiled
+input-shape variant (0 if there is only one).
 
 Each instruction that takes time ends in one event: `Execute` in `ExecutionFinished`; `WarmUp` in `WarmUpEnded`;
 `LoadWeights` in `WeightsLoaded`, `LoadFailed` or `LoadAbandoned`; `ReadWeights` in `WeightsRead`, `LoadFailed` or
-`LoadAbandoned`. Every request that arrived ends in exactly one `Finish`. (Requests and finishes, of which a batch has
-hundreds, are tuples: a frozen dataclass takes three times as long to make.)
+`LoadAbandoned`. Every request that arrived ends in exactly one `Finish`. (Requests and finishes are tuples, because a batch
+has hundreds of them, and a frozen dataclass takes three times as long to make.)
 
-A *run* is one request of a meta model, which makes requests of its own. Every requested run ends in exactly one of
-`Admit`, `Finish` and `RunEnded`; an admitted run ends in `RunEnded`.
+A *run* is one request of a meta model. It makes its own requests. Every requested run gets exactly one of `Admit` and
+`Finish`, unless `RunEnded` withdraws it before. An admitted run ends in `RunEnded`.
 
 A request that cannot be served is never an exception: it ends in a `Finish`.
 """
@@ -70,7 +70,7 @@ class Program:
     model: str
     #: (variant, size) -> seconds of one execution, as measured by the warm-up. Its keys are the compiled sizes.
     costs: Mapping[tuple[int, int], float]
-    #: True if several requests may share one execution; otherwise each runs alone.
+    #: True if several requests may share one execution. Otherwise, each request executes alone.
     coalesce: bool
     #: Maximum number of waiting requests. Further ones are refused.
     max_queue_depth: int
@@ -105,7 +105,7 @@ class Program:
 
 
 class Request(NamedTuple):
-    """One client request; never split over executions."""
+    """One client request. It is never split over executions."""
 
     id: int
     model: str
@@ -170,7 +170,7 @@ class ModelAdded:
 
 @dataclass(frozen=True, slots=True)
 class WarmUpEnded:
-    """A warm-up ended: `costs` as in the program, or None if it failed and the model will be removed."""
+    """A warm-up ended. `costs`: see `Program.costs`. None: the warm-up failed, and the model will be removed."""
 
     model: str
     costs: Mapping[tuple[int, int], float] | None
@@ -203,7 +203,7 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Evict the weights of these models as soon as nothing executes on them; pinned ones stay."""
+    """Evict the weights of these models as soon as nothing executes on them. Pinned weights stay."""
 
     models: tuple[str, ...]
 
@@ -252,7 +252,7 @@ class RunsAsked:
 class RunEnded:
     """A run ended, or withdraws before its admission. Unknown ids are ignored.
 
-    There is no answer. Its requests stay: the runtime cancels the ones that are not needed any more.
+    There is no answer to this event. The run's requests stay, and the runtime cancels those that it does not need any more.
     """
 
     run: int
@@ -331,9 +331,9 @@ class SettingsChanged:
 
 @dataclass(frozen=True, slots=True)
 class WindDown:
-    """Stop admitting runs; start no execution once no run and no generation is in progress.
+    """Stop admitting runs. Once no run and no generation is in progress, also stop starting executions.
 
-    Ends in `WoundDown`. Queued requests stay queued, except those of models that feed back. The caller must not send
+    Ends in `WoundDown`. Queued requests stay queued, except requests of models that feed back. The caller must not send
     requests that begin a generation.
     """
 
@@ -418,7 +418,7 @@ class AbandonLoad:
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """Execute and measure every size of the model; its weights are on the device. Ends in `WarmUpEnded`."""
+    """Execute and measure every size of the model. Its weights are on the device. Ends in `WarmUpEnded`."""
 
     model: str
     #: True if it is the second try after a lack of device memory: carry out all evictions first.
@@ -429,7 +429,7 @@ class WarmUp:
 class GiveUp:
     """The weights of a model that was to be warmed up, pinned or prefetched are not loaded.
 
-    The load is not retried, except that of a pinned model, after a back-off.
+    Only the load of a pinned model is retried, after a back-off.
     """
 
     model: str
@@ -438,7 +438,7 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class EvictWeights:
-    """Free the model's device buffers; nothing executes on them."""
+    """Free the model's device buffers. Nothing executes on them."""
 
     model: str
     epoch: int
@@ -449,7 +449,7 @@ class EvictWeights:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Let a run begin; it is in progress until its `RunEnded`."""
+    """Let a run begin. It is in progress until its `RunEnded`."""
 
     run: int
 
@@ -469,7 +469,7 @@ class WoundDown:
 
 
 class Outcome(Enum):
-    """End of a request; exactly one of these."""
+    """Outcome of a request. Every request has exactly one."""
 
     ANSWERED = "answered"
     REFUSED = "refused"
@@ -482,7 +482,7 @@ class Outcome(Enum):
 
 
 class Reason(Enum):
-    """Reason of a refusal; `NOT_LOADED` is one of a failure."""
+    """Reason of a refusal, or in the case of `NOT_LOADED`, of a failure."""
 
     QUEUE_FULL = "queue_full"
     UNKNOWN_MODEL = "unknown_model"
@@ -508,7 +508,7 @@ class Finish(NamedTuple):
     request: int
     outcome: Outcome
     reason: Reason | None = None
-    #: With QUEUE_FULL, seconds after which a place in the queue is likely, by learned cost; None: unknown. With
+    #: With QUEUE_FULL, seconds after which a place in the queue is likely, by learned costs (None: unknown). With
     #: NO_MEMORY and NOT_LOADED, seconds until the load of the weights may be retried.
     retry_after: float | None = None
     error: str | None = None

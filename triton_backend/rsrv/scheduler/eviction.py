@@ -1,7 +1,7 @@
 """The choice of weights to evict when others need room: a pure function of the candidates.
 
-Among models without waiting requests, the least recently used ones go first. Among models with waiting requests, the
-discipline decides.
+Models without waiting requests are evicted first, in the order of their last use. Models with waiting requests are evicted
+in the reverse of the discipline's order.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -42,7 +42,7 @@ class _FreedBytes:
         self._users: dict[SharedTensorGroup, int] = dict.fromkeys(keep, -1)
 
     def choose(self, resident: Resident) -> int:
-        """Add a victim; return the bytes that it frees."""
+        """Add a victim. Return the bytes that it frees."""
         freed = 0
         for group in resident.groups:
             users = self._users.get(group, group.users) - 1
@@ -64,9 +64,9 @@ def choose_victims(
     residents: Iterable[Resident],
     keep: Collection[SharedTensorGroup] = (),
 ) -> list[str] | None:
-    """Return victims that free `missing` bytes together, in order of eviction; None if all candidates are not enough.
+    """Return victims that free `missing` bytes together, in order of eviction. None: all candidates are not enough.
 
-    Candidates are tried in the order of `in_eviction_order`. Those that the other victims make unnecessary are then removed. A
+    Candidates are chosen in the order of `in_eviction_order`. Victims that the other victims make unnecessary are removed. A
     candidate frees nothing if models that stay use all of its groups, or if its groups are in `keep`. `keep` has the groups of
     the model that is to be loaded.
     """

@@ -1,17 +1,18 @@
 """Weighted fair shares of device time: earliest eligible virtual deadline first (EEVDF).
 
-Stoica and Abdel-Wahab, "Earliest Eligible Virtual Deadline First", 1995; Linux schedules processes by it.
-Every model i with work and weight w_i has a virtual start v_i, which rises by s / w_i for each s seconds
-of device time that it takes: an execution takes the device until its end is handled, and another can begin. The virtual
-clock V is the weighted mean of the starts of all of them:
+Source: Stoica and Abdel-Wahab, "Earliest Eligible Virtual Deadline First", 1995. Linux schedules processes by it.
+
+Every model i with work and weight w_i has a virtual start v_i. It rises by s / w_i for each s seconds of device time that
+the model takes. An execution takes the device until its end is handled and another one can begin. The virtual clock V is
+the weighted mean of the starts of all models with work:
 
     V = sum(w_i * v_i) / sum(w_i)         so that sum(w_i * (V - v_i)) = 0
 
-w_i * (V - v_i), the lag, is the device time that model i is owed (below zero: that it owes). A model is
-*eligible* while it owes nothing: v_i <= V; at least one always is. Its virtual deadline is v_i + c_i / w_i,
-where c_i is the expected cost of a full execution of it. The eligible model with the earliest virtual deadline
-executes next. A model's start rises when its execution starts; the clock rises while the execution runs. (If c_i
-were the cost of the requests that wait just now, small batches would pass large ones, and all batches would be small.)
+The lag w_i * (V - v_i) is the device time that model i is owed. If it is negative, the model owes device time. A model is
+*eligible* while it owes nothing: v_i <= V. At least one model always is. A model's virtual deadline is v_i + c_i / w_i,
+where c_i is the expected cost of a full execution of it. The eligible model with the earliest virtual deadline executes
+next. A model's start rises when its execution starts. The clock rises while the execution runs. (If c_i were the cost of
+the requests that wait just now, small batches would pass large ones, and all batches would be small.)
 
 Three properties follow, and the tests check them. Here c is the cost of the model's largest execution, C that of any
 model's largest execution, and s = w_i / sum(w) over the models with work:
@@ -112,7 +113,7 @@ class Fair:
         #: Model and expected seconds of each execution in flight, by number.
         self._executing: dict[int, tuple[str, float]] = {}
         self._accounts: dict[str, Account] = {}
-        #: Eligible candidates, by (level, virtual deadline, place). The level is that of the priority.
+        #: Eligible candidates, by (level, virtual deadline, place). The level is the first element of the place.
         self._eligible: Ranking[str] = Ranking()
         #: Candidates that owe device time, by virtual start.
         self._ineligible: Ranking[str] = Ranking()

@@ -22,14 +22,14 @@ class StartedExecution:
     execute: Execute
     model: ModelState
     started: float
-    #: Number by which the discipline knows the execution: that of the first try.
+    #: Number by which the discipline knows the execution. It is the number of the first try.
     charged: int
     #: Seconds for which nothing else could execute. It is known at the end of the execution.
     occupied_seconds: float = 0.0
 
 
 class InFlight(dict[int, StartedExecution]):
-    """The executions in flight by number; the device runs them in this order."""
+    """The executions in flight by number. The device runs them in the order of their numbers."""
 
     __slots__ = ("_freed", "_recent", "started")
 
@@ -96,7 +96,10 @@ class InFlight(dict[int, StartedExecution]):
         return any(execution.execute.exclusive for execution in self.values())
 
     def end_after(self, now: float) -> float | None:
-        """Return the time when all executions are expected to have ended. None: the first one is overdue, or there is none."""
+        """Return the time when all executions are expected to have ended.
+
+        None: none is in flight, or the first one is overdue.
+        """
         first = next(iter(self.values()), None)
         if first is None:
             return None
@@ -106,7 +109,7 @@ class InFlight(dict[int, StartedExecution]):
         return since + sum(execution.execute.seconds for execution in self.values())
 
     def overdue_seconds(self, now: float) -> float:
-        """Return the time by which the first execution has exceeded its expected end; there must be one."""
+        """Return the seconds by which the first execution has exceeded its expected end. There must be an execution."""
         first = next(iter(self.values()))
         return max(0.0, now - max(first.started, self._freed) - first.execute.seconds)
 

@@ -1,9 +1,8 @@
 """The line for the link to the device: which absent weights load next, and which weights are evicted for them.
 
-The decision is made when the link is free. Of the models with waiting requests and absent weights, the one that the
+The decision is made when the link is free. Of the models with waiting requests and absent weights, the model that the
 discipline ranks first loads, while other models execute. It gets free bytes, or the bytes of the victims that
 `eviction.choose_victims` chooses. These weights are not evicted for it:
-
 
 - pinned weights, weights on which an execution runs, and weights that a committed request waits for;
 - weights in their protected time, if requests wait for them or are expected soon. The protected time is
@@ -14,8 +13,7 @@ discipline ranks first loads, while other models execute. It gets free bytes, or
   deadline would pass meanwhile does not wait for the end of the protected time;
 - weights with waiting requests, as long as the idle weights together are large enough. Protected idle weights also count:
   the load waits for the end of their protection;
-- weights whose waiting requests the discipline ranks before those of the model that loads: they would be the next to
-  load again.
+- weights of models with work that the discipline ranks before the model that loads. They would be the next to load again.
 
 Weights without a host copy are in line for the disk first, in the same order, and for the link once they have been read.
 So a load never waits for the disk while weights in host memory are in line.
@@ -218,7 +216,7 @@ class LoadQueue:
             self.restore_at(place, model)
 
     def restore_at(self, place: int, model: ModelState) -> None:
-        """Put a model in the line of restores; the smallest place is first."""
+        """Put a model in the line of restores. The smallest place is first."""
         self.restored[model.name] = place
         self.requeue(model)
 
@@ -229,7 +227,7 @@ class LoadQueue:
         self.requeue(model)
 
     def leave_lines(self, model: ModelState) -> None:
-        """Remove a model from every line except that of demand."""
+        """Remove a model from every line except the lines of demand."""
         self.end_requirement(model)
         self.end_prefetch_and_restore(model)
 
@@ -260,7 +258,7 @@ class LoadQueue:
                     self.require(model)
 
     def next_backoff_end(self) -> float:
-        """Return when the back-off of a pinned model ends. inf: there is none."""
+        """Return the time when the next back-off of a pinned model ends. inf: there is none."""
         ends = (model.weights.backoff_until for model in self.backing_off if model.weights.pinned)
         return min(ends, default=inf)
 
@@ -293,7 +291,7 @@ class LoadQueue:
     def started(self, model: ModelState) -> None:
         """Remove a model whose load has begun from the lines that the load serves.
 
-        A prefetch stays in line while it loads, because it is still wanted if the load is abandoned.
+        A prefetch stays in line while it loads, because it is still needed if the load is abandoned.
         """
         self.required.pop(model.name, None)
         self.demand_for_link.pop(model.name, None)
@@ -302,7 +300,7 @@ class LoadQueue:
     # --- decisions -------------------------------------------------------------------------------------------
 
     def next_read(self) -> ModelState | None:
-        """Choose the weights that are read from disk now; None: no read. They need no room on the device yet."""
+        """Choose the model whose weights are read from disk now. None: no read. A read needs no room on the device."""
         name = self._head_for_disk()
         if name is None:
             name = next(self._queued_in(self.prefetched, on_disk=True), None) or self._first_restored(
@@ -403,7 +401,7 @@ class LoadQueue:
         return self._yields_at(model, self._models[self.blocked_head]) <= now
 
     def find_misfit(self) -> ModelState | None:
-        """Return a model in line that does not fit and may evict no other; None: there is none."""
+        """Return a model in line that does not fit and may evict no other. None: there is no such model."""
         # Only required loads evict others.
         if self.on_demand or self.required:
             return None
@@ -531,7 +529,7 @@ class LoadQueue:
         return -inf if self._is_urgent(head, until) else until
 
     def _plan_prefetch(self, now: float) -> PlannedLoad | None:
-        """Plan the load of a prefetched model; weights with work are not evicted for it."""
+        """Plan the load of a prefetched model. Weights with work are not evicted for it."""
         if not (self._prefetch_may_fit or self._prefetch_at <= now):
             return None
         self._prefetch_may_fit = False

@@ -205,7 +205,7 @@ class MetaAdmission:
         return max(0.0, self.ahead) / self.limit if self.slots_taken >= self.limit else 0.0
 
     def next_deadline(self) -> float:
-        """Return the soonest deadline of a waiting run; inf: there is none."""
+        """Return the soonest deadline of a waiting run. inf: there is none."""
         id = self._deadlines.first()
         return inf if id is None else self._deadlines[id]
 
@@ -229,7 +229,7 @@ class MetaAdmission:
         self._order.set(run.id, self._discipline.place(level, run.deadline, number))
 
     def _leave(self, run: Run) -> _Meta:
-        """Remove a run from the waiting ones. Return the counters of its meta model."""
+        """Remove a run from the waiting runs. Return the counters of its meta model."""
         del self.waiting[run.id]
         self._order.pop(run.id, None)
         self._deadlines.pop(run.id, None)

@@ -63,7 +63,7 @@ def with_policy(program: Program, changed: PolicyChanged) -> Program:
 class ModelState:
     """One known or draining model: its queues, weights, counters and history.
 
-    The scheduler writes it; disciplines see it as a `Candidate`.
+    The scheduler changes it. Disciplines see it as a `Candidate`.
     """
 
     __slots__ = (

@@ -47,7 +47,7 @@ class Ranking(dict[Name, Rank]):
         self._heap.clear()
 
     def first(self) -> Name | None:
-        """Return the name of the smallest rank; None if there is none."""
+        """Return the name with the smallest rank. None: there are no names."""
         heap = self._heap
         while heap:
             rank, name = heap[0]

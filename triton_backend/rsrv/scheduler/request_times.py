@@ -87,7 +87,7 @@ class RequestTimes:
         outcome: Outcome | None,
         now: float,
     ) -> Ending:
-        """Return how an unfinished request has spent its time. `until`: the time until which it has waited."""
+        """Return the parts of a request's time that did not end with an execution. `until`: time until which it waited."""
         arrived, delay = entry.arrived, model.program.max_delay
         absences, evicted = model.history.absences(arrived)
         behind = self._running.behind(arrived, until, until)

@@ -1,7 +1,7 @@
 """The scheduler: one pure state machine per device.
 
 It takes events and returns instructions (`events`). Time is an argument. It does no I/O, reads no clock, takes no
-lock and starts no thread; the loop that owns it does all that. Equal events at equal times give equal instructions,
+lock and starts no thread. The loop that owns it does all that. Equal events at equal times give equal instructions,
 so a recorded run can be replayed. `Scheduler.handle` states the order in which an event is handled.
 """
 
@@ -134,7 +134,7 @@ class Scheduler:
             self._load_again,
         )
 
-    # --- the one entry -----------------------------------------------------------------------------------
+    # --- the only entry ----------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Handle an event, and return the instructions that follow, in order.
@@ -352,7 +352,7 @@ class Scheduler:
         model.history.add(now, "execute", execute)
         out.append(execute)
         if self._discipline.sheds:
-            # Requests that can no longer meet their deadline end now, not when the device is free again.
+            # Requests that cannot meet their deadline any more, because of this execution, end now.
             self._shed(now, out)
 
     def _finish_execution(self, event: ExecutionFinished, now: float, out: list[Instruction]) -> None:
@@ -370,7 +370,7 @@ class Scheduler:
         model.ended(execute)
         self._discipline.end(running.charged, running.occupied_seconds)
         if event.error is None:
-            # A failed execution's duration says nothing about the cost of a successful one.
+            # Do not learn from a failed execution, because its duration is not the cost of a successful one.
             model.queues[execute.variant].costs.learn(execute.size, event.seconds)
         slow = self._queues.finish(model, execute.requests, event, now, out)
         if slow:
@@ -655,10 +655,10 @@ class Scheduler:
         feeds_back = model.program.feeds_back and model.executions
         return not feeds_back and not self._loads.wants_room_of(model, now)
 
-    # --- questions, none of which changes a later decision ---------------------------------------------------
+    # --- questions (they change no later decision) -----------------------------------------------------------
 
     def backlog_seconds(self, now: float) -> float:
-        """Expected device time until all waiting and running requests are done; costs O(depth).
+        """Expected device time until all waiting and running requests are done. A call costs O(depth).
 
             `InFlight.seconds`
             + sum over queues of `VariantQueue.seconds`
@@ -669,12 +669,12 @@ class Scheduler:
         return running + max(0.0, self._backlog)
 
     def seconds_until_idle(self, now: float) -> float | None:
-        """Expected time until the device has nothing to do; None: it is free.
+        """Expected time until the device has nothing to do. None: the device is free.
 
             backlog + seconds for which the running execution is overdue
 
-        An execution that takes longer than expected is expected to take as long again. Requests that wait for their
-        weights or in a pause do not use the device.
+        An execution that is overdue is expected to take as long again as it is overdue. Requests that wait for their weights,
+        or because their model is paused, are expected to use no device time.
         """
         if not self._running:
             return None
@@ -690,12 +690,12 @@ class Scheduler:
         return self._admission.wait_seconds()
 
     def load_seconds(self, model: str) -> float:
-        """Return the expected seconds of loading a model's weights now; 0 if they are resident, or it is unknown."""
+        """Return the expected seconds of loading a model's weights now. 0: they are on the device, or the model is unknown."""
         state = self._models.get(model)
         return 0.0 if state is None or state.weights.state in ON_DEVICE else state.weights.remaining_seconds
 
     def on_disk(self, model: str) -> bool:
-        """Return whether a known model's weights are read from disk before a load; False for others."""
+        """Return whether a model's weights are read from disk before a load. False for unknown models."""
         state = self._models.get(model)
         return state is not None and state.weights.on_disk
 
@@ -719,7 +719,7 @@ class Scheduler:
         return state.weights.last_used
 
     def queued(self, model: str) -> int:
-        """Return the number of waiting requests of a known model; 0 for others."""
+        """Return the number of a model's waiting requests. 0 for unknown models."""
         state = self._models.get(model)
         return 0 if state is None else state.queued
 

@@ -95,7 +95,7 @@ class SlowRequest(NamedTuple):
 
 
 def _overlap(periods: Periods, since: float, until: float) -> float:
-    """Return how many seconds of an interval fall into periods."""
+    """Return the number of seconds of the interval from `since` to `until` that are in the periods."""
     return sum([max(0.0, min(end, until) - max(begin, since)) for begin, end in periods])
 
 

@@ -91,7 +91,7 @@ class OutcomeCounts:
 
 @dataclass(slots=True)
 class Totals:
-    """Counters of one model; nothing resets them."""
+    """Counters of one model. Nothing resets them."""
 
     counts: OutcomeCounts = field(default_factory=OutcomeCounts)
     #: Missed deadlines by stage.

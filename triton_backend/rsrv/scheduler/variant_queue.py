@@ -157,7 +157,7 @@ class Deadlines:
                 yield entry, entry.queue
 
     def next(self) -> float:
-        """Return the soonest time of a queued request; inf: there is none."""
+        """Return the soonest time of a queued request. inf: there is none."""
         heap = self.heap
         while heap and heap[0][2].queue is None:
             heappop(heap)

@@ -175,7 +175,7 @@ class ModelWeights:
         self.load_error = ""
         #: Number of completed loads.
         self.loads = 0
-        #: Expected duration of a load of all bytes. It is measured by loads that move most bytes; before, the program gives it.
+        #: Expected duration of a load of all bytes. At first, it is the program's value. Loads that move most bytes measure it.
         self.load_seconds = program.load_seconds
         #: Duration of the latest load. Before the first load, this is the program's duration of a load of all bytes.
         self.last_load_seconds = program.load_seconds
@@ -232,7 +232,7 @@ class ModelWeights:
         self.backoff_until = -inf
 
     def refused_for(self, now: float) -> float:
-        """Seconds for which requests are refused because a load failed; 0: they are accepted."""
+        """Seconds for which requests are refused because a load failed. 0: requests are accepted."""
         return 0.0 if self.state in TAKING_BYTES else max(0.0, self.backoff_until - now)
 
     def observe_pause(self, now: float) -> None:
@@ -326,7 +326,7 @@ class WeightAccounts:
     # --- how much room there is --------------------------------------------------------------------------------
 
     def missing(self, weights: ModelWeights) -> int:
-        """Return the bytes to evict before these absent weights fit; <= 0: none.
+        """Return the bytes to evict before these absent weights fit. 0 or less: they fit.
 
         Pinned weights may exceed the budget. Other weights may exceed it if only pinned weights are on the device with them.
         """
@@ -336,11 +336,11 @@ class WeightAccounts:
 
     @property
     def over_budget(self) -> int:
-        """Bytes above the budget; <= 0: none."""
+        """Bytes above the budget. 0 or less: the weights are within the budget."""
         return 0 if self.budget is None else self.bytes - self.budget
 
     def excess(self) -> int:
-        """Return the bytes above the budget that evictions should free; <= 0: none.
+        """Return the bytes above the budget that evictions should free. 0 or less: none.
 
         Pinned weights may exceed the budget. The largest of the other weights may also exceed it if only pinned weights are on
         the device with them. Weights whose tensors all belong to that largest model cause no eviction.

@@ -1,8 +1,8 @@
 """Frames: the messages on the socket. Language-neutral; docs/protocol.md is the specification.
 
 A frame is one SEQPACKET message: an 8-byte header (kind u16, reserved u16, count u32; little endian) and
-a body. Rare frames carry one JSON object; frequent ones, SUBMIT and DONE, carry `count` fixed-size
-entries. Frames carry the places of tensors in shared memory, never the tensors.
+a body. Rare frames carry one JSON object. Frequent frames, such as SUBMIT and DONE, carry `count` entries of a fixed
+size. Frames carry the places of tensors in shared memory, never the tensors.
 """
 
 import json
@@ -143,7 +143,7 @@ MAX_ENTRIES = 1024
 
 
 def request_tag(id: str) -> int:
-    """Return the number that stands for a client's request id in frames; 0 for none."""
+    """Return the number that stands for a client's request id in frames. 0 stands for an empty id."""
     if not id:
         return 0
     # Clients may send ids with lone surrogates.
@@ -327,7 +327,10 @@ def hello() -> bytes:
 
 
 def check_hello(frame: bytes | memoryview) -> None:
-    """Check the first frame of a connection, in either direction. Raises ProtocolError; its message names both versions."""
+    """Check the first frame of a connection, in either direction. Raises ProtocolError.
+
+    If the versions differ, the error is an OtherVersionError, and its message names both.
+    """
     kind, _ = read_header(frame)
     body = unpack_json(frame) if kind in (Kind.HELLO, Kind.WELCOME) else {}
     if body.get("magic") != MAGIC:

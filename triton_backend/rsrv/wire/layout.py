@@ -94,7 +94,7 @@ class Variant:
 
     @cached_property
     def length(self) -> int:
-        """Extent of the padded axis; 0 without such an axis."""
+        """Extent of the padded axis, or 0 if there is no such axis."""
         axes = ((tensor, tensor.padded_axis) for tensor in self.inputs.tensors)
         return next((tensor.dims[axis] for tensor, axis in axes if axis is not None), 0)
 

@@ -112,7 +112,7 @@ class _Segment:
 
 
 class Arena:
-    """Allocator of a stub's shared memory. First fit; beyond `keep` bytes, idle segments are freed.
+    """Allocator of a stub's shared memory. It uses the first range that fits, and frees idle segments beyond `keep` bytes.
 
     The arena is not thread-safe: the connection that owns it guards it. That connection also announces `fresh` and
     `dropped` segments to the runtime. `spare` returns the bytes that the machine has left. The arena calls it before it
@@ -248,8 +248,8 @@ def read_document(fd: int) -> dict[str, Any]:
 
 #: Maximum number of seconds between two rounds of an idle runtime whose server has several devices.
 BEAT_S = 0.1
-#: If an idle runtime has had no round for this many seconds, it seems to be stopped. The limit is long because a runtime may
-#: have to wait for a core on a busy machine.
+#: If an idle runtime has had no round for this many seconds, it seems to be stopped. The limit is long because on a busy
+#: machine, a runtime may wait for a core.
 SILENT_S = 0.5
 #: Bytes of a board, and its number of cells. The first two cells have other uses. Each further cell belongs to one model. If
 #: there are more models than cells, some models have no cell.

@@ -53,7 +53,10 @@ def base_directory() -> Path:
 
 
 def runtime_directory(server_pid: int, gpu: str) -> Path:
-    """Return the directory of a tritonserver's runtime for a device. Pids are reused; a pid and its start time are unique."""
+    """Return the directory of a tritonserver's runtime for a device.
+
+    Its name has the server's start time, because pids are reused.
+    """
     return base_directory() / f"{server_pid}-{start_time(server_pid)}-gpu{gpu}"
 
 
@@ -79,7 +82,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def runtime_command(
     python: str, directory: Path, server_pid: int, settings: Path, device: str, ready_fd: int | None = None
 ) -> list[str]:
-    """Return the command that starts the runtime of a directory. Its options are those of `python -m rsrv.runtime`."""
+    """Return the command that starts the runtime of a directory. `rsrv.runtime.__main__` explains the options."""
     return [
         # -P: files in the server's working directory must not shadow modules.
         python, "-P", "-m", "rsrv.runtime",
@@ -122,7 +125,7 @@ def make_private(directory: Path) -> None:
 
 
 def hold(directory: Path) -> int | None:
-    """Lock a runtime's directory; return the lock's descriptor, or None if another process has the lock.
+    """Lock a runtime's directory. Return the lock's descriptor, or None if another process has the lock.
 
     The kernel releases the lock when the process ends, so an unlocked directory has no runtime.
     """

@@ -90,7 +90,7 @@ def connect(path: Path) -> socket.socket:
 
 
 def readable(fds: Iterable[int], timeout_s: float | None = None) -> set[int]:
-    """Wait until one of the descriptors can be read, or a pidfd's process has ended; return all such descriptors.
+    """Wait until a descriptor can be read, or a pidfd's process has ended. Return all such descriptors.
 
     This uses poll(), because select() is limited to descriptors up to 1023 and a server has more.
     """

@@ -73,7 +73,7 @@ def pack_spans(spans: Sequence[Span], dropped: int) -> list[bytes]:
 
 
 def read_spans(document: Mapping[str, Any]) -> tuple[list[Span], int]:
-    """Return the spans of a SPANS frame, and the number of dropped ones. Raises ProtocolError."""
+    """Return the spans of a SPANS frame, and the number of dropped spans. Raises ProtocolError."""
     try:
         spans, dropped = [_read(value) for value in document["spans"]], int(document["dropped"])
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:

@@ -65,28 +65,28 @@ class GatewayServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def GetStatus(self, request, context):
-        """Workers, models, and the policy of placement, as of now.
+        """Returns the workers, the models and the policy of placement.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetPolicy(self, request, context):
-        """Changes the policy of packing and routing: all fields that the mask names, or none.
+        """Changes the policy of packing and routing. If one of the named fields is invalid, no field changes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetPlacement(self, request, context):
-        """Replaces one model's exceptions from the policy.
+        """Replaces the settings of one model that differ from the policy.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Repack(self, request, context):
-        """Packs all models again, now.
+        """Packs all models again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

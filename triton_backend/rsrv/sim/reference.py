@@ -41,33 +41,49 @@ _TABLES: tuple[tuple[str, type[BaseModel]], ...] = (
 
 #: Figures of metrics.json: their keys, their places, and their meaning.
 FIGURES: tuple[tuple[str, str, str], ...] = (
-    ("`arrived`", "both", "requests, each attempt of a closed-loop client counted"),
-    ("`served`, `shed`, `expired`, `refused`, `cancelled`, `failed`", "both", "how they ended"),
+    ("`arrived`", "both", "requests; each attempt of a closed-loop client counts"),
+    ("`served`, `shed`, `expired`, `refused`, `cancelled`, `failed`", "both", "requests by outcome"),
     ("`device_seconds`", "both", "device time of executions"),
     ("`share`", "models", "share of all models' device time"),
-    ("`wait_p50_s`, `wait_p99_s`", "both", "arrival until the device starts; served requests"),
-    ("`latency_p50_s`, `latency_p99_s`", "both", "arrival to answer; served requests"),
+    (
+        "`wait_p50_s`, `wait_p99_s`",
+        "both",
+        "percentiles, over served requests, of the time from the arrival to the start on the device",
+    ),
+    (
+        "`latency_p50_s`, `latency_p99_s`",
+        "both",
+        "percentiles, over served requests, of the time from the arrival to the answer",
+    ),
     ("`dispatches`", "both", "executions"),
-    ("`useful_rows`, `padded_rows`", "both", "rows of requests, and of padding"),
-    ("`hit_ratio`", "both", "requests whose weights were resident on arrival"),
-    ("`loads`, `evictions`, `loaded_bytes`", "both", "of weights"),
+    ("`useful_rows`, `padded_rows`", "both", "executed rows of requests, and executed rows of padding"),
+    ("`hit_ratio`", "both", "share of requests that found their weights on the device when they arrived"),
+    ("`loads`, `evictions`, `loaded_bytes`", "both", "loads and evictions of weights, and loaded bytes"),
     ("`starts`, `cold`", "both", "cold starts, and requests that waited for one"),
     ("`read_bytes`", "both", "weights read from the disk, by starts and loads"),
-    ("`window_s`, `makespan_s`", "total", "`duration`; until the last request ended"),
+    (
+        "`window_s`, `makespan_s`",
+        "total",
+        "the window (`duration`, or the makespan if there is none), and the time until the last request ended",
+    ),
     ("`utilisation`", "total", "`device_seconds` / `window_s`"),
-    ("`goodput`", "total", "requests answered in time, per second of the window"),
-    ("`goodput_ratio`", "total", "requests answered in time, of `arrived`"),
-    ("`padding_ratio`", "total", "padding, of all rows, each times its length if the axis is padded"),
+    ("`goodput`", "total", "requests answered in time and within the window, per second of the window"),
+    ("`goodput_ratio`", "total", "requests answered in time, as a share of `arrived`"),
+    (
+        "`padding_ratio`",
+        "total",
+        "share of padding in the executed rows; with a padded axis, in the products of rows and lengths",
+    ),
     ("`load_seconds`, `link_utilisation`", "total", "link time, and its share of the window"),
     (
         "`host_bytes_mean`, `host_bytes_peak`, `device_bytes_mean`",
         "total",
-        "weights in host memory and on the device",
+        "bytes of weights in host memory and on the device",
     ),
     (
         "`jain`, `jain_models`, `jain_seconds`",
         "total",
-        "Jain's fairness index by weight while models compete; how many did, and how long",
+        "Jain's fairness index of device time by weight, while models compete; the number of counted models, and the seconds",
     ),
 )
 

@@ -107,7 +107,7 @@ def test_a_device_with_waiting_requests_does_not_sleep(
 @pytest.mark.parametrize(
     ("successor", "why"),
     [
-        (Successor(problem="no module named jax"), "the runtime goes on: no module named jax"),
+        (Successor(problem="no module named jax"), "the runtime continues: no module named jax"),
         (Successor(disk_is_full=True), "cannot be written: No space left on device"),
     ],
 )

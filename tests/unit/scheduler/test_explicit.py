@@ -123,7 +123,7 @@ def test_a_prefetch_that_does_not_fit_is_turned_down() -> None:
     (given_up,) = driver.send(Prefetch("c"))
 
     assert isinstance(given_up, GiveUp)
-    assert "100 bytes do not fit beside the 200" in given_up.error
+    assert "100 bytes do not fit in addition to the 200" in given_up.error
     assert driver.resident == {"a", "b"}
 
 

@@ -90,7 +90,7 @@ class Costs:
         self._expected: dict[str, float] = {}
 
     def observe(self, views: Mapping[str, WorkerView], now: float) -> float:
-        """Handle all workers' current views. Return the device seconds consumed since the last ones.
+        """Handle all workers' current views. Return the device seconds consumed since the views before.
 
         A view is skipped if the worker's last view is less than SAMPLE_S old or has the same measurement. A worker that is not
         in `views` is forgotten.

@@ -209,7 +209,7 @@ def _start_profile(device: Device, directory: Path) -> None:
         directory.mkdir(mode=0o700, parents=True)
     except FileExistsError:
         raise CommandRefused(
-            "INVALID_ARGUMENT", f"{directory} is there already; name a new directory"
+            "INVALID_ARGUMENT", f"{directory} exists already; name a new directory"
         ) from None
     except OSError as error:
         raise CommandRefused("FAILED_PRECONDITION", f"{directory} cannot be made: {error.strerror}") from None
@@ -330,7 +330,7 @@ class Commands:
             self._stateful.hold_starts(held=True)
             self._outbox.append(ev.WindDown(end.drain_s))
         else:
-            self._refuse_end(end, f"the runtime goes on: {message.reason}")
+            self._refuse_end(end, f"the runtime continues: {message.reason}")
 
     def wound_down(self, wound: ev.WoundDown) -> None:
         """Answer `restart` or `sleep`: the runtime ends, or the command is refused because something is still in progress."""

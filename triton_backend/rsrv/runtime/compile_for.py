@@ -113,7 +113,7 @@ def _compile(repository: Path, card: _Order, settings: Settings) -> int:
     compiler = AheadCompiler(card.target)
     target = compiler.target()
     path = repository / f"{card.name}{SUFFIX}"
-    # Executables of an earlier run may have been tuned with another profile, so do not reuse them with a profile.
+    # With a profile, do not reuse executables of an earlier run: they may have been tuned with another profile.
     earlier = None if card.tuned else _earlier(path, target)
     work = _CardModules(compiler, card, settings.runtime.numerics != "f32", earlier)
     models: dict[str, dict[str, str]] = {}

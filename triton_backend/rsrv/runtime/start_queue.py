@@ -63,7 +63,7 @@ _Rank = tuple[int, float, int, float, int]
 
 #: Half of a model's building time is forgotten in this many seconds.
 _HALF_LIFE_S = 60.0
-#: A build with at least this many expected seconds begins after all bundles are read, because other models may be built sooner.
+#: A build of at least this many expected seconds begins after all bundles are read, because other builds may be shorter.
 _LONG_S = 1.0
 
 

@@ -185,7 +185,7 @@ class StatePool:
         """Bring a state to a slot, from another slot or from host memory. Raises StateLost."""
         arrays = tensors.arrays if tensors.slot is None else self._read(device, tensors.slot)
         if arrays is None:
-            raise StateLost("a sequence continues whose state an earlier execution has lost")
+            raise StateLost("an earlier execution has lost the state of a sequence that continues")
         self._save(device, slot)
         assert self._pools is not None
         device.write_slot(self._pools, slot, arrays)

@@ -321,7 +321,9 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
     for state in states:
         _check_state(scheduler, state)
     counted = set(accounts.unpinned)
-    _require(counted == {state.weights for state in unpinned}, "those that are not pinned are not known (8)")
+    _require(
+        counted == {state.weights for state in unpinned}, "the weights that are not pinned are not known (8)"
+    )
     _require(
         not loads.victims_over_budget(scheduler._now), f"{held_bytes} bytes held of {accounts.budget} (8)"
     )
@@ -415,8 +417,8 @@ def _check_fair(fair: Fair) -> None:
         places = (fair._eligible, fair._ineligible, fair._idle_debtors, fair._waiting)
         listed = [name in ranking for ranking in places]
         _require(sum(listed) <= 1, f"{name!r} has more than one place (18)")
-        # If a model's work ends while the model waits and executes, the model enters the mean when the execution ends and
-        # the model then owes device time.
+        # A model's work may end while the model waits and one of its executions runs. It then enters the mean when this
+        # execution ends, if it owes device time then.
         counted = any(listed[:3])
         _require(account.present or not counted, f"{name!r} does not count in the mean (18)")
         _require(counted or executing > 0 or not account.present, f"{name!r} counts without a cause (18)")

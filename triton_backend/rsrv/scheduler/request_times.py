@@ -87,7 +87,10 @@ class RequestTimes:
         outcome: Outcome | None,
         now: float,
     ) -> Ending:
-        """Return the parts of a request's time that did not end with an execution. `until`: time until which it waited."""
+        """Return how a request has spent its time so far, if no execution of it has ended.
+
+        `until`: time until which the request has waited.
+        """
         arrived, delay = entry.arrived, model.program.max_delay
         absences, evicted = model.history.absences(arrived)
         behind = self._running.behind(arrived, until, until)

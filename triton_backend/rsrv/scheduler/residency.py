@@ -476,7 +476,7 @@ class DeviceResidency:
         """Give up the load of weights that do not fit and may not evict others."""
         accounts = self.accounts
         error = (
-            f"{model.weights.absent_bytes} bytes do not fit beside the {accounts.bytes} that are there: all may take "
+            f"{model.weights.absent_bytes} bytes do not fit in addition to the {accounts.bytes} on the device: weights may take "
             f"{accounts.budget}; evict or unpin other models first"
         )
         model.history.add(now, "no room")

@@ -138,7 +138,7 @@ class Completion(NamedTuple):
 
 COMPLETION = struct.Struct("<QHHIIIQ")
 
-#: Maximum number of entries in one frame. That many entries of any fixed size fit into MAX_FRAME bytes.
+#: Maximum number of entries in one frame. This many entries of each kind of frame fit into MAX_FRAME bytes.
 MAX_ENTRIES = 1024
 
 

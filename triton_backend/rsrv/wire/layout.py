@@ -123,7 +123,7 @@ class Interface:
 
     @cached_property
     def longest(self) -> int:
-        """Length of the longest requests if the variants are the lengths of a padded axis in ascending order, otherwise 0."""
+        """Length of the longest requests, or 0 without a padded axis. With one, the variants are ascending lengths."""
         return self.variants[-1].length
 
     def at_length(self, length: int) -> tuple[int, Variant]:

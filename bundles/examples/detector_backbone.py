@@ -1,4 +1,4 @@
-"""detector_backbone: images to objectness, box deltas and features, the first stage of the detector."""
+"""detector_backbone: computes objectness, box deltas and features from images. It is the first stage of the detector."""
 
 from __future__ import annotations
 

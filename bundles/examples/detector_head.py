@@ -1,4 +1,4 @@
-"""detector_head: the features of a region to its class and box, the second stage of the detector."""
+"""detector_head: computes the class and box of a region from its features. It is the second stage of the detector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""minilm: sentences to embeddings, a meta model over minilm_encoder and minilm_pool."""
+"""minilm: a meta model that computes embeddings of sentences with minilm_encoder and minilm_pool."""
 
 from __future__ import annotations
 

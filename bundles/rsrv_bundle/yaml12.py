@@ -98,7 +98,7 @@ class _Document:
         self._coming = iter(events)
         self._events: list[Any] = []
         self._at = 0
-        #: Position of the event with each anchor.
+        #: Positions of the events that have an anchor, by anchor.
         self._anchors: dict[str, int] = {}
         self._repeated = 0
 

@@ -1,4 +1,4 @@
-"""Recipes for the export of a directory: the module to export, the bundle's hooks, and the reference of its answers."""
+"""Recipes for the export of a directory: the module to export, the bundle's hooks, and the reference answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class HubOptions:
     task: str | None = None
     #: Directory of a LoRA adapter of peft.
     adapter: Path | None = None
-    #: Tokens in a row, or samples of a sound, to compile for.
+    #: Lengths to compile for: numbers of tokens in a row, or of samples in a sound.
     lengths: tuple[int, ...] = ()
     batch_sizes: tuple[int, ...] = ()
     #: Method that makes an embedding from the token vectors if the directory names none: mean, cls or last.

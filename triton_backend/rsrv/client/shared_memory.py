@@ -38,7 +38,7 @@ LEAST_BYTES: Final = 64 << 10
 STEP_BYTES: Final = 1 << 20
 #: Tensors begin at multiples of this offset in a region.
 ALIGN_BYTES: Final = 64
-#: Maximum size of a region's request as a share of the free space in /dev/shm. The server's models also need space there.
+#: Maximum size of a request that gets a new region, as a share of the free space in /dev/shm. The server's models also need space there.
 SHARE: Final = 0.25
 #: Limit in seconds for each call about a region.
 CALL_S: Final = 5.0

@@ -1,4 +1,7 @@
-"""Environment variables that change the behaviour of jax and XLA. Variables of the server's shell must not reach them by accident."""
+"""Environment variables that change the behaviour of jax and XLA.
+
+Variables of the server's shell must not reach jax and XLA by accident.
+"""
 
 import re
 import subprocess

@@ -476,8 +476,8 @@ class DeviceResidency:
         """Give up the load of weights that do not fit and may not evict others."""
         accounts = self.accounts
         error = (
-            f"{model.weights.absent_bytes} bytes do not fit in addition to the {accounts.bytes} on the device: weights may take "
-            f"{accounts.budget}; evict or unpin other models first"
+            f"{model.weights.absent_bytes} bytes do not fit in addition to the {accounts.bytes} on the device: weights may "
+            f"take {accounts.budget}; evict or unpin other models first"
         )
         model.history.add(now, "no room")
         model.weights.desired = False

@@ -15,7 +15,7 @@ from rsrv.hooks.labels import softmax, top_k
 
 Array = np.ndarray[Any, Any]
 
-#: Spacing in pixels of the grid of points around which the first network looks for shapes, once for each side.
+#: The first network looks for shapes of each size around the points of a grid. This is the grid's spacing in pixels.
 SPACING = 8
 ANCHOR_SIDES = (18, 30)
 #: A cell of the feature map is this many pixels wide.

@@ -1,6 +1,6 @@
 """glossary_bytes: `glossary` for clients that send and get tokens, which are the bytes of UTF-8.
 
-So Triton's stubs carry no text, for which they would need numpy 1.26.
+Triton's stubs then need no numpy 1.26, which they would need for text.
 """
 
 from __future__ import annotations

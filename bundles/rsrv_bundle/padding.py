@@ -86,7 +86,7 @@ def _problem(value: Any, dtype: str) -> str | None:
 
 
 def _fits(value: float, dtype: str) -> bool:
-    """Return True if a finite value is also finite as a float of this type. It may be an integer of any size, as in YAML."""
+    """Return True if a finite value is also finite as a float of this type. Values may be integers of any size, as in YAML."""
     try:
         real = float(value)
     except OverflowError:

@@ -32,7 +32,7 @@ def check_padding(
 
     direct: the original model. Without it, the reference is the smallest variant that holds a row.
 
-    Raises PaddingError if the original model fails at a length, or if outputs differ. It names the outputs of the first module.
+    Raises PaddingError if the original model fails at a length, or if outputs differ. The error names the first module's outputs.
     """
     pad = run.bundle.manifest.pad
     if pad is None:

@@ -223,9 +223,9 @@ def compare_answers(
 
 
 def _chunks(run: ModuleRunner, key: Key) -> list[int]:
-    """Return the variants with which a prompt is read: twice the key's variant, and then a single step if it is compiled.
+    """Return the variant of each chunk of a prompt: twice the key's variant, and then a single step if it is compiled.
 
-    If they exceed the context, the first ones are left out.
+    If the chunks together exceed the context, the first ones are left out.
     """
     manifest = run.bundle.manifest
     assert manifest.generate is not None

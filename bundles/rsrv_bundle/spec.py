@@ -16,7 +16,7 @@ from rsrv_bundle import dtypes
 from rsrv_bundle.compatibility import Feature
 
 Kind = Literal["model", "meta"]
-#: What happens to another sequence while every slot is taken.
+#: Treatment of a further sequence while every slot is taken.
 WhenFull = Literal["wait", "refuse", "host"]
 
 

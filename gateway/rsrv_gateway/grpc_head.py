@@ -8,7 +8,7 @@ from rsrv_gateway.peek import SMALL_BYTES, Malformed, MessageReader, Peeked
 
 #: Bytes of a gRPC message before its content: a flag for compression, and the length.
 _PREFIX_BYTES = 5
-#: Bytes of a message's names and parameters.
+#: Maximum number of bytes of a message's names and parameters.
 _MOST_KEPT = 1 << 20
 
 

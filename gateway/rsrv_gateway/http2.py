@@ -73,7 +73,7 @@ class _Http2Stream:
     #: Bytes that may be sent.
     window: int
     received: bytearray = field(default_factory=bytearray)
-    #: Number of received bytes that the peer was not yet allowed to replace.
+    #: Number of received bytes for which the peer's window was not widened yet.
     consumed: int = 0
     #: Bytes of messages that flow control holds back.
     out: bytearray = field(default_factory=bytearray)
@@ -99,7 +99,7 @@ class EnvoyConnection(asyncio.Protocol):
         self._window = _WINDOW
         #: Number of bytes that may be sent on a new stream.
         self._stream_window = _WINDOW
-        #: Number of bytes received on all streams that the peer was not yet allowed to replace.
+        #: Number of bytes, received on all streams, for which the peer's window was not widened yet.
         self._consumed = 0
         #: Frames that the next write sends.
         self._frames: list[bytes] = []

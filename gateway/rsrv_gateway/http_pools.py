@@ -171,7 +171,7 @@ class Pool:
         self._renewed_at = self._used_at = -inf
         #: Number of answers that have begun.
         self.answers = 0
-        #: True if the worker is stopping, which shows in that it closes new connections.
+        #: True if the worker closes new connections, because it is stopping.
         self._stops = False
         self._looking = asyncio.get_running_loop().create_task(self._look_for_a_stop())
 
@@ -307,7 +307,7 @@ async def _closes_new_connections(address: Address) -> bool:
         async with asyncio.timeout(_STOP_ANSWER_S):
             reader, writer = await asyncio.open_connection(await _ip_of(address.host), address.port)
     except (TimeoutError, OSError, UnicodeError):
-        return False  # The probes notice that.
+        return False  # The probes notice that nothing listens.
     try:
         async with asyncio.timeout(_STOP_ANSWER_S):
             return await reader.read(1) == b""

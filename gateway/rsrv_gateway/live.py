@@ -74,7 +74,7 @@ class Workers:
                     await queue.put((name, event.event, event.json))
                 why = "its control service ended"
             except (PageError, grpc.RpcError, grpc.aio.UsageError) as error:
-                why = _said(error)
+                why = _reason_of(error)
             except asyncio.CancelledError:
                 if is_cancelled():
                     raise
@@ -114,7 +114,7 @@ class Workers:
         try:
             return await control.call(call, request, _CALL_TIMEOUT_S)
         except (grpc.RpcError, grpc.aio.UsageError) as error:
-            raise PageError.of(_code(error), _said(error)) from None
+            raise PageError.of(_code(error), _reason_of(error)) from None
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
@@ -134,7 +134,7 @@ def _code(error: Any) -> str:
     return str(error.code().name) if isinstance(error, grpc.RpcError) else "UNAVAILABLE"
 
 
-def _said(error: Any) -> str:
+def _reason_of(error: Any) -> str:
     if isinstance(error, grpc.RpcError):
         return f"{_code(error)}: {error.details() or 'no reason given'}"
     return _CLOSED if isinstance(error, grpc.aio.UsageError) else str(error)

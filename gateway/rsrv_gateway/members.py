@@ -56,7 +56,7 @@ class Members:
         #: Last text of the file.
         self._text: str | None = None
         #: Last logged problem of each source.
-        self._said: dict[str, str] = {}
+        self._logged: dict[str, str] = {}
 
     def workers(self) -> Mapping[str, Worker]:
         """Return the workers by name: first those in the settings, then those in the file, then those in the DNS.
@@ -105,7 +105,7 @@ class Members:
             self._found = _by_name(worker_of(WorkerEntry(host=host, **ports)) for host in hosts)
         except (OSError, ValueError) as error:  # This includes timeouts and invalid names.
             trouble = str(error) or "no answer in time"
-        self._say("dns", trouble and f"gateway.workers_dns: {name}: {trouble}")
+        self._log("dns", trouble and f"gateway.workers_dns: {name}: {trouble}")
 
     async def _read(self) -> None:
         path = self._section.workers_file
@@ -117,18 +117,18 @@ class Members:
                 self._filed = read_workers(text)
                 self._text = text
         except (OSError, UnicodeError, RuntimeError, MembersError) as error:
-            self._say("file", f"gateway.workers_file: {path}: {error}")
+            self._log("file", f"gateway.workers_file: {path}: {error}")
         else:
-            self._say("file", "")
+            self._log("file", "")
 
-    def _say(self, about: str, trouble: str) -> None:
+    def _log(self, source: str, trouble: str) -> None:
         """Log a new problem once, and later the end of the problem. `trouble` is empty without a problem."""
-        if trouble != self._said.get(about, ""):
-            self._said[about] = trouble
+        if trouble != self._logged.get(source, ""):
+            self._logged[source] = trouble
             if trouble:
                 log.warning("%s; its last workers stay", trouble)
             else:
-                log.info("gateway.workers_%s: is readable again", about)
+                log.info("gateway.workers_%s: is readable again", source)
 
 
 def worker_of(entry: WorkerEntry) -> Worker:

@@ -284,7 +284,7 @@ def _take(families: dict[str, _MergedFamily], text: str, label: str) -> None:
             names = _SINGLE_LABEL.findall(labels)
             if label:
                 if "worker" in names:
-                    # Prometheus itself renames a label that it adds in this way.
+                    # Prometheus renames such a label in the same way if it adds one of this name itself.
                     names.append("exported_worker")
                     labels = _SINGLE_LABEL.sub(
                         lambda label: f"exported_{label[0]}" if label[1] == "worker" else label[0], labels

@@ -283,9 +283,9 @@ class PlacementSender:
     def __init__(self, place: Callable[[str, ModelDevices], Awaitable[None]]) -> None:
         self._place = place
         #: The placement that was sent to each server.
-        self._told: dict[str, ModelDevices] = {}
+        self._sent: dict[str, ModelDevices] = {}
         #: The last logged problem with each server.
-        self._said: dict[str, str] = {}
+        self._logged: dict[str, str] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def update(self, placements: Mapping[str, ModelDevices]) -> None:
@@ -293,25 +293,25 @@ class PlacementSender:
 
         Such a server gets its whole placement again when it returns.
         """
-        self._told = {server: placement for server, placement in self._told.items() if server in placements}
+        self._sent = {server: placement for server, placement in self._sent.items() if server in placements}
         for server, models in placements.items():
-            if self._told.get(server) != models and server not in self._tasks:
-                self._told[server] = models
+            if self._sent.get(server) != models and server not in self._tasks:
+                self._sent[server] = models
                 self._tasks[server] = asyncio.create_task(
-                    self._tell(server, models), name=f"place at {server}"
+                    self._send(server, models), name=f"place at {server}"
                 )
 
-    async def _tell(self, server: str, models: ModelDevices) -> None:
+    async def _send(self, server: str, models: ModelDevices) -> None:
         problem = ""
         try:
             await self._place(server, models)
         except ActError as error:
-            self._told.pop(server, None)
+            self._sent.pop(server, None)
             problem = f"was not told the devices of its models: {error}"
         finally:
             del self._tasks[server]
-        if problem != self._said.get(server, ""):
-            self._said[server] = problem
+        if problem != self._logged.get(server, ""):
+            self._logged[server] = problem
             if problem:
                 log.warning("worker %s %s", server, problem)
 
@@ -411,7 +411,7 @@ class GrpcProber:
         try:
             await self._control.call(call, request, _ACTION_TIMEOUT_S)
         except grpc.RpcError as error:
-            raise ActError(_said(error)) from None
+            raise ActError(_reason_of(error)) from None
 
     async def metrics(self) -> str | None:
         if self._control is None:
@@ -526,13 +526,13 @@ def _listed(index: Any) -> tuple[frozenset[str], str]:
     if isinstance(index, grpc.RpcError):
         restricted = _RESTRICTED.search(index.details() or "")
         starts_or_ends = index.code() is grpc.StatusCode.UNAVAILABLE and not restricted
-        return frozenset(), "" if starts_or_ends else _said(index)
+        return frozenset(), "" if starts_or_ends else _reason_of(index)
     if index is None:  # The answer cannot be parsed, which gRPC has logged.
         return frozenset(), ""
     return frozenset(model.name for model in index.models if model.state == "READY"), ""
 
 
-def _said(error: Any) -> str:
+def _reason_of(error: Any) -> str:
     return f"{error.code().name}: {error.details() or 'no reason given'}"
 
 

@@ -98,13 +98,13 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
         await self._gateway.steer(lambda planner: planner.set_placement(request.model, **placement))
         status = await self._status()
         warnings = list(status.warnings)
-        shown = next((model for model in status.models if model.name == request.model), None)
-        if shown is not None:
-            count = len(shown.placed)
-            if shown.effective_replicas != count:
-                warnings.append(f"{shown.effective_replicas} replicas from the next repack on; now {count}")
-            if isinstance(shown.replicas, int) and shown.replicas > shown.effective_replicas:
-                warnings.append(f"only {shown.effective_replicas} workers can have it")
+        model = next((model for model in status.models if model.name == request.model), None)
+        if model is not None:
+            count = len(model.placed)
+            if model.effective_replicas != count:
+                warnings.append(f"{model.effective_replicas} replicas from the next repack on; now {count}")
+            if isinstance(model.replicas, int) and model.replicas > model.effective_replicas:
+                warnings.append(f"only {model.effective_replicas} workers can have it")
         return pb.SetPlacementResponse(warnings=warnings)
 
     @steers

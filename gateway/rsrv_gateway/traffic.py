@@ -24,7 +24,7 @@ DURATION_BOUNDS: tuple[float, ...] = tuple(0.0005 * 2**k for k in range(17))
 CANCELLED = "CANCELLED"
 #: Seconds for which the names of a model's outputs with strings are stored.
 _OUTPUTS_S = 1.0
-#: Maximum number of models for which they are stored.
+#: Maximum number of models for which these names are stored.
 _OUTPUTS_MAX = 1000
 #: At first, this many errors about unknown models name a similar model. After that, only one error each second does.
 _HINTS_MAX = 5

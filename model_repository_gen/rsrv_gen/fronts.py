@@ -9,7 +9,7 @@ from pathlib import Path
 #: Versions of Triton's backend API that the native front was tested with. Releases 24.10 and 26.09 both have 1.19.
 TESTED_API = frozenset({"1.19"})
 
-#: Ask in a separate process, because Triton's library loads CUDA's libraries.
+#: Program that prints the version. It is a separate process, because Triton's library loads CUDA's libraries.
 _ASK = """
 import ctypes, sys
 major, minor = ctypes.c_uint32(), ctypes.c_uint32()

@@ -164,7 +164,7 @@ def clear_away(repository: Path) -> list[Replaced]:
         try:
             aside = SwapFolder(left)
         except OSError:
-            continue  # Another process uses it.
+            continue  # Another process uses this folder.
         for spare in left.glob(".*"):
             name = spare.name.removeprefix(".")
             target = repository / name

@@ -164,7 +164,7 @@ def _compared(folder: Path, recipe: Recipe | AliasRecipe, note: str, known: Know
     try:
         current = is_current(folder, plan, recipe.mode)
     except OSError:
-        current = False  # Writing it will report the reason.
+        current = False  # The write of the directory will fail with the reason.
     if current:
         known.made(folder, digest, signed)
         return PlannedAction(name, "unchanged", plan, note, digest, signed)
@@ -350,7 +350,7 @@ class RepositoryUpdate:
     def _note_broken(self, sources: Sources, names: Collection[str] | None, done: Update) -> None:
         for name, lines in sources.broken.items():
             if isinstance(done.results.get(name), Written):
-                continue  # The bundle broke after that, and the version that was written can be loaded.
+                continue  # The bundle broke after it was written, and the written version can be loaded.
             if self._policy.is_readable(name):
                 done.results[name] = Broken("; ".join(lines))
             elif names is None or name in names:
@@ -461,7 +461,10 @@ def _calls(name: str, sources: Sources) -> Sequence[str]:
 def _touched(
     names: Collection[str], sources: Sources, repository: Path, aliases: Mapping[str, Shares]
 ) -> set[str]:
-    """Return these models, the metas and aliases that carry one of them, and all callees of these: they may become internal."""
+    """Return these models, the metas and aliases that carry one of them, and the callees of all these models.
+
+    The callees may become internal.
+    """
     known = {*sources.good, *our_models(repository)}
     calls = {name: {*_calls(name, sources), *carried(repository / name)} for name in known}
     touched = {*names, *(meta for meta, called in calls.items() if not called.isdisjoint(names))}

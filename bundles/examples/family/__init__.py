@@ -28,7 +28,7 @@ TASKS: Mapping[str, tuple[int, ...]] = {
     "family_square": (1, 1, 0, 0, 1, 0, 0, 0, 0, 1),
     "family_zero": (1, 0, 0, 0, 0, 0, 0, 0, 0, 0),
 }
-#: Share of the held-out images that each must get right.
+#: Share of the held-out images that each bundle must get right.
 REQUIRED_ACCURACY = 0.92
 
 _BACKBONE = ("conv1", "conv2", "dense1")

@@ -8,11 +8,11 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-#: The circle's length is 2 pi.
+#: The factor v, for a circle of length 2 pi.
 VISCOSITY = 0.1
 #: Time from a start to the answer.
 TIME = 1.0
-#: Number of points at which the solver computes. Shorter waves than these allow do not occur.
+#: Number of points at which the solver computes. Starts have no waves that are too short for these points.
 POINTS = 128
 
 _STEPS = 100

@@ -180,7 +180,7 @@ class Text:
         fills = {**{name: _INPUTS[name][1] for name in inputs}, "input_ids": pad_id}
         values = "".join(f",{name}={fill}" for name, fill in fills.items() if fill)
         backend = self.tokenizer.backend_tokenizer
-        # Write the side of cuts into the file, because the hooks take it from there.
+        # Write into the file at which end long texts are cut, because the hooks read it there.
         backend.enable_truncation(self.lengths[-1], direction=self.tokenizer.truncation_side)
         file = backend.to_str()
         backend.no_truncation()

@@ -292,7 +292,7 @@ def _q_gemm(
     y_zero: Any = None, *, alpha: float = 1.0, transA: int = 0, transB: int = 0,
 ) -> Any:  # fmt: skip
     left = a.astype(np.int32) - a_zero.astype(np.int32)
-    # A scale and a zero point per column of the product are per row of a transposed matrix.
+    # Subtract after the transposition: `b_zero` may have a number for each column of the product.
     right = (b.T if transB else b).astype(np.int32) - b_zero.astype(np.int32)
     y = jnp.matmul(left.T if transA else left, right)
     y = (y if c is None else y + c).astype(np.float32) * (np.float32(alpha) * a_scale * b_scale)

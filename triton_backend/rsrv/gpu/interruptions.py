@@ -29,7 +29,7 @@ _MODELS = 6
 _PAUSES = 0.08
 #: Number of requests before the runtime is killed without Triton.
 _BEFORE = 20
-#: Seconds between attempts to connect after that.
+#: Seconds between attempts to connect after the runtime was killed.
 _RETRY_S = 0.02
 
 

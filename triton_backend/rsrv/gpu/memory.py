@@ -107,7 +107,7 @@ def _fill(device: JaxDevice, limit: int) -> tuple[Sequence[Buffer], int]:
     zeros = np.zeros(_LARGEST, np.uint8)
     buffers: list[Buffer] = []
     filled = 0
-    with suppress(OutOfMemory):  # The number of filled bytes shows the same.
+    with suppress(OutOfMemory):  # The number of filled bytes shows when the memory ended.
         while (size := min(_LARGEST, (limit - (device.memory_in_use() or 0)) // 2)) >= _SMALLEST:
             buffers += device.upload([zeros[:size]])
             filled += size

@@ -75,7 +75,7 @@ def run(
     """
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
-    # Not below `folder`, because a socket's path is limited to 107 characters.
+    # Use a folder in /tmp instead of `folder`, because a socket's path is limited to 107 characters.
     with TemporaryDirectory(prefix="rsrv-", dir="/tmp", ignore_cleanup_errors=True) as sockets:
         process = context.Process(target=_work, args=(folder, sockets, send, work, *arguments))
         process.start()

@@ -73,9 +73,9 @@ class SimulatedDevice:
         self._ended = ended
         #: Models whose weights are on the device.
         self.resident: set[str] = set()
-        #: The present load.
+        #: The present load to the device, or None.
         self.loading: LoadWeights | None = None
-        #: The present read.
+        #: The present read from the disk, or None.
         self.reading: ReadWeights | None = None
         self.catalogue = Catalogue(
             self.record,

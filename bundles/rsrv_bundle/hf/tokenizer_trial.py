@@ -53,8 +53,7 @@ _UNITS: Final = (
 _MAX_FOUND = 20
 #: Number of bytes of the texts that repeat two characters.
 _PAIR_BYTES = 600
-#: A character that few regular expressions match. An expression that matches everything before it may then try all other ways to
-#: match that.
+#: A character that few regular expressions match. An expression that fails at it may try all other ways to match the text before.
 _RARE: Final = "\ue000"
 
 

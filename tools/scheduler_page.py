@@ -21,7 +21,7 @@ from rsrv.scheduler.disciplines import DISCIPLINES
 from rsrv.scheduler.events import Outcome
 from rsrv.sim.metrics import summarize
 from rsrv.sim.plots import save
-from rsrv.sim.record import ExecutionRecord, Record, RequestRecord
+from rsrv.sim.record import Record, RequestRecord
 from rsrv.sim.scenario import Scenario, load_scenario
 from rsrv.sim.simulate import simulate
 from rsrv.sim.tally import percentile
@@ -75,9 +75,6 @@ class Run:
             and dated in (None, request.request.deadline is not None)
         ]
 
-    def executions(self, group: str) -> list[ExecutionRecord]:
-        return [execution for execution in self.record.executions if _group(execution.execute.model) == group]
-
     def in_time(self, group: str) -> float:
         """Return the share of requests with a deadline that were answered in time."""
         sent = self.sent(group, dated=True)
@@ -91,21 +88,6 @@ class Run:
         models = self.metrics["models"].items()
         seconds: float = sum(figures["device_seconds"] for name, figures in models if _group(name) == group)
         return seconds / self.window
-
-    def throughput(self, group: str) -> float:
-        """Return the requests answered within the window, per second."""
-        window = self.window
-        ended = [
-            request
-            for request in self.sent(group)
-            if request.outcome is Outcome.ANSWERED and request.ended <= window
-        ]
-        return len(ended) / window
-
-    def rows(self, *groups: str) -> float:
-        """Return the mean rows of an execution."""
-        rows = [execution.execute.rows for group in groups for execution in self.executions(group)]
-        return sum(rows) / len(rows)
 
 
 def _group(model: str) -> str:
@@ -131,17 +113,9 @@ def _ms(value: float) -> str:
     return f"{1e3 * value:.0f} ms"
 
 
-def _per_second(value: float) -> str:
-    return f"{value:.0f} /s"
-
-
-def _rows(value: float) -> str:
-    return f"{value:.2f}"
-
-
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Figure of a run. `better` is 1 if higher is better, -1 if lower is better, and 0 otherwise."""
+    """Figure of a run. `better` is 1 if higher is better, and -1 if lower is better."""
 
     title: str
     better: int
@@ -165,15 +139,6 @@ COLUMNS: Mapping[str, Sequence[Column]] = {
         Column("`report` p50", -1, _ms, lambda run: run.latency(0.5, "report")),
         Column("`report` p99", -1, _ms, lambda run: run.latency(0.99, "report")),
         Column("ended unanswered", -1, str, lambda run: run.total["shed"] + run.total["expired"]),
-    ),
-    "hog": (
-        Column("`quick` p50", -1, _ms, lambda run: run.latency(0.5, "quick")),
-        Column("p99", -1, _ms, lambda run: run.latency(0.99, "quick")),
-        Column("`middle` p99", -1, _ms, lambda run: run.latency(0.99, "middle")),
-        Column("`slow` p50", -1, _ms, lambda run: run.latency(0.5, "slow")),
-        Column("p99", -1, _ms, lambda run: run.latency(0.99, "slow")),
-        Column("`hog` served", 1, _per_second, lambda run: run.throughput("hog")),
-        Column("rows an execution, small ones", 0, _rows, lambda run: run.rows("quick", "middle", "slow")),
     ),
 }
 
@@ -207,9 +172,9 @@ def _comparison(name: str, by_scheduler: Mapping[str, Run]) -> Iterator[Sequence
         for index, column in enumerate(columns):
             cell = column.format(own[index])
             every = sorted((cells[index] for cells in values.values()), reverse=column.better > 0)
-            if column.better and cell == column.format(every[0]):
+            if cell == column.format(every[0]):
                 cell = f"**{cell}**"
-            elif column.better and cell == column.format(every[-1]):
+            elif cell == column.format(every[-1]):
                 cell = f"*{cell}*"
             cells.append(cell)
         yield (f"`{key}`", *cells)
@@ -288,7 +253,7 @@ def main() -> None:
     compared = {name: runs(name) for name in COLUMNS}
     PAGE.write_text(rewrite(PAGE.read_text(encoding="utf-8"), tables(compared)), encoding="utf-8")
     IMAGES.mkdir(exist_ok=True)
-    save(picture(compared["hog"]), IMAGE)
+    save(picture(runs("hog")), IMAGE)
 
 
 if __name__ == "__main__":

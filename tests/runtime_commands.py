@@ -28,7 +28,7 @@ def compact(server_pid: int, gpu: str = "0", timeout: float = PATIENCE_S) -> Non
 def command(
     server_pid: int, wanted: dict[str, Any], gpu: str = "0", timeout: float = PATIENCE_S
 ) -> dict[str, Any]:
-    """Send a command of docs/protocol.md, and return its answer.
+    """Send a command of `rsrv.runtime.commands`, and return its answer.
 
     Raises Refused, then nothing has changed; and what `read_record` raises.
     """

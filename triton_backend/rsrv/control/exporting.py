@@ -32,7 +32,7 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 def make_spans(values: Iterable[Sequence[Any]], offset_ns: int, resource: Resource) -> list[ReadableSpan]:
     """Convert spans of the runtime and the stubs to OpenTelemetry's spans. Equal values give equal spans.
 
-    `values` are spans as in the answer to the command `traces` (docs/protocol.md). Their clock is CLOCK_MONOTONIC.
+    `values` are the fields of `rsrv.wire.traces.Span`. Their clock is CLOCK_MONOTONIC.
     `offset_ns` is Unix time minus that clock, in nanoseconds.
     """
     return [_make_span(Span(*value), offset_ns, resource) for value in values]

@@ -8,7 +8,7 @@ from rsrv.settings import Shares
 
 
 class ModelVersion(TypedDict):
-    """One version of a model, or of a meta model, as the runtime's STATE frames have it (docs/protocol.md)."""
+    """One version of a model, or of a meta model, as the runtime's STATE frames have it (`rsrv.runtime.catalog`)."""
 
     name: str
     kind: Literal["model", "meta"]

@@ -136,6 +136,10 @@ class StateFeed:
 
     Changes are sent before commands are answered and at the end of the loop's round (`flush`). They are not sent at once,
     because a watcher whose connection fails changes entries itself. A watcher that does not read is closed like any connection.
+
+    The first STATE frame after WATCH has a memfd with `{"instance", "revision", "entries": {KEY: ENTRY…}}`. Each further frame
+    is a change: `{"revision", "key", "entry"}`, with null for a removed entry. The KEY of a version is `NAME@` and 12
+    hexadecimal digits. The KEY of a bundle that cannot be read is `NAME@`.
     """
 
     def __init__(self, transport: Transport) -> None:

@@ -1,4 +1,4 @@
-"""Reports about requests and recent work, as the JSON answers of commands. docs/protocol.md explains their keys."""
+"""Reports about requests and recent work, as the JSON answers of commands."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -1,7 +1,17 @@
 """Frames of meta models: begin and end of their runs, and their sub-calls.
 
+The stub of a meta model registers the meta model with the models that it calls, and gets REGISTERED when all are ready. Each
+request is a *run*. Its stub chooses a random token, not 0, and sends ENTER. DONE with OK admits the run; any other status
+ends the run. Calls may follow ENTER at once: they wait for the admission, and fail with it. LEAVE ends a run. The end of the
+connection on which the run entered also ends the run.
+
 A plain request's tensors lie in two blocks (`layout`). A sub-call's tensors may lie in earlier results, in buffers of
-the meta model, or on the device. So a CALL names the place of each tensor.
+the meta model, or on the device. So a CALL names the place of each tensor, inputs first. The run determines its deadline and
+its priority. The stub chooses the number of an output on the device, and reuses this number for inputs of the same run.
+RELEASE frees a device tensor, and LEAVE frees all tensors of the run. If all runs together keep more than a twentieth of the
+device's memory, a call ends with QUEUE_FULL.
+
+A submission with the token of a run is also a sub-call. If no run with this token is admitted, it ends with NOT_FOUND.
 """
 
 import struct

@@ -1,4 +1,4 @@
-"""Frames: the messages on the socket. Language-neutral; docs/protocol.md is the specification.
+"""Frames: the messages on the socket, in any language. docs/protocol.md explains their use; the structs define the bytes.
 
 A frame is one SEQPACKET message: an 8-byte header (kind u16, reserved u16, count u32; little endian) and
 a body. Rare frames carry one JSON object. Frequent frames, such as SUBMIT and DONE, carry `count` entries of a fixed
@@ -105,7 +105,7 @@ START, END = 4, 8
 class Submission(NamedTuple):
     """One request. Its inputs lie at `inputs_at` of the segment; its outputs go to `outputs_at`."""
 
-    request: int  # Unique on this connection.
+    request: int  # Unique among the open requests of this connection, below 2**40.
     deadline_ns: int  # CLOCK_MONOTONIC, or 0 for none.
     rows: int
     variant: int

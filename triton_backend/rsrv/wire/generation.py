@@ -1,6 +1,9 @@
 """Frames of generations: the request for one, and its tokens.
 
-The runtime sends a token as soon as it is read from the device. docs/protocol.md is the specification.
+GENERATE begins a generation. The runtime sends each token in TOKENS as soon as it is read from the device, except a token of
+`stop` that ends the answer. The end is a completion: OK or an error, which may come after some tokens. An OK has the text
+`stop` or `length`. `length` means that `max_tokens` tokens were sent, or that the context is full. CANCEL ends a generation
+after the execution in progress.
 """
 
 import struct

@@ -169,7 +169,7 @@ def _tensor_from_json(value: list[Any]) -> Tensor:
     return Tensor(name, dtype, tuple(dims), batch_axis, padded_axis)
 
 
-# --- the flat form, for a front without a JSON parser; docs/protocol.md is the specification ------------------
+# --- the flat form, for a front without a JSON parser ---------------------------------------------------------
 
 #: The bytes "FLAT".
 FLAT_MAGIC = 0x54414C46

@@ -1,7 +1,8 @@
 """Frames of traces: marks of traced requests, and the stubs' spans of them.
 
-A stub marks a traced request before it sends it, with the ids that spans of the request refer to. It sends its own
-spans of the request later. docs/protocol.md is the specification.
+If `traces.enabled` of REGISTERED is true, a stub sends TRACE before the frame of a traced request. The marks of TRACE have the
+ids that spans of the request refer to. If a connection has more than 4,096 unused marks, the runtime drops all of them. The
+stub sends its own spans later, as SPANS on a connection for REPORT. SPANS has no answer.
 """
 
 import re

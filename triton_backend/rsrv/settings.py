@@ -41,24 +41,25 @@ class SchedulerSection(Section):
     discipline: DisciplineName = Field(
         "fair",
         description="Which model gets the device. fair: device time in proportion to the models' weights; fifo: the oldest "
-        "request's; edf: the earliest deadline's, and requests that cannot meet theirs end at once.",
+        "request first; edf: the earliest deadline first, and requests that cannot meet their deadline end at "
+        "once.",
     )
     depth: int | None = Field(
         None,
         ge=1,
         le=8,
-        description="Executions given to the device at once; it runs them one after the other. null: 2, so that it is never "
-        "idle between two; 1 on a CPU.",
+        description="Maximum number of executions on the device at once; they run one after the other. null: 2, or 1 on a CPU.",
     )
     max_queue_depth: int = Field(
-        1024, ge=1, description="Requests of one model that may wait; further ones are refused (QUEUE_FULL)."
+        1024,
+        ge=1,
+        description="Maximum number of waiting requests of one model; further ones are refused (QUEUE_FULL).",
     )
     meta_concurrency: int = Field(
         2,
         ge=1,
         le=64,
-        description="Concurrent runs of meta models; further runs wait, at most until their deadline. Between its calls a run"
-        " holds memory, not the device.",
+        description="Maximum number of concurrent runs of meta models; further runs wait.",
     )
 
 
@@ -77,14 +78,15 @@ Start = Literal["eager", "lazy"]
 class IdleSection(Section):
     """Times without requests after which a model leaves a place; `never`, or a time as 600, 90s, 10m, 1h, 2d."""
 
-    device: Duration = Field(inf, description="Its weights leave the device.")
-    host: Duration = Field(inf, description="They leave host memory, too; its executables stay.")
+    device: Duration = Field(inf, description="The weights leave the device.")
+    host: Duration = Field(inf, description="The weights also leave host memory.")
     executable: Duration = Field(
-        inf, description="The model is cold: the runtime keeps nothing of it, and the next request starts it."
+        inf,
+        description="The model becomes cold: the runtime keeps nothing of it, and the next request starts it.",
     )
     server: Duration = Field(
         inf,
-        description="Of a server without any request: its runtimes sleep, as after `rsrv sleep`. Only in runtime.idle.",
+        description="If the server has no requests at all, its runtimes sleep, as after `rsrv sleep`. Only in runtime.idle.",
     )
 
 
@@ -93,80 +95,74 @@ class RuntimeSection(Section):
 
     platform: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="Where models run. auto: on a GPU if this process may use one, and then never on the CPU; on the CPU if "
-        "there is no device node of an NVIDIA card, or the environment hides it.",
+        description="Where models run. auto: on a GPU, or on the CPU if there is no NVIDIA card or the environment hides it.",
     )
     devices: Literal["all"] | list[int | str] = Field(
         "all",
-        description="Devices of the server, each with a runtime process. Every model is served on all of them. all: the "
-        "visible GPUs (MIG instances of a partitioned one), or the CPU if there is none. A list has numbers of "
-        "visible GPUs in nvidia-smi's order, UUIDs (GPU-... or MIG-...), or cpu, several times if you like.",
+        description="Devices of the server. Each has a runtime process, and every model is served on all of them. all: the "
+        "visible GPUs or MIG instances, or the CPU if there is none. A list contains numbers of visible GPUs in "
+        "nvidia-smi's order, UUIDs (GPU-... or MIG-...), or cpu.",
     )
     compilation_cache_dir: Path | None = Field(
         Path("~/.cache/rsrv/xla"),
-        description="Folder with compiled executables, kept for the next start. Write access to it allows running code. If it "
-        "cannot be written, they are kept in the server's own folder until the server ends, up to 256 MB. null: none.",
+        description="Folder of compiled executables for the next start. Whoever can write to it can run code. null: none.",
     )
     numerics: Numerics = Field(
         "auto",
         description="Precision in which models multiply f32. auto: as their modules say, otherwise the hardware's default, "
-        "which on GPUs since Ampere may be TF32; f32: in f32, or the model is refused; tf32: as auto, and only on"
-        " hardware with TF32. More in docs/exporting.md.",
+        "which on GPUs since Ampere may be TF32; f32: in f32, or the model is refused; tf32: as auto, but only on "
+        "hardware with TF32. More in docs/exporting.md.",
     )
     memory_fraction: float = Field(
         0.9,
         gt=0,
         le=1,
-        description="Share of a GPU's memory for weights and executions, taken when the runtime starts, unless "
-        "XLA_PYTHON_CLIENT_PREALLOCATE=false. Two servers with at most 0.5 each may share a GPU. jax's variable "
-        "XLA_CLIENT_MEM_FRACTION wins.",
+        description="Share of a GPU's memory that the runtime takes when it starts. Two servers with at most 0.5 each may "
+        "share a GPU. jax's variable XLA_CLIENT_MEM_FRACTION overrides it.",
     )
     start: Start = Field(
         "eager",
-        description="When models start. eager: when the server starts; lazy: when they are first asked for, and until then "
-        "they cost no compilation and no memory of the runtime.",
+        description="When models start. eager: when the server starts; lazy: with their first request.",
     )
     start_timeout_s: Seconds = Field(
         60.0,
         gt=0,
         allow_inf_nan=False,
-        description="Requests for a starting model, also after the death of a runtime, wait at most this long for each step of "
-        "the start (a module compiled, weights read), ten times as long in all, and at most until their deadline. Later they are "
-        "refused (STARTING).",
+        description="How long requests wait for each step of a model's start, such as a compiled module. They wait at most ten"
+        " times as long in all, and then are refused (STARTING).",
     )
     idle: IdleSection = Field(
         IdleSection(),
-        description="When models that are not asked for leave the device, the host and the runtime.",
+        description="When models without requests leave the device, the host and the runtime.",
     )
     host_memory_bytes: Bytes | None = Field(
         None,
         ge=0,
-        description="Host bytes for copies of weights, and for state of sequences; beyond them the least recently used leave, "
-        "unless requests wait for them. null: what the limit of the container, or the machine's memory, leaves.",
+        description="Host memory for copies of weights and for state of sequences. Beyond it, the least recently used ones "
+        "leave. null: three quarters of the container's or the machine's memory.",
     )
     weight_budget_bytes: Bytes | None = Field(
         None,
         ge=0,
-        description="Device bytes for weights; other weights stay on the host and are loaded on demand. null: what the "
-        "device's memory leaves; on a CPU, half of the host's.",
+        description="Device memory for weights; other weights are loaded on demand. null: all memory of the device that "
+        "executions do not need; on a CPU, half of the host's.",
     )
     shared_host_weights: bool | None = Field(
         None,
-        description="Keep one host copy of the weights for all runtimes of one user, in /dev/shm, where the next runtime finds "
-        "them. true: /dev/shm must hold all of them (a container's --shm-size). null: in at most half of /dev/shm;"
-        " further weights have a copy per device, and are read again after a runtime's death.",
+        description="Keep one host copy of the weights for all runtimes of one user, in /dev/shm. true: /dev/shm must have "
+        "room for all of them; null: in at most half of /dev/shm, and further weights have a copy per device.",
     )
     spare: bool = Field(
         True,
-        description="Keep a process per device that becomes the next runtime when this one dies, which saves the seconds of "
-        "starting one. A spare takes 90 MB of memory, and none of the GPU's.",
+        description="Keep a process per device, of 90 MB, that becomes the next runtime when this one dies. This saves "
+        "seconds.",
     )
     watchdog_s: Seconds | None = Field(
         60.0,
         gt=0,
         allow_inf_nan=False,
-        description="Limit of an execution: this time, or a hundred times the expected time if that is longer. Beyond it the "
-        "runtime ends, and the next one does not load that model. null: no limit.",
+        description="An execution hangs if it takes longer than this and than a hundred times its expected time. Then the "
+        "runtime ends. null: no limit.",
     )
 
     @field_validator("devices", mode="before")
@@ -215,35 +211,33 @@ class StubSection(Section):
     front: Front = Field(
         "python",
         description="What answers a model's requests inside Triton. python: a process per model; native: a library for all "
-        "models, faster and smaller, except for meta models and models with hooks or state. auto: as native, if the library "
-        "loads where rsrv-gen runs and Triton's backend API is a tested one. docs/tuning.md has more. Run rsrv-gen again after a change.",
+        "models, which is faster and smaller; meta models and models with hooks or state keep python; auto: native"
+        " if the library works here. More in docs/tuning.md. Run rsrv-gen again after a change.",
     )
     in_place_ms: Milliseconds = Field(
         4.0,
         ge=0,
-        description="A stub waits inside execute() for executions shorter than this, which costs less CPU; other threads "
-        "answer longer ones. 0: never wait.",
+        description="For executions shorter than this, a stub waits inside execute(), which costs less CPU. 0: never wait.",
     )
     retry_s: Seconds = Field(
         10.0,
         ge=0,
         allow_inf_nan=False,
-        description="Requests whose runtime has died, and those that come while there is none, wait for the next one at "
-        "most this long, at most 1000 of a model; later they are refused (RUNTIME_DOWN). 0: do not wait. Once the next runtime "
-        "builds the model, runtime.start_timeout_s applies instead.",
+        description="How long requests wait for the next runtime after one has died; later they are refused (RUNTIME_DOWN). 0:"
+        " do not wait.",
     )
     hook_timeout_s: Seconds | None = Field(
         60.0,
         gt=0,
         allow_inf_nan=False,
-        description="Limit of a hook's run. Beyond it all waiting requests of its model get an error, and its process is "
-        "replaced. An import of model.py that takes longer than this, and than 60 s, fails its model's load. null: no limit.",
+        description="Limit of a hook's run. Beyond it, all waiting requests of the model fail, and its process is replaced. An"
+        " import of model.py has this limit, or 60 s if that is longer. null: no limit.",
     )
     memory_limit_bytes: Bytes | None = Field(
         None,
         ge=2**26,
-        description="Private memory that a stub with hooks may take beyond what it has when its model is ready; a hook that "
-        "needs more fails. null: half the memory of the machine or the container.",
+        description="Memory that hooks of one model may take after its start; a hook that needs more fails. null: half the "
+        "memory of the machine or the container.",
     )
 
 
@@ -256,8 +250,8 @@ class MetaSection(Section):
 
     transport: Transport = Field(
         "direct",
-        description="How meta models call rsrv's models. direct: at the runtime, with tensors by reference, and Triton counts"
-        " no calls; bls: through Triton, which counts and traces them. Run rsrv-gen again after a change.",
+        description="How meta models call rsrv's models. direct: at the runtime, without copies; bls: through Triton, which "
+        "then counts and traces the calls. Run rsrv-gen again after a change.",
     )
 
 
@@ -266,24 +260,25 @@ class LifecycleSection(Section):
 
     mode: Literal["dynamic", "static", "explicit"] = Field(
         "dynamic",
-        description="What changes the set of served models. dynamic: changes of the bundles, which are watched; static: "
-        "nothing; explicit: an external control plane, through Triton's repository API, which alone moves weights"
-        " (a request for a model that is not resident is refused, NOT_RESIDENT).",
+        description="What changes the set of served models. dynamic: changes of the bundles; static: nothing; explicit: an "
+        "external control plane, through Triton's repository API. It also moves all weights, and requests for a "
+        "model that is not resident are refused (NOT_RESIDENT).",
     )
     bundles: list[Path] = Field(
         default_factory=list,
-        description="Folders with the repository's bundles, which are watched. rsrv-gen sets them.",
+        description="Folders of bundles. rsrv-gen sets them.",
     )
     link: Literal["hard", "copy"] = Field(
-        "hard", description="Links or copies of the bundles' files in the repository: rsrv-gen's --link."
+        "hard",
+        description="Links or copies of the bundles' files in the repository. rsrv-gen's --link sets it.",
     )
     look_s: Seconds = Field(
         1.0,
         ge=0.05,
         le=3600,
         allow_inf_nan=False,
-        description="Pause between two looks at bundles that have changed. A change counts when two looks agree. While the "
-        "file system reports no change, the pause is five times as long, and longer with many bundles (30 s with 1,000).",
+        description="Pause between two checks of changed bundles. A change counts when two checks agree. If the file system "
+        "does not report changes, the pause is five times as long, or longer with many bundles.",
     )
 
     @property
@@ -297,12 +292,12 @@ class ControlSection(Section):
 
     enabled: bool = Field(
         True,
-        description="Run a control process. Without it bundles are not watched, and models whose stub crashed stay down.",
+        description="Run a control process. Without it, bundles are not watched, and models whose stub crashed stay down.",
     )
     listen: str | None = Field(
         None,
-        description="HOST:PORT, beside the private Unix socket. It needs tls_client_ca (with tls_certificate and tls_key), or"
-        " token_file: TLS alone admits every client.",
+        description="HOST:PORT, in addition to the private Unix socket. It needs token_file, or tls_client_ca with "
+        "tls_certificate and tls_key.",
     )
     tls_certificate: Path | None = Field(
         None, description="PEM file with the certificate chain for `listen`."
@@ -324,12 +319,11 @@ class MetricsSection(Section):
     listen: str | None = Field(
         "127.0.0.1:8004",
         description="HOST:PORT of GET /metrics and of the live page. It requires no token: let only Prometheus and operators "
-        "reach it. null: none. If the port is taken, the log says so, and there are no metrics.",
+        "reach it. null: none.",
     )
     token_file: Path | None = Field(
         None,
-        description="File with a secret that lets the live page, here or at the gateway, control the server. null: the page "
-        "only shows.",
+        description="File with a secret that lets users of the live page control the server. null: the page only shows.",
     )
 
 
@@ -338,13 +332,12 @@ class OpenaiSection(Section):
 
     listen: str | None = Field(
         "127.0.0.1:8005",
-        description="HOST:PORT of the endpoints. If other machines reach it, keys_file is required. null: none. If the port is "
-        "taken, or the keys cannot be read, the log says so, and the endpoints are off.",
+        description="HOST:PORT of the endpoints. If other machines reach it, keys_file is required. null: none.",
     )
     keys_file: Path | None = Field(
         None,
-        description="File with the callers' keys; docs/openai.md explains it. It is read again when it changes. null: everybody "
-        "who reaches the port may call all models.",
+        description="File with the callers' keys; docs/openai.md explains it. null: everybody who reaches the port may call "
+        "all models.",
     )
     metrics: str | None = Field(
         None, description="HOST:PORT of GET /metrics with the usage of each key. null: none."
@@ -365,9 +358,9 @@ class TracesSection(Section):
 
     endpoint: str | None = Field(
         None,
-        description="URL of an OTLP collector over HTTP, as http://localhost:4318/v1/traces. A request is traced if its "
-        "client's trace context says so. Traces need control.enabled. null: none. The variables "
-        "OTEL_EXPORTER_OTLP_* and OTEL_SERVICE_NAME apply.",
+        description="URL of an OTLP collector over HTTP, such as http://localhost:4318/v1/traces. A request is traced if its "
+        "client's trace context says so. The variables OTEL_EXPORTER_OTLP_* and OTEL_SERVICE_NAME apply. null: "
+        "none.",
     )
 
     @field_validator("endpoint")
@@ -392,14 +385,14 @@ class ModelSection(PlacedModelSection):
     max_batch_size: int | None = Field(
         None,
         ge=1,
-        description="Most rows in one execution; null: the largest compiled size.",
+        description="Maximum number of rows in one execution. null: the largest compiled size.",
     )
     max_rows: int | None = Field(
         None,
         ge=1,
-        description="Most rows in a request. A request that does not fit one execution is executed in parts, unless the model "
-        "has state or a tensor without rows. null: as many rows as fit a 16th of /dev/shm and 64 MiB with their outputs, at "
-        "most 1024, and at least the largest compiled size. Run rsrv-gen again after a change.",
+        description="Maximum number of rows in a request. Large requests are executed in parts. null: at most 1024, or as many"
+        " as fit a 16th of /dev/shm and 64 MiB, but at least the largest compiled size. Run rsrv-gen again after a"
+        " change.",
     )
     weight: float = Field(
         1.0,
@@ -410,16 +403,15 @@ class ModelSection(PlacedModelSection):
     )
     residency: Residency = Field(
         "system",
-        description="Guaranteed place of its weights. system: host memory, from which they are loaded onto the device on "
-        "demand; unpinned: only the bundle's file, which each load reads; device: always on the device, beyond the budget "
-        "if necessary.",
+        description="Where the weights always have a place. system: in host memory; unpinned: only in the bundle's file; "
+        "device: always on the device, beyond the budget if necessary.",
     )
     front: Front | None = Field(None, description="As stub.front, for this model.")
     max_delay_us: Microseconds = Field(
         0,
         ge=0,
         le=60_000_000,
-        description="Requests may be delayed this long so that others can share their execution.",
+        description="How long a request may wait for others to share its execution.",
     )
     start: Start | None = Field(None, description="As runtime.start, for this model.")
     idle: IdleSection = Field(
@@ -427,8 +419,7 @@ class ModelSection(PlacedModelSection):
     )
     warm_at: list[WeekTime] = Field(
         default_factory=list,
-        description="Times at which a model that is cold starts, as `Mon-Fri 08:55`, in the machine's time zone; one or a "
-        "list.",
+        description="Times at which a cold model starts, such as `Mon-Fri 08:55`, in the machine's time zone; one or a list.",
     )
 
     @field_validator("warm_at", mode="before")
@@ -505,8 +496,8 @@ class Settings(BaseSettings):
     models: dict[str, ModelSection] = Field(default_factory=dict, description="Per model, by name.")
     aliases: dict[str, Shares] = Field(
         default_factory=dict,
-        description="Further names for clients: {champion: fraud_v7}, or shares of requests: {fraud: {fraud_v7: 95, fraud_v8: 5}}; "
-        "a model with `shadow` gets copies of the requests, whose answers are compared and dropped.",
+        description="Further names for clients: {champion: fraud_v7}, or shares of requests: {fraud: {fraud_v7: 95, fraud_v8: "
+        "5}}. A model with `shadow` gets copies of the requests.",
     )
 
     @model_validator(mode="after")

@@ -70,14 +70,14 @@ class PlacementSection(Section):
 
     mode: Literal["lpt_packing", "least_outstanding", "external"] = Field(
         "lpt_packing",
-        description="For several devices. lpt_packing: models are packed onto devices by measured load, and move when it "
-        "changes; a far sooner device helps out; least_outstanding: each request goes to the device that is expected to answer first, even if "
-        "it must load weights; external: a gateway places models, over all of its servers.",
+        description="lpt_packing: models are packed onto devices by measured load, and move when it changes; "
+        "least_outstanding: each request goes to the device that is expected to answer first, even if it must load"
+        " weights; external: a gateway places models on the devices of all its servers.",
     )
     replicas: Replicas = Field(
         "auto",
-        description="Number of devices that share one model's requests. auto: one, and more while the model keeps its devices"
-        " busy; all: all devices.",
+        description="Number of devices that share one model's requests. auto: one, and more while the model keeps its devices "
+        "busy.",
     )
 
 
@@ -87,8 +87,8 @@ class PlacedModelSection(Section):
     devices: list[Annotated[int, Field(ge=0)]] | None = Field(
         None,
         min_length=1,
-        description="Numbers of the devices that may have the model, by their position in runtime.devices. While none of them"
-        " works, any other may. null: all.",
+        description="Devices that may have the model, by their position in runtime.devices. While none of them works, any "
+        "other may. null: all.",
     )
     replicas: Replicas | None = Field(None, description="As placement.replicas, for this model.")
 
@@ -103,40 +103,35 @@ class GatewaySection(Section):
     http: str | None = Field("127.0.0.1:8000", description="As `grpc`, for clients' HTTP.")
     admin: str | None = Field(
         "127.0.0.1:8002",
-        description="HOST:PORT for /metrics, the live page, /healthz and /readyz, of the gateway and all workers. It requires"
-        " no token: let only Prometheus, operators and load balancers reach it. null: none.",
+        description="HOST:PORT for /metrics, the live page, /healthz and /readyz. It requires no token: let only Prometheus, "
+        "operators and load balancers reach it. null: none.",
     )
-    workers: list[WorkerEntry] = Field(
-        default_factory=list, description="The tritonservers, by name or address."
-    )
+    workers: list[WorkerEntry] = Field(default_factory=list, description="The tritonservers.")
     workers_dns: str | None = Field(
         None,
-        description="DNS name with the addresses of tritonservers, resolved every 5 s.",
+        description="DNS name with the addresses of tritonservers.",
     )
-    workers_file: Path | None = Field(
-        None, description="YAML file with a list as in `workers`. It is watched."
-    )
+    workers_file: Path | None = Field(None, description="YAML file with a list as in `workers`.")
     workers_ports: WorkerPorts = Field(
         WorkerPorts(),
-        description="The ports of the tritonservers that `workers_dns` finds; `control` must be a PORT.",
+        description="Ports of the tritonservers that `workers_dns` finds; `control` must be a PORT.",
     )
     mode: GatewayMode = Field(
         "lpt_packing",
-        description="Choice of a request's worker among those that serve its model. round_robin: each in turn; "
-        "least_outstanding: the one with the least outstanding work; lpt_packing: models are packed onto workers "
-        "by measured load, and move when it changes.",
+        description="Which worker gets a request. round_robin: each in turn; least_outstanding: the one with the least "
+        "outstanding work; lpt_packing: models are packed onto workers by measured load, and move when it changes.",
     )
     request_timeout_s: Seconds = Field(
-        60.0, gt=0, le=86400, description="Limit of requests whose client has set no deadline."
+        60.0, gt=0, le=86400, description="Limit of requests without a deadline."
     )
     drain_s: Seconds = Field(
-        30.0, ge=0, le=3600, description="Limit of requests in flight when the gateway stops."
+        30.0, ge=0, le=3600, description="How long requests in flight may take when the gateway stops."
     )
     max_message_bytes: Bytes = Field(
         2**31 - 1,
         ge=1,
         le=2**31 - 1,
-        description="Limit of one request or response. The default is Triton's own limit.",
+        description="Limit of one request or response.",
     )
     tls_certificate: Path | None = Field(None, description="PEM file with the certificate chain for clients.")
     tls_key: Path | None = Field(None, description="PEM file with its private key.")
@@ -161,17 +156,16 @@ class GatewaySection(Section):
     worker_repository_key: str = Field(
         "rsrv-key",
         pattern="^[a-z0-9_.-]+$",
-        description="KEY, in lower case, of the workers' flag --grpc-restricted-protocol=model-repository:KEY=VALUE. The default "
-        "is that of `rsrv serve`.",
+        description="KEY, in lower case, of the workers' flag --grpc-restricted-protocol=model-repository:KEY=VALUE.",
     )
     worker_repository_value_file: Path | None = Field(
         None,
-        description="File with the VALUE of that flag; for `rsrv serve`, the file operator-key in its directory. Without the "
-        "VALUE, workers with this flag do not report to the gateway which models are ready. null: the workers have no such flag.",
+        description="File with the VALUE of that flag; for `rsrv serve`, the file operator-key in its directory. The gateway "
+        "needs it to learn which models are ready. null: the workers have no such flag.",
     )
     control_listen: str | None = Field(
         None,
-        description="HOST:PORT of the gateway's control service, beside its Unix socket. It needs tls_client_ca or "
+        description="HOST:PORT of the gateway's control service, in addition to its Unix socket. It needs tls_client_ca or "
         "token_file.",
     )
 

@@ -2,11 +2,17 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 
-from rsrv_bundle.compatibility import ABSENT, FRONTS, PYTHON_ONLY, REFUSED, Cell, Feature, Front, Rule, cell
+from rsrv_bundle.compatibility import ABSENT, FRONTS, PYTHON_ONLY, Cell, Feature, Front, Rule, cell
+
+#: Names of features that are listed together.
+GROUPS: Mapping[str, frozenset[Feature]] = {
+    "meta models": frozenset((Feature.META, Feature.BLS)),
+    "aliases": frozenset((Feature.ALIAS, Feature.SHADOW)),
+}
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "compatibility.md"
 _START, _END = "<!-- compatibility -->\n", "<!-- end compatibility -->"
@@ -30,19 +36,19 @@ def features() -> Iterator[str]:
     untested = {
         feature for feature in Feature if not any(kind == "served" for kind in kinds[feature].values())
     }
-    yield from _row(["feature", "front", "refused with", "cannot occur with", "no test with"])
-    yield from _row(["---"] * 5)
+    yield from _row(["feature", "front", "refused with", "no test with"])
+    yield from _row(["---"] * 4)
     for feature in Feature:
         columns = [
-            "; ".join(
+            _names(
                 second
                 for second, kind in kinds[feature].items()
                 if kind == outcome and second not in untested
             )
-            for outcome in ("refused", "n/a", "untested")
+            for outcome in ("refused", "untested")
         ]
         if feature in untested:
-            columns[2] = "everything else"
+            columns[1] = "everything else"
         yield from _row([f"**{feature}**", "Python" if feature in PYTHON_ONLY else "both", *columns])
 
 
@@ -54,13 +60,21 @@ def differences() -> Iterator[str]:
             yield f"- With the native front, {feature} and {second}: {cell_of_pair.kind}."
 
 
-def reasons(rules: Sequence[Rule], title: str) -> Iterator[str]:
+def reasons(rules: Sequence[Rule]) -> Iterator[str]:
     """Return the lines of a table with the text of each rule."""
-    yield from _row(["feature", "with", title])
+    yield from _row(["feature", "with", "reason"])
     yield from _row(["---"] * 3)
     for rule in rules:
-        text = f"... {rule.text}" if rule.text.startswith("which") else rule.text
-        yield from _row(["; ".join(rule.features), "; ".join(rule.others), text])
+        yield from _row([_names(rule.features), _names(rule.others), rule.text])
+
+
+def _names(features: Iterable[Feature]) -> str:
+    """Return the names of features. A whole group has one name."""
+    names = {feature: str(feature) for feature in features}
+    for name, group in GROUPS.items():
+        if group <= names.keys():
+            names.update(dict.fromkeys(group, name))
+    return "; ".join(dict.fromkeys(names.values()))
 
 
 def _row(columns: Sequence[str]) -> Iterator[str]:
@@ -75,8 +89,7 @@ def rewrite(page: str) -> str:
         raise ValueError(f"docs/compatibility.md needs {_START.strip()} and {_END}")
     parts = (
         ("## Each feature", [*features(), *differences()]),
-        ("## Refused", reasons(REFUSED, "error")),
-        ("## Not applicable", reasons(ABSENT, "reason")),
+        ("## Cannot occur", reasons(ABSENT)),
     )
     text = "".join(f"\n{title}\n\n" + "\n".join(lines) + "\n" for title, lines in parts)
     return f"{before}{start}{text}\n{end}{after}"

@@ -76,7 +76,7 @@ Start = Literal["eager", "lazy"]
 
 
 class IdleSection(Section):
-    """Times without requests after which a model leaves a place; `never`, or a time as 600, 90s, 10m, 1h, 2d."""
+    """Times without requests after which a model leaves a place: `never`, or a time such as 600, 90s, 10m, 1h or 2d."""
 
     device: Duration = Field(inf, description="The weights leave the device.")
     host: Duration = Field(inf, description="The weights also leave host memory.")
@@ -292,7 +292,8 @@ class ControlSection(Section):
 
     enabled: bool = Field(
         True,
-        description="Run a control process. Without it, bundles are not watched, and models whose stub crashed stay down.",
+        description="Run a control process. Without it, bundles are not watched, there are no metrics and no traces, and models "
+        "whose stub crashed stay down.",
     )
     listen: str | None = Field(
         None,

@@ -210,9 +210,9 @@ class StubSection(Section):
 
     front: Front = Field(
         "python",
-        description="What answers a model's requests inside Triton. python: a process per model; native: a library for all "
-        "models, which is faster and smaller; meta models and models with hooks or state keep python; auto: native"
-        " if the library works here. More in docs/tuning.md. Run rsrv-gen again after a change.",
+        description="What answers a model's requests inside Triton. python: a process per model; native: one library for all "
+        "models, which is faster and smaller; auto: native if the library works here. Meta models and models with hooks or "
+        "state always have python. More in docs/tuning.md. Run rsrv-gen again after a change.",
     )
     in_place_ms: Milliseconds = Field(
         4.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -100,6 +101,41 @@ def test_runs_in_a_call_go_on_in_the_next_runtime(deaths: Deaths, start_meta: St
         assert_y(answer_of(one), rows(1, 4 * n + 4))
     assert_served(engine)
     assert all(one.answers.empty() for one in requests)
+
+
+@both_kinds
+def test_the_memory_of_a_dead_runtimes_calls_is_freed_with_them(
+    deaths: Deaths, start_meta: StartMeta, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shared memory is scarce, so lost calls and their connections must not wait for a garbage collection."""
+    collect = gc.collect
+    collect()
+    gc.disable()
+    monkeypatch.setattr(gc, "collect", lambda *_: 0)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    try:
+        engine = start_meta(deaths.runtime, run)
+        requests = [request(value=n) for n in range(2)]
+        deaths.runtime.device.gate.clear()
+        assert engine.execute(requests) is None
+        deaths.die_in_a_call()
+        deaths.come_back()
+        for n, client_request in enumerate(requests):
+            assert_y(answer_of(client_request), rows(1, 4 * n + 4))
+        del requests, client_request
+        assert_served(engine)
+
+        left = count_memory_files()
+
+        collect()
+        assert count_memory_files() == left
+    finally:
+        gc.enable()
+
+
+def count_memory_files() -> int:
+    """Return the number of segments of shared memory that this process maps."""
+    return sum("memfd:rsrv-tensors" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def test_a_run_between_calls_goes_on_with_its_results(deaths: Deaths, start_meta: StartMeta) -> None:

@@ -212,6 +212,11 @@ class DirectRun:
         except RequestFailure:
             self.broken = True
 
+    def forget_lost(self) -> None:
+        """Let go of the memory of lost calls. Call this when the connection is closed, because no later call can get that memory."""
+        # The calls refer to this run, so they would otherwise stay until a garbage collection.
+        self._lost.clear()
+
     # --- calls --------------------------------------------------------------------------------------------
 
     def start(self, callee: Callee, inputs: Mapping[str, Any], keep: Keep) -> DirectCall:

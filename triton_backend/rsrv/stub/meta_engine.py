@@ -447,6 +447,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
         idle = self._idle
         if idle is None or meta_request.attachment is not idle.attachment or run.broken:
             connection.close()
+            run.forget_lost()
             return
         idle.connections.append(connection)
         if self._idle is not idle:

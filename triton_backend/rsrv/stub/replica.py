@@ -176,9 +176,10 @@ class ModelReplica(ABC, Generic[W]):
     def lost(self, attachment: Attachment, why: object) -> None:
         """Report that the runtime of an attachment is gone."""
         sleeps = attachment.deferred.device_sleeps
-        self._process.front.post(partial(self._lose, attachment, why, sleeps=sleeps))
+        # Post the text only: an exception's traceback would keep the connection and its memory.
+        self._process.front.post(partial(self._lose, attachment, str(why), sleeps=sleeps))
 
-    def _lose(self, attachment: Attachment, why: object, *, sleeps: bool) -> None:
+    def _lose(self, attachment: Attachment, why: str, *, sleeps: bool) -> None:
         """Detach from a runtime that has ended. Only the front's thread calls this, because only it sets the attachment."""
         if self.session.attachment is not attachment:
             return

@@ -70,8 +70,8 @@ def plain(module: nn.Module) -> nn.Module:
 def check_module(module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise BundleError(
-            "module: is TorchScript; export the module that it was made from, as docs/coming-from.md says under Coming"
-            " from TorchScript"
+            "module: is TorchScript; export the module that it was made from, as docs/coming-from.md says under"
+            " TorchScript"
         )
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise BundleError(f"module: is a {type(module).__name__}; export module.module")

@@ -10,13 +10,13 @@ from tests.zoo.models import Entry
 
 TEXT = """# What exports
 
-This page is a reference, made by `make zoo`: architectures of other packages, chosen before they were tried, with random weights and
-small configurations. Each is exported by `export_torch` in a process of its own, and compared with PyTorch. `make zoo` makes the
-environment, runs what has no result yet, and writes this page; `ZOO="--only timm --limit 5"` runs fewer.
+This page is a reference: it shows which architectures of other packages `export_torch` exports. The architectures were chosen before they
+were tried. They have random weights and small configurations. The answers of each export were compared with PyTorch's. `make zoo` runs the
+architectures without a result, and writes this page. `ZOO="--only timm --limit 5"` runs fewer.
 
-- *First try*: what you write after reading [Exporting](exporting.md).
-- *After one change*: what the error or the page says to do.
-- *Dynamic*: refused, since its results' sizes depend on values, and the text says so.
+- *First try*: the code that a reader of [Exporting](exporting.md) writes.
+- *After one change*: the same code with the change that an error or a page recommends.
+- *Dynamic*: refused, because the sizes of the results depend on values.
 
 {counts}
 
@@ -107,8 +107,8 @@ def _errors(done: Sequence[Mapping[str, Any]]) -> str:
     slowest = max(done, key=lambda result: float(result["cpu_s"]))
     worst = max(done, key=lambda result: float(result["error"]))
     return (
-        f"No wrong answer was accepted: the largest error of an exported model, relative to its output, is {errors[-1]:.1e}"
-        f" ({worst['name']}), the median {median(errors):.1e}. An export took {median(seconds):.0f} s of CPU time in the"
+        f"No wrong answer was accepted. The largest error of an exported model, relative to its output, is {errors[-1]:.1e}"
+        f" ({worst['name']}), and the median is {median(errors):.1e}. An export took {median(seconds):.0f} s of CPU time in the"
         f" median, and {seconds[-1]:.0f} s at most ({slowest['name']})."
     )
 

@@ -219,6 +219,21 @@ def test_the_servers_own_folder_has_a_bound(puts: list[tuple[str, int]]) -> None
         assert cache.get("large") is None
 
 
+def test_the_servers_own_folder_loses_the_least_recently_used_entry(tmp_path: Path) -> None:
+    """Reading an entry counts as a use."""
+    cache = CompileCache(None, tmp_path, own_bytes=250)
+    cache.put("read", b"x" * 50)
+    cache.put("unread", b"x" * 50)
+    for age, name in ((200, "read"), (100, "unread")):
+        (path,) = tmp_path.glob(f"{name}*")
+        os.utime(path, (path.stat().st_mtime - age,) * 2)
+
+    assert cache.get("read") is not None
+    cache.put("new", b"x" * 100)
+
+    assert [cache.get(name) is not None for name in ("read", "unread", "new")] == [True, False, True]
+
+
 def test_no_damage_goes_unnoticed(tmp_path: Path) -> None:
     """A change of any byte of an entry, and any truncation, is noticed."""
     value = random.Random(0).randbytes(500)

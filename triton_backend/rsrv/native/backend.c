@@ -70,14 +70,14 @@ TRITONSERVER_Error* TRITONBACKEND_ModelInstanceInitialize(TRITONBACKEND_ModelIns
     return error ? error : TRITONBACKEND_ModelInstanceSetState(instance, replicas);
 }
 
-// Owns the requests from here on, and answers each: an error would leave them to Triton.
+// Owns the requests once the model's state is known, and answers each one. An error would leave the requests to Triton.
 TRITONSERVER_Error* TRITONBACKEND_ModelInstanceExecute(
     TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request** requests, uint32_t count) {
     void* replicas = NULL;
     uint64_t begun = (uint64_t)now_ns();
     TRITONSERVER_Error* error = TRITONBACKEND_ModelInstanceState(instance, &replicas);
     if (error) return error;
-    // rsrv-gen configures no batcher, so that Triton hands over one request at a time.
+    // There is one request at a time, because rsrv-gen configures no batcher.
     for (uint32_t i = 0; i < count; i++) replicas_submit(replicas, instance, requests[i]);
     uint64_t ended = (uint64_t)now_ns();
     error = TRITONBACKEND_ModelInstanceReportBatchStatistics(instance, count, begun, begun, ended, ended);

@@ -13,115 +13,115 @@ static void set_text(char** text, const char* value) {
     *text = value ? strdup(value) : NULL;
 }
 
-static bool move(struct device* one, enum model_event event) {
-    uint8_t next = NEXT[one->state][event];
+static bool move(struct device* device, enum model_event event) {
+    uint8_t next = NEXT[device->state][event];
     if (!next) return false;
-    one->state = (enum model_state)(next - 1);
-    one->due_ns = NEVER;
-    if (one->state != STATE_STARTING) {
-        set_text(&one->step, NULL);
-        one->ready_at_ns = 0;
+    device->state = (enum model_state)(next - 1);
+    device->due_ns = NEVER;
+    if (device->state != STATE_STARTING) {
+        set_text(&device->step, NULL);
+        device->ready_at_ns = 0;
     }
     return true;
 }
 
 // Begins a pause that is twice as long as the latest one, within limits.
-static void pause_device(struct device* one, int64_t first_ns, int64_t most_ns, int64_t now) {
-    one->pause_ns = 2 * one->pause_ns < first_ns ? first_ns : 2 * one->pause_ns;
-    one->pause_ns = one->pause_ns > most_ns ? most_ns : one->pause_ns;
-    one->due_ns = now + one->pause_ns;
+static void pause_device(struct device* device, int64_t first_ns, int64_t most_ns, int64_t now) {
+    device->pause_ns = 2 * device->pause_ns < first_ns ? first_ns : 2 * device->pause_ns;
+    device->pause_ns = device->pause_ns > most_ns ? most_ns : device->pause_ns;
+    device->due_ns = now + device->pause_ns;
 }
 
-void device_init(struct device* one) { *one = (struct device){.state = STATE_UNTRIED, .due_ns = NEVER}; }
+void device_init(struct device* device) { *device = (struct device){.state = STATE_UNTRIED, .due_ns = NEVER}; }
 
-void device_free(struct device* one) {
-    free(one->reason);
-    free(one->step);
+void device_free(struct device* device) {
+    free(device->reason);
+    free(device->step);
 }
 
-bool device_start(struct device* one, bool asked) {
-    if (one->state != STATE_UNTRIED && !(asked && one->state == STATE_COLD)) return false;
-    if (!move(one, EVENT_CONNECT)) return false;
-    one->asked = asked;
+bool device_start(struct device* device, bool asked) {
+    if (device->state != STATE_UNTRIED && !(asked && device->state == STATE_COLD)) return false;
+    if (!move(device, EVENT_CONNECT)) return false;
+    device->asked = asked;
     return true;
 }
 
-bool device_step(struct device* one, const char* step, int64_t least_ns, int64_t now) {
-    if (!move(one, EVENT_STEP)) return false;
-    set_text(&one->step, step);
-    one->stepped_ns = now;
-    one->is_unreachable = false;
-    if (least_ns) one->ready_at_ns = now + least_ns;
+bool device_step(struct device* device, const char* step, int64_t least_ns, int64_t now) {
+    if (!move(device, EVENT_STEP)) return false;
+    set_text(&device->step, step);
+    device->stepped_ns = now;
+    device->is_unreachable = false;
+    if (least_ns) device->ready_at_ns = now + least_ns;
     return true;
 }
 
-bool device_register(struct device* one) {
-    if (!move(one, EVENT_REGISTERED)) return false;
-    one->started = true;
-    one->asked = one->barred = one->is_unreachable = false;
-    one->pause_ns = 0;
-    set_text(&one->reason, NULL);
+bool device_register(struct device* device) {
+    if (!move(device, EVENT_REGISTERED)) return false;
+    device->started = true;
+    device->asked = device->barred = device->is_unreachable = false;
+    device->pause_ns = 0;
+    set_text(&device->reason, NULL);
     return true;
 }
 
-bool device_cool(struct device* one) {
-    if (!move(one, EVENT_COOL)) return false;
-    one->started = one->asked = one->is_unreachable = false;
-    one->pause_ns = 0;
+bool device_cool(struct device* device) {
+    if (!move(device, EVENT_COOL)) return false;
+    device->started = device->asked = device->is_unreachable = false;
+    device->pause_ns = 0;
     return true;
 }
 
-bool device_lose(struct device* one, bool sleeps, int64_t now) {
-    if (sleeps ? !device_cool(one) : !move(one, EVENT_LOSE)) return false;
-    one->lost_ns = now;
+bool device_lose(struct device* device, bool sleeps, int64_t now) {
+    if (sleeps ? !device_cool(device) : !move(device, EVENT_LOSE)) return false;
+    device->lost_ns = now;
     return true;
 }
 
-bool device_fail(struct device* one, const char* reason, bool ended, int64_t now) {
-    if (!move(one, EVENT_FAIL)) return false;
-    one->is_unreachable = !ended;
-    set_text(&one->reason, reason);
-    if (one->started || one->asked || ended)
-        pause_device(one, FIRST_BACKOFF_NS, MAX_BACKOFF_NS, now);
+bool device_fail(struct device* device, const char* reason, bool ended, int64_t now) {
+    if (!move(device, EVENT_FAIL)) return false;
+    device->is_unreachable = !ended;
+    set_text(&device->reason, reason);
+    if (device->started || device->asked || ended)
+        pause_device(device, FIRST_BACKOFF_NS, MAX_BACKOFF_NS, now);
     else
-        pause_device(one, FIRST_START_PAUSE_NS, MAX_START_PAUSE_NS, now);
+        pause_device(device, FIRST_START_PAUSE_NS, MAX_START_PAUSE_NS, now);
     return true;
 }
 
-bool device_reject(struct device* one, const char* reason, const char* client, bool barred, int64_t now) {
+bool device_reject(struct device* device, const char* reason, const char* client, bool barred, int64_t now) {
     struct text text;
-    if (!move(one, EVENT_REJECT)) return false;
-    one->barred = barred;
-    one->is_unreachable = false;
+    if (!move(device, EVENT_REJECT)) return false;
+    device->barred = barred;
+    device->is_unreachable = false;
     text_clear(&text);
-    if (one->started) {
+    if (device->started) {
         text_add(&text, "%s", *client ? client : NOT_AGAIN);
-        pause_device(one, FIRST_BACKOFF_NS, MAX_REJECTED_BACKOFF_NS, now);
+        pause_device(device, FIRST_BACKOFF_NS, MAX_REJECTED_BACKOFF_NS, now);
     } else {
         text_add(&text, NOT_STARTED, reason);
-        pause_device(one, FIRST_START_PAUSE_NS, MAX_START_PAUSE_NS, now);
+        pause_device(device, FIRST_START_PAUSE_NS, MAX_START_PAUSE_NS, now);
     }
-    set_text(&one->reason, text.bytes);
+    set_text(&device->reason, text.bytes);
     return true;
 }
 
-bool device_close(struct device* one) { return move(one, EVENT_CLOSE); }
+bool device_close(struct device* device) { return move(device, EVENT_CLOSE); }
 
-bool device_retry(struct device* one, bool is_wanted, int64_t now) {
-    if (now < one->due_ns) return false;
-    if (one->state != STATE_REJECTED || !one->asked || one->started || is_wanted) return move(one, EVENT_CONNECT);
-    move(one, EVENT_FORGIVE);
+bool device_retry(struct device* device, bool is_wanted, int64_t now) {
+    if (now < device->due_ns) return false;
+    if (device->state != STATE_REJECTED || !device->asked || device->started || is_wanted) return move(device, EVENT_CONNECT);
+    move(device, EVENT_FORGIVE);
     return false;
 }
 
 // --- the devices of a model -----------------------------------------------------------------------------------------
 
-// Returns true if the model should start elsewhere: this device rejects it, or has had no runtime for some time. After the death
-// of a runtime, the front waits some seconds. If no runtime can be started, it does not wait.
-static bool is_given_up(const struct device* one, int64_t now) {
-    if (one->state == STATE_REJECTED) return true;
-    if (one->state != STATE_CONNECTING && one->state != STATE_BACKING_OFF) return false;
-    return one->started ? now - one->lost_ns >= ELSEWHERE_NS : one->is_unreachable;
+// Returns true if the model should start elsewhere: this device rejects it, or has had no runtime for some time. After a
+// runtime's death, the front gives up the device only after some seconds. If no runtime can be started, it does so at once.
+static bool is_given_up(const struct device* device, int64_t now) {
+    if (device->state == STATE_REJECTED) return true;
+    if (device->state != STATE_CONNECTING && device->state != STATE_BACKING_OFF) return false;
+    return device->started ? now - device->lost_ns >= ELSEWHERE_NS : device->is_unreachable;
 }
 
 int find_start(const struct devices* devices, uint64_t mask, int64_t now) {
@@ -145,10 +145,10 @@ int find_start(const struct devices* devices, uint64_t mask, int64_t now) {
 static const char* find_reason(const struct devices* devices, uint64_t mask, int64_t now) {
     const char* reason = NULL;
     for (uint32_t i = 0; i < devices->count; i++) {
-        const struct device* one = devices->all[i];
-        if (device_is_attempting(one)) return NULL;
-        if (one->state == STATE_BACKING_OFF && (one->started || one->asked)) return NULL;
-        if (one->state == STATE_REJECTED && !reason) reason = one->reason;
+        const struct device* device = devices->all[i];
+        if (device_is_attempting(device)) return NULL;
+        if (device->state == STATE_BACKING_OFF && (device->started || device->asked)) return NULL;
+        if (device->state == STATE_REJECTED && !reason) reason = device->reason;
     }
     return find_start(devices, mask, now) < 0 ? reason : NULL;
 }
@@ -165,15 +165,15 @@ void read_outage(struct outage* outage, const struct devices* devices, uint64_t 
     *outage->step = 0;
     text_clear(&outage->why);
     for (uint32_t i = 0; i < devices->count; i++) {
-        const struct device* one = devices->all[i];
-        outage->is_down &= one->state != STATE_READY;
-        outage->was_ready |= one->started;
-        if (one->stepped_ns > outage->stepped_ns) outage->stepped_ns = one->stepped_ns;
-        if (one->state != STATE_STARTING) continue;
-        if (!is_built && one->step) snprintf(outage->step, sizeof outage->step, "%s", one->step);
+        const struct device* device = devices->all[i];
+        outage->is_down &= device->state != STATE_READY;
+        outage->was_ready |= device->started;
+        if (device->stepped_ns > outage->stepped_ns) outage->stepped_ns = device->stepped_ns;
+        if (device->state != STATE_STARTING) continue;
+        if (!is_built && device->step) snprintf(outage->step, sizeof outage->step, "%s", device->step);
         is_built = true;
-        if (one->ready_at_ns && (!outage->ready_at_ns || one->ready_at_ns < outage->ready_at_ns))
-            outage->ready_at_ns = one->ready_at_ns;
+        if (device->ready_at_ns && (!outage->ready_at_ns || device->ready_at_ns < outage->ready_at_ns))
+            outage->ready_at_ns = device->ready_at_ns;
     }
     outage->is_starting = outage->is_down && (is_built || !outage->was_ready);
     const char* reason = outage->is_down ? find_reason(devices, mask, now) : NULL;
@@ -194,38 +194,38 @@ static int64_t wait_until_ns(int64_t since_ns, const struct outage* outage) {
 
 static double seconds(int64_t ns) { return (double)ns / NS_PER_S; }
 
-static void add_still_starting(struct text* text, const struct pending* one, const struct outage* outage, int64_t now) {
+static void add_still_starting(struct text* text, const struct pending* pending, const struct outage* outage, int64_t now) {
     char step[sizeof outage->step + sizeof STEP] = "", left[64] = "";
     double limit_s = seconds(outage->limit_ns);
     if (*outage->step) snprintf(step, sizeof step, STEP, outage->step);
     if (now < outage->ready_at_ns) snprintf(left, sizeof left, TIME_LEFT, seconds(outage->ready_at_ns - now));
-    text_add(text, STILL_STARTING, step, left, seconds(now - one->waiting_since_ns), limit_s, MAX_STEPS * limit_s);
+    text_add(text, STILL_STARTING, step, left, seconds(now - pending->waiting_since_ns), limit_s, MAX_STEPS * limit_s);
 }
 
 bool refuse_waiting(
-    struct pending* one, const struct outage* outage, int64_t now, enum status* status, struct text* text) {
+    struct pending* pending, const struct outage* outage, int64_t now, enum status* status, struct text* text) {
     text_clear(text);
     *status = INTERNAL;
-    if (one->deaths >= MAX_DEATHS) {
+    if (pending->deaths >= MAX_DEATHS) {
         text_add(text, SUSPECT);
         return true;
     }
-    if (!one->waiting_since_ns) one->waiting_since_ns = now;
-    // During a start, the limit of its latest step holds, even if it is shorter than an earlier one. A start may end in a death.
-    // The request then waits at least as long as it could have waited for the start.
-    int64_t until_ns = wait_until_ns(one->waiting_since_ns, outage);
-    if (outage->is_starting || one->retry_until_ns < until_ns) one->retry_until_ns = until_ns;
+    if (!pending->waiting_since_ns) pending->waiting_since_ns = now;
+    // During a start, the limit of the latest step replaces the limits of earlier steps, which may be longer. If the runtime
+    // dies during the start, the request keeps that limit unless `retry_ns` from its first wait is longer.
+    int64_t until_ns = wait_until_ns(pending->waiting_since_ns, outage);
+    if (outage->is_starting || pending->retry_until_ns < until_ns) pending->retry_until_ns = until_ns;
     // If a runtime serves the model, a suspect does not time out: it waits only for its turn.
-    bool is_over = now >= one->retry_until_ns && (outage->is_down || !one->deaths);
-    if (outage->is_starting && one->deadline_ns && one->deadline_ns <= now) {
+    bool is_over = now >= pending->retry_until_ns && (outage->is_down || !pending->deaths);
+    if (outage->is_starting && pending->deadline_ns && pending->deadline_ns <= now) {
         *status = DEADLINE;
-        add_still_starting(text, one, outage, now);
-    } else if (outage->is_down && now < one->deadline_ns && one->deadline_ns < outage->ready_at_ns) {
+        add_still_starting(text, pending, outage, now);
+    } else if (outage->is_down && now < pending->deadline_ns && pending->deadline_ns < outage->ready_at_ns) {
         *status = DEADLINE;
         text_add(text, TOO_SOON, seconds(outage->ready_at_ns - now));
     } else if (is_over && outage->is_starting) {
         *status = STARTING;
-        add_still_starting(text, one, outage, now);
+        add_still_starting(text, pending, outage, now);
     } else if (is_over) {
         *status = RUNTIME_DOWN;
         text_add(text, DOWN);
@@ -237,13 +237,13 @@ bool refuse_waiting(
     return true;
 }
 
-bool refuse_arrival(struct pending* one, const struct outage* outage, uint32_t count, uint64_t bytes, int64_t now,
+bool refuse_arrival(struct pending* pending, const struct outage* outage, uint32_t count, uint64_t bytes, int64_t now,
                     enum status* status, struct text* text) {
     // Only the dead runtime knew the run of this sub-call. The meta model repeats the run in the next runtime.
-    bool is_lost = one->run && outage->was_ready;
+    bool is_lost = pending->run && outage->was_ready;
     if (!is_lost) {
-        if (refuse_waiting(one, outage, now, status, text)) return true;
-        if (count < MAX_REQUESTS && bytes + one->waiting_bytes <= MAX_REQUEST_BYTES) return false;
+        if (refuse_waiting(pending, outage, now, status, text)) return true;
+        if (count < MAX_REQUESTS && bytes + pending->waiting_bytes <= MAX_REQUEST_BYTES) return false;
     }
     text_clear(text);
     *status = !is_lost && outage->is_starting ? QUEUE_FULL : RUNTIME_DOWN;

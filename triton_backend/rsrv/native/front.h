@@ -7,7 +7,7 @@
 // A model on one device, as in rsrv.front.device. A text is NULL if there is none.
 struct device {
     enum model_state state;
-    bool started;         // a runtime has had the model ready here, and the model has not been cold since
+    bool started;         // a runtime had the model ready here, and the model has not been cold since then
     bool asked;           // requests or the placement table ask for the model here, even if it may be cold
     bool barred;          // the model has ended runtimes of this device
     bool is_unreachable;  // the latest attempt found no runtime
@@ -70,11 +70,11 @@ struct outage {
 // `start_timeout_ns` 0: no runtime has announced the longest wait for a step.
 void read_outage(
     struct outage*, const struct devices*, uint64_t mask, int64_t retry_ns, int64_t start_timeout_ns, int64_t now);
-// Both return true if a request cannot wait: the first one before it begins to wait, while `count` others with inputs
-// of `bytes` wait; the second one while it waits. They then set the status and the text for the client. Both set the
-// time until which the request may wait.
+// Returns true if a request cannot begin to wait, while `count` others with inputs of `bytes` wait. Sets the status and the
+// text for the client. Otherwise, sets the time until which the request may wait.
 bool refuse_arrival(
     struct pending*, const struct outage*, uint32_t count, uint64_t bytes, int64_t now, enum status*, struct text*);
+// The same for a request that already waits.
 bool refuse_waiting(struct pending*, const struct outage*, int64_t now, enum status*, struct text*);
 
 // The parts of a request with more rows than the largest compiled size, as in rsrv.front.parts. The request has ended with its
@@ -88,7 +88,7 @@ struct parts {
 
 // Returns the rows of the next part, if it is to be submitted now. It counts as submitted.
 bool parts_take(struct parts*, uint32_t* first, uint32_t* rows);
-// Takes the end of a submitted part. Returns true if the request ends with it.
+// Records the end of a submitted part. Returns true if the request ends with it.
 bool parts_end(struct parts*, bool answered);
 
 // Inputs that were executing when runtimes died, in the order in which they were recorded.

@@ -19,7 +19,7 @@
 #include "native.h"
 
 #define EXPORT __attribute__((visibility("default")))
-// No input of a request has more elements.
+// Maximum number of elements of a request's input.
 #define MOST_ELEMENTS (1ll << 48)
 #define TYPE_BYTES 13
 

@@ -5,12 +5,12 @@
 #include "link.h"
 
 // Requests with more rows than the largest compiled size. Each part is a request of its own for the runtime, and waits for the
-// next runtime as other requests do. The outputs of the parts go to their rows of one response.
+// next runtime as other requests do. The outputs of all parts are copied to their rows in one response.
 
 struct large {
     pthread_mutex_t lock;
     struct parts parts;
-    uint64_t number;  // for the runtime
+    uint64_t number;  // number that the parts have in common in the runtime
     struct pending* whole;  // holds Triton's request, which the parts read
     uint8_t* buffers[];     // buffers of the response, by output; NULL: the client does not want the output
 };
@@ -40,7 +40,7 @@ static struct pending* make_part(struct large* large, uint32_t first, uint32_t r
     return part;
 }
 
-// Takes the end of a part. Under the lock.
+// Records the end of a part. Under the lock.
 static void end_part(struct large* large, enum status status, struct text** failure) {
     struct pending* whole = large->whole;
     if (!parts_end(&large->parts, status == OK) || status == OK) return;
@@ -62,7 +62,7 @@ static uint32_t make_parts(struct large* large, struct pending* made[MAX_PARTS])
     return count;
 }
 
-// Answers the request if it has ended and no part is submitted any more. No other thread has the request then.
+// Answers a request that has ended, when no part is in progress. No other thread has the request then.
 static void finish(struct large* large, struct link* link) {
     pthread_mutex_destroy(&large->lock);
     waiting_finish(link, large->whole);
@@ -92,7 +92,7 @@ void large_begin(struct link* link, struct pending* whole) {
 void large_take(struct pending* part, struct link* link) {
     struct large* large = part->large;
     struct pending* made[MAX_PARTS];
-    // Keep the response until no part is submitted any more.
+    // This is safe even if the request has ended, because its response stays while a part is in progress.
     if (part->status == OK) request_copy_outputs(part, large->buffers);
     part->request = NULL;
     pthread_mutex_lock(&large->lock);
@@ -103,8 +103,8 @@ void large_take(struct pending* part, struct link* link) {
     pthread_mutex_unlock(&large->lock);
     if (is_over) finish(large, link);
     for (uint32_t i = 0; i < count; i++) {
-        // The thread that resubmits requests copies the inputs, because the reader must read answers. Only this runtime
-        // knows the run of a sub-call.
+        // Submit the part of a sub-call to this runtime, because only it knows the run. Submit other parts on the thread that
+        // resubmits requests, because copying inputs would keep the reader from reading answers.
         if (run)
             link_resubmit(link, made[i]);
         else

@@ -18,9 +18,9 @@
 
 extern char** environ;
 
-// Returns the clock ticks from boot to the start of this process, or 0 if the system does not report them. Read the
-// file only once: the kernel adds up all threads for each reader, and a server has a thread for each of thousands of
-// models.
+// Returns the clock ticks from boot to the start of this process, or 0 if the system does not report them. The file is
+// read only once, because the kernel adds up all threads for each reader, and a server has a thread for each of
+// thousands of models.
 static unsigned long start_time(void) {
     static atomic_ulong known;
     char line[1024];
@@ -145,11 +145,11 @@ static bool find_python(char path[PATH_BYTES]) {
     return false;
 }
 
-// Runs a program that inherits stdout, stderr and `kept`, and no other descriptor: Triton's ports must end with Triton.
-// vfork, because fork would run handlers of libraries in this process, gRPC's among them. Returns its pid, or -1.
+// Runs a program, and returns its pid or -1. It inherits stdout, stderr and `kept`, and no other descriptor, because Triton's
+// ports must end with Triton. This uses vfork, because fork would run handlers of libraries in this process, such as gRPC's.
 static pid_t spawn(const char* program, char* const arguments[], int kept) {
     sigset_t all, before;
-    // The child shares this memory until execve: no signal handler of the server may run in it.
+    // Block signals: the child shares this memory until execve, so no signal handler of the server may run in it.
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     pid_t child = vfork();
@@ -185,7 +185,7 @@ static bool start(const char* directory, const char* settings, uint32_t device, 
     }
     snprintf(pid, sizeof pid, "%d", (int)getpid());
     snprintf(number, sizeof number, "%u", device);
-    // -P: files in the server's working directory must not shadow modules. The child has the pipe's end as number 3.
+    // With -P, files in the server's working directory do not shadow modules. Descriptor 3 of the child is the pipe's end.
     char* const arguments[] = {python, "-P", "-m", "rsrv.runtime", "--directory", (char*)directory, "--server-pid", pid,
                                "--settings", (char*)settings, "--device", number, "--ready-fd", "3", NULL};
     pid_t child = spawn(python, arguments, ends[1]);
@@ -215,9 +215,8 @@ static bool start(const char* directory, const char* settings, uint32_t device, 
     return false;
 }
 
-// Returns true, and the reason, if the runtime could not be started a short time ago. Attempts for a further device have pauses,
-// because a card that another server holds would delay every load. Attempts for device 0 have no pauses, because it may be the
-// only device.
+// Returns true, and the reason, if the runtime could not be started a short time ago. Then there is no further attempt: a card
+// that another server holds would delay every load. This is not so for device 0, because it may be the only device.
 static bool has_failed(const char* path, uint32_t device, struct text* why) {
     struct stat found;
     char reason[1024];
@@ -257,7 +256,7 @@ static bool start_unless_failed(
     return started;
 }
 
-// Connects to a runtime that was started. If the process that started it died, it may not listen yet.
+// Connects to a runtime that was started. It may not listen yet if the process that started it has died.
 static int connect_soon(const char* directory) {
     int64_t until = now_ns() + START_TIMEOUT_NS;
     for (;;) {

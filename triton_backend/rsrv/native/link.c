@@ -16,10 +16,10 @@
 
 #define CHECK_MS ((int)(CHECK_PERIOD_NS / NS_PER_MS))
 #define EVENTS 64
-// Of prctl: Linux 6.16 and later.
+// Constants of prctl in Linux 6.16 and later.
 enum { FUTEX_HASH = 78, SET_SLOTS = 1, FUTEX_SLOTS = 4096 };
 
-// Lock of all models in this process.
+// All models in this process share the reader, its epoll and its eventfd.
 static pthread_once_t begun = PTHREAD_ONCE_INIT;
 static int epoll_fd = -1, wake_fd = -1;
 static _Atomic(struct link*) newly_watched;  // the reader takes all of them at once
@@ -47,18 +47,18 @@ void link_drop(struct link* link) {
 const char* link_model(const struct link* link) { return link->model; }
 
 void link_watch(struct link* link) {
-    uint64_t one = 1;
+    uint64_t increment = 1;
     if (link->watched) return;
     link->watched = true;
     link_hold(link);
     link->next_watched = atomic_load(&newly_watched);
     while (!atomic_compare_exchange_weak(&newly_watched, &link->next_watched, link)) continue;
-    if (atomic_exchange(&asleep, false) && write(wake_fd, &one, sizeof one) < 0) return;
+    if (atomic_exchange(&asleep, false) && write(wake_fd, &increment, sizeof increment) < 0) return;
 }
 
 // --- the runtime comes and goes -------------------------------------------------------------------------------------
 
-// An attempt has failed; under the lock.
+// Records that an attempt has failed. Under the lock.
 static void fail(struct link* link, const char* why) {
     free(link->failure);
     link->failure = strdup(why);
@@ -66,9 +66,10 @@ static void fail(struct link* link, const char* why) {
     pthread_cond_broadcast(&link->changed);
 }
 
-// Closes the socket, and gives back all that a connection needs; no request is in flight. Under the lock.
+// Closes the socket, and frees all that belongs to the connection. No request may be in flight. Under the lock.
 static void detach(struct link* link) {
-    // If a child has just been forked, it has the socket, too, and closing it here would not end its events.
+    // A child that has just been forked has the socket as well, and closing it here would not end its events. So remove it
+    // first.
     epoll_ctl(epoll_fd, EPOLL_CTL_DEL, link->fd, NULL);
     close(link->fd);
     link->fd = -1;
@@ -80,7 +81,7 @@ static void detach(struct link* link) {
     link->buckets = NULL;
 }
 
-// Leaves a runtime that is gone, or that has rejected the model. On the reader, which has no other event of the socket.
+// Leaves a runtime that is gone, or that has rejected the model. Called on the reader, which has no other event of the socket.
 static void lose(struct link* link, const char* why, const char* client) {
     int64_t now = now_ns();
     pthread_mutex_lock(&link->lock);
@@ -104,17 +105,17 @@ static void lose(struct link* link, const char* why, const char* client) {
     resubmission_wake();
     if (logs)
         log_line(LOG_ERROR, link->model, client ? REJECTS : LOST, why);
-    for (struct pending *one = list, *next; one; one = next) {
-        next = one->next;
-        one->next = NULL;
-        if (one->request) {
-            if (blames && request_launched(one)) resubmission_record(link, one, ++one->deaths);
-            resubmission_add(link, one);
+    for (struct pending *pending = list, *next; pending; pending = next) {
+        next = pending->next;
+        pending->next = NULL;
+        if (pending->request) {
+            if (blames && request_launched(pending)) resubmission_record(link, pending, ++pending->deaths);
+            resubmission_add(link, pending);
         } else
-            waiting_finish(link, one);
+            waiting_finish(link, pending);
     }
     if (mends) mender_add(link);
-    link_drop(link);  // the socket's
+    link_drop(link);  // the socket's reference
 }
 
 static void add_demand(struct text* text, struct demand demand) {
@@ -123,7 +124,7 @@ static void add_demand(struct text* text, struct demand demand) {
     text_add(text, "}");
 }
 
-// Connects to the runtime and asks for the model; the reader gets the answer. False: no runtime, and `why`.
+// Connects to the runtime and registers the model. The reader gets the answer. False: that failed, for the reason `why`.
 static bool attach(struct link* link, struct text* why, bool* final) {
     struct greeted greeted;
     char base[PATH_BYTES], own[PATH_BYTES];
@@ -138,7 +139,8 @@ static bool attach(struct link* link, struct text* why, bool* final) {
     text_clear(&text);
     pthread_mutex_lock(&link->lock);
     struct device* device = &link->device;
-    // A device that the model has not run on starts it only if the model is asked for there.
+    // Report the waiting requests only to a device where the model was ready before, or where it is asked for. Otherwise, a
+    // device that was never tried would start the model for them.
     struct demand demand = device->started || device->asked ? link->demand : (struct demand){0};
     demand.waits |= device->asked;
     text_add(&text, "%s%s,", link->registration, device->started ? ",\"started\":true" : "");
@@ -199,14 +201,14 @@ bool link_reconnect(struct link* link, atomic_bool* fails) {
     return !is_due;
 }
 
-// Takes REGISTERED: the description of the model in a descriptor.
+// Handles REGISTERED, which has the description of the model in a descriptor.
 static bool take_registered(struct link* link, const struct frame* frame, const char** why) {
     struct stat found;
     *why = "the model's description cannot be read";
     if (frame->fd < 0 || fstat(frame->fd, &found) != 0 || found.st_size <= 0 || found.st_size > 1 << 24) return false;
     size_t length = (size_t)found.st_size;
     uint8_t* bytes = malloc(length);
-    // A copy: the runtime could change what it shares.
+    // Read a copy, because the runtime could change the memory that it shares.
     struct interface* interface =
         bytes && pread(frame->fd, bytes, length, 0) == (ssize_t)length ? interface_read(bytes, length, why) : NULL;
     free(bytes);
@@ -239,9 +241,9 @@ static void take_rejected(struct link* link, const struct frame* frame) {
     lose(link, reason.bytes, client.bytes);
 }
 
-// Takes COLD: the runtime need not have the model until a request waits. False: the link has no socket any more. If
-// requests are in flight, the runtime sees them, unless its device is to sleep; those that are about to be sent wait, and
-// start the model again.
+// Handles COLD: the runtime need not have the model until a request waits. If no request is in flight, the link leaves the
+// runtime, and requests that are about to be sent wait and start the model again. If requests are in flight, the link stays.
+// False: the link has no socket any more.
 static bool take_cold(struct link* link, int64_t start_timeout_ns) {
     pthread_mutex_lock(&link->lock);
     atomic_store(&link->owner->start_timeout_ns, start_timeout_ns);
@@ -256,7 +258,7 @@ static bool take_cold(struct link* link, int64_t start_timeout_ns) {
         pthread_cond_broadcast(&link->changed);
     }
     pthread_mutex_unlock(&link->lock);
-    if (leaves) link_drop(link);  // the socket's
+    if (leaves) link_drop(link);  // the socket's reference
     return !leaves;
 }
 
@@ -271,8 +273,8 @@ static void take_done(struct link* link, const struct frame* frame) {
     pthread_mutex_lock(&link->lock);
     struct pending* list = waiting_take_done(link, frame);
     pthread_mutex_unlock(&link->lock);
-    for (struct pending* one = list; one; one = one->next)
-        if (one->deaths && one->request && one->status == OK) resubmission_record(link, one, 0);
+    for (struct pending* pending = list; pending; pending = pending->next)
+        if (pending->deaths && pending->request && pending->status == OK) resubmission_record(link, pending, 0);
     waiting_finish(link, list);
 }
 
@@ -310,24 +312,25 @@ static bool take_frame(struct link* link, uint8_t* buffer) {
     else
         right = frame.kind == FRAME_REPORTED && ready;
     if (frame.fd >= 0) close(frame.fd);
-    // A description that is wrong once is wrong again: the model counts as rejected.
+    // Count the model as rejected if its description is wrong, because the next attempt would get the same description.
     if (!right) lose(link, why, frame.kind == FRAME_REGISTERED && !ready ? "" : NULL);
     return right;
 }
 
 // --- the reader -----------------------------------------------------------------------------------------------------
 
-// Looks at links on which something waits, and leaves out those on which nothing does any more.
+// Checks the links on which something waits. Removes the links on which nothing waits any more.
 static void check_all(struct link** at, int64_t now) {
     for (struct link* link; (link = *at);) {
-        // execute() may hold it while a runtime does not read. The next look has it.
+        // execute() may hold the lock while a runtime does not read. Check the link the next time.
         if (pthread_mutex_trylock(&link->lock) != 0) {
             at = &link->next_watched;
             continue;
         }
         struct pending* late = link->device.state == STATE_READY ? waiting_check(link, now) : NULL;
-        if (link->device.state == STATE_READY && link->measured && now - link->reported_ns >= REPORT_PERIOD_NS) waiting_report(link, now);
-        // What is measured without a runtime waits for the next one.
+        if (link->device.state == STATE_READY && link->measured && now - link->reported_ns >= REPORT_PERIOD_NS)
+            waiting_report(link, now);
+        // Do not watch a link for measurements while it has no runtime. They wait for the next one.
         link->watched = link->first || (link->measured && link->device.state == STATE_READY);
         bool watched = link->watched;
         if (watched)
@@ -347,10 +350,10 @@ static void* read_all(void* nothing) {
     int64_t checked = 0;
     (void)nothing;
     while (buffer) {
-        // Set before the look: a link that comes in between wakes the thread.
+        // Set this before the check, so that a link that is added in between wakes the thread.
         atomic_store(&asleep, true);
         bool idle = !watched && !atomic_load(&newly_watched);
-        // It wakes by itself: no submission needs to.
+        // With watched links, the thread wakes by itself, and submissions need not wake it.
         if (!idle) atomic_store(&asleep, false);
         int count = epoll_wait(epoll_fd, events, EVENTS, idle ? -1 : CHECK_MS);
         atomic_store(&asleep, false);
@@ -374,21 +377,22 @@ static void* read_all(void* nothing) {
 
 static void begin(void) {
     struct epoll_event event = {.events = EPOLLIN};
-    // In Triton, a thread of each model sleeps. New kernels keep those of a process in few slots, 16 with two CPUs, and each
-    // wake-up searches one: with 1,000 models, a request took 40 us more. Older kernels refuse.
+    // Triton has a sleeping thread for each model. New kernels store the sleeping threads of a process in few slots (16 with
+    // two CPUs), and each wake-up searches one slot: with 1,000 models, a request took 40 us more. So ask for more slots,
+    // which older kernels refuse.
     prctl(FUTEX_HASH, SET_SLOTS, (unsigned long)FUTEX_SLOTS, 0ul, 0ul);
     wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     int made = epoll_create1(EPOLL_CLOEXEC);
     if (wake_fd < 0 || made < 0 || epoll_ctl(made, EPOLL_CTL_ADD, wake_fd, &event) != 0) return;
     epoll_fd = made;
-    // The reader last: without an epoll it would not rest.
+    // Begin the reader last, because it would loop without a pause if there were no epoll.
     if (!resubmission_begin() || !begin_thread(read_all, NULL)) epoll_fd = -1;
 }
 
 // --- a model is loaded and unloaded ---------------------------------------------------------------------------------
 
-// If runtimes end meanwhile, perhaps because of another model, the next one is tried; a runtime rejects a model that
-// crashes it repeatedly.
+// If a runtime ends meanwhile, perhaps because of another model, the next one is tried. A runtime rejects a model that has
+// crashed runtimes repeatedly.
 bool link_load(struct link* link, struct text* why, bool* barred) {
     link->loading = true;
     for (int attempt = 1;; attempt++) {
@@ -400,7 +404,7 @@ bool link_load(struct link* link, struct text* why, bool* barred) {
         bool attached = attach(link, why, &final);
         pthread_mutex_lock(&link->lock);
         if (!attached && device_fail(&link->device, why->bytes, !final, now_ns())) fail(link, why->bytes);
-        // A runtime that was lost since it had the model ready leaves an attempt without a socket.
+        // If the runtime was lost after it had the model ready, an attempt is due, but there is no socket to wait for.
         while (link->fd >= 0 && device_is_attempting(&link->device)) pthread_cond_wait(&link->changed, &link->lock);
         enum model_state state = link->device.state;
         bool ready = state == STATE_READY || state == STATE_COLD;
@@ -449,7 +453,7 @@ void link_await(struct link* link, int64_t until_ns) {
     struct timespec until = {until_ns / NS_PER_S, until_ns % NS_PER_S};
     int waited = 0;
     pthread_mutex_lock(&link->lock);
-    // A device that serves no other model either does not delay the load.
+    // Do not wait for a device whose runtime cannot be reached for any model.
     while (device_is_attempting(&link->device) && !mender_fails(link->number) && waited == 0)
         waited = pthread_cond_timedwait(&link->changed, &link->lock, &until);
     pthread_mutex_unlock(&link->lock);
@@ -489,9 +493,10 @@ uint32_t link_devices(struct link* link) {
     return devices;
 }
 
-// A runtime whose work or next round is overdue, or that does not notice requests, is expected to need as long again.
+// If work or the next round of a runtime is overdue, it is expected to take as much longer as it is overdue already. The same
+// holds if the runtime does not notice a request.
 int64_t link_answers_in_ns(struct link* link) {
-    const uint64_t most = 3600 * (uint64_t)NS_PER_S;  // the board's numbers are foreign
+    const uint64_t most = 3600 * (uint64_t)NS_PER_S;  // do not trust the board's numbers, which the runtime writes
     uint64_t now = (uint64_t)now_ns(), expected = UINT64_MAX;
     pthread_mutex_lock(&link->lock);
     struct pollfd writable = {link->fd, POLLOUT, 0};

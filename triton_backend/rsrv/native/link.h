@@ -1,4 +1,4 @@
-// What link.c, mender.c, waiting.c and replicas.c share: a model's link to the runtime of one device.
+// The common declarations of link.c, mender.c, waiting.c and replicas.c: a model's link to the runtime of one device.
 #pragma once
 #include <pthread.h>
 
@@ -19,12 +19,12 @@ struct demand {
     int64_t first_deadline_ns;  // 0: none
 };
 
-// A model's link. `lock` guards all below it. The reader closes the socket and ends requests that were sent, so that
-// each has one owner; whoever is the last to drop the link frees it.
+// A model's link. `lock` guards all fields below it. Only the reader closes the socket and ends requests that were sent, so
+// that each of them has one owner. When the last user drops the link, it is freed.
 struct link {
     atomic_int users;
     struct replicas* owner;  // lives while a request of the model is not answered
-    uint32_t number;  // of the device
+    uint32_t number;  // number of the device
     char *model, *registration, *settings;
     struct link *next_due, *next_watched;
 
@@ -33,14 +33,15 @@ struct link {
     struct device device;  // its state determines whether the link has a socket; STATE_CONNECTING begins without one
     bool loading;  // link_load waits for the state, and reconnects the link itself
     int fd;
-    bool stuck;  // the runtime did not read in time: until it reads again, frames do not wait for it
+    bool stuck;  // the runtime did not read in time; until it reads again, frames do not wait for it
     struct arena* arena;
-    uint32_t devices;  // of the server
+    uint32_t devices;  // number of the server's devices
     const _Atomic uint64_t* board;  // NULL without a connection
-    // The board's first word when requests were sent that the runtime had not noticed yet, and the time then.
+    // The board's first word when the earliest requests were sent that the runtime may not have noticed, and the time when they
+    // were sent.
     uint64_t word_at_send;
     int64_t unnoticed_ns;
-    uint64_t execution_ns;  // learned
+    uint64_t execution_ns;  // learned duration of an execution
     struct interface* interface;
     char* failure;  // why the latest attempt failed; NULL: no attempt has failed
     struct demand demand, told;  // the present demand, and the demand that was reported to the runtime
@@ -68,7 +69,7 @@ struct replicas {
     struct demand demand;
     uint32_t waiting_count;
     uint64_t waiting_bytes;
-    bool has_suspect;  // a suspect is under way
+    bool has_suspect;  // a suspect was submitted and has no answer yet
     struct killers* killers;  // under the same lock; NULL until a request has ended a runtime
     _Atomic int64_t killers_until_ns;  // time from which on no recorded inputs count
     struct replicas* next_waiting;
@@ -87,9 +88,9 @@ bool resubmission_begin(void);
 // Lets a request, which the caller owns, wait for a runtime. If it cannot wait, ends it with the reason. No lock is
 // held.
 void resubmission_add(struct link*, struct pending*);
-// Submits a part of a large request on the thread that resubmits requests. Limits of the wait for a runtime do not count.
+// Submits a part of a large request on the thread that resubmits requests. The limits of waiting requests do not apply to it.
 void resubmission_add_part(struct link*, struct pending*);
-void resubmission_ended(struct link*, struct pending*);  // the suspect that is under way has its answer
+void resubmission_ended(struct link*, struct pending*);  // the submitted suspect has its answer
 // Records for a request's inputs how many runtimes died while they executed them. 0: the request was answered.
 void resubmission_record(struct link*, const struct pending*, uint32_t deaths);
 // Fails a request if requests with equal inputs have ended too many runtimes. Its inputs must be in its place.
@@ -98,8 +99,8 @@ void resubmission_wake(void);  // a model has a runtime, or cannot have one
 
 // Returns a link that is not used yet. The caller drops it, or closes it after loading or connecting. NULL: no memory.
 struct link* link_new(struct replicas*, const char* model, const char* bundle, const char* settings, uint32_t device);
-// Waits until the runtime serves the model, however long compiling takes. If the runtime does not serve it, returns
-// false and the reason `why`. `barred` is then set if no other runtime should try.
+// Waits until the runtime serves the model, however long compiling takes. False: the runtime does not serve it, for the reason
+// `why`. `barred` then says that no other runtime should try.
 bool link_load(struct link*, struct text* why, bool* barred);
 // Begins an attempt to reach the runtime, without waiting for it, if none was made, or if the model is cold and `asked` for.
 void link_connect(struct link*, bool asked);
@@ -130,10 +131,11 @@ void begin_condition(pthread_cond_t*);  // by CLOCK_MONOTONIC
 struct pending* waiting_take_all(struct link*);
 // Under the lock. Takes the requests of a DONE frame, with their outcomes. The frame was checked.
 struct pending* waiting_take_done(struct link*, const struct frame*);
-// Under the lock. Asks the runtime to cancel requests that clients have cancelled. Takes the requests whose deadline
-// passed long ago, as copies, because the runtime may write to their memory until it has ended them.
+// Under the lock. Asks the runtime to cancel requests that clients have cancelled. Returns copies of the requests whose
+// deadline passed long ago, to be answered. The requests themselves stay, because the runtime may write to their memory until
+// it has ended them.
 struct pending* waiting_check(struct link*, int64_t now);
-bool waiting_is_late(const struct pending*, int64_t now);  // its deadline passed long ago
+bool waiting_is_late(const struct pending*, int64_t now);  // true if its deadline passed long ago
 // Answers requests, a list by `next`, and frees their memory.
 void waiting_finish(struct link*, struct pending*);
 // Under the lock. Sends the figures since the last report. If the runtime does not read now, they wait.

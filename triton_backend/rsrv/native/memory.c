@@ -10,11 +10,11 @@
 
 #include "native.h"
 
-// The runtime's limit.
+// The runtime's limits.
 #define MAX_SEGMENTS 1024u
 #define MAX_BYTES (1ull << 40)
 
-// The container's control group.
+// Folder of the container's control group.
 #ifndef CGROUP
 #define CGROUP "/sys/fs/cgroup"
 #endif
@@ -23,7 +23,7 @@ struct range {
     uint64_t offset, bytes;
 };
 
-// One memfd, mapped. Its free ranges ascend, and are never adjacent.
+// A mapped memfd. Its free ranges are in ascending order, and never adjacent.
 struct segment {
     uint32_t id;
     int fd;  // -1: the runtime has it
@@ -44,8 +44,8 @@ struct arena {
 
 // --- the board ------------------------------------------------------------------------------------------------------
 
-// All links to a runtime share its board's mapping: the kernel limits those of a process (vm.max_map_count), and each of
-// thousands of models has a link per device.
+// All links to a runtime share the mapping of its board. The kernel limits the mappings of a process (vm.max_map_count), and
+// each of thousands of models has a link per device.
 struct board {
     struct board* next;
     dev_t filesystem;
@@ -58,7 +58,7 @@ struct board {
 static pthread_mutex_t board_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct board* boards;
 
-// Under the lock.
+// Maps a board that no link has mapped yet. Under the lock.
 static struct board* map_new(int fd, const struct stat* found, const char* directory) {
     char path[PATH_BYTES + 16];
     void* memory = mmap(NULL, BOARD_BYTES, PROT_READ, MAP_SHARED, fd, 0);
@@ -75,7 +75,7 @@ static struct board* map_new(int fd, const struct stat* found, const char* direc
 const _Atomic uint64_t* board_map(int fd, const char* directory) {
     struct stat found;
     void* memory = NULL;
-    // A file that can shrink would end this process when it is read later.
+    // Refuse a file that can shrink, because this process would die if it read the missing part later.
     if (fd >= 0 && fstat(fd, &found) == 0 && found.st_size == BOARD_BYTES && fcntl(fd, F_GET_SEALS) > 0 &&
         (fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK)) {
         pthread_mutex_lock(&board_lock);
@@ -107,7 +107,7 @@ void board_unmap(const _Atomic uint64_t* memory) {
 }
 
 bool board_blames(const _Atomic uint64_t* memory, const char* key) {
-    uint8_t box[BOX_BYTES + 1];  // one byte of the text says that there is one
+    uint8_t box[BOX_BYTES + 1];  // one more byte shows that a text follows
     pthread_mutex_lock(&board_lock);
     struct board* board = boards;
     while (board->memory != memory) board = board->next;
@@ -162,9 +162,9 @@ void arena_close(struct arena* arena) {
     if (arena->places == 0) end(arena);
 }
 
-// Returns the bytes that the machine, or the container, has left. Pages are allocated when they are touched: if none is
-// left then, the kernel kills this process or another one. Parts of a container's file cache that were read once count
-// as free, and half of the parts that were read again, as in rsrv.limits.
+// Returns the free bytes of the machine or, if that is less, of the container. Pages are allocated when they are touched. If
+// there is no memory then, the kernel kills this process or another one. As in rsrv.limits, the parts of a container's file
+// cache that were read only once count as free, and half of the parts that were read again.
 static uint64_t spare_memory(void) {
     uint64_t spare = UINT64_MAX, kilobytes, limit, used, bytes, cache = 0;
     char line[128];
@@ -251,7 +251,7 @@ bool arena_take(struct arena* arena, uint64_t bytes, struct place* place) {
 
 bool arena_lacks_descriptors(const struct arena* arena) { return arena->lacks_descriptors; }
 
-// If there is no memory for the list of free ranges, the range stays taken.
+// Frees a range. If there is no memory for the list of free ranges, the range stays taken.
 static void give_to(struct segment* segment, uint64_t offset, uint64_t bytes) {
     size_t i = 0;
     while (i < segment->free_count && segment->free[i].offset < offset) i++;

@@ -2,8 +2,8 @@
 
 #include "link.h"
 
-// Reconnects the links of one device on a thread of its own: a runtime that hangs delays no other device. The links
-// stay in the order of their arrival, so that each has its turn.
+// A thread that reconnects the links of one device. Each device has its own, so that a runtime that hangs does not delay other
+// devices. The links are in the order of their arrival, so that each has its turn.
 struct mender {
     bool begun;
     atomic_bool fails;  // the last attempt failed
@@ -11,7 +11,7 @@ struct mender {
     struct link *first_due, *last_due;
 };
 
-// Lock of all models in this process.
+// All models in this process share this lock and the menders.
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct mender menders[MAX_DEVICES];
 
@@ -78,7 +78,7 @@ bool begin_thread(void* (*run)(void*), void* argument) {
     sigset_t all, before;
     pthread_attr_init(&detached);
     pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
-    // Signals are for the server's own threads.
+    // Block all signals, because they are for the server's own threads.
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     bool created = pthread_create(&thread, &detached, run, argument) == 0;

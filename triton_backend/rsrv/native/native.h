@@ -1,25 +1,25 @@
-// The parts of the native front and what they tell each other. docs/protocol.md is the contract with the runtime.
+// The parts of the native front, and their interfaces. docs/protocol.md is the contract with the runtime.
 //
-//   backend.c   Triton's entry points: a model is loaded, gets requests, is unloaded
+//   backend.c   Triton's entry points: they load a model, execute requests, and unload the model
 //   request.c   one client's request: parameters, shapes, the copies into and out of shared memory, the answer
-//   replicas.c  a model's links, one per device of the server: which of them answers a batch
-//   placement.c the placement table: on which devices a model shall run
+//   replicas.c  a model's links, one per device of the server, and the choice of the link that answers a request
+//   placement.c the placement table, which names the devices where a model should run
 //   link.c      a model's connection to a runtime, and the thread that reads all of them
 //   mender.c    the threads that connect models to a runtime again, one per device
 //   trace.c     trace contexts of requests, and ended spans until they are reported
 //   large.c     requests that are submitted in parts
 //   waiting.c   a model's requests from execute() until the runtime has ended them, and the figures about them
-//   front.c     decisions about requests without a runtime, without locks, clocks and effects
-//   resubmission.c  a model's requests without a runtime: the next runtime, or another device's, gets them
-//   guard.c     the guard of models with the Python front, a batching strategy of Triton's; nothing else here uses it
+//   front.c     decisions about requests without a runtime; it uses no locks and no clocks, and has no effects
+//   resubmission.c  a model's requests without a runtime, which are submitted to the next runtime or to another device
+//   guard.c     the guard of models with the Python front: a batching strategy of Triton, which no other part uses
 //   launch.c    where the runtime listens, and how it is started
-//   protocol.c  frames and descriptors; the description of a model, which is checked before it is believed
+//   protocol.c  frames and descriptors, and the description of a model, which is checked before it is used
 //   memory.c    the shared memory of a connection, and the runtime's board
 //   rules.h     constants, statuses and texts that both fronts share; tools/native_rules.py writes it
 //   text.c      texts: UTF-8, quoting, the tag of a request's id, and the log
 //
-// A fault here ends the server with all of its models. So the runtime's bytes are checked like a client's,
-// every buffer has its length beside it, and no function keeps a pointer into a frame.
+// A fault here ends the server with all of its models. So the bytes of the runtime are checked like those of a client,
+// every buffer is passed with its length, and no function keeps a pointer into a frame.
 #pragma once
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -70,22 +70,21 @@ struct place {
     struct arena* arena;
 };
 
-// Not thread-safe: the link that owns an arena guards it. The memory stays mapped until the last place is given back.
+// Not thread-safe: the lock of the link that owns an arena guards it. The memory stays mapped until the last place is released.
 struct arena* arena_new(void);
 bool arena_take(struct arena*, uint64_t bytes, struct place*);
 bool arena_lacks_descriptors(const struct arena*);  // the reason of the latest failure of arena_take
 void arena_give(struct place*);
 void arena_close(struct arena*);
-bool arena_fresh(struct arena*, uint32_t* segment, int* fd);  // a segment that the runtime does not know yet
-void arena_announced(struct arena*);                          // it does now
-bool arena_dropped(struct arena*, uint32_t* segment);         // one that it still maps; a call of arena_forget follows
-void arena_forget(struct arena*);
+bool arena_fresh(struct arena*, uint32_t* segment, int* fd);  // finds a segment that the runtime does not know yet
+void arena_announced(struct arena*);                          // the runtime knows that segment now
+bool arena_dropped(struct arena*, uint32_t* segment);         // finds a dropped segment that the runtime still maps
+void arena_forget(struct arena*);                             // the runtime does not map that segment any more
 
 // Returns the board of the runtime in a directory, mapped for reading. NULL: the descriptor is no board. Closes the
 // descriptor.
 const _Atomic uint64_t* board_map(int fd, const char* directory);
-// Returns true if executions of a model may have ended the runtime, which is gone, by its black box. Without a box,
-// returns true.
+// Returns true if the black box of a runtime says that executions of a model may have ended it, or if there is no box.
 bool board_blames(const _Atomic uint64_t*, const char* key);
 // Returns true if the runtime has ended so that its device sleeps.
 bool board_sleeps(const _Atomic uint64_t*);
@@ -97,7 +96,7 @@ static inline uint64_t aligned(uint64_t bytes) { return (bytes + ALIGNMENT - 1) 
 
 struct tensor {
     char* name;
-    int type;  // Triton's
+    int type;  // Triton's number of the element type
     uint32_t item_bytes, rank;
     int32_t batch_axis, padded_axis;  // -1: none
     int64_t dims[MAX_RANK];  // -1 on axes that vary
@@ -110,12 +109,13 @@ struct variant {
     struct tensor *inputs, *outputs;
 };
 
-// A model as the runtime describes it. Waiting requests hold it, so that another runtime may send a new description.
+// The description of a model that a runtime has sent. Requests hold the description with which they were read, because the next
+// runtime may send another one.
 struct interface {
     atomic_int users;
     bool batched, exact, traced;
     char* key;         // NAME@VERSION
-    uint32_t slot;     // number of its cell on the runtime's board; 0: it has none
+    uint32_t slot;     // number of the model's cell on the runtime's board; 0: it has none
     uint64_t cost_ns;  // duration of the shortest execution, as measured
     int64_t retry_ns;  // longest time that requests wait for a runtime
     uint32_t input_count, output_count, variant_count;
@@ -205,7 +205,8 @@ void trace_mark(const struct trace*, uint64_t request, uint8_t mark[MARK_BYTES])
 struct link;
 struct large;
 
-// A client's request, from execute() until its answer. Its memory stays until the runtime has ended the request.
+// A client's request, from execute() until its answer. Its place in shared memory stays until the runtime has ended the
+// request.
 struct pending {
     struct pending *previous, *next, *same_bucket;
     uint64_t id, tag, run;
@@ -219,17 +220,16 @@ struct pending {
     struct place place;
     struct trace* trace;  // NULL: not traced
     bool cancelling;
-    bool read;  // its parameters are
+    bool read;  // the parameters were read
     // A part of a large request has these rows of Triton's request. The large request holds Triton's request.
     struct large* large;  // NULL: this is no part
     uint32_t first;       // row where the part begins
     uint64_t whole;       // number that the parts have in common
     bool admitted;        // a full queue does not refuse it
     TRITONBACKEND_Response* response;  // response of a large request; NULL: it is not made yet
-    // For resubmission.c. A suspect was executing when a runtime died. `suspect`: this is the suspect that is under
-    // way.
+    // The following fields are for resubmission.c. A request that was executing when a runtime died is a suspect.
     struct link* link;  // link on which the request waits; it lives until the answer
-    bool suspect;
+    bool suspect;  // this request is the suspect that was submitted and has no answer yet
     uint32_t deaths;  // number of runtimes that died while they executed it
     uint64_t waiting_bytes;
     int64_t waiting_since_ns, retry_until_ns, checked_ns;  // 0: it has not waited yet
@@ -242,28 +242,29 @@ int64_t request_run_device(TRITONBACKEND_Request*);
 // Reads the parameters. Call it once, because deadlines count from then. False: the request has failed, with `status`
 // and `failure`.
 bool request_read_parameters(struct pending*);
-// Prepares the request for its place, by the description of a model. False: the request has failed.
+// Checks the request against the description of a model, and sets its variant, its rows and the bytes of its place. False: the
+// request has failed.
 bool request_read(struct pending*, struct interface*);
 bool request_is_large(const struct pending*);  // it has more rows than the largest compiled size
 uint64_t request_input_bytes(const struct pending*);  // bytes of the inputs, as far as they can be read
 // Makes the response of a large request, with a buffer for each output that the client wants. False: the request has
 // failed.
 bool request_open_response(struct pending*, uint8_t** buffers);
-void request_copy_outputs(const struct pending* part, uint8_t* const* buffers);  // to their rows
+void request_copy_outputs(const struct pending* part, uint8_t* const* buffers);  // to the rows of the part
 void request_fail(struct pending*, enum status, const char* format, ...) __attribute__((format(printf, 3, 4)));
 void request_write(struct pending*);  // copies the inputs to the request's place; may fail the request
 bool request_launched(const struct pending*);  // false: the runtime never gave the request to its device
 // Computes the digest of the inputs, which are in the request's place.
 void request_digest(const struct pending*, uint8_t digest[DIGEST_BYTES]);
 void request_submission(const struct pending*, uint8_t entry[SUBMISSION_BYTES]);
-// Answers the request with its outputs or its failure, unless it is answered already. Releases it.
+// Answers the request with its outputs or its failure, and releases Triton's request. Does nothing if it is already answered.
 void request_answer(struct pending*, struct link*);
 void request_free(struct pending*);
 const char* status_name(enum status);
 
 // --- large.c --------------------------------------------------------------------------------------------------------
 
-// Submits the first parts of a request that was read. The request is answered when no part is submitted any more.
+// Submits the first parts of a request that was read. The request is answered when it has ended and no part is in progress.
 void large_begin(struct link*, struct pending*);
 void large_take(struct pending* part, struct link*);  // handles the outcome of a part
 bool large_has_ended(struct large*);                  // true if the request has ended, so that its other parts are useless
@@ -273,8 +274,8 @@ bool large_has_ended(struct large*);                  // true if the request has
 void link_submit(struct link*, TRITONBACKEND_ModelInstance*, TRITONBACKEND_Request*);
 const char* link_model(const struct link*);
 void link_measure(struct link*, enum status, int64_t begun_ns);
-// Limits the log lines about failed requests. True: this line is written. `left_out` is the number of lines left out
-// since the last one.
+// Limits the log lines about failed requests. True: the caller must write this line. `left_out` is the number of lines left out
+// before it.
 bool link_logs(struct link*, enum status, uint32_t* left_out);
 
 // --- replicas.c -----------------------------------------------------------------------------------------------

@@ -8,16 +8,16 @@
 
 #include "native.h"
 
-// wire/placement_table.py has the format. The file is read, not mapped, so that a shrinking file does not end this
+// wire/placement_table.py explains the format. The file is read and not mapped, so that a shrinking file cannot end this
 // process.
 #define HEADER_AT_GENERATION 16
-#define MOVED UINT64_MAX  // generation of a file that another one replaced
+#define MOVED UINT64_MAX  // generation of a file that was replaced by another one
 
 struct header { char magic[8]; uint32_t capacity, reserved; uint64_t generation; };
 struct half { uint64_t generation; uint32_t count, checksum; };
 struct entry { uint8_t digest[16]; uint64_t mask; };
 
-// Guards the newest whole table, which all models in this process share.
+// Guards the latest complete table, which all models in this process share.
 static pthread_mutex_t table_lock = PTHREAD_MUTEX_INITIALIZER;
 static int file = -1;
 static uint32_t capacity, entry_count;
@@ -74,7 +74,7 @@ static bool take(uint64_t generation) {
     if (!read_at(&half, sizeof half, at) || half.generation != generation || half.count > capacity) return false;
     size_t bytes = half.count * sizeof *entries;
     struct entry* found = malloc(bytes ? bytes : 1);
-    // Check the generation, the number and the entries.
+    // The checksum covers the generation, the number and the entries.
     if (!found || !read_at(found, bytes, at + sizeof half) ||
         crc32_of(crc32_of(0, &half, sizeof half.generation + sizeof half.count), found, bytes) != half.checksum) {
         free(found);
@@ -91,7 +91,8 @@ static bool read_table(void) {
     uint64_t generation, before;
     if ((!read_generation(&generation) || generation == MOVED) && (!open_table() || !read_generation(&generation)))
         return false;
-    // The writer may overtake this reader twice. Otherwise, this half of the file is damaged.
+    // If the table cannot be read, the writer may have written twice meanwhile, so try the new generation. If there is none,
+    // this half of the file is damaged.
     do {
         if (generation == 0 || generation == MOVED) return false;
         if (take(generation)) return true;
@@ -100,7 +101,7 @@ static bool read_table(void) {
     return false;
 }
 
-static int compare(const void* key, const void* one) { return memcmp(key, ((const struct entry*)one)->digest, 16); }
+static int compare(const void* key, const void* entry) { return memcmp(key, ((const struct entry*)entry)->digest, 16); }
 
 uint64_t placement_mask(const uint8_t digest[16]) {
     uint64_t generation;

@@ -16,11 +16,11 @@
 #define MAX_VARIANTS 1000u
 #define MAX_SIZES 1000u
 #define MAX_ROWS (1u << 30)
-#define MAX_RETRY_NS (INT64_MAX / 2)  // small enough to be added to a time of the clock
+#define MAX_RETRY_NS (INT64_MAX / 2)  // so small that it can be added to a time of the clock
 // No tensor of any compiled size is larger, so that sums of a request's bytes stay far below 64 bits.
 #define MAX_TENSOR_BYTES (1ull << 44)
 
-// --- numbers in frames: little-endian, as every machine that this is built for -------------------------------------
+// --- numbers in frames: little-endian, like every machine that this is built for ------------------------------------
 
 void put_u16(uint8_t* at, uint16_t value) { memcpy(at, &value, sizeof value); }
 void put_u32(uint8_t* at, uint32_t value) { memcpy(at, &value, sizeof value); }
@@ -51,18 +51,19 @@ int frame_receive(int fd, uint8_t buffer[MAX_FRAME], struct frame* frame, const 
     struct iovec part = {buffer, MAX_FRAME};
     struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
     ssize_t length = recvmsg(fd, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
-    // The kernel reports once, and first, that the runtime left frames unread. Frames that it had sent follow.
+    // If the runtime has left frames unread, the kernel first reports this error, once. Frames that the runtime had sent
+    // follow.
     if (length < 0 && errno == ECONNRESET) length = recvmsg(fd, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
     if (length < 0) {
         *why = strerror(errno);
         return errno == EAGAIN || errno == EINTR ? 0 : -1;
     }
     int found[MAX_FDS], count = 0;
-    for (struct cmsghdr* one = CMSG_FIRSTHDR(&message); one; one = CMSG_NXTHDR(&message, one)) {
-        if (one->cmsg_level != SOL_SOCKET || one->cmsg_type != SCM_RIGHTS) continue;
-        count = (int)((one->cmsg_len - CMSG_LEN(0)) / sizeof(int));
+    for (struct cmsghdr* header = CMSG_FIRSTHDR(&message); header; header = CMSG_NXTHDR(&message, header)) {
+        if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;
+        count = (int)((header->cmsg_len - CMSG_LEN(0)) / sizeof(int));
         count = count < MAX_FDS ? count : MAX_FDS;
-        memcpy(found, CMSG_DATA(one), (size_t)count * sizeof(int));
+        memcpy(found, CMSG_DATA(header), (size_t)count * sizeof(int));
     }
     bool whole = !(message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) && length >= HEADER_BYTES && count < 2;
     if (!whole) {
@@ -125,9 +126,9 @@ bool completions_check(const struct frame* frame) {
     size_t end = (size_t)frame->count * COMPLETION_BYTES;
     if (end > frame->length) return false;
     for (uint32_t i = 0; i < frame->count; i++) {
-        struct completion one = completion_at(frame, i);
-        if (one.status >= STATUSES || one.text_bytes > frame->length - end) return false;
-        end += one.text_bytes;
+        struct completion completion = completion_at(frame, i);
+        if (completion.status >= STATUSES || completion.text_bytes > frame->length - end) return false;
+        end += completion.text_bytes;
     }
     return end == frame->length;
 }
@@ -156,7 +157,7 @@ bool starting_read(const struct frame* frame, int64_t* least_ns, int64_t* limit_
 
 // --- the description of a model -------------------------------------------------------------------------------------
 
-// The protocol's types in its order, Triton's numbers of them, and their bytes.
+// The protocol's types in its order: Triton's number and the bytes of each.
 static const struct { uint8_t triton, bytes; } TYPES[] = {
     {1, 1},           // bool
     {6, 1}, {7, 2}, {8, 4}, {9, 8},  // i8 to i64
@@ -207,26 +208,26 @@ static struct tensor* next_tensors(struct cursor* from, uint32_t count, bool bat
     struct tensor* tensors = calloc(count ? count : 1, sizeof *tensors);
     refuse(from, !tensors, "no memory");
     for (uint32_t i = 0; i < count && !from->why; i++) {
-        struct tensor* one = &tensors[i];
-        one->name = next_text(from);
+        struct tensor* tensor = &tensors[i];
+        tensor->name = next_text(from);
         uint8_t type = *next(from, 1);
-        one->rank = *next(from, 1);
-        one->batch_axis = (int16_t)u16_at(next(from, 2));
-        one->padded_axis = (int16_t)u16_at(next(from, 2));
-        refuse(from, type >= sizeof TYPES / sizeof *TYPES || one->rank > MAX_RANK, "a tensor is of no known type");
-        refuse(from, one->batch_axis < -1 || one->batch_axis >= (int32_t)one->rank, "a batch axis is wrong");
-        refuse(from, one->padded_axis < -1 || one->padded_axis >= (int32_t)one->rank, "a padded axis is wrong");
-        refuse(from, one->padded_axis >= 0 && one->padded_axis == one->batch_axis, "a padded axis is wrong");
+        tensor->rank = *next(from, 1);
+        tensor->batch_axis = (int16_t)u16_at(next(from, 2));
+        tensor->padded_axis = (int16_t)u16_at(next(from, 2));
+        refuse(from, type >= sizeof TYPES / sizeof *TYPES || tensor->rank > MAX_RANK, "a tensor is of no known type");
+        refuse(from, tensor->batch_axis < -1 || tensor->batch_axis >= (int32_t)tensor->rank, "a batch axis is wrong");
+        refuse(from, tensor->padded_axis < -1 || tensor->padded_axis >= (int32_t)tensor->rank, "a padded axis is wrong");
+        refuse(from, tensor->padded_axis >= 0 && tensor->padded_axis == tensor->batch_axis, "a padded axis is wrong");
         if (from->why) break;
-        one->type = TYPES[type].triton;
-        one->item_bytes = one->row_bytes = TYPES[type].bytes;
-        for (uint32_t axis = 0; axis < one->rank; axis++) {
-            int64_t extent = one->dims[axis] = (int64_t)next_u64(from);
-            bool open = !batched || (int32_t)axis == one->batch_axis;
+        tensor->type = TYPES[type].triton;
+        tensor->item_bytes = tensor->row_bytes = TYPES[type].bytes;
+        for (uint32_t axis = 0; axis < tensor->rank; axis++) {
+            int64_t extent = tensor->dims[axis] = (int64_t)next_u64(from);
+            bool open = !batched || (int32_t)axis == tensor->batch_axis;
             refuse(from, extent < (open ? -1 : 0), "an extent is negative");
             if (extent < 0 || from->why) continue;
-            refuse(from, extent && one->row_bytes > MAX_TENSOR_BYTES / (uint64_t)extent, "a tensor is too large");
-            one->row_bytes *= (uint64_t)extent;
+            refuse(from, extent && tensor->row_bytes > MAX_TENSOR_BYTES / (uint64_t)extent, "a tensor is too large");
+            tensor->row_bytes *= (uint64_t)extent;
         }
     }
     return tensors;
@@ -265,12 +266,12 @@ static void next_variant(struct cursor* from, struct interface* model, struct va
     variant->inputs = next_tensors(from, model->input_count, true);
     variant->outputs = next_tensors(from, model->output_count, true);
     for (uint32_t i = 0; i < model->input_count + model->output_count && !from->why; i++) {
-        const struct tensor* one =
+        const struct tensor* tensor =
             i < model->input_count ? &variant->inputs[i] : &variant->outputs[i - model->input_count];
-        refuse(from, one->batch_axis >= 0 && one->dims[one->batch_axis] != -1, "a batch axis is fixed");
-        refuse(from, one->row_bytes > MAX_TENSOR_BYTES / previous, "a tensor is too large");
-        if (one->padded_axis < 0 || from->why) continue;
-        int64_t length = one->dims[one->padded_axis];
+        refuse(from, tensor->batch_axis >= 0 && tensor->dims[tensor->batch_axis] != -1, "a batch axis is fixed");
+        refuse(from, tensor->row_bytes > MAX_TENSOR_BYTES / previous, "a tensor is too large");
+        if (tensor->padded_axis < 0 || from->why) continue;
+        int64_t length = tensor->dims[tensor->padded_axis];
         refuse(from, length < 1 || length > UINT32_MAX || (variant->length && length != variant->length),
                "a padded axis is wrong");
         variant->length = (uint32_t)length;
@@ -329,8 +330,8 @@ struct interface* interface_read(const uint8_t* bytes, size_t length, const char
         for (uint32_t i = 0; i < model->input_count + model->output_count && !from.why; i++) {
             bool is_input = i < model->input_count;
             uint32_t at = is_input ? i : i - model->input_count;
-            const struct variant *one = &model->variants[v], *first = &model->variants[0];
-            const struct tensor* mine = is_input ? &one->inputs[at] : &one->outputs[at];
+            const struct variant *variant = &model->variants[v], *first = &model->variants[0];
+            const struct tensor* mine = is_input ? &variant->inputs[at] : &variant->outputs[at];
             const struct tensor* its = is_input ? &first->inputs[at] : &first->outputs[at];
             refuse(&from, mine->type != its->type || mine->rank != its->rank || mine->padded_axis != its->padded_axis,
                    "variants differ in more than extents");

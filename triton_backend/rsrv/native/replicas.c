@@ -4,8 +4,8 @@
 
 #include "link.h"
 
-// Counts the devices of a server whose device 0 has no runtime. 1: no runtime has ever found them. The file is a list
-// of texts.
+// Counts the devices in the file that a runtime of this server has written, a JSON list of texts. 1: there is no file. This
+// is for a server whose device 0 has no runtime that could report the number.
 static uint32_t count_devices(void) {
     char base[PATH_BYTES], own[PATH_BYTES], path[PATH_BYTES + 16];
     uint32_t quotes = 0;
@@ -17,12 +17,13 @@ static uint32_t count_devices(void) {
     return quotes < 2 ? 1 : quotes / 2 > MAX_DEVICES ? MAX_DEVICES : quotes / 2;
 }
 
-// Opens the link of the first device that serves the model: the others then find its compiled modules in the cache.
+// Opens the link of the first device that serves the model. Other devices are opened later, because they then find the compiled
+// modules in the cache.
 static bool open_first(struct replicas* all, const char* model, const char* bundle, const char* settings, struct text* why) {
     struct text first, reason;
     bool barred = false, differ = false;
     all->count = 1;
-    // A model that has ended a runtime would end the others, too.
+    // Stop if the model is barred, because a model that has ended a runtime would also end the others.
     for (uint32_t device = 0; device < all->count && !barred; device++) {
         struct link* link = link_new(all, model, bundle, settings, device);
         if (link && link_load(link, &reason, &barred)) {
@@ -81,8 +82,8 @@ void replicas_close(struct replicas* all) {
     free(all);
 }
 
-// Returns the link that answers first among these devices, and sets `least` to its time. If no link is clearly sooner,
-// it is the first one from the model's home on. NULL: no device has a runtime that reads.
+// Returns the link that would answer first among the devices in `mask`, and sets `least` to its time. If no link is clearly
+// sooner, it is the first link from the model's home on. NULL: no device has a runtime that reads.
 static struct link* soonest(struct replicas* all, uint64_t mask, int64_t* least) {
     struct link* chosen = NULL;
     *least = INT64_MAX;

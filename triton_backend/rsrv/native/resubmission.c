@@ -7,71 +7,71 @@
 // requests that start a cold model. Inference has no side effects, and Triton keeps a request's inputs until it is answered, so
 // a death costs time, not answers. The inputs are copied again, to memory that the dead runtime does not have.
 
-// Guards what waits, of all models; taken before a link's lock.
+// Guards the waiting requests of all models. It must be locked before the lock of a link.
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed;
 static struct replicas* models;  // models with waiting requests, which keep the models loaded
 static struct queue parts;       // parts of large requests, for the thread that copies their inputs
 
-static void append(struct queue* queue, struct pending* one) {
-    one->next = NULL;
-    *(queue->last ? &queue->last->next : &queue->first) = one;
-    queue->last = one;
+static void append(struct queue* queue, struct pending* pending) {
+    pending->next = NULL;
+    *(queue->last ? &queue->last->next : &queue->first) = pending;
+    queue->last = pending;
 }
 
 // Fails a request that cannot wait longer.
-static bool is_over(struct pending* one, const struct outage* outage, int64_t now) {
+static bool is_over(struct pending* pending, const struct outage* outage, int64_t now) {
     struct text text;
     enum status status;
-    if (refuse_waiting(one, outage, now, &status, &text))
-        request_fail(one, status, "%s", text.bytes);
-    else if (waiting_is_late(one, now))
-        request_fail(one, DEADLINE, LATE);
+    if (refuse_waiting(pending, outage, now, &status, &text))
+        request_fail(pending, status, "%s", text.bytes);
+    else if (waiting_is_late(pending, now))
+        request_fail(pending, DEADLINE, LATE);
     else
         return false;
     return true;
 }
 
-static bool is_cancelled(struct pending* one, int64_t now) {
-    bool cancelled = one->large && large_has_ended(one->large);
-    if (cancelled) request_fail(one, CANCELLED, CLIENT_CANCELLED);
-    if (cancelled || now - one->checked_ns < CHECK_PERIOD_NS) return cancelled;
-    one->checked_ns = now;
-    TRITONSERVER_Error* error = TRITONBACKEND_RequestIsCancelled(one->request, &cancelled);
+static bool is_cancelled(struct pending* pending, int64_t now) {
+    bool cancelled = pending->large && large_has_ended(pending->large);
+    if (cancelled) request_fail(pending, CANCELLED, CLIENT_CANCELLED);
+    if (cancelled || now - pending->checked_ns < CHECK_PERIOD_NS) return cancelled;
+    pending->checked_ns = now;
+    TRITONSERVER_Error* error = TRITONBACKEND_RequestIsCancelled(pending->request, &cancelled);
     if (error) TRITONSERVER_ErrorDelete(error);
-    if (cancelled) request_fail(one, CANCELLED, CLIENT_CANCELLED);
+    if (cancelled) request_fail(pending, CANCELLED, CLIENT_CANCELLED);
     return cancelled;
 }
 
 // Returns true if the request changes the demand that the runtimes must know.
-static bool add_to_demand(struct demand* demand, const struct pending* one) {
+static bool add_to_demand(struct demand* demand, const struct pending* pending) {
     int64_t first_ns = demand->first_deadline_ns;
-    bool is_first = !demand->waits, is_earlier = one->deadline_ns && (!first_ns || one->deadline_ns < first_ns);
+    bool is_first = !demand->waits, is_earlier = pending->deadline_ns && (!first_ns || pending->deadline_ns < first_ns);
     demand->waits = true;
-    if (is_earlier) demand->first_deadline_ns = one->deadline_ns;
+    if (is_earlier) demand->first_deadline_ns = pending->deadline_ns;
     return is_first || is_earlier;
 }
 
-void resubmission_add(struct link* link, struct pending* one) {
+void resubmission_add(struct link* link, struct pending* pending) {
     struct replicas* all = link->owner;
     struct outage outage;
     struct text text;
     enum status status;
     int64_t now = now_ns();
     pthread_mutex_lock(&link->lock);
-    arena_give(&one->place);
+    arena_give(&pending->place);
     pthread_mutex_unlock(&link->lock);
-    one->next = NULL;
-    one->link = link;
-    one->cancelling = false;
-    one->checked_ns = now;
-    one->waiting_bytes = request_input_bytes(one);
+    pending->next = NULL;
+    pending->link = link;
+    pending->cancelling = false;
+    pending->checked_ns = now;
+    pending->waiting_bytes = request_input_bytes(pending);
     replicas_read_outage(all, &outage, now);
-    bool is_read = request_read_parameters(one), waits = false;
+    bool is_read = request_read_parameters(pending), waits = false;
     pthread_mutex_lock(&lock);
-    if (one->suspect) one->suspect = all->has_suspect = false;
-    if (is_read && refuse_arrival(one, &outage, all->waiting_count, all->waiting_bytes, now, &status, &text))
-        request_fail(one, status, "%s", text.bytes);
+    if (pending->suspect) pending->suspect = all->has_suspect = false;
+    if (is_read && refuse_arrival(pending, &outage, all->waiting_count, all->waiting_bytes, now, &status, &text))
+        request_fail(pending, status, "%s", text.bytes);
     else
         waits = is_read;
     if (waits) {
@@ -80,14 +80,14 @@ void resubmission_add(struct link* link, struct pending* one) {
             models = all;
             pthread_cond_signal(&changed);
         }
-        append(&all->waiting, one);
+        append(&all->waiting, pending);
         all->waiting_count++;
-        all->waiting_bytes += one->waiting_bytes;
-        // Do this before the next attempt of the link that has just lost the request.
-        if (add_to_demand(&all->demand, one)) replicas_tell(all, all->demand);
+        all->waiting_bytes += pending->waiting_bytes;
+        // Report the demand before the link that has just lost the request makes its next attempt.
+        if (add_to_demand(&all->demand, pending)) replicas_tell(all, all->demand);
     }
     pthread_mutex_unlock(&lock);
-    if (!waits) waiting_finish(link, one);
+    if (!waits) waiting_finish(link, pending);
 }
 
 void resubmission_add_part(struct link* link, struct pending* part) {
@@ -99,11 +99,11 @@ void resubmission_add_part(struct link* link, struct pending* part) {
     pthread_mutex_unlock(&lock);
 }
 
-void resubmission_record(struct link* link, const struct pending* one, uint32_t deaths) {
+void resubmission_record(struct link* link, const struct pending* pending, uint32_t deaths) {
     struct replicas* all = link->owner;
     uint8_t digest[DIGEST_BYTES];
     int64_t now = now_ns();
-    request_digest(one, digest);
+    request_digest(pending, digest);
     pthread_mutex_lock(&lock);
     if (!all->killers) all->killers = calloc(1, sizeof *all->killers);
     if (all->killers) killers_record(all->killers, digest, deaths, now);
@@ -111,23 +111,23 @@ void resubmission_record(struct link* link, const struct pending* one, uint32_t 
     pthread_mutex_unlock(&lock);
 }
 
-void resubmission_check(struct link* link, struct pending* one) {
+void resubmission_check(struct link* link, struct pending* pending) {
     struct replicas* all = link->owner;
     uint8_t digest[DIGEST_BYTES];
     int64_t until_ns = atomic_load(&all->killers_until_ns), now = until_ns ? now_ns() : 0;
-    // If no such inputs are recorded, nothing is hashed.
+    // Do not hash the inputs if none are recorded.
     if (now >= until_ns) return;
-    request_digest(one, digest);
+    request_digest(pending, digest);
     pthread_mutex_lock(&lock);
     uint32_t deaths = killers_deaths(all->killers, digest, now);
     pthread_mutex_unlock(&lock);
-    if (deaths > one->deaths) one->deaths = deaths;
-    if (deaths >= MAX_DEATHS) request_fail(one, INTERNAL, EQUAL);
+    if (deaths > pending->deaths) pending->deaths = deaths;
+    if (deaths >= MAX_DEATHS) request_fail(pending, INTERNAL, EQUAL);
 }
 
-void resubmission_ended(struct link* link, struct pending* one) {
+void resubmission_ended(struct link* link, struct pending* pending) {
     pthread_mutex_lock(&lock);
-    one->suspect = link->owner->has_suspect = false;
+    pending->suspect = link->owner->has_suspect = false;
     pthread_cond_signal(&changed);
     pthread_mutex_unlock(&lock);
 }
@@ -138,48 +138,48 @@ void resubmission_wake(void) {
     pthread_mutex_unlock(&lock);
 }
 
-// Takes a model's requests that stop waiting: failed ones, and those with a runtime. Suspects are taken one after
-// another, so that a suspect that ends the next runtime is the only one of its model there. Under the lock.
+// Starts the model if necessary, and moves requests that need not wait any more to `failed` or `ready`. Suspects become ready
+// one after another, so that a suspect that ends the next runtime is the only one of its model there. Under the lock.
 static void look(struct replicas* all, int64_t now, struct queue* failed, struct queue* ready) {
     struct outage outage;
     struct demand demand = {0};
     if (all->waiting.first) replicas_start(all, now);
     replicas_read_outage(all, &outage, now);
     bool reads = !outage.is_down && replicas_soonest(all);
-    struct pending *one = all->waiting.first, *next;
+    struct pending *pending = all->waiting.first, *next;
     all->waiting = (struct queue){0};
-    for (; one; one = next) {
-        next = one->next;
-        bool ends = is_over(one, &outage, now) || is_cancelled(one, now);
-        if (!ends && (!reads || (one->deaths && all->has_suspect))) {
-            append(&all->waiting, one);
-            add_to_demand(&demand, one);
+    for (; pending; pending = next) {
+        next = pending->next;
+        bool ends = is_over(pending, &outage, now) || is_cancelled(pending, now);
+        if (!ends && (!reads || (pending->deaths && all->has_suspect))) {
+            append(&all->waiting, pending);
+            add_to_demand(&demand, pending);
             continue;
         }
-        if (!ends && one->deaths) one->suspect = all->has_suspect = true;
+        if (!ends && pending->deaths) pending->suspect = all->has_suspect = true;
         all->waiting_count--;
-        all->waiting_bytes -= one->waiting_bytes;
-        append(ends ? failed : ready, one);
+        all->waiting_bytes -= pending->waiting_bytes;
+        append(ends ? failed : ready, pending);
     }
     all->demand = demand;
     replicas_tell(all, demand);
 }
 
-// The model may be unloaded as soon as its last request is answered. The link lives until it is dropped.
-static void answer(struct pending* one) {
-    struct link* link = one->link;
+// Answers a request. The model may be unloaded as soon as its last request is answered, so hold the link meanwhile.
+static void answer(struct pending* pending) {
+    struct link* link = pending->link;
     link_hold(link);
-    waiting_finish(link, one);
+    waiting_finish(link, pending);
     link_drop(link);
 }
 
-static void resubmit(struct pending* one) {
-    struct link *found = replicas_soonest(one->link->owner), *link = found ? found : one->link;
+static void resubmit(struct pending* pending) {
+    struct link *found = replicas_soonest(pending->link->owner), *link = found ? found : pending->link;
     link_hold(link);
     if (found)
-        link_resubmit(link, one);
+        link_resubmit(link, pending);
     else
-        resubmission_add(link, one);
+        resubmission_add(link, pending);
     link_drop(link);
 }
 
@@ -191,14 +191,14 @@ static void submit_part(struct pending* part) {
 }
 
 static void each(struct queue* queue, void (*act)(struct pending*)) {
-    for (struct pending *one = queue->first, *next; one; one = next) {
-        next = one->next;
-        one->next = NULL;
-        act(one);
+    for (struct pending *pending = queue->first, *next; pending; pending = next) {
+        next = pending->next;
+        pending->next = NULL;
+        act(pending);
     }
 }
 
-// Submits parts, and ends the waiting of requests that have a runtime or cannot wait longer.
+// Submits parts, resubmits requests that have a runtime, and answers requests that cannot wait longer.
 static void look_at_all(void) {
     struct queue failed = {0}, ready = {0}, submitted;
     int64_t now = now_ns();

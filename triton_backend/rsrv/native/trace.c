@@ -7,7 +7,7 @@
 
 #include "link.h"
 
-// Ended spans of one link that wait to be reported.
+// Maximum number of ended spans of one link that wait to be reported.
 #define MAX_WAITING 4096u
 
 struct span {
@@ -65,7 +65,7 @@ static bool ask_client(TRITONBACKEND_Request* request, struct trace* trace) {
         const void* value;
         int type;
         error = TRITONBACKEND_RequestParameter(request, i, &key, &type, &value);
-        // Triton leaves headers as they were spelled.
+        // Compare letters in any case, because Triton does not change headers.
         if (!error && strcasecmp(key, "traceparent") == 0) return type == PARAMETER_STRING && read_traceparent(value, 0, trace);
     }
     if (error) TRITONSERVER_ErrorDelete(error);
@@ -99,17 +99,17 @@ static void add_short(struct text* text, const char* prefix, const char* from, s
     text_clear(&shown);
     text_add(&shown, "%s", prefix);
     size_t room = MAX_SPAN_TEXT - shown.length;
-    // A cut character becomes one of three bytes.
+    // If a character is cut, U+FFFD replaces it, which has three bytes.
     text_add_bytes(&shown, from, length < room ? length : room);
     text_add_json(text, shown.bytes);
 }
 
-void trace_end(struct link* link, const struct pending* one) {
+void trace_end(struct link* link, const struct pending* pending) {
     struct text text;
-    const struct trace* trace = one->trace;
-    const char *key = one->interface->key, *at = strrchr(key, '@'), *id = "";
+    const struct trace* trace = pending->trace;
+    const char *key = pending->interface->key, *at = strrchr(key, '@'), *id = "";
     size_t name = at ? (size_t)(at - key) : strlen(key);
-    TRITONSERVER_Error* error = TRITONBACKEND_RequestId(one->request, &id);
+    TRITONSERVER_Error* error = TRITONBACKEND_RequestId(pending->request, &id);
     if (error) TRITONSERVER_ErrorDelete(error);
     text_clear(&text);
     text_add(&text, "[");
@@ -117,19 +117,20 @@ void trace_end(struct link* link, const struct pending* one) {
     add_hex(&text, trace->parent, sizeof trace->parent);
     add_hex(&text, trace->id, sizeof trace->id);
     add_short(&text, "infer ", key, name);
-    text_add(&text, ",%" PRId64 ",%" PRId64 ",", one->begun_ns, now_ns());
-    const char* failure = one->status == OK ? "" : one->failure ? one->failure->bytes : status_name(one->status);
+    text_add(&text, ",%" PRId64 ",%" PRId64 ",", pending->begun_ns, now_ns());
+    const char* failure = pending->failure ? pending->failure->bytes : status_name(pending->status);
+    if (pending->status == OK) failure = "";
     add_short(&text, "", failure, strlen(failure));
     text_add(&text, ",{\"rsrv.model\":");
     add_short(&text, "", key, name);
     text_add(&text, ",\"rsrv.version\":");
     add_short(&text, "", at ? at + 1 : "", at ? strlen(at + 1) : 0);
-    if (one->input_bytes) text_add(&text, ",\"rsrv.rows\":%" PRIu32, one->rows);
+    if (pending->input_bytes) text_add(&text, ",\"rsrv.rows\":%" PRIu32, pending->rows);
     if (*id && is_utf8(id)) {
         text_add(&text, ",\"rsrv.request_id\":");
         add_short(&text, "", id, strlen(id));
     }
-    if (one->status != OK) text_add(&text, ",\"rsrv.status\":\"%s\"", status_name(one->status));
+    if (pending->status != OK) text_add(&text, ",\"rsrv.status\":\"%s\"", status_name(pending->status));
     text_add(&text, "}]");
     // A text that was cut is not valid JSON.
     struct span* span = text.length + 1 < TEXT_BYTES ? malloc(sizeof *span + text.length) : NULL;
@@ -164,7 +165,7 @@ void trace_report(struct link* link) {
             length += span->length;
         }
         memcpy(frame + length, "]}", 2);
-        // If the runtime does not read now, they wait.
+        // If the runtime does not read now, the spans wait.
         if (frame_send(link->fd, frame, length + 2, -1, 0) <= 0) break;
         trace_forget(link, count);
         link->dropped_spans = 0;

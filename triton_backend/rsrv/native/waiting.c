@@ -68,44 +68,44 @@ void waiting_report(struct link* link, int64_t now) {
 
 // --- requests that wait; under the link's lock ----------------------------------------------------------------------
 
-static void add_pending(struct link* link, struct pending* one) {
-    one->id = link->next_id++;
-    struct pending** bucket = &link->buckets[one->id % BUCKETS];
-    one->same_bucket = *bucket;
-    *bucket = one;
-    one->previous = link->last;
-    one->next = NULL;
-    *(link->last ? &link->last->next : &link->first) = one;
-    link->last = one;
+static void add_pending(struct link* link, struct pending* pending) {
+    pending->id = link->next_id++;
+    struct pending** bucket = &link->buckets[pending->id % BUCKETS];
+    pending->same_bucket = *bucket;
+    *bucket = pending;
+    pending->previous = link->last;
+    pending->next = NULL;
+    *(link->last ? &link->last->next : &link->first) = pending;
+    link->last = pending;
     link_watch(link);
 }
 
-static void remove_pending(struct link* link, struct pending* one) {
-    struct pending** at = &link->buckets[one->id % BUCKETS];
-    while (*at != one) at = &(*at)->same_bucket;
-    *at = one->same_bucket;
-    *(one->previous ? &one->previous->next : &link->first) = one->next;
-    *(one->next ? &one->next->previous : &link->last) = one->previous;
-    one->next = one->previous = one->same_bucket = NULL;
+static void remove_pending(struct link* link, struct pending* pending) {
+    struct pending** at = &link->buckets[pending->id % BUCKETS];
+    while (*at != pending) at = &(*at)->same_bucket;
+    *at = pending->same_bucket;
+    *(pending->previous ? &pending->previous->next : &link->first) = pending->next;
+    *(pending->next ? &pending->next->previous : &link->last) = pending->previous;
+    pending->next = pending->previous = pending->same_bucket = NULL;
 }
 
 static struct pending* find_pending(struct link* link, uint64_t id) {
-    struct pending* one = link->buckets[id % BUCKETS];
-    while (one && one->id != id) one = one->same_bucket;
-    return one;
+    struct pending* pending = link->buckets[id % BUCKETS];
+    while (pending && pending->id != id) pending = pending->same_bucket;
+    return pending;
 }
 
 struct pending* waiting_take_all(struct link* link) {
     struct pending* list = link->first;
     while (link->first) {
-        struct pending *one = link->first, *next = one->next;
-        remove_pending(link, one);
-        one->next = next;
+        struct pending *pending = link->first, *next = pending->next;
+        remove_pending(link, pending);
+        pending->next = next;
     }
     return list;
 }
 
-// No execution is shorter than the work itself.
+// Learns the duration of an execution. A shorter one counts at once, because no execution is shorter than its work.
 static void learn(struct link* link, uint64_t ns) {
     uint64_t known = link->execution_ns, most = known > UINT64_MAX / LONGER_CAP ? UINT64_MAX : LONGER_CAP * known;
     if (ns < known) link->execution_ns = ns;
@@ -117,13 +117,13 @@ struct pending* waiting_take_done(struct link* link, const struct frame* frame) 
     const char* text = (const char*)frame->body + (size_t)frame->count * COMPLETION_BYTES;
     for (uint32_t i = 0; i < frame->count; i++) {
         struct completion done = completion_at(frame, i);
-        struct pending* one = find_pending(link, done.request);
-        if (one) {
-            remove_pending(link, one);
+        struct pending* pending = find_pending(link, done.request);
+        if (pending) {
+            remove_pending(link, pending);
             if (done.status == OK) learn(link, done.execute_ns);
-            if (done.status != OK) request_fail(one, (enum status)done.status, "%.*s", (int)done.text_bytes, text);
-            *end = one;
-            end = &one->next;
+            if (done.status != OK) request_fail(pending, (enum status)done.status, "%.*s", (int)done.text_bytes, text);
+            *end = pending;
+            end = &pending->next;
         }
         text += done.text_bytes;
     }
@@ -131,59 +131,61 @@ struct pending* waiting_take_done(struct link* link, const struct frame* frame) 
 }
 
 void waiting_finish(struct link* link, struct pending* list) {
-    for (struct pending* one = list; one; one = one->next) request_answer(one, link);
+    for (struct pending* pending = list; pending; pending = pending->next) request_answer(pending, link);
     pthread_mutex_lock(&link->lock);
-    for (struct pending* one = list; one; one = one->next) arena_give(&one->place);
+    for (struct pending* pending = list; pending; pending = pending->next) arena_give(&pending->place);
     uint32_t segment;
     while (link->device.state == STATE_READY && arena_dropped(link->arena, &segment)) {
         if (frame_send_id(link->fd, FRAME_DROP_SEGMENT, segment) <= 0) break;
         arena_forget(link->arena);
     }
     pthread_mutex_unlock(&link->lock);
-    for (struct pending *one = list, *next; one; one = next) {
-        next = one->next;
-        request_free(one);
+    for (struct pending *pending = list, *next; pending; pending = next) {
+        next = pending->next;
+        request_free(pending);
     }
 }
 
-bool waiting_is_late(const struct pending* one, int64_t now) {
-    // The runtime also handles deadlines that have passed already.
-    int64_t enforced = one->deadline_ns > one->begun_ns ? one->deadline_ns : one->begun_ns;
-    return one->deadline_ns && enforced < now - DEADLINE_GRACE_NS;
+bool waiting_is_late(const struct pending* pending, int64_t now) {
+    // If the deadline had passed on arrival, the grace begins with the arrival: the runtime refuses such requests itself,
+    // and gets the time to do so.
+    int64_t enforced = pending->deadline_ns > pending->begun_ns ? pending->deadline_ns : pending->begun_ns;
+    return pending->deadline_ns && enforced < now - DEADLINE_GRACE_NS;
 }
 
 struct pending* waiting_check(struct link* link, int64_t now) {
     struct pending* late = NULL;
-    for (struct pending* one = link->first; one; one = one->next) {
+    for (struct pending* pending = link->first; pending; pending = pending->next) {
         bool cancelled = false;
-        if (!one->request) continue;
-        if (waiting_is_late(one, now)) {
+        if (!pending->request) continue;
+        if (waiting_is_late(pending, now)) {
             struct pending* copy = malloc(sizeof *copy);
             if (!copy) continue;
-            *copy = *one;
+            *copy = *pending;
             copy->place.arena = NULL;
             copy->failure = NULL;
-            one->trace = NULL;
+            pending->trace = NULL;
             interface_hold(copy->interface);
-            one->request = NULL;
-            one->suspect = false;
+            pending->request = NULL;
+            pending->suspect = false;
             copy->next = late;
             late = copy;
             request_fail(copy, DEADLINE, LATE);
             continue;
         }
-        if (one->large) cancelled = large_has_ended(one->large);
-        TRITONSERVER_Error* error = one->cancelling || cancelled ? NULL : TRITONBACKEND_RequestIsCancelled(one->request, &cancelled);
+        if (pending->large) cancelled = large_has_ended(pending->large);
+        TRITONSERVER_Error* error = NULL;
+        if (!pending->cancelling && !cancelled) error = TRITONBACKEND_RequestIsCancelled(pending->request, &cancelled);
         if (error) TRITONSERVER_ErrorDelete(error);
-        if (cancelled && !one->cancelling) one->cancelling = frame_send_id(link->fd, FRAME_CANCEL, one->id) > 0;
+        if (cancelled && !pending->cancelling) pending->cancelling = frame_send_id(link->fd, FRAME_CANCEL, pending->id) > 0;
     }
     return late;
 }
 
 // --- execute() ------------------------------------------------------------------------------------------------------
 
-// Sends a frame. Under the lock. A link that cannot send is over, although the runtime may live. The reader then ends
-// the waiting requests, and the next connection may work.
+// Sends a frame. Under the lock. If that fails, the connection is over, even if the runtime lives. The reader then ends it,
+// and the next connection may work.
 static int send_one(struct link* link, const void* frame, size_t length, int descriptor, int patience_ms) {
     int sent = frame_send(link->fd, frame, length, descriptor, link->stuck ? 0 : patience_ms);
     link->stuck = sent == 0 && (link->stuck || patience_ms > 0);
@@ -193,14 +195,14 @@ static int send_one(struct link* link, const void* frame, size_t length, int des
 
 // Reports new segments to the runtime, and submits a request that has its place. Under the lock. True: the reader ends the
 // request, even if the link is over. False: the request could not be sent.
-static bool send_request(struct link* link, struct pending* one) {
+static bool send_request(struct link* link, struct pending* pending) {
     uint8_t frame[HEADER_BYTES + SUBMISSION_BYTES], mark[HEADER_BYTES + MARK_BYTES];
     uint32_t segment;
     int fd, sent = 1;
     uint64_t word = atomic_load(&link->board[0]);
     if (word != link->word_at_send) {
         link->word_at_send = word;
-        link->unnoticed_ns = one->sent_ns;
+        link->unnoticed_ns = pending->sent_ns;
     }
     while (arena_fresh(link->arena, &segment, &fd)) {
         put_header(frame, FRAME_SEGMENT, 1);
@@ -209,55 +211,55 @@ static bool send_request(struct link* link, struct pending* one) {
         if (sent < 0) break;
         arena_announced(link->arena);
     }
-    add_pending(link, one);
+    add_pending(link, pending);
     put_header(frame, FRAME_SUBMIT, 1);
-    request_submission(one, frame + HEADER_BYTES);
-    if (sent > 0 && one->trace) {
+    request_submission(pending, frame + HEADER_BYTES);
+    if (sent > 0 && pending->trace) {
         // If the runtime does not read now, the request is not traced.
         put_header(mark, FRAME_TRACE, 1);
-        trace_mark(one->trace, one->id, mark + HEADER_BYTES);
+        trace_mark(pending->trace, pending->id, mark + HEADER_BYTES);
         send_one(link, mark, sizeof mark, -1, 0);
     }
     if (sent > 0) sent = send_one(link, frame, sizeof frame, -1, SEND_MS);
-    if (sent == 0) remove_pending(link, one);
+    if (sent == 0) remove_pending(link, pending);
     return sent != 0;
 }
 
 // Sends a request to the runtime with this description, or fails it.
-static void submit(struct link* link, struct interface* interface, struct pending* one) {
+static void submit(struct link* link, struct interface* interface, struct pending* pending) {
     pthread_mutex_lock(&link->lock);
     bool same = link->device.state == STATE_READY && link->interface == interface;
-    bool placed = same && arena_take(link->arena, one->input_bytes + one->output_bytes, &one->place);
+    bool placed = same && arena_take(link->arena, pending->input_bytes + pending->output_bytes, &pending->place);
     bool lacks_descriptors = same && !placed && arena_lacks_descriptors(link->arena);
     pthread_mutex_unlock(&link->lock);
     if (!same) {
-        resubmission_add(link, one);
+        resubmission_add(link, pending);
         return;
     }
     if (lacks_descriptors)
-        request_fail(one, INTERNAL, "%s", OUT_OF_DESCRIPTORS);
+        request_fail(pending, INTERNAL, "%s", OUT_OF_DESCRIPTORS);
     else if (!placed)
-        request_fail(one, QUEUE_FULL, NO_MEMORY);
+        request_fail(pending, QUEUE_FULL, NO_MEMORY);
     else
-        request_write(one);
-    if (one->status == OK) resubmission_check(link, one);
+        request_write(pending);
+    if (pending->status == OK) resubmission_check(link, pending);
     // Without rows there is nothing to compute.
-    if (one->status != OK || one->rows == 0) {
-        waiting_finish(link, one);
+    if (pending->status != OK || pending->rows == 0) {
+        waiting_finish(link, pending);
         return;
     }
-    one->sent_ns = now_ns();
+    pending->sent_ns = now_ns();
     pthread_mutex_lock(&link->lock);
-    // The place belongs to the present connection, unless the runtime was lost meanwhile.
-    same = link->device.state == STATE_READY && link->arena == one->place.arena;
-    bool sent = same && send_request(link, one);
+    // Check again that the place belongs to the present connection, because the runtime may have been lost meanwhile.
+    same = link->device.state == STATE_READY && link->arena == pending->place.arena;
+    bool sent = same && send_request(link, pending);
     pthread_mutex_unlock(&link->lock);
     if (sent) return;
-    if (same && !one->retry_until_ns) {
-        request_fail(one, QUEUE_FULL, STUCK);
-        waiting_finish(link, one);
+    if (same && !pending->retry_until_ns) {
+        request_fail(pending, QUEUE_FULL, STUCK);
+        waiting_finish(link, pending);
     } else
-        resubmission_add(link, one);
+        resubmission_add(link, pending);
 }
 
 // Returns the model's description, held. NULL: no runtime serves the model.
@@ -269,28 +271,28 @@ static struct interface* hold_interface(struct link* link) {
     return interface;
 }
 
-void link_resubmit(struct link* link, struct pending* one) {
+void link_resubmit(struct link* link, struct pending* pending) {
     struct interface* interface = hold_interface(link);
     if (!interface)
-        resubmission_add(link, one);
-    else if (request_read(one, interface) && !one->large && request_is_large(one))
-        large_begin(link, one);
-    else if (one->status == OK)
-        submit(link, interface, one);
+        resubmission_add(link, pending);
+    else if (request_read(pending, interface) && !pending->large && request_is_large(pending))
+        large_begin(link, pending);
+    else if (pending->status == OK)
+        submit(link, interface, pending);
     else
-        waiting_finish(link, one);
+        waiting_finish(link, pending);
     interface_drop(interface);
 }
 
 void link_submit(struct link* link, TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request* request) {
-    struct pending* one = calloc(1, sizeof *one);
-    // Without memory, not even a failure can be stored, so answer with Triton's request alone.
+    struct pending* pending = calloc(1, sizeof *pending);
+    // If there is no memory, answer this request, which needs none.
     struct pending bare = {.request = request, .instance = instance, .begun_ns = now_ns(), .status = QUEUE_FULL};
     link_hold(link);
-    if (one) {
-        *one = bare;
-        one->status = OK;
-        link_resubmit(link, one);
+    if (pending) {
+        *pending = bare;
+        pending->status = OK;
+        link_resubmit(link, pending);
     } else
         request_answer(&bare, link);
     link_drop(link);

@@ -11,7 +11,7 @@ from rsrv.hooks.loader import import_limit_s
 from rsrv.renewal import WARN_S
 from rsrv.text import amount, by_number, duration, percent, some
 
-#: A runtime that does not answer counts as missing after this many seconds, and a model without a stub after that many. A
+#: Seconds after which a runtime that does not answer counts as missing, and seconds after which a model without a stub does. A
 #: restart takes less time, and so does the return of hundreds of stubs to a new runtime.
 _DOWN_S, _UNSERVED_S = 10.0, 30.0
 #: An import of model.py that takes longer than this many seconds is a finding. Large libraries on a slow disk take less.

@@ -223,7 +223,7 @@ async def _listen(roots: Iterable[Path], notices: Notices) -> None:
     try:
         async for changes in awatch(*roots, watch_filter=None, step=200, debounce=400):
             notices.add(path for _, path in changes)
-    except* (OSError, RuntimeError) as errors:  # a group if its thread cannot start
+    except* (OSError, RuntimeError) as errors:  # awatch raises a group if its thread cannot start
         log.info(
             "the kernel gives no notices of changes of bundles (%s): they are found at the periodic looks",
             errors.exceptions[0],

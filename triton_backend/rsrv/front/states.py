@@ -28,7 +28,7 @@ class ServingState(StrEnum):
     READY = "ready"
     #: The runtime has nothing of the model, and the front has no connection, until a request starts the model.
     COLD = "cold"
-    #: The last attempt found no runtime, or the runtime ended before the model was ready. The next attempt has a time.
+    #: The last attempt found no runtime, or the runtime ended before the model was ready. Another attempt follows.
     BACKING_OFF = "backing off"
     #: The runtime rejects the model, or the model's start failed. Requests get the reason until the pause is over.
     REJECTED = "rejected"

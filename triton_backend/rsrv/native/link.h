@@ -135,7 +135,7 @@ struct pending* waiting_take_done(struct link*, const struct frame*);
 // deadline passed long ago, to be answered. The requests themselves stay, because the runtime may write to their memory until
 // it has ended them.
 struct pending* waiting_check(struct link*, int64_t now);
-bool waiting_is_late(const struct pending*, int64_t now);  // true if its deadline passed long ago
+bool waiting_is_late(const struct pending*, int64_t now);  // true if the grace after its deadline is over
 // Answers requests, a list by `next`, and frees their memory.
 void waiting_finish(struct link*, struct pending*);
 // Under the lock. Sends the figures since the last report. If the runtime does not read now, they wait.

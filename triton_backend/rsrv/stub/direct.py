@@ -237,7 +237,7 @@ class DirectRun:
             raise
 
     def again(self, lost: DirectCall, callee: Callee) -> DirectCall:
-        """Send a call that another runtime did not answer, with its inputs as they were then. Raises RequestFailure.
+        """Send a call again that another runtime did not answer, with the inputs that it had then. Raises RequestFailure.
 
         This runtime may have another version of the callee, so the call is planned again. The outputs get new memory,
         because a runtime that was only stopped may still write to the old memory.

@@ -270,8 +270,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     @answers
     async def GetTimeline(self, request: pb.GetTimelineRequest) -> pb.GetTimelineResponse:
-        said = await self._runtimes.read_on("timeline", _positions(request))
-        return messages.timeline(said, self._clock())
+        timelines = await self._runtimes.read_on("timeline", _positions(request))
+        return messages.timeline(timelines, self._clock())
 
     @answers
     async def GetArrivals(self, request: pb.GetArrivalsRequest) -> pb.GetArrivalsResponse:

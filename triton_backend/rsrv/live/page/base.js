@@ -56,14 +56,14 @@ const claimed = new Map();
 
 /** Assign colours to these models, in their order. A model keeps its colour until another model needs it. */
 export function claim(names) {
-  const wanted = new Set([...names].slice(0, MOST_COLOURS));
-  for (const name of wanted) {
+  const coloured = new Set([...names].slice(0, MOST_COLOURS));
+  for (const name of coloured) {
     if (claimed.has(name)) continue;
     const used = new Set(claimed.values());
     let free = 0;
     while (used.has(free)) free++;
     if (free >= MOST_COLOURS) {
-      const loser = [...claimed.keys()].find((one) => !wanted.has(one));
+      const loser = [...claimed.keys()].find((name) => !coloured.has(name));
       free = claimed.get(loser);
       claimed.delete(loser);
     }

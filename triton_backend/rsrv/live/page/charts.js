@@ -63,9 +63,9 @@ function drawChart(chart, points) {
   chart.times.forEach((time, at) => say(time, end ? minute(end - length * (1 - at / 2)) : ""));
   chart.points = points;
   const latest = points.at(chart.hovered ?? -1);
-  const said = latest ? chart.lines.filter(([column], at) => !at || latest[column]).map(([column, name]) => `${name} ${chart.show(latest[column])}`.trim()).join(", ") : "–";
-  say(chart.value, (chart.hovered == null || !latest ? "" : `${clock(latest[0])}: `) + said);
-  chart.svg.setAttribute("aria-label", `${chart.title} of the last ${range}: now ${said}, at most ${chart.show(values.length ? Math.max(...values) : null)}`);
+  const figures = latest ? chart.lines.filter(([column], at) => !at || latest[column]).map(([column, name]) => `${name} ${chart.show(latest[column])}`.trim()).join(", ") : "–";
+  say(chart.value, (chart.hovered == null || !latest ? "" : `${clock(latest[0])}: `) + figures);
+  chart.svg.setAttribute("aria-label", `${chart.title} of the last ${range}: now ${figures}, at most ${chart.show(values.length ? Math.max(...values) : null)}`);
 }
 
 export function beginCharts() {

@@ -13,7 +13,7 @@ export function drawDevices() {
     if (!server.devices.size) deviceOf(server, 0); // the server was never up
     for (const device of server.devices.values()) {
       device.lanes = busiest(device);
-      for (const one of device.lanes) models.set(one, Infinity);
+      for (const model of device.lanes) models.set(model, Infinity);
     }
     for (const row of ofServer(name)) {
       if (row.on?.length) models.set(row.name, models.get(row.name) ?? row.bytes ?? 0);
@@ -65,13 +65,13 @@ function blocks(server, number, device) {
   const shared = memory.groups.filter(([, names]) => names.some((name) => there.has(name))).map(([size, names]) => ({
     kind: "shared", bytes: size, label: `shared by ${names.length}`, text: `shared by ${names.slice(0, 8).join(", ")}${names.length > 8 ? ` and ${names.length - 8} more` : ""}`,
   })).sort((a, b) => b.bytes - a.bytes);
-  const found = [...gathered(own, MOST_COLOURS, "model", "other models"), ...gathered(shared, MOST_SHARED, "shared", "other shared tensors")];
-  const known = found.reduce((sum, one) => sum + one.bytes, 0);
+  const weights = [...gathered(own, MOST_COLOURS, "model", "other models"), ...gathered(shared, MOST_SHARED, "shared", "other shared tensors")];
+  const known = weights.reduce((sum, part) => sum + part.bytes, 0);
   const whole = device.limit ?? device.budget ?? Math.max(known, device.physical, 1), budget = device.budget ?? whole;
   const moving = Math.max(0, Math.max(device.held, device.physical) - known);
-  const rest = [["moving", moving, "loading or leaving"], ["free", budget - known - moving, "free"], ["scratch", whole - budget, `kept for executions (${bytes(memory.scratch)}) and a reserve`]];
+  const others = [["moving", moving, "loading or leaving"], ["free", budget - known - moving, "free"], ["scratch", whole - budget, `kept for executions (${bytes(memory.scratch)}) and a reserve`]];
   const label = { free: (size) => `${bytes(size)} free`, scratch: (size) => `${bytes(size)} kept` };
-  return [...found, ...rest.map(([kind, size, text]) => ({ kind, bytes: Math.max(0, size), text, label: label[kind]?.(size) }))].filter((one) => one.bytes > 0);
+  return [...weights, ...others.map(([kind, size, text]) => ({ kind, bytes: Math.max(0, size), text, label: label[kind]?.(size) }))].filter((part) => part.bytes > 0);
 }
 
 function gathered(parts, most, kind, text) {

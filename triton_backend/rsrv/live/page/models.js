@@ -57,18 +57,18 @@ export function drawModels() {
   const hidden = COLUMNS.map((column) => column.hidden?.() ?? false).join();
   if (hidden !== hiddenBefore) drawHeader();
   hiddenBefore = hidden;
-  const wanted = $("find").value.trim().toLowerCase(), filter = $("filter").value;
+  const searched = $("find").value.trim().toLowerCase(), filter = $("filter").value;
   const of = filter === "cold" ? cold() : [...rows.values()].filter(FILTERS[filter]);
-  const found = of.filter((row) => row.name.toLowerCase().includes(wanted));
+  const matching = of.filter((row) => row.name.toLowerCase().includes(searched));
   const direction = sorting.down ? -1 : 1;
   const value = (row) => row[sorting.column] ?? (sorting.down ? -Infinity : Infinity);
-  found.sort((a, b) => {
+  matching.sort((a, b) => {
     const [x, y] = [value(a), value(b)];
     const order = typeof x === "string" || typeof y === "string" ? String(x).localeCompare(String(y)) : x < y ? -1 : x > y ? 1 : 0;
     return direction * order || a.key.localeCompare(b.key);
   });
-  first = Math.max(0, Math.min(first, Math.floor((found.length - 1) / PAGE) * PAGE));
-  const shown = found.slice(first, first + PAGE), body = $("models");
+  first = Math.max(0, Math.min(first, Math.floor((matching.length - 1) / PAGE) * PAGE));
+  const shown = matching.slice(first, first + PAGE), body = $("models");
   shown.forEach((row, at) => {
     row.element ??= line(row);
     fill(row);
@@ -76,11 +76,11 @@ export function drawModels() {
     if (body.children[at] !== row.element) body.insertBefore(row.element, body.children[at] ?? null);
   });
   while (body.children.length > shown.length) body.lastChild.remove();
-  const range = found.length > PAGE ? `${first + 1} to ${first + shown.length} of ` : "";
-  say($("shown"), !of.length ? "none" : `${range}${found.length === of.length ? "" : `${found.length} of `}${of.length}`);
-  $("pages").hidden = found.length <= PAGE;
+  const range = matching.length > PAGE ? `${first + 1} to ${first + shown.length} of ` : "";
+  say($("shown"), !of.length ? "none" : `${range}${matching.length === of.length ? "" : `${matching.length} of `}${of.length}`);
+  $("pages").hidden = matching.length <= PAGE;
   $("previous").disabled = first === 0;
-  $("next").disabled = first + PAGE >= found.length;
+  $("next").disabled = first + PAGE >= matching.length;
 }
 
 function line(row) {

@@ -22,51 +22,51 @@ function drawTotals() {
   const counts = new Map(), count = (word, more) => counts.set(word, (counts.get(word) ?? 0) + more);
   for (const row of answering) count(row.weights.split(",")[0], 1);
   for (const { state } of servers.values()) count(state?.asleep ? "asleep" : "cold", state?.cold ?? 0);
-  const told = [...counts].filter(([, number]) => number).sort().map(([word, number]) => `${number} ${word}`);
-  say($("total-models"), told.join(", ") || "none");
+  const numbers = [...counts].filter(([, number]) => number).sort().map(([word, number]) => `${number} ${word}`);
+  say($("total-models"), numbers.join(", ") || "none");
   say($("total-rate"), rate(sum("rate")));
   say($("total-queued"), String(sum("queued")));
   say($("total-loads"), rate(sum("loading")));
 }
 
 function drawFacts() {
-  const one = (server) => {
+  const describe = (server) => {
     const { facts } = server;
     const doors = Object.entries(facts.endpoints).map(([name, address]) => `${name} ${outside(address)}`);
     return [facts.name, `version ${facts.version}`, `up ${seconds(Math.max(0, now(server) - facts.started))}`, ...doors].join(" · ");
   };
-  const told = [...servers.values()].filter((server) => server.facts && server.state);
-  say($("facts"), told.length === 1 ? one(told[0]) : told.length ? `${servers.size} servers` : "");
-  $("facts").title = told.length > 1 ? told.map(one).join("\n") : "";
+  const reporting = [...servers.values()].filter((server) => server.facts && server.state);
+  say($("facts"), reporting.length === 1 ? describe(reporting[0]) : reporting.length ? `${servers.size} servers` : "");
+  $("facts").title = reporting.length > 1 ? reporting.map(describe).join("\n") : "";
 }
 
 /** Show the severest finding of all servers in the first line. When it is opened, it has all findings with causes and cures. */
 function drawFindings() {
-  const all = [...servers].flatMap(([server, { state }]) => (state?.findings ?? []).map((one) => ({ ...one, server })));
+  const all = [...servers].flatMap(([server, { state }]) => (state?.findings ?? []).map((finding) => ({ ...finding, server })));
   all.sort((a, b) => SEVERITIES.indexOf(a.severity) - SEVERITIES.indexOf(b.severity));
-  const urgent = all.filter((one) => one.severity !== "note"), first = urgent.length ? urgent : all;
-  const where = (one) => (servers.size > 1 ? `${one.server}: ` : "");
-  const told = [...servers.values()].filter(({ state }) => state);
-  const [down, silent] = [told.filter(({ state }) => !state.up).length, told.filter(isSilent).length];
+  const urgent = all.filter((finding) => finding.severity !== "note"), first = urgent.length ? urgent : all;
+  const where = (finding) => (servers.size > 1 ? `${finding.server}: ` : "");
+  const reporting = [...servers.values()].filter(({ state }) => state);
+  const [down, silent] = [reporting.filter(({ state }) => !state.up).length, reporting.filter(isSilent).length];
   const count = (number, does, do_) => (servers.size < 2 ? `the server ${does}` : `${number} of ${servers.size} servers ${number > 1 ? do_ : does}`);
-  const severity = down || silent ? "critical" : (urgent[0]?.severity ?? (told.length ? "none" : "unknown"));
+  const severity = down || silent ? "critical" : (urgent[0]?.severity ?? (reporting.length ? "none" : "unknown"));
   if ($("diagnosis").dataset.severity !== severity) $("diagnosis").dataset.severity = severity;
   say($("headline"), silent
     ? `critical: ${count(silent, "sends", "send")} no figures; this page shows the last ones`
     : down && urgent[0]?.severity !== "critical" ? `critical: ${count(down, "does", "do")} not answer`
     : first.length ? `${first[0].severity}: ${where(first[0])}${first[0].evidence}` + (first.length > 1 ? ` (and ${first.length - 1} more)` : "")
-    : told.length ? "all is well" : "no server is known yet");
+    : reporting.length ? "all is well" : "no server is known yet");
   // Screen readers report new findings, but not each new number.
-  const finding = [silent, down, first.length && where(first[0]) + first[0].name].join();
-  if (drawFindings.finding !== finding) say($("spoken"), $("headline").textContent);
-  drawFindings.finding = finding;
+  const spoken = [silent, down, first.length && where(first[0]) + first[0].name].join();
+  if (drawFindings.spoken !== spoken) say($("spoken"), $("headline").textContent);
+  drawFindings.spoken = spoken;
   // Do not replace details that have not changed, so that a selection in them stays.
   const content = JSON.stringify(all);
   if (drawFindings.content === content) return;
   drawFindings.content = content;
-  $("findings").replaceChildren(...all.map((one) => {
-    const item = make("li", {}, `${one.severity}: ${where(one)}${one.evidence}`, make("span", { textContent: `why: ${one.cause}` }), make("span", { textContent: `do: ${one.cure}` }));
-    item.dataset.severity = one.severity;
+  $("findings").replaceChildren(...all.map((finding) => {
+    const item = make("li", {}, `${finding.severity}: ${where(finding)}${finding.evidence}`, make("span", { textContent: `why: ${finding.cause}` }), make("span", { textContent: `do: ${finding.cure}` }));
+    item.dataset.severity = finding.severity;
     return item;
   }));
 }

@@ -23,23 +23,23 @@ export async function openPanel(row, writable, log) {
   $("panel").focus();
   $("actions").replaceChildren(...(writable && row.state !== "cold" ? ["pin", "unpin", "prefetch", "evict"].map((what) => action(what, row, log)) : []));
   const query = new URLSearchParams({ server: row.server, model: row.name });
-  let found = {};
+  let details = {};
   try {
     const answer = await fetch(`live/model?${query}`);
-    found = answer.ok ? await answer.json() : { history: [await answer.text()] };
+    details = answer.ok ? await answer.json() : { history: [await answer.text()] };
   } catch (error) {
-    found = { history: [String(error)] };
+    details = { history: [String(error)] };
   }
   if (shown !== row) return;
-  const facts = [["state", row.weights], ["weights", weights(row)], ...(found.facts ?? []), ...tensors("input", found.inputs), ...tensors("output", found.outputs), ...(row.error ? [["error", row.error]] : [])];
+  const facts = [["state", row.weights], ["weights", weights(row)], ...(details.facts ?? []), ...tensors("input", details.inputs), ...tensors("output", details.outputs), ...(row.error ? [["error", row.error]] : [])];
   $("panel-parts").replaceChildren(
     make("dl", { className: "facts" }, ...facts.flatMap(([name, text]) => [make("dt", { textContent: name }), make("dd", { textContent: text })])),
-    ...latency(found.latency ?? []),
-    ...table(["variant", "size", "executions", "cost"], found.executables ?? []),
-    ...request(row, found, writable),
-    ...part("Slowest requests of the last hour", found.slowest ?? []),
+    ...latency(details.latency ?? []),
+    ...table(["variant", "size", "executions", "cost"], details.executables ?? []),
+    ...request(row, details, writable),
+    ...part("Slowest requests of the last hour", details.slowest ?? []),
   );
-  $("history-lines").replaceChildren(...(found.history ?? []).reverse().map((text) => make("li", { textContent: text })));
+  $("history-lines").replaceChildren(...(details.history ?? []).reverse().map((text) => make("li", { textContent: text })));
 }
 
 const part = (title, lines) => (lines.length ? [make("h3", { textContent: title }), make("ol", { className: "lines" }, ...lines.reverse().map((text) => make("li", { textContent: text })))] : []);
@@ -64,7 +64,7 @@ function latency(pairs) {
 }
 
 const shaped = ({ datatype, shape }) => `${datatype} [${shape.map((size) => (Number(size) < 0 ? "any" : size)).join(", ")}]`;
-const tensors = (kind, found) => (found ?? []).map((one) => [kind, `${one.name}: ${shaped(one)}${one.optional ? ", optional" : ""}`]);
+const tensors = (kind, specs) => (specs ?? []).map((spec) => [kind, `${spec.name}: ${shaped(spec)}${spec.optional ? ", optional" : ""}`]);
 
 export function beginPanel() {
   const close = () => {
@@ -80,9 +80,9 @@ function action(what, row, log) {
   const button = make("button", { type: "button", textContent: what });
   button.addEventListener("click", async () => {
     const { ok, text } = await order("live/steer", JSON.stringify({ server: row.server, model: row.name, what }));
-    const said = ok ? "done" : text;
+    const outcome = ok ? "done" : text;
     const server = servers.get(row.server);
-    log({ t: server ? now(server) : Date.now() / 1000, server: row.server, text: `${what} ${row.name}: ${said}` });
+    log({ t: server ? now(server) : Date.now() / 1000, server: row.server, text: `${what} ${row.name}: ${outcome}` });
   });
   return button;
 }

@@ -9,11 +9,11 @@ const sizesOf = ({ shape }) => shape.map((size) => Math.max(1, Number(size)));
 const countOf = (input) => sizesOf(input).reduce((product, size) => product * size, 1);
 const ZERO = { BYTES: '"text"', BOOL: "false" };
 
-/** Return the elements about a request for a model. `found` has the panel's data. Streams and sequences have no form. */
-export function request(row, found, writable) {
-  const inputs = (found.inputs ?? []).filter((input) => !input.optional);
+/** Return the elements about a request for a model. `details` has the panel's data. Streams and sequences have no form. */
+export function request(row, details, writable) {
+  const inputs = (details.inputs ?? []).filter((input) => !input.optional);
   if (!inputs.length) return [];
-  return [...command(row, inputs, found), ...(writable && !found.streams && !found.sequence ? form(row, inputs) : [])];
+  return [...command(row, inputs, details), ...(writable && !details.streams && !details.sequence ? form(row, inputs) : [])];
 }
 
 /** Return the command for a request whose values are zeros. */
@@ -74,11 +74,11 @@ function form(row, inputs) {
     event.preventDefault();
     answer.hidden = false;
     try {
-      const wanted = fields.map((field) => field.read()).join(), begun = performance.now();
+      const values = fields.map((field) => field.read()).join(), begun = performance.now();
       say(answer, "…");
       send.disabled = true;
-      const said = await order("live/try", `{"server":${JSON.stringify(row.server)},"model":${JSON.stringify(row.name)},"inputs":[${wanted}]}`);
-      say(answer, told(said, (performance.now() - begun) / 1000));
+      const reply = await order("live/try", `{"server":${JSON.stringify(row.server)},"model":${JSON.stringify(row.name)},"inputs":[${values}]}`);
+      say(answer, describe(reply, (performance.now() - begun) / 1000));
     } catch (error) {
       say(answer, error.message);
     }
@@ -88,7 +88,7 @@ function form(row, inputs) {
 }
 
 /** Return the outputs of an answer as text, or the server's error. */
-function told({ ok, text }, elapsed) {
+function describe({ ok, text }, elapsed) {
   try {
     const { outputs, error } = JSON.parse(text);
     if (!ok) return error ?? text;

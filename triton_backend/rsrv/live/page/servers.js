@@ -49,17 +49,17 @@ export function take(name, state) {
 const elapsedSince = (before, state) => (before?.up && before.instance === state.instance ? state.t - before.t : 0);
 
 function takeModels(server, before, state) {
-  const elapsed = elapsedSince(before, state), told = new Set();
+  const elapsed = elapsedSince(before, state), listed = new Set();
   for (const model of state.models) {
     const key = `${server.name}/${model.name}`;
     const row = rows.get(key) ?? { key, server: server.name };
     const per = (name) => (elapsed > 0 && row[name] != null ? Math.max(0, (model[name] - row[name]) / elapsed) : null);
     const rates = { rate: per("requests"), speed: per("tokens"), share: per("device_s"), loading: per("loads") };
     rows.set(key, Object.assign(row, model, rates, { places: (model.on ?? []).join(" ") }));
-    told.add(key);
+    listed.add(key);
   }
   for (const row of ofServer(server.name)) {
-    if (told.has(row.key)) continue;
+    if (listed.has(row.key)) continue;
     if (!state.gone || state.gone.includes(row.name)) forget(row);
     else Object.assign(row, IDLE);
   }
@@ -98,12 +98,12 @@ export function takeSpans(name, spans) {
   for (const [kind, model, start, length, n, size, requests, failed, number] of spans) {
     deviceOf(server, number).spans.push({ kind, model, start, length, n, size, requests, failed });
   }
-  for (const { spans: kept, view } of server.devices.values()) {
-    if (!kept.length) continue;
-    const oldest = Math.min(kept.at(-1).start - SECONDS - 5, view?.end ? view.end - view.length : Infinity);
-    let gone = Math.max(0, kept.length - MOST_SPANS);
-    while (gone < kept.length && kept[gone].start + kept[gone].length < oldest) gone++;
-    kept.splice(0, gone);
+  for (const { spans: stored, view } of server.devices.values()) {
+    if (!stored.length) continue;
+    const oldest = Math.min(stored.at(-1).start - SECONDS - 5, view?.end ? view.end - view.length : Infinity);
+    let gone = Math.max(0, stored.length - MOST_SPANS);
+    while (gone < stored.length && stored[gone].start + stored[gone].length < oldest) gone++;
+    stored.splice(0, gone);
   }
 }
 

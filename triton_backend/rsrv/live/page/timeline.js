@@ -16,7 +16,7 @@ export function busiest(device) {
 export function timeline(server, device) {
   // `end`: Unix time; null: now.
   const view = (device.view = { length: SECONDS, end: null, pointer: null });
-  const canvas = make("canvas", { tabIndex: 0 }), told = make("output", { ariaLive: "off" }), live = button("live", "follow the present (Esc)", () => show(SECONDS, null));
+  const canvas = make("canvas", { tabIndex: 0 }), hovered = make("output", { ariaLive: "off" }), live = button("live", "follow the present (Esc)", () => show(SECONDS, null));
   canvas.setAttribute("role", "img");
   const end = () => view.end ?? now(server);
   const gutter = () => (canvas.clientWidth < 500 ? 70 : 120);
@@ -47,13 +47,13 @@ export function timeline(server, device) {
   trace.title = "the latest spans, for ui.perfetto.dev";
   const buttons = [button("−", "zoom out (−)", () => zoom(2)), button("+", "zoom in (+)", () => zoom(0.5)), button("‹", "earlier (←)", () => pan(-0.5)), button("›", "later (→)", () => pan(0.5)), live];
   live.ariaPressed = "true";
-  const root = make("div", { className: "timeline" }, canvas, make("p", { className: "tools" }, ...buttons, trace, told));
+  const root = make("div", { className: "timeline" }, canvas, make("p", { className: "tools" }, ...buttons, trace, hovered));
   return {
     root,
     label: (name) => { canvas.ariaLabel = `executions, loads and evictions of ${name} by model; + and − zoom, arrows move`; },
     draw: () => {
       const hit = draw(canvas, device, end(), gutter());
-      say(told, hit ? describe(server, hit) : "");
+      say(hovered, hit ? describe(server, hit) : "");
     },
   };
 }

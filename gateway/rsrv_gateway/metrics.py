@@ -92,15 +92,15 @@ class _Families(Collector):
 def _traffic(counts: TrafficCounts) -> Iterator[Metric]:
     yield _counter(
         "rsrv_gateway_requests",
-        "Ended inference requests. Without a model: the client named an unknown one, or was not authorized; without a "
-        "worker: the request was sent to none.",
+        "Ended inference requests. model is empty if the client named an unknown model or was not authorized; worker "
+        "is empty if no worker got the request.",
         ("model", "worker", "code"),
         counts.requests,
     )
     yield _counter("rsrv_gateway_items", "Rows of requests that were forwarded.", ("model",), counts.items)
     yield _counter(
         "rsrv_gateway_failovers",
-        "Requests that went to another worker because this one had failed.",
+        "Requests that were sent to another worker because this worker had failed.",
         ("worker",),
         counts.failovers,
     )
@@ -168,7 +168,7 @@ def _files(states: Iterable[FileState]) -> Iterator[Metric]:
     )
     yield _gauge(
         "rsrv_gateway_renewal_failed",
-        "1 if the present files cannot be used, and the last good ones stay in use.",
+        "1 if the present files cannot be used. The last good files stay in use.",
         ("setting",),
         {file.setting: float(bool(file.problem)) for file in files},
     )
@@ -192,13 +192,13 @@ def _plan(status: PlannerStatus | None) -> Iterator[Metric]:
     )
     yield _gauge(
         "rsrv_gateway_worker_utilisation",
-        "Device seconds per second of the models that are placed there.",
+        "Device seconds per second of all models on the worker.",
         ("worker",),
         {worker.name: worker.utilisation for worker in status.workers},
     )
     yield _gauge(
         "rsrv_gateway_worker_oversubscribed",
-        "1 if the weights of the models that are placed there do not fit all at once.",
+        "1 if the weights of all models on the worker do not fit at once.",
         ("worker",),
         {worker.name: float(worker.oversubscribed) for worker in status.workers},
     )
@@ -210,7 +210,7 @@ def _plan(status: PlannerStatus | None) -> Iterator[Metric]:
     )
     yield _gauge(
         "rsrv_gateway_repack_progress_ratio",
-        "Device seconds since the last repack, as a share of those at which the next one is due.",
+        "Progress towards the next repack, measured in device seconds: 1 if the repack is due.",
         (),
         {(): repacks.device_s / repacks.threshold_device_s},
     )

@@ -23,28 +23,28 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "rsrv_requests_total",
         "counter",
         ("model", "device", "outcome"),
-        "Requests that ended in the runtime, those of meta models included: answered, refused, expired (the deadline "
-        "passed), shed (it could no longer be met), cancelled, failed. Of a meta model: its runs.",
+        "Requests that ended in the runtime: answered, refused, expired (the deadline passed), shed (the deadline "
+        "could no longer be met), cancelled, failed. For a meta model: its runs.",
     ),
     MetricFamily(
         "rsrv_responses_total",
         "counter",
         ("model", "device", "status"),
-        "Answers to clients, by the statuses of docs/protocol.md, also of requests that never reached the runtime "
-        "(wrong shapes, hooks that raised); without calls of meta models.",
+        "Answers to clients, by the statuses of docs/protocol.md, without calls of meta models. Requests that never "
+        "reached the runtime (wrong shapes, hooks that raised) also count.",
     ),
     MetricFamily(
         "rsrv_alias_responses_total",
         "counter",
         ("alias", "model", "device", "status"),
-        "Answers to requests that named an alias, by alias and answering model. `rsrv_responses_total` also counts them.",
+        "Answers to requests that named an alias. `rsrv_responses_total` also counts them.",
     ),
     MetricFamily(
         "rsrv_alias_shadows_total",
         "counter",
         ("alias", "model", "device", "outcome"),
-        "Copies of an alias's requests for a model with `shadow`: same, different (from the answer that the client got), "
-        "failed, or skipped (more than 64 in progress, little memory, or an error for the client).",
+        "Copies of an alias's requests for a shadow model: same, different (from the client's answer), failed, or "
+        "skipped (more than 64 in progress, little memory, or an error for the client).",
     ),
     MetricFamily(
         "rsrv_request_seconds",
@@ -56,7 +56,7 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "rsrv_queue_depth",
         "gauge",
         ("model", "device"),
-        "Requests that wait; of a meta model, runs that wait.",
+        "Waiting requests. For a meta model: waiting runs.",
     ),
     MetricFamily(
         "rsrv_queue_wait_seconds",
@@ -68,22 +68,21 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "rsrv_refused_total",
         "counter",
         ("model", "device", "reason"),
-        "Requests that were refused, by reason: queue_full, paused, not_resident, no_memory, too_many_rows, unknown_variant, "
+        "Refused requests, by reason: queue_full, paused, not_resident, no_memory, too_many_rows, unknown_variant, "
         "unloaded.",
     ),
     MetricFamily(
         "rsrv_deadline_missed_total",
         "counter",
         ("model", "device", "stage"),
-        "Requests whose deadline passed, or was certain to, by their stage: arrival, queue, load (they waited for "
-        "weights), execute (they were answered all the same); of runs of a meta model: gate (they waited for "
-        "admission).",
+        "Requests whose deadline passed or could not be met, by their stage: arrival, queue, load (they waited for "
+        "weights), execute (they were answered all the same), gate (runs of a meta model that waited for admission).",
     ),
     MetricFamily(
         "rsrv_hook_seconds",
         "histogram",
         ("model", "device", "stage"),
-        "Time in functions of model.py: pre, post, run (with its calls of other models).",
+        "Time in functions of model.py: pre, post, run (calls of other models included).",
     ),
     MetricFamily("rsrv_meta_runs", "gauge", ("model", "device"), "Runs of a meta model in progress."),
     MetricFamily(
@@ -97,14 +96,14 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "rsrv_sequences",
         "gauge",
         ("model", "device", "state"),
-        "Sequences of a model with state, by their state: idle and stepping ones have a slot of the device, stored ones "
-        "are in host memory, and waiting ones have a request that waits for a slot.",
+        "Sequences by state: idle and stepping (both have a slot of the device), stored (in host memory), waiting (a "
+        "request waits for a slot).",
     ),
     MetricFamily(
         "rsrv_generations",
         "gauge",
         ("model", "device"),
-        "Generations in progress, those that wait for a slot included. Each of their steps counts as a request.",
+        "Generations in progress, also those that wait for a slot. Each of their steps counts as a request.",
     ),
     MetricFamily(
         "rsrv_tokens_total",
@@ -136,8 +135,8 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "rsrv_device_seconds_total",
         "counter",
         ("model", "device"),
-        "Time that the model used the device. Of a meta model: its calls' time, which counts for the called models, "
-        "too.",
+        "Time that the model used the device. For a meta model: the time of its calls, which also counts for the "
+        "called models.",
     ),
     MetricFamily(
         "rsrv_loop_bans_total",
@@ -167,8 +166,8 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "rsrv_model_weight_bytes",
         "gauge",
         ("model", "device", "tier"),
-        "Bytes of the model's weights, each tensor once, in host memory, and on the device or loading. Shared tensors"
-        " count for each model.",
+        "Bytes of the model's weights in host memory, and on the device or loading. Shared tensors count for each "
+        "model.",
     ),
     MetricFamily(
         "rsrv_weight_loads_total",
@@ -176,7 +175,12 @@ FAMILIES: tuple[MetricFamily, ...] = (
         ("model", "device"),
         "Loads of weights to the device that succeeded.",
     ),
-    MetricFamily("rsrv_weight_load_seconds", "histogram", ("model", "device"), "Duration of these loads."),
+    MetricFamily(
+        "rsrv_weight_load_seconds",
+        "histogram",
+        ("model", "device"),
+        "Duration of loads of weights to the device.",
+    ),
     MetricFamily(
         "rsrv_weight_evictions_total",
         "counter",
@@ -194,8 +198,8 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "rsrv_weight_bytes",
         "gauge",
         ("device", "tier", "kind"),
-        "Bytes of all weights in host memory, and on the device or loading: logical, as if models shared no tensors, "
-        "and physical.",
+        "Bytes of all weights in host memory, and on the device or loading. logical: each model's tensors; physical: "
+        "shared tensors count once.",
     ),
     MetricFamily(
         "rsrv_device_memory_bytes",
@@ -210,7 +214,7 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "rsrv_compile_seconds",
         "histogram",
         ("device",),
-        "Time of compilations, without those that the cache answered.",
+        "Time of compilations that the cache did not answer.",
     ),
     MetricFamily(
         "rsrv_executables_total",
@@ -229,20 +233,20 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "rsrv_models",
         "gauge",
         ("state",),
-        "Models and meta models by their state: cold, starting, warm, resident, ready (meta models), leaving, failed, asleep. "
-        "Cold and failed models have no other figures.",
+        "Models and meta models by state: cold, starting, warm, resident, ready (meta models), leaving, failed, "
+        "asleep. Cold and failed models have no other figures.",
     ),
     MetricFamily(
         "rsrv_runtime_up",
         "gauge",
         ("device",),
-        "1 while the device's runtime answers, or the device sleeps. While none answers, only the metrics of this section exist.",
+        "1 while the device's runtime answers, or the device sleeps. At 0, the runtime's other metrics are missing.",
     ),
     MetricFamily(
         "rsrv_runtime_restarts_total",
         "counter",
         ("device",),
-        "Runtimes of the device after the first one of this control process. Each restart resets its counters above.",
+        "Runtimes of the device after the first one of this control process.",
     ),
     MetricFamily(
         "rsrv_findings",

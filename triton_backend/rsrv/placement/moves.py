@@ -61,7 +61,7 @@ class Moves:
         self.at_rest = False
 
     def resume(self, placed: Mapping[str, tuple[str, ...]], now: float) -> None:
-        """Begin with these places."""
+        """Continue with the places of an earlier planner. They also become the targets."""
         self.placed, self.targets = dict(placed), dict(placed)
         self._since = dict.fromkeys(placed, now)
 
@@ -159,7 +159,7 @@ class Moves:
     def _cold(
         self, unit: Unit, workers: Collection[str], fleet: Fleet, crowded: Collection[tuple[str, str]]
     ) -> list[str]:
-        """Return the workers that lack weights worth waiting for."""
+        """Return the workers whose GPU does not hold the weights, without those that would evict them again."""
         return [w for w in workers if (unit.name, w) not in crowded and not fleet.warm(unit, w)]
 
     def _place(

@@ -250,7 +250,7 @@ class RunsAsked:
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """A run ended, or withdraws before its admission. Unknown ids are ignored.
+    """A run has ended, or it gives up before its admission. Unknown ids are ignored.
 
     There is no answer to this event. The run's requests stay, and the runtime cancels those that it does not need any more.
     """

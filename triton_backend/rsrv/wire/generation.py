@@ -22,7 +22,7 @@ _MAX_TOKENS = (MAX_FRAME - HEADER.size) // _TOKEN.size
 class Generate(NamedTuple):
     """One generation. Sampling values have the meaning of the manifest's `sampling` tensor."""
 
-    request: int  # unique on this connection, like the number of a submission
+    request: int  # Unique on its connection, like the number of a submission.
     prompt: Sequence[int]
     max_tokens: int | None = None  # None for the model's own value.
     temperature: float = 0.0  # 0 for greedy.

@@ -366,7 +366,7 @@ class Planner:
     # --- what is shown -------------------------------------------------------------------------------------
 
     def status(self) -> PlannerStatus | None:
-        """Describe the state after the last `look`. None: there was no look yet. A call costs as much as a look."""
+        """Describe the state after the last `look`. None: there was no look yet. Takes as long as a look."""
         views, fleet = self._views, self._fleet
         if fleet is None:
             return None

@@ -61,7 +61,8 @@ class ModelEntry:
     #: Progress of the model's start, for clients.
     step: str = "it waits for its turn to be built"
     connections: dict[int, PeerConnection] = field(default_factory=dict)
-    #: Demand of a start without a connection. It keeps the model until a connection registers a model of the same name.
+    #: Demand of a model that is started before any stub connects for it. It keeps the model until a connection registers a
+    #: model of the same name.
     held: Demand | None = None
     #: Number of the model's slot on the board. 0: no slot was free.
     slot: int = 0

@@ -212,7 +212,7 @@ def test_a_meta_model_whose_callees_are_apart_is_warned_of() -> None:
     plan = scene.look()
 
     assert homes(plan.table) == {"a": ("v",), "b": ("w",), "m": ("v",)}
-    assert any(warning.startswith("m and the models that it calls") for warning in scene.status().warnings)
+    assert any(warning.startswith("no worker serves m together with") for warning in scene.status().warnings)
 
 
 def test_a_meta_model_charges_what_it_calls() -> None:

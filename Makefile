@@ -129,6 +129,7 @@ ZOO_PIP := build/zoo/bin/python -m pip install --quiet --disable-pip-version-che
 $(ZOO_VENV): requirements.lock tests/zoo/requirements.txt tools/cuda_stubs.py
 	@echo "== build/zoo: some thirty packages of models (2 GB or more)"
 	$(PYTHON) -m venv build/zoo
+	$(ZOO_PIP) 'pip>=25.1'  # the first that reads dependency groups
 	$(ZOO_PIP) -e '.[export-hf]' --group frameworks
 	$(ZOO_PIP) -r tests/zoo/requirements.txt
 	build/zoo/bin/python tools/cuda_stubs.py build/zoo/stubs

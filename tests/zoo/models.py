@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 #: module, example inputs and options of `export_torch`
@@ -206,13 +206,39 @@ SMALL = {
     "use_timm_backbone": False,
     "use_pretrained_backbone": False,
 }
-#: further attributes of small configurations, by model type
+LATENT = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "qk_head_dim": 16, "v_head_dim": 8, "q_lora_rank": 16, "kv_lora_rank": 16}
+#: Further attributes of small configurations, also of their parts, by model type.
 MORE: Mapping[str, Mapping[str, Any]] = {
-    "funnel": {"block_sizes": [1, 1], "d_inner": 64},
-    "siglip_text_model": {"projection_size": 32},
-    "rwkv": {"attention_hidden_size": 32},
-    "recurrent_gemma": {"num_hidden_layers": 3},
     **{kind: {"image_size": 224, "embed_dim": 24} for kind in words("swin swinv2 donut-swin maskformer-swin")},
+    **{kind: {"num_hidden_layers": 4} for kind in words("convnext convnextv2")},
+    **dict.fromkeys(words("deepseek_v2 deepseek_v3"), LATENT),
+    **{kind: {"num_queries": 20} for kind in words("rt_detr rt_detr_v2 d_fine")},
+    "align": {"projection_dim": 640},
+    "audio-spectrogram-transformer": {"max_length": 128},
+    "bamba": {"attn_layer_indices": [1]},
+    "bridgetower": {"hidden_size": 64, "vision_config.hidden_size": 64, "text_config.hidden_size": 64},
+    "dbrx": {"attn_config.rope_theta": 10000.0},
+    "deformable_detr": {"image_size": 128},
+    "depth_anything": {
+        "backbone_config.num_hidden_layers": 4,
+        "backbone_config.out_indices": [1, 2, 3, 4],
+        "backbone_config.reshape_hidden_states": False,
+        "reassemble_hidden_size": 32,
+    },
+    "encodec": {"codebook_dim": 32},
+    "esm": {"vocab_size": 128},
+    "funnel": {"block_sizes": [1, 1], "block_repeats": [1, 1], "d_inner": 64},
+    "gptj": {"rotary_dim": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "mamba2": {"num_heads": 8},
+    "nemotron": {"num_key_value_heads": 2},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "rwkv": {"attention_hidden_size": 32},
+    "sam": {"vision_config.output_channels": 32},
+    "siglip_text_model": {"projection_size": 32},
+    "swin2sr": {"embed_dim": 24},
+    "xlstm": {"embedding_dim": 32, "num_blocks": 2},
 }
 
 
@@ -280,10 +306,9 @@ def shrink(config: Any, kind: str) -> None:
     """Make a configuration of transformers small, and those inside it."""
     import transformers
 
-    changed = {**SMALL, **MORE.get(kind, {})}
-    for name, value in changed.items():
-        if isinstance(getattr(config, name, None), int) or name in MORE.get(kind, {}):
-            with suppress(NotImplementedError):  # some derive it
+    for name, value in SMALL.items():
+        if isinstance(getattr(config, name, None), int):
+            with suppress(AttributeError, NotImplementedError):  # some derive it
                 setattr(config, name, value)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
         if isinstance(getattr(config, name, None), int) and getattr(config, name) >= 128:
@@ -297,6 +322,9 @@ def shrink(config: Any, kind: str) -> None:
     for part in vars(config).values():
         if isinstance(part, transformers.PretrainedConfig):
             shrink(part, part.model_type)
+    for path, value in MORE.get(kind, {}).items():
+        *parents, name = path.split(".")
+        setattr(reduce(getattr, parents, config), name, value)
 
 
 def _side(config: Any) -> int:
@@ -481,7 +509,7 @@ def _smp(name: str) -> Made:
     import torch
 
     encoder = "tu-vit_tiny_patch16_224" if name == "DPT" else "resnet18"
-    side = 224 if name == "DPT" else 64
+    side = {"DPT": 224, "PAN": 128}.get(name, 64)
     model = getattr(smp, name)(encoder_name=encoder, encoder_weights=None, classes=3).eval()
     return model, {"x": torch.rand(1, 3, side, side)}, {}
 
@@ -620,6 +648,14 @@ def _monai(name: str) -> Made:
     return module, {_first(module): torch.rand(shape)}, {}
 
 
+def _all_pairs(pos: Any, batch: Any) -> tuple[Any, Any]:
+    """Return the edges between all atoms, and their lengths. SchNet's own search needs a further package."""
+    import torch
+
+    edges = torch.tensor([(i, j) for i in range(len(pos)) for j in range(len(pos)) if i != j]).T
+    return edges, (pos[edges[0]] - pos[edges[1]]).norm(dim=-1)
+
+
 @other("torch_geometric", *words("GCN GAT GraphSAGE GIN PNA SchNet"))
 def _graphs(name: str) -> Made:
     import torch
@@ -627,7 +663,7 @@ def _graphs(name: str) -> Made:
 
     edges = torch.tensor([[0, 1, 2, 3, 3, 1], [1, 2, 3, 0, 1, 0]])
     if name == "SchNet":
-        module = graphs.SchNet(32, 32, 2)
+        module = graphs.SchNet(32, 32, 2, interaction_graph=_all_pairs)
         return (module.eval(), {"z": torch.tensor([6, 1, 1, 8]), "pos": torch.randn(4, 3)}, {"batch_sizes": [], "batch_axis": None})
     options = {"aggregators": ["mean", "max"], "scalers": ["identity"], "deg": torch.tensor([0, 2, 2])} if name == "PNA" else {}
     module = getattr(graphs, name)(8, 16, 2, 4, **options)
@@ -688,12 +724,11 @@ def _torchao(name: str) -> Made:
 
 @other("sentence-transformers", "Pooling behind BERT, in a module of ours")
 def _sentences() -> Made:
-    import sentence_transformers
     import torch
+    from sentence_transformers.sentence_transformer.modules.pooling import Pooling
 
     module, examples, _ = make_transformers("bert", "AutoModel", "text")
-    parts = sentence_transformers.models
-    pooling = parts.Pooling(32)
+    pooling = Pooling(32)
 
     class Sentence(torch.nn.Module):
         """SentenceTransformer takes a mapping of features; this module takes tensors."""

@@ -12,7 +12,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from rsrv_bundle.calling import Results, caller
 from rsrv_bundle.errors import BundleError, summary
 from rsrv_bundle.torch_arrays import Array, tensors_of, to_numpy
+from rsrv_bundle.torch_decisions import READS, Place, Repeated, constant_reads
 from rsrv_bundle.torch_lowerings import LOWERINGS
 from rsrv_bundle.torch_modules import unchanged, without_idle_conversions
 
@@ -146,10 +147,7 @@ class TracedModules:
         )
         with _quiet():
             try:
-                try:
-                    exported = self._exported(zeros, noted.append, fixed=False)
-                except GuardOnDataDependentSymNode:
-                    exported = self._exported(zeros, noted.append, fixed=True)
+                exported = self._exported(zeros, noted.append)
             except BundleError:
                 raise
             except Exception as e:
@@ -158,12 +156,13 @@ class TracedModules:
         arguments = tuple(self._arguments(exported))
         return TracedModule(exported.graph_module, arguments, noted[-1], self._lowerings)
 
-    def _exported(self, zeros: tuple[Any, ...], note: Callable[[Results], None], *, fixed: bool) -> Any:
+    def _exported(self, zeros: tuple[Any, ...], note: Callable[[Results], None]) -> Any:
         """Trace the module with torch.export. Decompose operations for which neither torchax nor `self._lowerings` has a function."""
-        served = _Served(self._module, tuple(self._inputs), note, fixed)
-        with unchanged(self._module), without_idle_conversions():
-            exported = torch.export.export(served, zeros)
-        for node in exported.graph.nodes:
+        served = _Served(self._module, tuple(self._inputs), note)
+        exported = _traced(served, zeros)
+        for node in reversed(exported.graph.nodes):
+            if node.target in (torch.ops.aten.item.default, *READS) and not node.users:
+                exported.graph.erase_node(node)
             # Replace views, because a decomposition may return other strides than the kernel whose result was viewed.
             if node.target in _VIEWS:
                 node.target = torch.ops.aten.reshape.default
@@ -201,6 +200,31 @@ class TracedModules:
         return known
 
 
+def _traced(served: _Served, zeros: tuple[Any, ...]) -> Any:
+    """Trace a module with torch.export. If values decide what it computes, trace it again with the values that no request changes."""
+
+    def trace() -> Any:
+        with unchanged(served.module), without_idle_conversions():
+            return torch.export.export(served, zeros)
+
+    def read() -> Mapping[Place, Any]:
+        with unchanged(served.module), torch.compiler.set_stance("force_eager"):
+            return constant_reads(served, zeros)
+
+    try:
+        exported = trace()
+    except Exception:
+        served.reads = read()
+        if not served.reads:
+            raise
+        return trace()
+    if any(map(_is_ruled_by_values, exported.graph.nodes)):
+        served.reads = read()
+        if served.reads:
+            return trace()
+    return exported
+
+
 def _decompositions() -> Any:
     """Return PyTorch's decompositions, and torchax's decompositions of other operations. torchax.export uses them in two passes."""
     table = torch.export.default_decompositions()
@@ -234,12 +258,10 @@ class _Served(torch.nn.Module):
         module: torch.nn.Module,
         names: tuple[str, ...],
         note: Callable[[Results], None],
-        fixed: bool,
     ) -> None:
         """Wrap `module`. `forward` calls `note` with the structure of the results.
 
-        `note` is a function, because tracing resets attributes that `forward` sets. If `fixed`, buffers with one integer are constants,
-        so that `forward` can branch on their values.
+        `note` is a function, because tracing resets attributes that `forward` sets.
         """
         super().__init__()
         self.module = module
@@ -247,17 +269,12 @@ class _Served(torch.nn.Module):
         self.call = caller(module, names, like=module.forward)
         self.note = note
         self.training = False
-        self.integers = [
-            (part, name, buffer.tolist(), buffer.dtype)
-            for part in module.modules()
-            for name, buffer in part.named_buffers(recurse=False)
-            if fixed and buffer.numel() == 1 and not buffer.is_floating_point() and not buffer.is_complex()
-        ]
+        #: Values that the module reads from tensors which depend on no input.
+        self.reads: Mapping[Place, Any] = {}
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        for part, name, value, dtype in self.integers:
-            part._buffers[name] = torch.tensor(value, dtype=dtype)
-        results = tensors_of(self.call(dict(zip(self.names, tensors, strict=True))))
+        with Repeated(self.reads) if self.reads else nullcontext():
+            results = tensors_of(self.call(dict(zip(self.names, tensors, strict=True))))
         self.note(results.convert(lambda *_: None))
         return results.values
 

@@ -380,6 +380,17 @@ class Counter(nn.Module):
 LARGE = torch.rand(600, 600)
 
 
+def _filled(x: torch.Tensor) -> torch.Tensor:
+    mask = torch.zeros(3)
+    mask[0] = x[0, 0]
+    return x if (mask == 0).all() else -x
+
+
+def _counted(x: torch.Tensor) -> torch.Tensor:
+    """Read a value that depends on no tensor of a request, but on a size that depends on one."""
+    return x * torch.ones(x.nonzero().shape[0] + 1).sum().item()
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
@@ -398,6 +409,12 @@ LARGE = torch.rand(600, 600)
             Function(lambda x: x if bool(x.sum() > 0) else -x),
             r"module: test_from_torch.py:\d+: forward decides by a tensor's values",
         ),
+        (Function(_filled), r"module: test_from_torch.py:\d+: forward decides by a tensor's values"),
+        (
+            Function(lambda x: x if torch.rand(()) < 2 else -x),
+            r"module: test_from_torch.py:\d+: forward decides by a tensor's values",
+        ),
+        (Function(_counted), "aten.nonzero.default makes what is computed depend on a tensor's values"),
         (
             nn.Sequential(
                 Function(lambda x: torch.segment_reduce(x.T, "sum", lengths=torch.tensor([1, 2])).T)
@@ -428,6 +445,38 @@ def test_an_error_of_the_model_itself_is_told_before_an_export(tmp_path: Path) -
         export(tmp_path / "m", nn.Embedding(3, 2), {"input": torch.tensor([[1, 7]])})
     with pytest.raises(BundleError, match="x: is a list; give a tensor, an array"):
         export(tmp_path / "m", Function(torch.relu), {"x": [1.0]})
+
+
+class Decided(nn.Module):
+    """Module that calls a function, with a buffer of three numbers."""
+
+    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.register_buffer("numbers", torch.tensor([1, 2, 0]))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(x, self.get_buffer("numbers"))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, numbers: x if (numbers.square() < 9).all() else -x,
+        lambda x, numbers: x * numbers.sum().item(),
+        lambda x, numbers: x[:, : numbers[1]] + torch.zeros(numbers[1]),
+        lambda x, numbers: torch.stack([x * each for each in numbers.tolist()]),
+        lambda x, numbers: x if torch.equal(numbers, numbers.clone()) else -x,
+        lambda x, numbers: x if (torch.ones_like(x) == 1).all() else -x,
+        lambda x, numbers: torch.where(x > 0, *(x * number for number in (numbers[0], int(numbers[1])))),
+    ],
+    ids=["if", "item", "sizes", "list", "equal", "shape", "mixed"],
+)
+def test_a_module_may_read_values_that_no_request_changes(
+    tmp_path: Path, function: Callable[[torch.Tensor, torch.Tensor], Any]
+) -> None:
+    """Decisions, sizes and numbers from values of buffers and constants are the same for all requests, and are exported."""
+    export(tmp_path / "m", Decided(function), {"x": torch.ones(1, 3)})
 
 
 def test_zeros_become_integers_that_the_module_takes(tmp_path: Path) -> None:

@@ -1,0 +1,154 @@
+"""Values that a PyTorch module reads from tensors which depend on no input, so that a trace can repeat its decisions.
+
+Python reads a value of a tensor for `if`, `int()`, `.item()` and sizes. In a trace, tensors have no values. If a tensor depends only on
+weights and shapes, it has the same value in every request, and an eager run finds this value.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+#: Operations that return a value of a tensor to Python.
+READS = (aten._local_scalar_dense.default, aten.equal.default)
+#: Operations that take only the shape of a tensor.
+_SHAPED_LIKE = {
+    aten.empty_like, aten.full_like, aten.ones_like, aten.zeros_like, aten.new_empty, aten.new_full, aten.new_ones, aten.new_zeros,
+}  # fmt: skip
+#: Python may use a value or a size of the result of operations with these tags.
+_TELLS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+#: Functions that return the memory of a tensor to Python.
+_EXPOSES = {torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.numpy}
+#: Lines of PyTorch are left out of places.
+_TORCH = f"{Path(torch.__file__).parent}/"
+_HERE = Path(__file__).parent
+
+#: Lines of the module that lead to a read, and how many reads have come from these lines.
+Place = tuple[Any, ...]
+
+
+def constant_reads(call: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Mapping[Place, Any]:
+    """Run `call(*inputs)` eagerly, and return the values that it reads from tensors which depend on no input, by place.
+
+    Values after the first read that depends on inputs are left out, because Python may have used that one. The result is empty if the call
+    fails: a trace has zeros as inputs, and a module may refuse them.
+    """
+    recorder = _Recorder(inputs)
+    try:
+        with recorder, _Functions(recorder):
+            call(*inputs)
+    except Exception:  # noqa: BLE001 - the module may raise anything
+        return {}
+    return recorder.values
+
+
+class _Reads(TorchDispatchMode):
+    """Handles the reads of a run by their places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: Counter[Place] = Counter()
+
+    def _place(self) -> Place:
+        lines = []
+        for frame, line in traceback.walk_stack(sys._getframe(2)):
+            file = frame.f_code.co_filename
+            if Path(file).parent == _HERE and file != __file__:
+                break
+            if not file.startswith(_TORCH) and file != __file__:
+                lines.append((file, line))
+        place = tuple(lines)
+        self._counts[place] += 1
+        return (*place, self._counts[place])
+
+
+class _Recorder(_Reads):
+    """Follows which memory depends on inputs or on random numbers, and records reads of other memory."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        #: Memory that depends on inputs. Weak references prevent that an identity is used again.
+        self._dependent: set[StorageWeakRef] = set()
+        self._add(inputs)
+        #: Whether Python may know a value that depends on inputs.
+        self.told = False
+        self.values: dict[Place, Any] = {}
+
+    def depends(self, values: Any) -> bool:
+        """Return whether one of these tensors depends on inputs."""
+        return any(storage in self._dependent for storage in _storages(values))
+
+    def _add(self, values: Any) -> None:
+        self._dependent.update(_storages(values))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        if random or (func.overloadpacket not in _SHAPED_LIKE and self.depends((args, kwargs))):
+            self._add(result)
+            if func._schema.is_mutable:
+                self._add((args, kwargs))
+            self.told |= not _TELLS.isdisjoint(func.tags)
+        if func in READS:
+            place = self._place()
+            if not self.told:
+                self.values[place] = result
+        return result
+
+
+def _storages(values: Any) -> list[StorageWeakRef]:
+    return [
+        StorageWeakRef(value.untyped_storage())
+        for value in pytree.tree_leaves(values)
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+class _Functions(TorchFunctionMode):
+    """Shows the recorder what Python reads without an operation."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.tolist:
+            return _listed(args[0])
+        if func in _EXPOSES and self._recorder.depends(args):
+            self._recorder.told = True
+        return func(*args, **(kwargs or {}))
+
+
+def _listed(tensor: torch.Tensor) -> Any:
+    """Return a tensor as a list, with a read for each element, as a trace does it."""
+    return [_listed(part) for part in tensor] if tensor.ndim else tensor.item()
+
+
+class Repeated(_Reads):
+    """Returns the values of an eager run for reads at the same places."""
+
+    def __init__(self, values: Mapping[Place, Any]) -> None:
+        super().__init__()
+        self._values = values
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in READS and (place := self._place()) in self._values:
+            return self._values[place]
+        return func(*args, **(kwargs or {}))

@@ -18,6 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import torch
 from torch._higher_order_ops.effects import with_effects
@@ -64,10 +65,19 @@ _ASSERTIONS = (torch.ops.aten._linalg_check_errors.default, torch.ops.aten._asse
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 #: Prefix of all names of the module, because it is traced inside another module.
 _PREFIX = "module."
-#: Memory, offset, shape and strides of a tensor. Tensors with equal identities share one weight.
+#: Memory, offset, shape and strides of a tensor, and whether it is conjugate. Tensors with equal identities share one weight.
 Identity = tuple[Any, ...]
-#: Value of a graph's argument: the name of a weight, a constant array, the position of an input, or None if it is unused.
-Argument = str | Array | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """A complex weight, which is stored as pairs of real numbers."""
+
+    name: str
+
+
+#: Value of a graph's argument: a weight's name, a complex weight, a constant array, an input's position, or None if it is unused.
+Argument = str | Pairs | Array | int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +104,8 @@ def _value(argument: Argument, weights: Mapping[str, Any], inputs: Sequence[Any]
     match argument:
         case str():
             return weights[argument]
+        case Pairs(name):
+            return jax.lax.complex(weights[name][..., 0], weights[name][..., 1])
         case int():
             return inputs[argument]
         case None:
@@ -194,8 +206,11 @@ class TracedModules:
                 tensor = operator.attrgetter(name)(self._module)
             except AttributeError:
                 # The module has no such tensor, so `forward` creates it.
-                return to_numpy(name, tensor)
+                return tensor.numpy() if tensor.is_complex() else to_numpy(name, tensor)
         known = self._names.setdefault(_identity(name, tensor), name)
+        if tensor.is_complex():
+            self._tensors.setdefault(known, torch.view_as_real(tensor.detach().resolve_conj()))
+            return Pairs(known)
         self._tensors.setdefault(known, tensor)
         return known
 
@@ -237,7 +252,7 @@ def _decompositions() -> Any:
 def _identity(name: str, tensor: torch.Tensor) -> Identity:
     if not tensor.numel():
         return (name,)
-    return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj())
 
 
 def _name(op: Any) -> str:

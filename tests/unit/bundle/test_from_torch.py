@@ -197,25 +197,25 @@ def test_results_may_be_dataclasses_and_tuples(tmp_path: Path) -> None:
 
 
 class Waves(nn.Module):
-    """Module that multiplies each wave by a complex weight, stored as such or as pairs of real numbers."""
+    """Module that multiplies each wave by complex weights: a parameter, its conjugate, and a tensor that `forward` creates."""
 
-    def __init__(self, pairs: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        weight = torch.complex(torch.arange(3.0), torch.ones(3))
-        self.weight = nn.Parameter(torch.view_as_real(weight).clone() if pairs else weight)
+        self.weight = nn.Parameter(torch.complex(torch.arange(3.0), torch.ones(3)))
+        self.register_buffer("conjugate", self.weight.detach().conj())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight if self.weight.is_complex() else torch.view_as_complex(self.weight)
-        answer: torch.Tensor = torch.fft.irfft(torch.fft.rfft(x, dim=1) * weight, 4, dim=1)
+        turned = torch.fft.rfft(x, dim=1) * self.weight + self.get_buffer("conjugate") * torch.tensor(
+            [1j, 2, 3]
+        )
+        answer: torch.Tensor = torch.fft.irfft(turned, 4, dim=1)
         return answer
 
 
 def test_complex_weights_are_exported_as_pairs(tmp_path: Path) -> None:
-    """Complex weights are refused, as the format has no complex tensors; pairs of reals are exported."""
-    with pytest.raises(BundleError, match="weight: has the element type complex64"):
-        export(tmp_path / "refused", Waves(pairs=False), {"x": torch.zeros(1, 4)})
-    bundle = export(tmp_path / "waves", Waves(pairs=True), {"x": torch.zeros(1, 4)})
-    assert [w.shape for w in load_weights(bundle)] == [(3, 2)]
+    """A bundle stores complex weights as pairs of real numbers, because the format has no complex tensors."""
+    bundle = export(tmp_path / "waves", Waves(), {"x": torch.zeros(1, 4)})
+    assert [w.shape for w in load_weights(bundle)] == [(3, 2), (3, 2)]
 
 
 class Scale(nn.Module):

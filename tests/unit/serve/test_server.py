@@ -309,7 +309,7 @@ def test_a_changed_config_becomes_the_servers(tmp_path: Path, caplog: pytest.Log
 
 
 def test_the_last_error_of_a_log_is_kept() -> None:
-    """Errors of Triton and of rsrv count, in both formats of the log; the output of a model does not."""
+    """Errors of Triton and of rsrv count, in both formats. A model's output and the error of Triton without a GPU do not."""
     lines: list[bytes] = []
     log = server.ErrorLines(lines.append)
     assert log.last == ""
@@ -320,4 +320,6 @@ def test_the_last_error_of_a_log_is_kept() -> None:
     ):
         log.put(line)
         assert log.last == line.split(b"\n")[0].decode()
-    assert b"".join(lines).count(b"\n") == 6
+    log.put(b'E1129 12:02:08.083795 12 server.cc:241] "CudaDriverHelper has not been initialized."\n')
+    assert log.last == line.split(b"\n")[0].decode()
+    assert b"".join(lines).count(b"\n") == 7

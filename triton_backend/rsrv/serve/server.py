@@ -59,9 +59,11 @@ class Output:
 class ErrorLines:
     """Passes the lines of a server's log on, and remembers the last error."""
 
-    #: Matches an error line of Triton, of rsrv as text, or of rsrv as JSON.
+    #: Matches an error line of Triton, of rsrv as text, or of rsrv as JSON. Every Triton without a GPU logs that its
+    #: CudaDriverHelper has not been initialized.
     _ERROR = re.compile(
-        rb"^(?:E\d{4} |\d{4}-\d\d-\d\d [\d:,]+ [EC] |\{.*\"level\": ?\"(?:error|critical)\").*$", re.MULTILINE
+        rb"^(?:E\d{4} (?!.*CudaDriverHelper has not been init)|\d{4}-\d\d-\d\d [\d:,]+ [EC] |\{.*\"level\": ?\"(?:error|critical)\").*$",
+        re.MULTILINE,
     )
 
     def __init__(self, put: Callable[[bytes], None]) -> None:

@@ -177,7 +177,7 @@ def classify(server: DemoServer) -> bool:
     model = server.records().models[demo.MODEL]
     sizes = {executable.size: executable.count for executable in model.executables}
     shown = ", ".join(f"{count} of batch size {size}" for size, count in sorted(sizes.items()) if count)
-    print(f"   coalesced: {2 * len(images)} requests took {model.dispatches} executions ({shown})")
+    print(f"   {2 * len(images)} requests took {model.dispatches} executions ({shown})")
     return right(demo.MODEL, min(shares), REQUIRED[demo.MODEL])
 
 

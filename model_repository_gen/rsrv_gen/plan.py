@@ -239,7 +239,8 @@ def missing_library() -> str:
     if LIBRARY.is_file():
         return ""
     return (
-        f"{LIBRARY} is missing; install rsrv's wheel for Linux on x86-64, or run `make native` in a checkout"
+        f"{LIBRARY} is missing. Install rsrv's wheel for Linux on x86-64, or run `make native` in the clone before you "
+        "install rsrv from it"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,8 @@ def test_the_demo_shows_its_points_and_ends() -> None:
     assert done.returncode == 0, done.stdout
     assert "Serving 7 of 7 models" in done.stdout
     assert "/v2/models/digits/infer -d @" in done.stdout
-    assert "coalesced: 720 requests took " in done.stdout
+    (executions,) = re.findall("720 requests took ([0-9]+) executions ", done.stdout)
+    assert int(executions) < 720
     assert done.stdout.count("   Licensor shall mean the copyright owner") == 2
     assert "/v1/completions" in done.stdout
     assert "330 kB if nothing were shared" in done.stdout

@@ -112,7 +112,7 @@ def test_without_the_library_the_python_front_serves(
     """An installation without the library serves all the same; the line says how to get it."""
     library.unlink()
     assert generate(bundles, "models: {two: {front: native}}") == 0
-    assert "libtriton_rsrv.so is missing; install" in capsys.readouterr().out
+    assert "libtriton_rsrv.so is missing. Install" in capsys.readouterr().out
     assert (bundles.parent / "gen/two/1/model.py").is_file()
 
 

@@ -17,6 +17,7 @@ from rsrv.serve.repositories import (
     check,
     compile_for,
     complaints,
+    cost_of_missing_library,
     generate,
     model_folders,
     watched,
@@ -93,15 +94,27 @@ def test_a_disk_that_is_not_mounted_takes_no_models_away(bundles: Path, tmp_path
     assert (tmp_path / "models" / "three").is_dir()
 
 
-def test_a_native_front_that_is_not_built_is_reported(
-    bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("settings", "cost"),
+    [
+        ("", "requests do not share executions, because "),
+        (
+            "stub: {front: native}",
+            "all models have the Python front, a process each, and requests do not share ",
+        ),
+    ],
+)
+def test_a_server_without_the_library_reports_the_cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: str, cost: str
 ) -> None:
-    """Otherwise each of a thousand models has a process, and nothing says why."""
-    monkeypatch.setattr(plan, "LIBRARY", tmp_path / "missing.so")
-    sources = read_sources([bundles])
-    (problem,) = generate(tmp_path / "models", sources, load_settings("stub: {front: native}"))
-    assert problem.startswith("all models have the Python front, a process each: ")
-    assert generate(tmp_path / "models", sources, load_settings("")) == []
+    """Otherwise the server is slow with many clients, or each of a thousand models has a process, and nothing says why."""
+    library = tmp_path / "library.so"
+    monkeypatch.setattr(plan, "LIBRARY", library)
+    text = cost_of_missing_library(load_settings(settings))
+    assert text.startswith(cost)
+    assert f"because {library} is missing. Install " in text
+    library.touch()
+    assert cost_of_missing_library(load_settings(settings)) == ""
 
 
 def test_a_broken_bundle_is_reported_and_the_others_are_served(bundles: Path, tmp_path: Path) -> None:

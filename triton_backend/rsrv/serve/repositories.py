@@ -84,7 +84,7 @@ def generate(
 ) -> list[str]:
     """Generate a repository. Return lines about problems. Raises OSError.
 
-    There is a line for each model that failed, and one if all models have the Python front although native is set.
+    There is a line for each model that failed.
 
     `tritonserver` is the path of the program that will serve the repository, or None if it is unknown. A model without a valid
     bundle keeps its earlier version. If its bundle is known to be outside the given paths, the model is removed.
@@ -117,11 +117,17 @@ def generate(
                 failed[step.name] = os_error(error) if isinstance(error, OSError) else str(error)
         writer.put_file(SETTINGS_FILE, dump_settings(settings))
         known.save(sources.places)
-    problems = [f"{repository / name}: {reason}" for name, reason in failed.items()]
+    return [f"{repository / name}: {reason}" for name, reason in failed.items()]
+
+
+def cost_of_missing_library(settings: Settings) -> str:
+    """Return what the server lacks because the C library is missing, or an empty text if the library is there."""
+    why = missing_library()
+    if not why:
+        return ""
     fronts = {settings.stub.front, *(section.front for section in settings.models.values())}
-    if "native" in fronts and (why := missing_library()):
-        problems.append(f"all models have the Python front, a process each: {why}")
-    return problems
+    python = "all models have the Python front, a process each, and " if "native" in fronts else ""
+    return f"{python}requests do not share executions, because {why}"
 
 
 def _may_be_given(folder: Path, named: set[str], known: Known) -> bool:

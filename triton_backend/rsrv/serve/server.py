@@ -245,6 +245,8 @@ def _generate(
     problems += unknown_models(settings, {*sources.good, *sources.broken})
     for problem in (*problems, *failed):
         log.error("%s", problem)
+    if cost := repositories.cost_of_missing_library(settings):
+        log.warning("%s", cost)
     log.info("%d models in %s", len(sources.good), planned.repository)
     return {name: "; ".join(lines) for name, lines in sources.broken.items()}
 

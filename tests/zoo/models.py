@@ -206,18 +206,19 @@ SMALL = {
     "use_timm_backbone": False,
     "use_pretrained_backbone": False,
 }
-LATENT = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "qk_head_dim": 16, "v_head_dim": 8, "q_lora_rank": 16, "kv_lora_rank": 16}
+LATENT = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "qk_head_dim": 16, "v_head_dim": 8, "q_lora_rank": 16, "kv_lora_rank": 16, "num_key_value_heads": 4}
 #: Further attributes of small configurations, also of their parts, by model type.
 MORE: Mapping[str, Mapping[str, Any]] = {
     **{kind: {"image_size": 224, "embed_dim": 24} for kind in words("swin swinv2 donut-swin maskformer-swin")},
     **{kind: {"num_hidden_layers": 4} for kind in words("convnext convnextv2")},
-    **dict.fromkeys(words("deepseek_v2 deepseek_v3"), LATENT),
     **{kind: {"num_queries": 20} for kind in words("rt_detr rt_detr_v2 d_fine")},
     "align": {"projection_dim": 640},
     "audio-spectrogram-transformer": {"max_length": 128},
-    "bamba": {"attn_layer_indices": [1]},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8},
     "bridgetower": {"hidden_size": 64, "vision_config.hidden_size": 64, "text_config.hidden_size": 64},
-    "dbrx": {"attn_config.rope_theta": 10000.0},
+    "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
+    "deepseek_v2": {**LATENT, "num_experts_per_tok": 2},
+    "deepseek_v3": LATENT,
     "deformable_detr": {"image_size": 128},
     "depth_anything": {
         "backbone_config.num_hidden_layers": 4,
@@ -225,20 +226,25 @@ MORE: Mapping[str, Mapping[str, Any]] = {
         "backbone_config.reshape_hidden_states": False,
         "reassemble_hidden_size": 32,
     },
+    "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
     "encodec": {"codebook_dim": 32},
-    "esm": {"vocab_size": 128},
-    "funnel": {"block_sizes": [1, 1], "block_repeats": [1, 1], "d_inner": 64},
-    "gptj": {"rotary_dim": 8},
+    "esm": {"vocab_size": 128, "pad_token_id": 1},
+    "funnel": {"architectures": ["FunnelModel"], "block_sizes": [1, 1], "block_repeats": [1, 1], "d_inner": 64},
+    **{kind: {"rotary_dim": 8} for kind in words("codegen gptj")},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "mamba2": {"num_heads": 8},
     "nemotron": {"num_key_value_heads": 2},
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "rwkv": {"attention_hidden_size": 32},
-    "sam": {"vision_config.output_channels": 32},
+    "sam": {
+        "vision_config.output_channels": 32,
+        "vision_config.num_pos_feats": 16,
+        "prompt_encoder_config.image_embedding_size": 4,
+    },
     "siglip_text_model": {"projection_size": 32},
     "swin2sr": {"embed_dim": 24},
-    "xlstm": {"embedding_dim": 32, "num_blocks": 2},
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_blocks": 2},
 }
 
 
@@ -408,7 +414,7 @@ def _diffuser(name: str) -> Made:
         ),
         "ControlNetModel": (
             {**blocks, "cross_attention_dim": 32, "down_block_types": down, "attention_head_dim": 8, "conditioning_embedding_out_channels": (16, 32)},
-            {"sample": sample, "timestep": step, **text, "controlnet_cond": torch.rand(1, 3, 128, 128)},
+            {"sample": sample, "timestep": step, **text, "controlnet_cond": torch.rand(1, 3, 32, 32)},
         ),
         "AutoencoderKL": (
             {**blocks, "down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2, "latent_channels": 4},
@@ -464,7 +470,7 @@ def _diffuser(name: str) -> Made:
             {"hidden_states": torch.randn(1, 16, 4), "timestep": torch.tensor([0.5]), **text, "pooled_projections": torch.randn(1, 32)},
         ),
         "UNet1DModel": (
-            {"sample_size": 64, "in_channels": 2, "extra_in_channels": 16, "block_out_channels": (32, 32, 64)},
+            {"sample_size": 64, "in_channels": 2, "extra_in_channels": 64, "block_out_channels": (32, 32, 64)},
             {"sample": torch.randn(1, 2, 64), "timestep": step},
         ),
         "PriorTransformer": (
@@ -473,7 +479,24 @@ def _diffuser(name: str) -> Made:
         ),
     }
     options, examples = cases[name]
-    return getattr(diffusers, name)(**options).eval(), dict(examples), {}
+    module = getattr(diffusers, name)(**options).eval()
+    return _placed(module) if name.startswith("Flux") else module, dict(examples), {}
+
+
+def _placed(flux: Any) -> Any:
+    """Return a module of ours that gives Flux the places of its tokens, which all rows of a batch share."""
+    import torch
+
+    class Placed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.flux = flux
+
+        def forward(self, hidden_states: Any, timestep: Any, encoder_hidden_states: Any, pooled_projections: Any) -> Any:
+            places = {"img_ids": torch.ones(hidden_states.shape[1], 3), "txt_ids": torch.zeros(encoder_hidden_states.shape[1], 3)}
+            return self.flux(hidden_states, encoder_hidden_states, pooled_projections, timestep, **places)
+
+    return Placed().eval()
 
 
 DIFFUSERS: Mapping[str, Callable[[str], Made]] = dict.fromkeys(
@@ -540,11 +563,11 @@ def _torchaudio(name: str) -> Made:
             {"waveform": torch.randn(1, 1, 1200), "specgram": torch.randn(1, 1, 128, 10)},
         ),
         "wav2vec2_base": lambda: (
-            models.wav2vec2_model("group_norm", [(32, 10, 5), (32, 3, 2)], False, 32, 0.0, 9, 4, 2, 4, 0.0, 0.0, 64, 0.0, 0.0, False, 29),
+            models.wav2vec2_model("group_norm", [(32, 10, 5), (32, 3, 2)], False, 32, 0.0, 9, 4, 2, 4, 0.0, 64, 0.0, 0.0, False, 0.0, 29),
             {"waveforms": wave},
         ),
-        "hubert_base": lambda: (models.hubert_base(29), {"waveforms": wave}),
-        "hdemucs_low": lambda: (models.HDemucs(["a", "b"], channels=8, depth=4, nfft=512), {"input": torch.randn(1, 2, 8000)}),
+        "hubert_base": lambda: (models.hubert_base(aux_num_out=29), {"waveforms": wave}),
+        "hdemucs_low": lambda: (models.HDemucs(["a", "b"], channels=8, depth=5, nfft=1024), {"input": torch.randn(1, 2, 8000)}),
         "MelSpectrogram": lambda: (transforms.MelSpectrogram(n_fft=256, n_mels=20), {"waveform": wave}),
         "MFCC": lambda: (transforms.MFCC(melkwargs={"n_fft": 256, "n_mels": 40}), {"waveform": wave}),
         "Spectrogram": lambda: (transforms.Spectrogram(256), {"waveform": wave}),
@@ -581,7 +604,7 @@ def _vit_pytorch(name: str) -> Made:
         ),
         "CrossFormer": (
             "crossformer",
-            {"num_classes": 10, "dim": (16, 32, 32, 64), "depth": (1, 1, 1, 1), "global_window_size": (8, 4, 2, 1), "local_window_size": 7},
+            {"num_classes": 10, "dim": (32, 64, 64, 128), "depth": (1, 1, 1, 1), "global_window_size": (8, 4, 2, 1), "local_window_size": 7},
         ),
         "MaxViT": ("max_vit", {"num_classes": 10, "dim_conv_stem": 16, "dim": 16, "dim_head": 8, "depth": (1, 1), "window_size": 7}),
         "NesT": (
@@ -960,9 +983,9 @@ def _crepe() -> Made:
 def _kornia(name: str) -> Made:
     import kornia.feature as features
     import torch
-    from kornia import filters
+    from kornia.models.dexined import DexiNed
 
-    module = filters.DexiNed(pretrained=False) if name == "DexiNed" else getattr(features, name)(pretrained=False)
+    module = DexiNed(pretrained=False) if name == "DexiNed" else getattr(features, name)(pretrained=False)
     shape = {"DexiNed": (1, 3, 64, 64), "KeyNet": (1, 1, 64, 64)}.get(name, (1, 1, 32, 32))
     return module.eval(), {_first(module): torch.rand(shape)}, {}
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rsrv_bundle import dtypes
 from rsrv_bundle.dtypes import numpy_dtype
 from rsrv_bundle.errors import BundleError, Problems
 from rsrv_bundle.inputs import example_inputs, random_inputs, row_count
@@ -48,8 +49,6 @@ TOLERANCE: Mapping[str, float] = {
     "f8_e5m2": 0.3,
 }
 
-#: Element types whose rounding errors are as large as outputs that happen to be near zero.
-_NARROW = frozenset({"f16", "bf16", "f8_e4m3", "f8_e5m2"})
 #: Number of rows over which an output is unlikely to be near zero everywhere.
 _ROWS = 8
 
@@ -181,7 +180,7 @@ def compare(
     output beyond its tolerance, every output whose rows influence each other, and every output without a finite value.
     """
     bundle = run.bundle
-    judge = Judge(bundle, tolerance, magnitudes=magnitudes(run, examples))
+    judge = Judge(bundle, tolerance, magnitudes=magnitudes(run, examples, direct))
     for key in run.keys():  # noqa: SIM118 - not a mapping
         for inputs in (random_inputs(bundle, *key, examples), example_inputs(bundle, *key, examples)):
             if inputs is not None:
@@ -194,20 +193,30 @@ def compare(
     return judge.numerics()
 
 
-def magnitudes(run: ModuleRunner, examples: Mapping[str, Array]) -> dict[str, float]:
-    """Return the largest magnitude of each 16-bit or 8-bit output over several random rows.
+def magnitudes(
+    run: ModuleRunner, examples: Mapping[str, Array], direct: Callable[..., Sequence[Any]] | None = None
+) -> dict[str, float]:
+    """Return the largest magnitude of each output of floats over several random rows, and over the examples.
 
-    Errors of these outputs are compared with this magnitude. A single row may be near zero by chance, but its rounding errors are as
-    large as those of other rows.
+    `direct` is the original model. Without it, the module itself computes the outputs.
+
+    Errors are relative to this magnitude. A single row may be near zero by chance, but its rounding errors are as large as those of
+    other rows.
     """
     bundle = run.bundle
-    outputs = {index: spec for index, spec in enumerate(bundle.manifest.outputs) if spec.dtype in _NARROW}
+    outputs = {
+        index: spec for index, spec in enumerate(bundle.manifest.outputs) if not dtypes.is_whole(spec.dtype)
+    }
     largest = dict.fromkeys((spec.name for spec in outputs.values()), 0.0)
     key = (0, run.sizes(0)[-1])
-    for first in range(0, _ROWS, key[1]) if outputs else ():
-        answers = run(key, random_inputs(bundle, *key, examples, first))
+    pools: list[Sequence[Array] | None] = [example_inputs(bundle, *key, examples)]
+    pools += [random_inputs(bundle, *key, examples, first) for first in range(0, _ROWS, key[1])]
+    for inputs in pools if outputs else ():
+        if inputs is None:
+            continue
+        answers = run(key, inputs) if direct is None else direct(*inputs)
         for index, spec in outputs.items():
-            values = np.abs(answers[index].astype(np.float64))
+            values = np.abs(np.asarray(answers[index]).astype(np.float64))
             largest[spec.name] = max(largest[spec.name], float(values[np.isfinite(values)].max(initial=0.0)))
     return largest
 

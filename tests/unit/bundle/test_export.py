@@ -324,11 +324,13 @@ def test_a_result_beyond_its_tolerance_is_refused(tmp_path: Path, monkeypatch: p
         numerics, "load_weights", lambda bundle: [w * np.float32(1.1) for w in load_weights(bundle)]
     )
     with pytest.raises(
-        BundleError, match=r"model\.b1\.mlir: output 'output': differs from the original model by 0\.1 of its"
+        BundleError,
+        match=r"model\.b1\.mlir: output 'output': differs from the original model by 0\.0\d+ of its",
     ):
         export(tmp_path / "m")
     bundle = export(tmp_path / "m", tolerance={"f32": 0.2})
-    assert bundle.manifest.numerics["max_rel_error"] == pytest.approx(0.1, rel=1e-3)
+    # The largest magnitude may be that of a row that this comparison does not have.
+    assert 0.02 < bundle.manifest.numerics["max_rel_error"] < 0.1001
 
 
 def test_integers_may_differ_by_a_tolerance_that_is_given(tmp_path: Path) -> None:
@@ -484,13 +486,14 @@ def test_neighbouring_large_integers_differ() -> None:
     assert difference(np.array([2**62 + 1]), np.array([2**62])) == (1.0, 2.0**-62)
 
 
-def test_a_narrow_output_that_is_zero_by_chance_is_not_refused(tmp_path: Path) -> None:
-    """The rounding error of a 16-bit output is judged by the output's magnitude over several rows, not by one near zero."""
+@pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 1.0), ("float32", 0.01)])
+def test_an_output_that_is_small_by_chance_is_not_refused(tmp_path: Path, dtype: str, scale: float) -> None:
+    """The rounding error of an output is judged by the output's magnitude over several rows, not by one near zero."""
     seed = zlib.crc32(b"x/0/1")
     compared = np.float32(np.random.default_rng(seed).standard_normal((1, 1))[0, 0])
 
     def step(error: float) -> Any:
-        return lambda x: (jnp.asarray(x) - compared + 0.01 + error).astype(jnp.bfloat16)
+        return lambda x: (jnp.asarray(x) - compared + 0.01 * scale + error * scale).astype(dtype)
 
     def export(error: float) -> dict[str, Any]:
         bundle = export_bundle(
@@ -503,6 +506,6 @@ def test_a_narrow_output_that_is_zero_by_chance_is_not_refused(tmp_path: Path) -
         )
         return dict(bundle.manifest.numerics)
 
-    assert 1e-4 < export(0.002)["max_rel_error"] < 1e-2
+    assert 1e-4 * scale < export(0.002)["max_rel_error"] < 1e-2 * scale
     with pytest.raises(BundleError, match="differs from the original model"):
         export(0.2)

@@ -203,7 +203,7 @@ def _add_hf(export: Any) -> None:
         type=Path,
         nargs="+",
         help="also compare the answers to these: files of texts, one per line (a query, a tab and a document for text-ranking), or"
-        " pictures, or sounds",
+        " pictures, or sounds; with --onnx, one .npz file with an array per input, whose first axis counts samples",
     )
 
 

@@ -326,7 +326,7 @@ class _Flat:
             except Exception as e:
                 raise BundleError(
                     f"the model itself fails on random inputs ({type(e).__name__}: {e}); if it takes only some"
-                    " integers, give an example input with such values"
+                    " integers, give an example input with such values (--samples for an ONNX file)"
                 ) from e
             # Do this outside of the `try` block, because a failure here is not the model's fault.
             converted = Results.of(result).convert(original.to_numpy)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import onnx
 
@@ -18,7 +19,7 @@ from rsrv_bundle.errors import BundleError
 from rsrv_bundle.export import Original, export_bundle
 from rsrv_bundle.interface import LETTERS
 from rsrv_bundle.onnx_import.evaluate import Evaluator
-from rsrv_bundle.onnx_import.model import Graph, Input, Node, OnnxModel, Weight, read_model
+from rsrv_bundle.onnx_import.model import Input, Node, OnnxModel, Weight, graphs_of, read_model
 from rsrv_bundle.reader import sha256_of
 from rsrv_bundle.spec import Bundle
 from rsrv_bundle.writer import free_target
@@ -26,8 +27,10 @@ from rsrv_bundle.writer import free_target
 Array = np.ndarray[Any, Any]
 
 #: Provenance key of the changes that an export made, as JSON: inputs that it fixed (`bind`), outputs that it chose
-#: (`outputs`), and batch axes of inputs that have one row in the file (`rows`).
+#: (`outputs`), and batch axes of the inputs if the model computes each row alone (`rows`).
 _CHANGES = "onnx_changes"
+#: Operators that scale by the largest value in the whole batch, so that a row would depend on the other rows.
+_WHOLE_BATCH = frozenset({"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM"})
 #: Operators that pass an index on unchanged.
 _PASS = frozenset({"Identity", "Cast", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Transpose", "Expand"})
 
@@ -42,6 +45,7 @@ def export_onnx(
     pad: str = "",
     bind: Mapping[str, Any] | None = None,
     outputs: Sequence[str] | None = None,
+    samples: Mapping[str, Array] | None = None,
     **options: Any,
 ) -> Bundle:
     """Write an ONNX model as a bundle, and compare the bundle with onnxruntime at every size and variant.
@@ -49,12 +53,15 @@ def export_onnx(
     file: the path of the model. Its external data must be in its folder. Nothing in it is executed.
     batch_sizes: sizes to compile, in rows. Without it, the model keeps its shapes, and has no batch axis.
     batch_axis: the batch axis of an input, by the input's name. For other inputs, it is the axis that has the same name
-        in the file as the first axis of the first input. If there is none, it is the first axis.
+        in the file as the first axis of the first input. If there is none, it is the first axis. If that has a
+        size above 1, it is the first axis that has the size 1, or neither size nor name.
     input_shapes: for each variant, the sizes of the other open axes, by their names in the file: `{"sequence": 128}`.
         An axis without a name is called after its input and place: `{"image_2": 224}`. One variant fixes the axes.
     pad: as for `export_bundle`, with the axis by its name in the file: `sequence=0,mask=attention_mask`.
     bind: values of inputs that are fixed from now on, by name, such as `{"sr": 16000}`.
     outputs: values of the graph to return in place of its outputs. Nodes that they do not depend on are dropped.
+    samples: inputs for the comparison, by name, in addition to random ones. The first axis of an array counts samples. Its other
+        axes are those of the input without the batch axis.
     The rest is as for `rsrv_bundle.export.export_bundle`.
 
     Raises BundleError if the file is damaged or reads data outside of its folder, if an operator cannot be compiled, or if the values of
@@ -70,27 +77,29 @@ def export_onnx(
             value for value in (evaluator.inputs if outputs else model.inputs) if value.name not in bound
         ]
         plan = _plan(named_inputs, batch_sizes, batch_axis or {}, input_shapes)
+        rows = plan.batch if plan.fixed_to_one or _mixes_rows(model) else {}
         names = list(dict.fromkeys(outputs or model.graph.outputs))
+        examples = {value.name: _example(model, value, plan) for value in named_inputs}
+        examples |= _sampled(named_inputs, plan, samples or {})
 
         def call(params: Mapping[str, Any], **inputs: Any) -> dict[str, Any]:
-            return evaluator(params, **inputs, **bound)
+            def evaluate(**arrays: Any) -> dict[str, Any]:
+                return evaluator(params, **arrays, **bound)
 
-        def shapes(**inputs: Any) -> Mapping[str, Any]:
-            outputs: Mapping[str, Any] = jax.eval_shape(call, dict(evaluator.weights), **inputs)
-            return outputs
+            return _each_row(evaluate, inputs, rows) if rows else evaluate(**inputs)
 
         # A value that appears twice among the outputs has one name.
         return export_bundle(
             call,
             dict(evaluator.weights),
-            {value.name: _example(model, value, plan) for value in named_inputs},
+            examples,
             batch_sizes=batch_sizes,
             batch_axis=None,
             out_dir=out_dir,
             axes=plan.axes,
             input_shapes=plan.input_shapes,
             pad=",".join(_by_letter(part, plan.letters) for part in pad.split(",")),
-            original=_original(model, names, bound, plan.rows, shapes),
+            original=_original(model, names, bound, rows),
             # The commit of rsrv's own files says nothing about the model.
             **{"code": object, **options},
         )
@@ -136,8 +145,10 @@ class _Axes:
         self.letters: dict[str, str] = {}
         #: Example shapes by input.
         self.shapes: dict[str, tuple[int, ...]] = {}
-        #: Batch axes of the inputs whose batch has one row in the file, by input.
-        self.rows: dict[str, int] = {}
+        #: Batch axes by input. Empty without batch sizes.
+        self.batch: dict[str, int] = {}
+        #: True if the batch of an input has one row in the file.
+        self.fixed_to_one = False
 
 
 def _plan(
@@ -159,8 +170,8 @@ def _plan(
         shape, own, seen = [], [], dict[str, int]()
         for at, dim in enumerate(dims):
             if at == axis:
-                if dim == 1:
-                    plan.rows[value.name] = at
+                plan.batch[value.name] = at
+                plan.fixed_to_one |= dim == 1
                 shape.append(1)
                 own.append("n")
             elif isinstance(dim, int):
@@ -222,8 +233,13 @@ def _batch_axis_of(
         axis = given[value.name]
         if not 0 <= axis < len(dims):
             raise BundleError(f"batch_axis: input '{value.name}' has axes 0 to {len(dims) - 1}, not {axis}")
+    elif batch in dims:
+        axis = dims.index(batch)
+    elif isinstance(dims[0], int) and dims[0] != 1:
+        # The first axis counts something else, such as the layers of a state.
+        axis = next((at for at, dim in enumerate(dims) if dim in (1, None)), 0)
     else:
-        axis = dims.index(batch) if batch in dims else 0
+        axis = 0
     if isinstance(dims[axis], int) and dims[axis] != 1:
         raise BundleError(
             f"input '{value.name}': its axis {axis} has {dims[axis]} elements in the file, so it is not the batch; name"
@@ -296,36 +312,111 @@ def _table_size(model: OnnxModel, name: str) -> int | None:
     """Return the size of the smallest table that an input indexes, or None if it indexes no table."""
     same = {name}
     smallest: int | None = None
-
-    def rows(graph: Graph, table: str, axis: int) -> int | None:
-        constant = graph.constants.get(table)
-        array = model.weights[constant.name] if isinstance(constant, Weight) else constant
-        if array is None:
-            array = made.get(table)
-        return None if array is None or not array.ndim else int(array.shape[axis])
-
     made = {
-        node.outputs[0]: value if isinstance(value, np.ndarray) else model.weights[value.name]
+        node.outputs[0]: node.attributes["value"]
         for node in model.graph.nodes
-        if node.op == "Constant" and isinstance(value := node.attributes.get("value"), np.ndarray | Weight)
+        if node.op == "Constant" and "value" in node.attributes
     }
+
+    def constant(value: str) -> Array | None:
+        array = model.graph.constants.get(value, made.get(value))
+        array = model.weights[array.name] if isinstance(array, Weight) else array
+        return array if isinstance(array, np.ndarray) and array.size else None
+
     for node in model.graph.nodes:
         if node.inputs and node.inputs[0] in same and node.op in _PASS:
             same.update(node.outputs)
-        elif (size := _chosen(node, same)) is not None:
-            count = rows(model.graph, node.inputs[size[0]], size[1])
-            if count is not None:
-                smallest = count if smallest is None else min(smallest, count)
+        elif (count := _values_of_index(node, same, constant)) is not None:
+            smallest = count if smallest is None else min(smallest, count)
     return smallest
 
 
-def _chosen(node: Node, same: set[str]) -> tuple[int, int] | None:
-    """Find the table that a value indexes in a node. Return the node's input that is the table, and the indexed axis."""
+def _values_of_index(node: Node, same: set[str], constant: Callable[[str], Array | None]) -> int | None:
+    """Return how many values an index may have in a node, or None if the node does not use one of `same` as an index."""
     if node.op == "Gather" and node.inputs[1] in same:
-        return 0, int(node.attributes.get("axis", 0))
+        table = constant(node.inputs[0])
+        axis = int(node.attributes.get("axis", 0))
+        return None if table is None or not -table.ndim <= axis < table.ndim else int(table.shape[axis])
     if node.op == "EmbedLayerNormalization":
-        return next(((2 * at + 2, 0) for at in (0, 1) if node.inputs[at] in same), None)
+        at = next((at for at in (0, 1) if node.inputs[at] in same), None)
+        table = None if at is None else constant(node.inputs[2 * at + 2])
+        return None if table is None or not table.ndim else len(table)
+    if node.op == "OneHot" and node.inputs[0] in same:
+        depth = constant(node.inputs[1])
+        return None if depth is None else int(depth.reshape(-1)[0])
+    if node.op == "Equal" and not same.isdisjoint(node.inputs):
+        # TensorFlow compares an index with the numbers of all classes. A comparison with one number, such as that of the padding,
+        # does not limit an index.
+        numbers = next((array for name in node.inputs if (array := constant(name)) is not None), None)
+        limits = numbers is not None and numbers.size > 1 and numbers.dtype.kind in "iu"
+        return int(numbers.max()) + 1 if limits and numbers is not None else None
     return None
+
+
+def _sampled(inputs: Sequence[Input], plan: _Axes, samples: Mapping[str, Array]) -> dict[str, Array]:
+    """Return samples as example inputs."""
+    names = [value.name for value in inputs]
+    if samples and set(samples) != set(names):
+        raise BundleError(f"samples: are {', '.join(sorted(samples))}; the model takes {', '.join(names)}")
+    examples = {}
+    for value in inputs if samples else ():
+        array = samples[value.name]
+        axis = plan.batch.get(value.name)
+        sizes = list(_dims(value))
+        if axis is not None:
+            del sizes[axis]
+        fits = array.ndim == len(sizes) + 1 and all(
+            size == own for size, own in zip(array.shape[1:], sizes, strict=True) if isinstance(own, int)
+        )
+        if array.dtype != value.dtype or not fits or not len(array):
+            shape = ", ".join("any" if size is None else str(size) for size in ("samples", *sizes))
+            raise BundleError(
+                f"samples: {value.name}: is {array.dtype}{list(array.shape)}; the model takes {value.dtype}[{shape}]"
+            )
+        examples[value.name] = array[0] if axis is None else np.moveaxis(array, 0, axis)
+    return examples
+
+
+# --- rows -------------------------------------------------------------------------------------------------
+
+
+def _mixes_rows(model: OnnxModel) -> bool:
+    graphs = [model.graph, *(function.graph for function in model.functions.values())]
+    return any(
+        node.op in _WHOLE_BATCH for graph in graphs for inner in graphs_of(graph) for node in inner.nodes
+    )
+
+
+def _each_row(
+    evaluate: Callable[..., Mapping[str, Any]], inputs: Mapping[str, Any], axes: Mapping[str, int]
+) -> dict[str, Any]:
+    """Evaluate a model for each row of a batch alone. `axes` are the batch axes of the inputs."""
+    places: dict[str, int | None] = {}
+
+    def row(arrays: Mapping[str, Any]) -> dict[str, Any]:
+        single = {name: jnp.expand_dims(value, axes[name]) for name, value in arrays.items()}
+        outputs = evaluate(**single)
+        for name, value in outputs.items():
+            places[name] = _row_axis(value.shape, single, axes)
+        return {
+            name: value if (axis := places[name]) is None else jnp.squeeze(value, axis)
+            for name, value in outputs.items()
+        }
+
+    outputs = jax.vmap(row, in_axes=({name: axes[name] for name in inputs},))(dict(inputs))
+    return {name: jnp.moveaxis(value, 0, places[name] or 0) for name, value in outputs.items()}
+
+
+def _row_axis(shape: tuple[int, ...], inputs: Mapping[str, Any], axes: Mapping[str, int]) -> int | None:
+    """Return the batch axis of an output of one row. None: it has no such axis, and gets one in front.
+
+    The state of a recurrent model has the shape of an input, and the same batch axis. Other outputs have the batch on their first
+    axis of size 1.
+    """
+    for name, axis in axes.items():
+        if name in inputs and tuple(inputs[name].shape) == shape:
+            return axis
+    return shape.index(1) if 1 in shape else None
 
 
 # --- onnxruntime ------------------------------------------------------------------------------------------
@@ -336,12 +427,10 @@ def _original(
     outputs: Sequence[str],
     bound: Mapping[str, Array],
     rows: Mapping[str, int],
-    shapes: Callable[..., Mapping[str, Any]] | None = None,
 ) -> Original:
     """Return a function that runs the model in onnxruntime.
 
-    `rows` has the batch axes of the inputs whose batch has one row in the file. `shapes` returns the shapes of the outputs for a whole
-    batch, which show the batch axis of each output.
+    `rows` has the batch axes of the inputs if the model computes each row alone.
     """
     sessions: list[Any] = []
 
@@ -356,7 +445,7 @@ def _original(
         arrays = {name: np.asarray(value) for name, value in inputs.items() if name in taken}
         if not rows:
             return dict(zip(outputs, session.run(list(outputs), {**arrays, **constants}), strict=True))
-        # The model takes one row at a time, so run it once for each row.
+        # Run the model once for each row.
         count = next(arrays[name].shape[axis] for name, axis in rows.items() if name in arrays)
         parts = []
         for row in range(count):
@@ -365,16 +454,11 @@ def _original(
                 for name, array in arrays.items()
             }
             parts.append(session.run(list(outputs), {**single, **constants}))
-        if count == 1 or shapes is None:
-            return {
-                name: np.concatenate([part[index] for part in parts]) for index, name in enumerate(outputs)
-            }
-        whole = shapes(**arrays)
         joined = {}
         for index, name in enumerate(outputs):
-            sizes = zip(parts[0][index].shape, whole[name].shape, strict=False)
-            axis = next((axis for axis, (length, all_rows) in enumerate(sizes) if length != all_rows), 0)
-            joined[name] = np.concatenate([part[index] for part in parts], axis)
+            values = [part[index] for part in parts]
+            axis = _row_axis(values[0].shape, single, rows)
+            joined[name] = np.stack(values) if axis is None else np.concatenate(values, axis)
         return joined
 
     facts = {f"onnx_{key}": value for key, value in model.description.items() if key in ("producer", "name")}

@@ -16,6 +16,7 @@ import numpy as np
 
 from rsrv.text import os_error
 from rsrv_bundle import dtypes
+from rsrv_bundle.commands.samples import read_samples
 from rsrv_bundle.commands.sources import KINDS, LoadedModel, LoadError, load
 from rsrv_bundle.errors import BundleError, TargetError
 from rsrv_bundle.interface import LETTERS
@@ -33,8 +34,9 @@ def export(arguments: argparse.Namespace) -> int:
     [(kind, target)] = [(kind, text) for kind in KINDS if (text := getattr(arguments, kind)) is not None]
     try:
         for option in HF_OPTIONS:
-            if getattr(arguments, option) is not None:
-                raise ValueError(f"--{option.replace('_', '-')}: belongs to --hf; leave it out")
+            if getattr(arguments, option) is not None and (kind, option) != ("onnx", "samples"):
+                takers = "--hf and --onnx" if option == "samples" else "--hf"
+                raise ValueError(f"--{option.replace('_', '-')}: belongs to {takers}; leave it out")
         source, examples, described = _described(kind, target, arguments)
         if arguments.hooks is not None and not arguments.hooks.is_file():
             raise ValueError(f"--hooks {arguments.hooks}: is no file")
@@ -195,6 +197,7 @@ def _described(
                 },
                 "bind": {name: _number("--bind", name, text, float) for name, text in arguments.bind},
                 "input_shapes": [_named_sizes(text) for text in arguments.input_shape],
+                "samples": _arrays(arguments.samples or ()),
             },
         )
     for flag, value in (("--batch-axis", arguments.batch_axis), ("--bind", arguments.bind)):
@@ -225,6 +228,18 @@ def _described(
             "working_tree_patch": arguments.working_tree_patch,
         },
     )
+
+
+def _arrays(files: Sequence[Path]) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the arrays of the file of `--samples`, by input."""
+    if len(files) > 1:
+        raise ValueError(f"--samples {' '.join(map(str, files))}: with --onnx, give one .npz file")
+    for file in files:
+        try:
+            return read_samples(file)
+        except (OSError, ValueError) as e:
+            raise ValueError(f"--samples {file}: {os_error(e) if isinstance(e, OSError) else e}") from e
+    return {}
 
 
 def _number(flag: str, name: str, text: str, kind: type[int | float]) -> Any:

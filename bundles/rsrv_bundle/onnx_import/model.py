@@ -331,7 +331,9 @@ def _dim(dim: Any) -> int | str | None:
     if kind == "dim_value":
         # Exporters write 0 or -1 for an open size.
         return int(dim.dim_value) if dim.dim_value > 0 else None
-    return str(dim.dim_param) or None if kind == "dim_param" else None
+    # Paddle writes "?" for any size.
+    named = kind == "dim_param" and any(map(str.isalnum, dim.dim_param))
+    return str(dim.dim_param) if named else None
 
 
 def _description(proto: Any) -> dict[str, str]:

@@ -15,6 +15,7 @@ from onnx import helper
 from rsrv_bundle import BundleError, from_onnx
 from rsrv_bundle.cli import main
 from rsrv_bundle.from_onnx import eager_onnx, export_onnx
+from rsrv_bundle.onnx_import.model import read_model
 from tests.onnx_files import KERNEL, TABLE, encoder, graph, node, write
 
 
@@ -73,6 +74,109 @@ def test_a_batch_of_one_row_in_the_file_grows(tmp_path: Path) -> None:
     made = graph([node("Relu", "x", "y")], {"x": (np.float32, [1, 3])}, {"y": (np.float32, [1, 3])})
     bundle = export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m", batch_sizes=(1, 4))
     assert bundle.manifest.inputs[0].dims == (-1, 3)
+
+
+def test_a_batch_of_one_row_that_the_graph_writes_down_grows(tmp_path: Path) -> None:
+    """Detectors reshape to [1, -1, 3], which would join the rows of a larger batch. So each row is computed alone."""
+    nodes = [node("Reshape", "x shape", "boxes"), node("Softmax", "boxes", "y", axis=1)]
+    made = graph(
+        nodes,
+        {"x": (np.float32, [1, 3, 4])},
+        {"y": (np.float32, [1, 4, 3])},
+        {"shape": np.array([1, -1, 3], np.int64)},
+    )
+    file, bundle = write(tmp_path / "m.onnx", made), tmp_path / "m"
+    manifest = export_onnx(file, out_dir=bundle, batch_sizes=(1, 4)).manifest
+    assert [(spec.dims, spec.batch_axis) for spec in manifest.outputs] == [((-1, 4, 3), 0)]
+    assert main(["check", "--numerics", "--onnx", str(file), str(bundle)]) == 0
+
+
+def test_an_output_without_an_axis_of_one_row_gets_one(tmp_path: Path) -> None:
+    """A probability without axes has one value for each row of a batch."""
+    nodes = [node("ReduceMax", "x", "y", keepdims=0)]
+    made = graph(nodes, {"x": (np.float32, [1, 3])}, {"y": (np.float32, [])})
+    bundle = export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m", batch_sizes=(1, 4))
+    assert bundle.manifest.outputs[0].dims == (-1,)
+
+
+def test_rows_of_a_dynamically_quantised_model_do_not_share_a_scale(tmp_path: Path) -> None:
+    """onnxruntime scales by the largest value in the batch; a served row has the scale that it has alone."""
+    nodes = [
+        node("DynamicQuantizeLinear", "x", "q scale zero"),
+        node("DequantizeLinear", "q scale zero", "y"),
+    ]
+    dims: Any = (np.float32, ["rows", 3])
+    made = graph(nodes, {"x": dims}, {"y": dims})
+    bundle = export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m", batch_sizes=(1, 4))
+    assert set(bundle.manifest.numerics["rows"]) == {"model.b4"}
+    assert bundle.manifest.numerics["max_rel_error"] < 1e-6
+
+
+def test_axes_that_the_file_calls_by_a_question_mark_have_sizes_of_their_own(tmp_path: Path) -> None:
+    """Paddle writes "?" for each open axis, which is no name that two axes share."""
+    dims: Any = (np.float32, [-1, "?", "?"])
+    made = graph([node("Exp", "x", "y")], {"x": dims}, {"y": dims})
+    bundle = export_onnx(
+        write(tmp_path / "m.onnx", made),
+        out_dir=tmp_path / "m",
+        batch_sizes=(1,),
+        input_shapes=[{"x_1": 4, "x_2": 6}],
+    )
+    assert bundle.manifest.inputs[0].dims == (-1, 4, 6)
+
+
+@pytest.mark.parametrize("rows", [1, None])
+def test_the_batch_of_a_state_is_its_axis_without_a_size(tmp_path: Path, rows: int | None) -> None:
+    """The first axis of a state [2, rows, 3] counts layers; its size in the file shows that it is not the batch."""
+    made = graph(
+        [node("Add", "x state", "after")],
+        {"x": (np.float32, [rows, 3]), "state": (np.float32, [2, rows, 3])},
+        {"after": (np.float32, [2, rows, 3])},
+    )
+    bundle = export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m", batch_sizes=(1, 4))
+    assert [spec.batch_axis for spec in bundle.manifest.inputs] == [0, 1]
+    assert bundle.manifest.outputs[0].batch_axis == 1
+
+
+@pytest.mark.parametrize("op", ["OneHot", "Equal"])
+def test_an_index_that_is_written_as_a_mask_has_all_its_values(tmp_path: Path, op: str) -> None:
+    """Models that make a row of 0 and 1 of each index are compared with all indices, not only with 0 and 1."""
+    if op == "OneHot":
+        nodes = [node("OneHot", "ids depth values", "hot")]
+    else:
+        nodes = [node("Unsqueeze", "ids last", "column"), node("Equal", "column classes", "same")]
+        nodes.append(node("Cast", "same", "hot", to=onnx.TensorProto.FLOAT))
+    nodes.append(node("MatMul", "hot table", "y"))
+    constants = {
+        "depth": np.array([40], np.int64),
+        "values": np.array([0, 1], np.float32),
+        "last": np.array([-1], np.int64),
+        "classes": np.arange(40),
+        "table": TABLE,
+    }
+    used = {name: value for name, value in constants.items() if any(name in n.input for n in nodes)}
+    dims = {"ids": (np.int64, ["rows", 6])}
+    made = graph(nodes, dims, {"y": (np.float32, ["rows", 6, TABLE.shape[1]])}, used)
+    model = read_model(write(tmp_path / "m.onnx", made))
+    assert from_onnx._table_size(model, "ids") == 40
+
+
+def test_samples_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that fails on random numbers is exported with --samples; their first axis counts samples."""
+    made = graph(
+        [node("Gather", "table spot", "row"), node("Mul", "row x", "y")],
+        {"x": (np.float32, ["rows", 4]), "spot": (np.int32, ["rows", 4])},
+        {"y": (np.float32, ["rows", 4])},
+        {"table": np.array([np.inf, 1.0], np.float32)},
+    )
+    file, samples = write(tmp_path / "m.onnx", made), tmp_path / "samples.npz"
+    command = ["export", "--onnx", str(file), "-o", str(tmp_path / "m"), "--batch-sizes", "1,2"]
+    np.savez(samples, x=np.ones((3, 4), np.float32), spot=np.ones((3, 4), np.int64))
+    assert main([*command, "--samples", str(samples)]) == 1
+    assert "samples: spot: is int64[3, 4]; the model takes int32[samples, 4]" in capsys.readouterr().err
+    np.savez(samples, x=np.full((3, 4), 2, np.float32), spot=np.ones((3, 4), np.int32))
+    assert main([*command, "--samples", str(samples)]) == 0
+    assert main([*command, "--samples", str(samples), str(samples)]) == 2
 
 
 def recurrent(path: Path) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -180,7 +181,7 @@ def compare(
     output beyond its tolerance, every output whose rows influence each other, and every output without a finite value.
     """
     bundle = run.bundle
-    judge = Judge(bundle, tolerance, magnitudes=magnitudes(run, examples, direct))
+    judge = Judge(bundle, tolerance, magnitudes=partial(magnitudes, run, examples, direct))
     for key in run.keys():  # noqa: SIM118 - not a mapping
         for inputs in (random_inputs(bundle, *key, examples), example_inputs(bundle, *key, examples)):
             if inputs is not None:
@@ -229,14 +230,15 @@ class Judge:
         bundle: Bundle,
         tolerance: Mapping[str, float],
         source: str = "the original model",
-        magnitudes: Mapping[str, float] = MappingProxyType({}),
+        magnitudes: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`source` is the name of the original model in the lines. `magnitudes` is the result of the function `magnitudes`."""
+        """`source` is the name of the original model in the lines. `magnitudes` is the function `magnitudes` with its arguments."""
         self.problems = Problems()
         self.bundle = bundle
         self.tolerance = tolerance
         self.called = source
-        self.magnitudes = magnitudes
+        # They take several runs, so they are computed for the first error that exceeds its tolerance.
+        self._magnitudes = cache(magnitudes)
         self._absolute = self._relative = 0.0
         #: Errors by kind of comparison.
         self.errors: dict[str, Errors] = {}
@@ -323,9 +325,12 @@ class Judge:
             self.bundle.manifest.outputs, actual, expected, strict=True
         ):
             actual_output, expected_output = np.asarray(actual_output), np.asarray(expected_output)
-            absolute, relative = difference(
-                actual_output, expected_output, self.magnitudes.get(spec.name, 0.0)
-            )
+            allowed = self.tolerance.get(spec.dtype, 0.0)
+            absolute, relative = difference(actual_output, expected_output)
+            if allowed < relative < float("inf") and not dtypes.is_whole(spec.dtype):
+                absolute, relative = difference(
+                    actual_output, expected_output, self._magnitudes().get(spec.name, 0.0)
+                )
             place = (key[0], spec.name)
             if relative or not expected_output.size or np.isfinite(expected_output.astype(np.float64)).any():
                 self._hollow[place] = None
@@ -333,7 +338,6 @@ class Judge:
                 self._hollow.setdefault(place, key)
             both.append((absolute, relative))
             errors[name] = max(errors.get(name, 0.0), relative)
-            allowed = self.tolerance.get(spec.dtype, 0.0)
             # Refuse an infinite error even if the tolerance allows it, because a manifest has only finite numbers.
             if not (np.isfinite(relative) and relative <= allowed):
                 known = spec.dtype in self.tolerance

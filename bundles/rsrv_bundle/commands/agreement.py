@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -78,12 +79,8 @@ def agree(bundle: Bundle, comparison: Comparison, look: Look) -> list[str]:
     values = acceptable(bundle, examples, source) | integers_of(bundle, samples)
     narrowed = bundle.manifest.numerics.get("narrowed_tolerance")
     tolerance = {**TOLERANCE, **(narrowed if isinstance(narrowed, Mapping) else {}), **comparison.tolerance}
-    judge = Judge(
-        bundle,
-        tolerance,
-        "its source",
-        magnitudes(run, values, None if source is None else lambda *inputs: source(inputs)),
-    )
+    direct = None if source is None else lambda *inputs: source(inputs)
+    judge = Judge(bundle, tolerance, "its source", partial(magnitudes, run, values, direct))
     pools: list[Mapping[int, Rows]] = [random_rows(run, values), example_rows(run, examples), samples]
     executions = sum(len(run.sizes(variant)) for rows in pools for variant in rows)
     comparisons = int(bundle.manifest.batched) + int(source is not None)

@@ -65,7 +65,7 @@ $(GPU): $(VENV) tests/gpu/install.py $(wildcard tests/gpu/driver/*)
 	$(BIN)/python tests/gpu/install.py
 	@touch $@
 
-$(NATIVE): tools/native_front.py $(wildcard triton_backend/rsrv/native/*.[ch]) | $(VENV)
+$(NATIVE): tools/native_front.py $(wildcard triton_backend/rsrv/native/*.[ch]) | $(SERVING)
 	@echo "== the native front (the first time with a compiler from PyPI, 100 MB)"
 	$(BIN)/python tools/native_front.py
 
@@ -77,10 +77,10 @@ native: $(NATIVE)
 bundles: $(FRAMEWORKS)
 	$(BIN)/python tools/example_bundles.py
 
-demo: $(SERVING) $(TRITON) ## serve seven small models until Ctrl-C, and show what rsrv does with them (ARGS=--once: end then)
+demo: $(SERVING) $(TRITON) $(NATIVE) ## serve seven small models until Ctrl-C, and show what rsrv does with them (ARGS=--once: end then)
 	@$(BIN)/python tools/demo.py $(ARGS)
 
-serve: $(SERVING) $(TRITON) ## serve the demo's models until Ctrl-C, live page on 8004 (BUNDLES=build/bundles: these bundles)
+serve: $(SERVING) $(TRITON) $(NATIVE) ## serve the demo's models until Ctrl-C, live page on 8004 (BUNDLES=build/bundles: these bundles)
 	$(BIN)/rsrv serve $(or $(BUNDLES),--demo) --tritonserver .triton/bin/tritonserver
 
 test: $(FRAMEWORKS) $(TRITON) $(BROWSER) ## run all tests but the long ones

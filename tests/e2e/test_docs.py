@@ -55,7 +55,8 @@ FAILS = {
 }
 #: The page with the commands that start a server by hand.
 OPERATING = ROOT / "docs" / "operating.md"
-#: Examples that the pages ask for, in addition to the demo's digits.
+#: Models of the demo, and further examples, that the pages use.
+DEMO_MODELS = (demo.MODEL, "glossary_bytes")
 EXAMPLES = ("glossary", "mlp")
 
 
@@ -116,7 +117,8 @@ def world() -> Iterator[World]:
             text = re.sub(r"(?m)^duration: \d+", "duration: 2", scenario.read_text())
             (folder / "docs" / "scenarios" / scenario.name).write_text(text)
         built = examples.ensure(EXAMPLES)
-        for bundle in (*(built / name for name in EXAMPLES), demo.DATA / demo.BUNDLES / demo.MODEL):
+        ready = (demo.DATA / demo.BUNDLES / name for name in DEMO_MODELS)
+        for bundle in (*(built / name for name in EXAMPLES), *ready):
             shutil.copytree(bundle, folder / "bundles" / bundle.name)
         world = World(folder, {})
         pages = ("client.md", "exporting.md", "hugging-face.md", "text-model.md")

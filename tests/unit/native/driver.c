@@ -68,9 +68,12 @@ static void fail(const char* what) {
 
 static void say(const char* format, const char* id, const char* text, int64_t rows, double sum, int code) {
     pthread_mutex_lock(&lock);
-    if (text)
-        printf("%s %s %d %s\n", format, id, code, text);
-    else
+    if (text) {
+        printf("%s %s %d ", format, id, code);
+        // The text stays on one line.
+        for (; *text; text++) putchar(*text == '\n' ? ' ' : *text);
+        putchar('\n');
+    } else
         printf("%s %s ok %" PRId64 " %g\n", format, id, rows, sum);
     fflush(stdout);
     pthread_mutex_unlock(&lock);

@@ -71,7 +71,7 @@ static void say(const char* format, const char* id, const char* text, int64_t ro
     if (text) {
         printf("%s %s %d ", format, id, code);
         // The text stays on one line.
-        for (; *text; text++) putchar(*text == '\n' ? ' ' : *text);
+        for (; *text; text++) putchar((unsigned char)*text < ' ' ? ' ' : *text);
         putchar('\n');
     } else
         printf("%s %s ok %" PRId64 " %g\n", format, id, rows, sum);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ _KINDS = {
         (".pt", ".pth", ".ckpt"),
         "a PyTorch checkpoint; export it first: rsrv-bundle export --torch package.module:factory -o bundles/NAME",
     ),
-    ".onnx": f"an ONNX model; {_EXPORT}",
+    ".onnx": "an ONNX model; export it first: rsrv-bundle export --onnx FILE -o bundles/NAME",
     **dict.fromkeys((".plan", ".engine", ".trt"), f"a TensorRT engine; {_EXPORT}"),
     **dict.fromkeys((".h5", ".keras", ".pb"), f"a TensorFlow or Keras model; {_EXPORT}"),
     ".safetensors": f"weights without a model; {_EXPORT}",
@@ -46,6 +47,10 @@ def mistaken(path: Path, *, single: bool = False) -> str:
         )
     if below := [entry.name for entry in entries if entry.is_dir() and _has_bundles(entry)]:
         return f"the bundles are in its directory {below[0]}; name that"
+    for folder in (path, *entries):
+        if _is_from_hugging_face(folder):
+            where = "this" if folder is path else f"{folder.name} in it"
+            return f"{where} is a Hugging Face directory; serve it with `rsrv serve --hf {folder}`"
     for entry in entries:
         if entry.suffix.lower() in _KINDS:
             return f"{entry.name} in it is {_KINDS[entry.suffix.lower()]}"
@@ -54,6 +59,13 @@ def mistaken(path: Path, *, single: bool = False) -> str:
 
 def _any_is_file(entries: Iterable[Path], name: str) -> bool:
     return any((entry / name).is_file() for entry in entries)
+
+
+def _is_from_hugging_face(folder: Path) -> bool:
+    return os.path.isfile(folder / "config.json") and any(
+        os.path.isfile(folder / name)
+        for name in ("tokenizer_config.json", "preprocessor_config.json", "model.safetensors")
+    )
 
 
 def _has_bundles(folder: Path) -> bool:

@@ -121,7 +121,7 @@ def open_directory(path: Path) -> Directory:
     """Check a directory, and return it. Raises BundleError with the broken rule, OSError."""
     if not path.is_dir():
         raise BundleError(
-            f"{path}: is no directory; name one that save_pretrained or sentence-transformers wrote"
+            f"{path}: this is no directory; name one that save_pretrained or sentence-transformers wrote"
         )
     path = path.resolve()
     if not (path / "config.json").is_file():

@@ -12,7 +12,7 @@ from tests.unit.bundle.forge import make_bundle
     ("name", "reason"),
     [
         ("net.pt", "this is a PyTorch checkpoint; export it first: rsrv-bundle export --torch "),
-        ("NET.ONNX", "this is an ONNX model; export the model to a bundle first"),
+        ("NET.ONNX", "this is an ONNX model; export it first: rsrv-bundle export --onnx "),
         ("weights.safetensors", "this is weights without a model; "),
         ("manifest.yaml", "this is a bundle's manifest; name its directory"),
         ("notes", "this is a file; name a bundle, which is a directory with manifest.yaml"),
@@ -32,6 +32,22 @@ def test_a_folder_with_a_checkpoint_is_no_directory_of_bundles(tmp_path: Path) -
     (tmp_path / "net.pth").touch()
 
     assert mistaken(tmp_path).startswith("net.pth in it is a PyTorch checkpoint; ")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer_config.json"])
+def test_a_hugging_face_directory_is_served_with_a_flag(tmp_path: Path, file: str) -> None:
+    """A user who forgets --hf reads the command, for the directory itself and for the folder above it."""
+    moods = tmp_path / "moods"
+    moods.mkdir()
+    (moods / "config.json").touch()
+    assert mistaken(moods) == ""
+    (moods / file).touch()
+
+    assert mistaken(moods) == f"this is a Hugging Face directory; serve it with `rsrv serve --hf {moods}`"
+    assert (
+        mistaken(tmp_path)
+        == f"moods in it is a Hugging Face directory; serve it with `rsrv serve --hf {moods}`"
+    )
 
 
 def test_a_generated_repository_is_not_generated_from(tmp_path: Path) -> None:

@@ -29,7 +29,9 @@ def export_all(directories: Sequence[Path], folder: Path, say: Callable[[str], N
     bundles: dict[Path, Path] = {}
     for directory in directories:
         if not directory.is_dir():
-            raise ServeError(f"--hf {directory}: is no directory; name one that save_pretrained wrote")
+            raise ServeError(
+                f"--hf: {directory} is no directory. Name a directory that save_pretrained wrote"
+            )
         bundle = folder / model_name(directory)
         if bundle in bundles:
             raise ServeError(

@@ -75,11 +75,12 @@ def _changes(name: str, section: type[BaseModel]) -> str:
     for key in section.model_fields if name and name != "gateway" else ():
         by_effect.setdefault(effect(name, key), []).append(f"`{key}`")
     by_effect.pop("at once", None)
-    return "".join(
-        f" Needs {remedy}: {'all' if len(keys) == len(section.model_fields) else ', '.join(keys)}."
-        for effect_, keys in by_effect.items()
-        for remedy in [{"restart": "`rsrv restart`", "server": "a new tritonserver"}[effect_]]
-    )
+    events = {"restart": "`rsrv restart`", "server": "a restart of the server"}
+    sentences = []
+    for effect_, keys in by_effect.items():
+        changes = "All changes" if len(keys) == len(section.model_fields) else f"Changes of {', '.join(keys)}"
+        sentences.append(f" {changes} take effect after {events[effect_]}.")
+    return "".join(sentences)
 
 
 def _rows(section: type[BaseModel]) -> Iterator[tuple[str, ...]]:

@@ -99,8 +99,8 @@ class RuntimeSection(Section):
     )
     devices: Literal["all"] | list[int | str] = Field(
         "all",
-        description="Devices of the server. Each has a runtime process, and every model is served on all of them. all: the "
-        "visible GPUs or MIG instances, or the CPU if there is none. A list contains numbers of visible GPUs in "
+        description="Devices of the server. Each has a runtime process. The section placement decides which devices serve a model. "
+        "all: the visible GPUs or MIG instances, or the CPU if there is none. A list contains numbers of visible GPUs in "
         "nvidia-smi's order, UUIDs (GPU-... or MIG-...), or cpu.",
     )
     compilation_cache_dir: Path | None = Field(

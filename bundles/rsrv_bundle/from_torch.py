@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -234,7 +235,14 @@ def _original(module: nn.Module) -> Original:
         check_module(module)
         tensors = {name: to_torch(np.asarray(value)) for name, value in inputs.items()}
         # Disable compiled parts, which would fail on the device that torchax registers.
-        with unchanged(module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with (
+            unchanged(module),
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+            warnings.catch_warnings(),
+        ):
+            # A warning of a library is no failure of the module, even where warnings are errors.
+            warnings.simplefilter("ignore")
             return tensors_of(caller(module, tuple(inputs), like=module.forward)(tensors))
 
     return Original(run, ("torch", "torchax"), to_numpy)

@@ -290,6 +290,21 @@ def test_an_error_of_ours_is_not_told_as_the_models(tmp_path: Path, monkeypatch:
         export(tmp_path / "m", Scale(torch.ones(3)))
 
 
+def test_a_warning_is_no_failure_of_the_module() -> None:
+    """Libraries warn about their own future, and some programs turn warnings into errors."""
+
+    class Old(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            warnings.warn("this is deprecated", stacklevel=1)
+            return x + 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (answer,) = eager_torch(Old().eval())(x=np.zeros((1, 2), np.float32)).values
+
+    assert (answer == 1).all()
+
+
 def test_a_module_in_training_mode_is_refused(tmp_path: Path) -> None:
     """A module in training mode, or with a part in it, is refused, by the eager call, too."""
     module = nn.Sequential(nn.Linear(3, 3), nn.Dropout()).eval()

@@ -258,7 +258,10 @@ class Judge:
 
     def neighbours(self, key: Key, actual: Rows, expected: Rows) -> None:
         """Compare rows among zeros with the same rows among other rows."""
-        because = "the rows of a batch are different requests, so the model must compute each row from that row alone"
+        because = (
+            "the rows of a batch are different requests, so compute each row from that row alone, or keep only other"
+            " outputs with outputs= or --outputs"
+        )
         self._compare(
             "rows", key, actual, expected, "its first row changes when the other rows do, by", because
         )

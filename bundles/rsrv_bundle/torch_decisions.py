@@ -101,12 +101,21 @@ class _Recorder(_Reads):
             self._add(result)
             if func._schema.is_mutable:
                 self._add((args, kwargs))
-            self.told |= not _TELLS.isdisjoint(func.tags)
+            self.told |= self._tells(func, args)
         if func in READS:
             place = self._place()
             if not self.told:
                 self.values[place] = result
         return result
+
+    def _tells(self, func: Any, args: Any) -> bool:
+        """Return whether Python may know a value or a size of the result."""
+        if func is aten.index.Tensor:
+            masks = [
+                index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)
+            ]
+            return self.depends(masks)
+        return not _TELLS.isdisjoint(func.tags)
 
 
 def _storages(values: Any) -> list[StorageWeakRef]:

@@ -375,13 +375,20 @@ def _check(exported: Any, inputs: Sequence[str], lowerings: Mapping[str, Callabl
 
 
 def _is_ruled_by_values(node: Any) -> bool:
-    """Return whether the operation has a result whose shape or value only a request determines: a size, or a number from a tensor."""
+    """Return whether the operation makes a size or a number from a tensor's values, so that only a request determines it."""
+    # Arithmetic on such sizes, and operations on tensors that have them, are not reported: the operation that makes a size is.
+    made = _symbols(node) - set().union(*map(_symbols, node.all_input_nodes))
+    return isinstance(node.target, torch._ops.OpOverload) and bool(made)
+
+
+def _symbols(node: Any) -> set[Any]:
+    """Return the symbols in the sizes and the numbers of a node's results."""
     results = pytree.tree_leaves(node.meta.get("val"))
-    numbers = [each for each in results if isinstance(each, torch.SymInt | torch.SymFloat | torch.SymBool)]
-    extents = [size for each in results if isinstance(each, torch.Tensor) for size in each.shape]
-    # Do not report arithmetic on such sizes, because the operation that makes a size is reported.
-    counts = isinstance(node.target, torch._ops.OpOverload) and "sym_" not in str(node.target)
-    return counts and (bool(numbers) or not all(isinstance(size, int) for size in extents))
+    sizes = [size for each in results if isinstance(each, torch.Tensor) for size in each.shape]
+    numbers = [
+        each for each in (*results, *sizes) if isinstance(each, torch.SymInt | torch.SymFloat | torch.SymBool)
+    ]
+    return {symbol for number in numbers for symbol in number.node.expr.free_symbols}
 
 
 def _is_assertion(node: Any) -> bool:
@@ -422,7 +429,8 @@ def _untraceable(error: Exception, inputs: Sequence[tuple[str, tuple[int, ...]]]
     if isinstance(error, GuardOnDataDependentSymNode):
         return (
             f"module: {where}forward decides by a tensor's values (if, while, .item()), and a module's decisions are fixed"
-            " when it is exported; compute both sides and choose with torch.where"
+            " when it is exported; compute both sides and choose with torch.where, or leave out an input that decides and that"
+            " is the same in all requests"
         )
     if isinstance(error, DynamicOutputShapeException) or "FakeTensor" in summary(error):
         return (

@@ -416,8 +416,8 @@ def _counted(x: torch.Tensor) -> torch.Tensor:
             r"module: test_from_torch.py:\d+: aten.rand.default draws random numbers",
         ),
         (
-            Function(lambda x: x[x > 0]),
-            "aten.index.Tensor makes what is computed depend on a tensor's values",
+            Function(lambda x: x[x > 0].exp() + 1),
+            r"\Amodule: test_from_torch.py:\d+: aten.index.Tensor makes what is computed depend on .* torch.where\Z",
         ),
         (Function(lambda x: x * x.max().item()), "_local_scalar_dense.default makes what is computed depend"),
         (
@@ -483,9 +483,10 @@ class Decided(nn.Module):
         lambda x, numbers: torch.stack([x * each for each in numbers.tolist()]),
         lambda x, numbers: x if torch.equal(numbers, numbers.clone()) else -x,
         lambda x, numbers: x if (torch.ones_like(x) == 1).all() else -x,
+        lambda x, numbers: x[:, numbers] * numbers.sum().item() if numbers.max() < 3 else -x,
         lambda x, numbers: torch.where(x > 0, *(x * number for number in (numbers[0], int(numbers[1])))),
     ],
-    ids=["if", "item", "sizes", "list", "equal", "shape", "mixed"],
+    ids=["if", "item", "sizes", "list", "equal", "shape", "index", "mixed"],
 )
 def test_a_module_may_read_values_that_no_request_changes(
     tmp_path: Path, function: Callable[[torch.Tensor, torch.Tensor], Any]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial, reduce
+from types import MethodType
 from typing import Any
 
 #: module, example inputs and options of `export_torch`
@@ -375,11 +376,57 @@ def _looped() -> Made:
     return module.eval(), {"x": torch.randn(4, 8), "edge_index": edges}, {"batch_sizes": [], "batch_axis": None}
 
 
+def _unmasked(kind: str, auto: str, inputs: str) -> Made:
+    module, examples, options = make_transformers(kind, auto, inputs)
+    return module, {name: value for name, value in examples.items() if name != "attention_mask"}, options
+
+
+def _all_experts(kind: str) -> Made:
+    """Compute all experts, and choose."""
+    import torch
+
+    auto, inputs = ("AutoModelForCausalLM", "text") if kind == "dbrx" else ("AutoModelForSeq2SeqLM", "seq2seq")
+    module, examples, options = make_transformers(kind, auto, inputs)
+
+    def switch(experts: Any, hidden_states: Any, selected_experts: Any, routing_weights: Any) -> Any:
+        """`selected_experts` is one-hot [tokens, 1, experts], and an expert gets the weight of its token."""
+        results = torch.stack([expert(hidden_states) for expert in experts.values()], -2)
+        return torch.where(selected_experts.mT > 0, results * routing_weights[:, None], 0).sum(-2)
+
+    def dbrx(experts: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+        rows = hidden_states.reshape(-1, experts.hidden_size)
+        shape = (-1, experts.ffn_hidden_size, experts.hidden_size)
+        parts = zip(*(weight.view(shape) for weight in (experts.mlp.w1, experts.mlp.v1, experts.mlp.w2)), strict=True)
+        results = torch.stack([experts.mlp(rows, *part) for part in parts], 1)
+        chosen = top_k_index[..., None] == torch.arange(results.shape[1])
+        return torch.where(chosen, top_k_weights[..., None], 0).sum(1)[:, None].matmul(results)[:, 0].view(hidden_states.shape)
+
+    forward = {"dbrx": dbrx, "switch_transformers": switch}[kind]
+    for part in module.modules():
+        if type(part).__name__ in ("DbrxExperts", "SwitchTransformersExperts"):
+            part.forward = MethodType(forward, part)
+    return module, examples, options
+
+
+def _attention_without_loops() -> Made:
+    import torch_geometric.nn as graphs
+
+    return graphs.GAT(8, 16, 2, 4, add_self_loops=False).eval(), *_looped()[1:]
+
+
+UNMASKED = "leave out attention_mask, which the rows of one request length share"
+EXPERTS = "compute all experts and choose with torch.where"
 #: What the error text or the page says to do, and the model changed so, by name.
 CHANGES: dict[str, tuple[str, Callable[[], Made]]] = {
     **{f"transformers {kind}": _embeddings(kind) for kind in words("clip siglip chinese_clip altclip groupvit align")},
+    "transformers longformer": (UNMASKED, partial(_unmasked, "longformer", "AutoModel", "text")),
+    "transformers led": (UNMASKED, partial(_unmasked, "led", "AutoModelForSeq2SeqLM", "seq2seq")),
+    **{f"transformers {kind}": (EXPERTS, partial(_all_experts, kind)) for kind in words("dbrx switch_transformers")},
+    "transformers dac": ("--outputs audio_values", partial(_kept, partial(make_transformers, "dac", "AutoModel", "sound"), "audio_values")),
+    "pytorch-tabnet TabNet": ("--outputs output_0", lambda: _kept(OTHERS["pytorch-tabnet", "TabNet"], "output_0")),
     "torch LSTM_packed": ("pad and mask, without packing", _padded),
     "torch_geometric GCN": ("give the loops of nodes as edges: add_self_loops=False", _looped),
+    "torch_geometric GAT": ("give the loops of nodes as edges: add_self_loops=False", _attention_without_loops),
 }
 
 

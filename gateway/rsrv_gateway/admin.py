@@ -18,7 +18,7 @@ from rsrv_gateway.connections import listen
 from rsrv_gateway.live import Workers
 from rsrv_gateway.probes import METRICS_TIMEOUT_S
 
-log = logging.getLogger("rsrv.gateway")
+log = logging.getLogger(__name__)
 
 #: Maximum number of workers that are scraped at a time.
 _SCRAPES_MAX = 64

@@ -61,7 +61,7 @@ class Proxy:
         await asyncio.gather(self.grpc.stop(), self.http.stop())
 
 
-log = logging.getLogger("rsrv.gateway")
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

@@ -43,7 +43,7 @@ _RESPONSE = b"\x88\x00\x0ccontent-type\x10application/grpc"
 #: Trailers of a successful call.
 _OK = b"\x00\x0bgrpc-status\x010"
 
-log = logging.getLogger("rsrv.gateway")
+log = logging.getLogger(__name__)
 
 _UNANSWERED = "a message of Envoy was not answered"
 

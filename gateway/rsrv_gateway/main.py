@@ -35,7 +35,7 @@ from rsrv_gateway.picker import Picker
 from rsrv_gateway.probes import GrpcProber, Probes
 from rsrv_gateway.service import GATEWAY, GatewayHealth, GatewayService
 
-log = logging.getLogger("rsrv.gateway")
+log = logging.getLogger(__name__)
 
 #: Seconds at the end for calls of the control service that are in flight.
 _CONTROL_DRAIN_S = 0.2

@@ -18,7 +18,7 @@ from rsrv.explain import YamlError, explain, parse_yaml
 from rsrv.placement.contract import Worker
 from rsrv.settings_fleet import GatewaySection, WorkerEntry, WorkerPorts
 
-log = logging.getLogger("rsrv.gateway")
+log = logging.getLogger(__name__)
 
 #: Returns all addresses of a name, the best first. Raises OSError.
 Resolve = Callable[[str], Awaitable[Iterable[str]]]

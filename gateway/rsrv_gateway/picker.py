@@ -35,7 +35,7 @@ from rsrv_gateway.picked_body import Body, GrpcBody, HttpBody, Wanted
 from rsrv_gateway.traffic import Brain, Traffic, TrafficCounts
 from rsrv_gateway.v1 import ext_proc_pb2 as pb
 
-log = logging.getLogger("rsrv.gateway")
+log = logging.getLogger(__name__)
 
 _UNREAD = "a request was not read"
 

@@ -21,7 +21,7 @@ from rsrv.placement.devices import ModelDevices, ServerDevice, as_one, summed, t
 from rsrv_gateway.connections import SERVICE, ChannelFactory, ControlClient, answer_of, cancel, gone
 from rsrv_gateway.outcomes import Refusal
 
-log = logging.getLogger("rsrv.gateway")
+log = logging.getLogger(__name__)
 
 #: Minimum number of seconds between two probes of a worker, however often requests to it fail.
 _PROBE_MIN_S = 0.05

@@ -264,7 +264,7 @@ def test_a_service_logs_objects_and_its_server_comes_back(folder: Path) -> None:
         assert not any(map(Path.exists, before))
         lines = service.text.split("\n")[:-1]
         loggers = {json.loads(line)["logger"] for line in lines if line.startswith("{")}
-        assert loggers >= {"rsrv.serve", "rsrv.runtime", "rsrv.control"}
+        assert loggers >= {"rsrv.serve.supervise", "rsrv.runtime.process", "rsrv.control"}
         assert [line for line in lines if re.search(r"^\d{4}-\d\d-\d\d .* rsrv", line)] == []
         left = [
             process.pid

@@ -65,7 +65,7 @@ class _Served:
 
     def __init__(self, model: Files, generator: Path, scratch: Path) -> None:
         # It logs every connection that it closes, which is most of them; an error of its own has a line.
-        logging.getLogger("rsrv.transport").addFilter(lambda record: record.exc_info is not None)
+        logging.getLogger("rsrv.runtime.transport").addFilter(lambda record: record.exc_info is not None)
         place = Path(scratch, f"served-{os.getpid()}")
         bundle, meta = place / "model", place / "meta"
         for directory, files in ((bundle, model), (meta, _META)):

@@ -51,7 +51,7 @@ def logged() -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("rsrv.device").addHandler(handler)
+    logging.getLogger("rsrv.runtime").addHandler(handler)
     return lines
 
 

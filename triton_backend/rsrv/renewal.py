@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-log = logging.getLogger("rsrv.renewal")
+log = logging.getLogger(__name__)
 
 #: Seconds between two checks of the files.
 LOOK_S = 5.0

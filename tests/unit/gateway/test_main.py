@@ -237,7 +237,7 @@ async def test_it_carries_requests_and_ends_when_they_have(
         triton.gate.set()
         assert (await waiting).id == "1"
         told = [json.loads(line) for line in (await ending).splitlines()]
-        assert {line["logger"] for line in told} >= {"rsrv.gateway"}
+        assert {line["logger"] for line in told} >= {"rsrv_gateway.main"}
         assert running.process.returncode == 0
         assert list(base.iterdir()) == []
 

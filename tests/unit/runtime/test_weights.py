@@ -108,7 +108,7 @@ def test_each_load_has_a_line_with_its_numbers(
     house: House, relatives: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each load has a line with its bytes, its evictions, and the requests that waited."""
-    with caplog.at_level(logging.INFO, "rsrv.placement"):
+    with caplog.at_level(logging.INFO, "rsrv.runtime.weight_manager"):
         house.start(f"weight_budget_bytes: {3 * _BYTES}")
         engines = {name: house.engine(relatives[name]) for name in "abc"}
         assert answered(send_one(engines["a"])) == 1
@@ -128,7 +128,9 @@ def test_each_load_has_a_line_with_its_numbers(
     for one in told:
         assert one["version"].startswith(f"{one['model']}@")
         assert one["bytes_per_second"] > 0 < one["seconds"]
-    (shown,) = re.findall(r"I rsrv.placement: (.*)", (ROOT / "docs" / "monitoring.md").read_text("utf-8"))
+    (shown,) = re.findall(
+        r"I rsrv.runtime.weight_manager: (.*)", (ROOT / "docs" / "monitoring.md").read_text("utf-8")
+    )
     assert template(lines[-1].getMessage()) == template(shown)
 
 
@@ -437,7 +439,7 @@ def test_a_load_without_memory_is_tried_once_more(
     assert answered(send_one(c)) == 3
     house.runtime.device.fail_next("upload", times=2)
     monkeypatch.setattr("rsrv.scheduler.weights._FIRST_BACKOFF_S", 60.0)
-    caplog.set_level(logging.INFO, "rsrv.placement")
+    caplog.set_level(logging.INFO, "rsrv.runtime.weight_manager")
     assert refused(send_one(a).answers.get(timeout=PATIENCE_S), FakeError.INTERNAL, "could not be loaded")
     # The evictions have their own lines, and no load came in their place.
     gone = [

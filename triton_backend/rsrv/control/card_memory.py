@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-log = logging.getLogger("rsrv.control")
+log = logging.getLogger(__name__)
 
 #: Figures are used for this many seconds, so that not each client causes a call of the driver.
 _VALID_S = 0.9

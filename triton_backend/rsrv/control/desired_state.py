@@ -19,7 +19,7 @@ from rsrv.settings import Settings, SettingsError, Shares
 from rsrv.settings_changes import check_model, check_scheduler
 from rsrv.wire.paths import write_whole
 
-log = logging.getLogger("rsrv.control")
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ from rsrv.renewal import Renewed
 from rsrv.settings import OpenaiSection
 from rsrv.text import by_number, some
 
-log = logging.getLogger("rsrv.control")
+log = logging.getLogger(__name__)
 
 #: Seconds between two snapshots of the figures, and the number of snapshots that are kept. Findings are about the last minute.
 _LOOK_S, _LOOKS = 15.0, 5

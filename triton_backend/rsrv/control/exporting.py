@@ -23,7 +23,7 @@ from rsrv.control.grpc_service import StatusError
 from rsrv.control.runtimes import Answers, Positions
 from rsrv.wire.traces import Span
 
-log = logging.getLogger("rsrv.control")
+log = logging.getLogger(__name__)
 
 _SCOPE = InstrumentationScope("rsrv")
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)

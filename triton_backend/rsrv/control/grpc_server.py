@@ -19,7 +19,7 @@ from rsrv.renewal import Renewals, Renewed
 from rsrv.settings import ControlSection
 from rsrv.tokens import bears, read_token
 
-log = logging.getLogger("rsrv.control")
+log = logging.getLogger(__name__)
 
 #: Triton's values. A client whose keepalive suits a tritonserver can use the same keepalive for rsrv's servers.
 KEEPALIVE: Final[Sequence[tuple[str, int]]] = (

@@ -12,7 +12,7 @@ from rsrv.address import parse_address
 from rsrv.listening import KnownHosts, listen
 from rsrv.live.routes import LivePage
 
-log = logging.getLogger("rsrv.control")
+log = logging.getLogger(__name__)
 
 #: Maximum number of connections. Normal use needs only a few. A further one is closed.
 _MAX_CONNECTIONS = 128

@@ -29,7 +29,7 @@ from rsrv.control.v1 import control_pb2_grpc
 from rsrv.live.source import PageError
 from rsrv.settings import Shares
 
-log = logging.getLogger("rsrv.control")
+log = logging.getLogger(__name__)
 
 #: Seconds between two updates from the runtimes, with watchers and without. The charts need updates even without watchers.
 _LOOK_S, _REST_S = 1.0, RANGES[0].seconds

@@ -16,7 +16,7 @@ from rsrv.control.runtimes import Runtimes
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.histogram import LONG_SECONDS, PADDING, ROWS, SECONDS, Histogram
 
-log = logging.getLogger("rsrv.control")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from rsrv_gen.staging import Replaced, unfinished, version_of
 from rsrv_gen.update import remove
 from rsrv_gen.write import newest, touch
 
-log = logging.getLogger("rsrv.control")
+log = logging.getLogger(__name__)
 
 
 class ModelLoader:

@@ -26,7 +26,7 @@ from rsrv.placement.status import PlannerStatus
 from rsrv.settings import Settings
 from rsrv.wire.placement_table import PlacementWriter
 
-log = logging.getLogger("rsrv.control")
+log = logging.getLogger(__name__)
 
 #: Pause between two looks at the runtimes' loads: in general, and while a model moves to another device.
 _LOOK_S, _MOVING_S = 1.0, 0.25

@@ -23,7 +23,7 @@ from rsrv.text import nearest
 from rsrv_gen.plan import BUNDLE_FOLDER, CALLS_FOLDER
 from rsrv_gen.write import carried, our_models
 
-log = logging.getLogger("rsrv.control")
+log = logging.getLogger(__name__)
 
 #: Seconds between two checks of the schedules.
 _LOOK_S: Final = 10.0

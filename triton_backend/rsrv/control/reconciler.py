@@ -49,7 +49,7 @@ from rsrv_gen.update import (
 )
 from rsrv_gen.write import being_written, carried, is_alias, our_models
 
-log = logging.getLogger("rsrv.control")
+log = logging.getLogger(__name__)
 
 #: Seconds between attempts to reach a tritonserver that is loading its first models.
 STARTUP_POLL_S = 0.5

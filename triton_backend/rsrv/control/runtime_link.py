@@ -25,7 +25,7 @@ from rsrv.wire.frames import Kind, ProtocolError, check_hello, hello, pack_json,
 from rsrv.wire.memory import SharedMemoryError, create_document, read_document, read_flat
 from rsrv.wire.paths import FAILURE, LAST_RECORD, NO_DEVICE, asleep_since, start_time
 
-log = logging.getLogger("rsrv.control")
+log = logging.getLogger(__name__)
 
 #: Seconds that starting or ending a profile may take.
 _SLOW_COMMAND_S = 60.0

@@ -16,7 +16,7 @@ from rsrv.control.runtimes import Runtimes
 from rsrv.settings import Settings, SettingsError, read_settings
 from rsrv.settings_changes import LOOK_S, Effect, FileLooks, differences
 
-log = logging.getLogger("rsrv.control")
+log = logging.getLogger(__name__)
 
 #: Maximum number of keys that a line of the log names.
 _MAX_KEYS: Final = 10

@@ -21,7 +21,7 @@ from rsrv.settings import LifecycleSection, SettingsError, read_settings
 from rsrv_bundle.reader import may_be_bundle
 from rsrv_gen.signatures import Signature, sign
 
-log = logging.getLogger("rsrv.control")
+log = logging.getLogger(__name__)
 
 
 class BundleSources:

@@ -15,7 +15,7 @@ from rsrv.live.source import ACTIONS, PageError, PageSource
 from rsrv.renewal import Renewals
 from rsrv.tokens import bears, read_token
 
-log = logging.getLogger("rsrv.live")
+log = logging.getLogger(__name__)
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 #: Headers with which the page can load nothing from other sites, and no other page can embed it.

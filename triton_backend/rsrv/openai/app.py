@@ -33,7 +33,7 @@ from rsrv.openai.keys import Caller, Keys, find_caller
 from rsrv.openai.texts import ModelCall, classify, embeddings, rerank, score
 from rsrv.openai.usage import Usage
 
-log = logging.getLogger("rsrv.openai")
+log = logging.getLogger(__name__)
 
 #: Maximum number of bytes of a body.
 MAX_BODY: Final = 16 << 20

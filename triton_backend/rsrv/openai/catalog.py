@@ -9,7 +9,7 @@ from dataclasses import replace
 from rsrv.openai.errors import ApiError, unknown_model
 from rsrv.openai.inference import Backend, TaskModel
 
-log = logging.getLogger("rsrv.openai.catalog")
+log = logging.getLogger(__name__)
 
 #: Seconds between two requests for the list of models.
 LOOK_S = 5.0

@@ -28,7 +28,7 @@ from rsrv.text import os_error
 from rsrv.tokens import TokenError, read_token
 from rsrv.triton_command_line import OPERATOR_HEADER, restriction
 
-log = logging.getLogger("rsrv.openai")
+log = logging.getLogger(__name__)
 
 #: Seconds that calls in progress get before the process ends.
 _DRAIN_S = 30.0

@@ -16,7 +16,7 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 T = TypeVar("T")
 
-log = logging.getLogger("rsrv.host")
+log = logging.getLogger(__name__)
 
 #: Bytes to which arrays must be aligned so that jax's CPU uses them in place.
 _ALIGNMENT = 64

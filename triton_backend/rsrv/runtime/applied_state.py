@@ -12,7 +12,7 @@ from rsrv.runtime.weight_manager import Outbox
 from rsrv.scheduler import events as ev
 from rsrv.settings import SettingsError
 
-log = logging.getLogger("rsrv.commands")
+log = logging.getLogger(__name__)
 
 
 class AppliedState:

@@ -16,7 +16,7 @@ from pathlib import Path
 from rsrv.wire.paths import CONTROL_LOCK
 from rsrv.wire.stub_process import StubCommand, living_stubs, remove_regions
 
-log = logging.getLogger("rsrv.runtime")
+log = logging.getLogger(__name__)
 
 #: A healthy stub ends within this many seconds after its server (usually 0.3 s).
 _STUB_EXIT_S = 0.8

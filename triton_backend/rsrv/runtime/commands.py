@@ -36,8 +36,7 @@ from rsrv.settings import SettingsError
 from rsrv.text import nearest
 from rsrv.wire.frames import Kind, ProtocolError, request_tag
 
-log = logging.getLogger("rsrv.commands")
-_profile_log = logging.getLogger("rsrv.profiling")
+log = logging.getLogger(__name__)
 
 #: Maximum length of the reason why a command is refused, in characters.
 _MAX_TEXT = 4000
@@ -197,8 +196,8 @@ class Profiler:
             action()
         except CommandRefused as error:
             refused = error
-        except Exception as error:  # noqa: BLE001 - logged
-            _profile_log.exception("profiling failed")
+        except Exception as error:
+            log.exception("profiling failed")
             refused = CommandRefused("INTERNAL", f"{type(error).__name__}: {error}")
         # Even if the end of a profile failed, no profile is recorded any more, because jax cannot end it a second time.
         self._inbox.post(ProfileChanged(connection, starts and refused is None, refused))
@@ -213,7 +212,7 @@ def _start_profile(device: Device, directory: Path) -> None:
         ) from None
     except OSError as error:
         raise CommandRefused("FAILED_PRECONDITION", f"{directory} cannot be made: {error.strerror}") from None
-    _profile_log.info("profiling into %s", directory)
+    log.info("profiling into %s", directory)
     device.start_profile(directory)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rsrv.limits import total_memory
 
-log = logging.getLogger("rsrv.compiled")
+log = logging.getLogger(__name__)
 
 #: Suffix that distinguishes the entries from jax's own in the same directory.
 _SUFFIX = "-checked"

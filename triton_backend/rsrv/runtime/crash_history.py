@@ -21,7 +21,7 @@ from rsrv.runtime.activity import Memory
 from rsrv.wire import paths
 from rsrv.wire.blackbox import ASLEEP_AT, BYTES, How, Phase, UnfinishedTask, read_slots
 
-log = logging.getLogger("rsrv.blackbox")
+log = logging.getLogger(__name__)
 
 #: If the sum of a model's shares of deaths reaches this value, the model is not loaded. Three deaths with nearly all the blame
 #: reach it.

@@ -29,7 +29,7 @@ from rsrv.runtime.stored_executables import CompileTarget, find_executables
 from rsrv_bundle.dtypes import numpy_dtype
 from rsrv_bundle.modules import Signature
 
-log = logging.getLogger("rsrv.device")
+log = logging.getLogger(__name__)
 
 #: Bytes that XLA allocates to time a product's kernels in addition to the largest operand, for the other operand, results and
 #: workspaces.

@@ -14,7 +14,7 @@ from rsrv.runtime.cuda import Driver
 from rsrv.runtime.device import Array, DeviceError, OutOfMemory
 from rsrv.runtime.free_pieces import FreePieces, rounded
 
-log = logging.getLogger("rsrv.device")
+log = logging.getLogger(__name__)
 
 #: Seconds after which the memory of freed buffers is free. XLA's client frees it on its own thread.
 _FREEING_S = 0.2

@@ -19,7 +19,7 @@ from rsrv.runtime.models import about
 from rsrv.runtime.threads import Inbox, WorkerThread
 from rsrv.wire.blackbox import Phase
 
-log = logging.getLogger("rsrv.executor")
+log = logging.getLogger(__name__)
 
 #: If an execution on the loop takes longer than this many seconds of wall time, it is slow. This is forty times the longest
 #: expected time.

@@ -10,7 +10,7 @@ from threading import Event
 from rsrv.runtime.threads import WorkerThread
 from rsrv.wire.paths import write_whole
 
-log = logging.getLogger("rsrv.registry")
+log = logging.getLogger(__name__)
 
 #: Maximum seconds for which the end of a runtime waits until its note is written.
 _MAX_WAIT_S = 1.0

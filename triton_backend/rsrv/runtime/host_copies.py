@@ -23,7 +23,7 @@ from rsrv.runtime.weight_mover import CopiesDropped, CopyMade, HostMemoryMeasure
 from rsrv.scheduler import events as ev
 from rsrv.scheduler.scheduler import Scheduler
 
-log = logging.getLogger("rsrv.host")
+log = logging.getLogger(__name__)
 
 #: Seconds between two checks of the memory, and minimum seconds between two checks while memory is short.
 REVIEW_S, _SHORT_REVIEW_S = 2.0, 0.1

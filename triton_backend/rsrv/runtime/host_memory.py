@@ -29,7 +29,7 @@ from rsrv.runtime.allocation import LARGE, Bytes, aligned
 from rsrv.wire import paths
 from rsrv_bundle.weights import WeightsFile
 
-log = logging.getLogger("rsrv.host")
+log = logging.getLogger(__name__)
 
 _SHM = Path("/dev/shm")
 _NAME = re.compile(r"[0-9a-f]{64}")

@@ -19,7 +19,7 @@ from rsrv.runtime.stored_executables import CompileTarget
 from rsrv_bundle.dtypes import numpy_dtype
 from rsrv_bundle.modules import Signature, Value
 
-log = logging.getLogger("rsrv.device")
+log = logging.getLogger(__name__)
 
 #: Options of a compilation that leave products to cuBLAS, which chooses kernels by itself. XLA's own kernels have small tiles
 #: unless they are tuned on a card. For some products, XLA finds no tiling at all (jaxlib 0.10.2).

@@ -30,7 +30,7 @@ from rsrv.runtime.jax_compiler import HelperPrograms, target_of
 from rsrv.runtime.numerics import OVERRIDE, hardware_of
 from rsrv.settings import Numerics
 
-log = logging.getLogger("rsrv.device")
+log = logging.getLogger(__name__)
 
 _NO_SOURCES, _MOST_MEMORY = ExecutableSources(), MemoryShare()
 

@@ -12,7 +12,7 @@ from typing import Any
 from rsrv_bundle.inspection import read_signature
 from rsrv_bundle.modules import Signature
 
-log = logging.getLogger("rsrv.registry")
+log = logging.getLogger(__name__)
 
 #: A start is recorded only if it takes at most this share of the shortest one, so that a model has few lines.
 _MUCH_SHORTER = 0.7

@@ -27,8 +27,7 @@ from rsrv_bundle import Bundle, BundleError
 from rsrv_bundle.inspection import Inspector, InspectorError
 from rsrv_bundle.modules import check_signatures, signature_of
 
-log = logging.getLogger("rsrv.registry")
-_device_log = logging.getLogger("rsrv.equipment")
+log = logging.getLogger(__name__)
 
 _CLEAN_UP = Demand(Urgency.CLEAN_UP)
 #: Expected seconds of a compilation for each byte of its module, if nothing else is known: 5 to 20 s for 100 kB on a CPU.
@@ -239,7 +238,7 @@ class ModelBuilder:
         try:
             self._get_device()
         except (DeviceError, HostMemoryError) as error:
-            _device_log.error("%s", error)
+            log.error("%s", error)
         _freeze()
         # Do this last, because the device's own threads would inherit the priority.
         lower_priority()
@@ -256,7 +255,7 @@ class ModelBuilder:
                 except DeviceError as error:
                     raise DeviceError(f"the runtime has no device: {error}") from None
                 except Exception as error:
-                    _device_log.exception("no device")
+                    log.exception("no device")
                     raise DeviceError(
                         f"the runtime has no device: {type(error).__name__}: {error}"
                     ) from error

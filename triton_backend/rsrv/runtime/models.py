@@ -31,7 +31,7 @@ from rsrv_bundle.precision import Treatment, treat
 from rsrv_bundle.products import Precision
 from rsrv_bundle.spec import TensorSpec
 
-log = logging.getLogger("rsrv.models")
+log = logging.getLogger(__name__)
 
 #: Number of timed executions of each batch size at warm-up, because other work on the machine disturbs single ones.
 _TIMED_EXECUTIONS = 3

@@ -11,7 +11,7 @@ from rsrv.settings import Numerics
 from rsrv_bundle.modules import Signature, signature_of, strip_locations
 from rsrv_bundle.precision import Treatment, product, treat
 
-log = logging.getLogger("rsrv.numerics")
+log = logging.getLogger(__name__)
 
 #: Variable that CUDA's libraries read at their first use. With 0, they never round to TF32, even on request.
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"

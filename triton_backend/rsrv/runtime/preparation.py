@@ -24,7 +24,7 @@ from rsrv.settings import Settings
 from rsrv.wire import paths
 from rsrv_bundle.modules import Signature
 
-log = logging.getLogger("rsrv.runtime")
+log = logging.getLogger(__name__)
 
 #: Seconds after which no further model is compiled ahead.
 _MAX_S = 20.0

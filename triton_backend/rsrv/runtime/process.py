@@ -38,7 +38,7 @@ from rsrv.wire import paths
 from rsrv.wire.socket import listen, take_over
 from rsrv_bundle.inspection import Inspector
 
-log = logging.getLogger("rsrv.runtime")
+log = logging.getLogger(__name__)
 
 #: If a runtime has found no device for this many seconds, it ends when the next model needs the device.
 _WITHOUT_DEVICE_S = 20.0

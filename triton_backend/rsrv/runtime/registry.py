@@ -39,7 +39,7 @@ from rsrv.wire.frames import (
 )
 from rsrv.wire.layout import pack_flat
 
-log = logging.getLogger("rsrv.registry")
+log = logging.getLogger(__name__)
 
 #: Maximum number of characters of a model's name. It is also the limit of file names.
 _MAX_NAME = 255

@@ -25,7 +25,7 @@ from rsrv.wire import paths
 from rsrv.wire.frames import PROTOCOL_VERSION
 from rsrv.wire.socket import readable
 
-log = logging.getLogger("rsrv.runtime")
+log = logging.getLogger(__name__)
 
 #: A spare starts after the first number of seconds without a build. The second is the number of seconds between two checks.
 _QUIET_S, _LOOK_S = 2.0, 0.5

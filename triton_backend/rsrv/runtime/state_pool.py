@@ -28,7 +28,7 @@ from rsrv.runtime.device import (
 from rsrv_bundle.dtypes import numpy_dtype
 from rsrv_bundle.spec import StateSpec
 
-log = logging.getLogger("rsrv.state")
+log = logging.getLogger(__name__)
 
 
 class StateLost(Exception):

@@ -26,7 +26,7 @@ from rsrv.scheduler import events as ev
 from rsrv.wire.frames import START, Completion, ProtocolError, Status
 from rsrv.wire.generation import read_generate
 
-log = logging.getLogger("rsrv.state")
+log = logging.getLogger(__name__)
 
 _PLACE = attrgetter("place")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
-log = logging.getLogger("rsrv.executables")
+log = logging.getLogger(__name__)
 
 SUFFIX = ".executables"
 _INDEX = "index.json"

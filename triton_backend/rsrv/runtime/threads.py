@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-log = logging.getLogger("rsrv.workers")
+log = logging.getLogger(__name__)
 
 #: Nice value of threads whose work may wait. Such a thread gets a tenth of the time of a competing thread.
 _NICER = 10

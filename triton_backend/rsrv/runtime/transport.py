@@ -218,7 +218,7 @@ class PeerConnection:
         self.tokens.clear()
 
 
-log = logging.getLogger("rsrv.transport")
+log = logging.getLogger(__name__)
 
 #: Number of frames that are read from one connection before the other connections get a turn.
 _MAX_FRAMES_PER_TURN = 32

@@ -17,7 +17,7 @@ from rsrv.runtime.weight_mover import HostMemoryMeasured, LoadEnded, ReadEnded, 
 from rsrv.scheduler import events as ev
 from rsrv.scheduler.scheduler import Scheduler
 
-log = logging.getLogger("rsrv.placement")
+log = logging.getLogger(__name__)
 
 #: Share of the device's memory that stays free of weights and scratch, because no allocator packs perfectly. XLA's allocator
 #: splits its arena into chunks and does not move them.

@@ -28,7 +28,7 @@ from rsrv_bundle import BundleError
 from rsrv_bundle.dtypes import numpy_dtype
 from rsrv_bundle.weights import TensorKey
 
-log = logging.getLogger("rsrv.tiers")
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)

@@ -28,6 +28,10 @@ from rsrv.tokens import TokenError
 from rsrv.triton_install import Installation, InstallError, default_folder
 from rsrv_gen.known import Known
 
+log = logging.getLogger(__name__)
+#: The parent of the loggers of this package's modules. Its handlers get their lines, too.
+_package_log = logging.getLogger("rsrv.serve")
+
 LOG_FILE = "serve.log"
 #: Value of --log for the standard output.
 STDOUT = Path("-")
@@ -102,7 +106,7 @@ def _log_lines(path: Path) -> Iterator[Callable[[bytes], None]]:
     """Yield a function that writes whole lines to the log."""
     with ExitStack() as stack:
         # At the end, the file is closed, so remove the handlers that write to it.
-        stack.callback(server.log.handlers.clear)
+        stack.callback(_package_log.handlers.clear)
         if path == STDOUT:
             yield _put
             return
@@ -154,12 +158,12 @@ def _set_up_log(format: logs.Format, put: Callable[[bytes], None], *, on_termina
     if on_terminal:
         handlers.append(logging.StreamHandler())
         handlers[1].setLevel(logging.WARNING)
-    server.log.handlers[:] = handlers
-    server.log.setLevel(logging.INFO)
+    _package_log.handlers[:] = handlers
+    _package_log.setLevel(logging.INFO)
 
 
 def _show_in_log(line: view.Line) -> None:
-    server.log.info("%s", line.text)
+    log.info("%s", line.text)
 
 
 class _Terminal:

@@ -18,7 +18,7 @@ from rsrv.serve.plan import ServerPlan
 from rsrv.settings import OpenaiSection, Settings
 from rsrv.triton_command_line import Options, restrictions
 
-log = logging.getLogger("rsrv.serve")
+log = logging.getLogger(__name__)
 
 #: Seconds between two checks that a model has a task, that the keys can be read, and that the port is free.
 _LOOK_S = 5.0

@@ -16,7 +16,7 @@ from typing import Protocol
 from rsrv.address import parse_address
 from rsrv.control.triton import TritonError
 
-log = logging.getLogger("rsrv.serve")
+log = logging.getLogger(__name__)
 
 #: Without a request for this many seconds, the clients with open connections count as idle.
 _QUIET_S = 1.0

@@ -36,7 +36,7 @@ from rsrv_gen.known import Known
 from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources, unknown_models
 from rsrv_gen.write import carried
 
-log = logging.getLogger("rsrv.serve")
+log = logging.getLogger(__name__)
 
 #: A server that accepts connections but has answered nothing for this many seconds is killed and restarted.
 HANG_S = 60.0

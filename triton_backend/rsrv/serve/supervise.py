@@ -12,7 +12,7 @@ from functools import partial
 from rsrv.serve.child_process import Process
 from rsrv.serve.plan import ServerPlan
 
-log = logging.getLogger("rsrv.serve")
+log = logging.getLogger(__name__)
 
 #: After this many restarts in a row, give up the server.
 MAX_RESTARTS = 10

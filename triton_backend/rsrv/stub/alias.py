@@ -31,7 +31,7 @@ from rsrv.stub.shadow import Shadow
 from rsrv.stub.tensors import BrokenPairing, Tensors
 from rsrv.wire.frames import Status
 
-log = logging.getLogger("rsrv.stub")
+log = logging.getLogger(__name__)
 
 #: Parameter of requests. Requests with one value go to one target, as long as the shares stay.
 STICKY = "rsrv_sticky"

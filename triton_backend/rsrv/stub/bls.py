@@ -29,7 +29,7 @@ from rsrv.stub.tracing import TRACEPARENT, OpenSpan, end_call
 from rsrv.triton_command_line import Options, read_command_line
 from rsrv.wire.frames import Status
 
-log = logging.getLogger("rsrv.stub")
+log = logging.getLogger(__name__)
 
 Arrays = dict[str, Array]
 

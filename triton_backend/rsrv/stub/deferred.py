@@ -33,7 +33,7 @@ from rsrv.stub.session import Attachment
 from rsrv.wire.frames import Completion, ProtocolError, Status
 from rsrv.wire.socket import Closed, lacks_descriptors
 
-log = logging.getLogger("rsrv.stub")
+log = logging.getLogger(__name__)
 
 #: Most checks for cancellation in a round: each costs up to 0.2 ms.
 MAX_CHECKS = 16

@@ -35,7 +35,7 @@ from rsrv.stub.tracing import OpenSpan
 from rsrv.wire.frames import Status
 from rsrv.wire.layout import NUMPY, Block, Interface, Tensor, Variant
 
-log = logging.getLogger("rsrv.stub")
+log = logging.getLogger(__name__)
 
 #: Maximum number of combinations of shapes whose plans are kept.
 _MAX_PLANS = 1024

@@ -40,7 +40,7 @@ from rsrv.stub.tensors import Array, size_of
 from rsrv.wire.frames import ALONE, WAITED, Completion, ProtocolError, Status, Submission, pack_submissions
 from rsrv.wire.socket import Closed
 
-log = logging.getLogger("rsrv.stub")
+log = logging.getLogger(__name__)
 
 #: execute() waits only if the device is free within this many times `stub.in_place_ms`.
 _QUEUE_FACTOR = 5

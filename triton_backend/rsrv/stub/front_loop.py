@@ -48,7 +48,7 @@ from rsrv.stub.request import ClientRequest
 from rsrv.stub.tensors import Array
 from rsrv.wire.frames import Status
 
-log = logging.getLogger("rsrv.stub")
+log = logging.getLogger(__name__)
 
 #: Seconds between two ticks while a suspect executes and other requests wait for its end.
 _SUSPECT_TICK_S = 0.005

@@ -37,7 +37,7 @@ from rsrv.stub.replies import Responses
 from rsrv.wire.frames import Status
 from rsrv.wire.socket import lacks_descriptors, may_open
 
-log = logging.getLogger("rsrv.stub")
+log = logging.getLogger(__name__)
 
 #: Number of checks per timeout.
 CHECKS = 10

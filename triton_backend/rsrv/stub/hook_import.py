@@ -23,7 +23,7 @@ from rsrv.stub.hook_guard import BACKSTOP_TIMEOUTS, CHECKS, Backstop, Faulthandl
 from rsrv.stub.metrics import REPORT_TIMEOUT_S, Meters
 from rsrv.stub.session import UNREACHABLE, Attachment, Session
 
-log = logging.getLogger("rsrv.stub")
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

@@ -35,7 +35,7 @@ from rsrv.wire.calls import RunExit, pack_entrances
 from rsrv.wire.frames import Status
 from rsrv.wire.socket import Closed
 
-log = logging.getLogger("rsrv.stub")
+log = logging.getLogger(__name__)
 
 Run = Callable[[dict[str, Array], Any], Any]
 

@@ -32,7 +32,7 @@ from rsrv.stub.tensors import Array, size_of
 from rsrv.wire.calls import Entrance
 from rsrv.wire.frames import Completion, Status
 
-log = logging.getLogger("rsrv.stub")
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)

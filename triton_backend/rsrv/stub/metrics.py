@@ -14,7 +14,7 @@ from rsrv.stub.session import UNREACHABLE, Attachment, Session
 from rsrv.stub.tracing import Spans
 from rsrv.wire.frames import REASON_CHARACTERS, Status
 
-log = logging.getLogger("rsrv.stub")
+log = logging.getLogger(__name__)
 
 Report = dict[str, Any]
 #: Number of slow requests in a report.

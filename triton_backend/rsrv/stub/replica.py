@@ -21,7 +21,7 @@ from rsrv.stub.sequences import SequenceHomes
 from rsrv.stub.session import Attachment, Session
 from rsrv.stub.tensors import Tensors
 
-log = logging.getLogger("rsrv.stub")
+log = logging.getLogger(__name__)
 
 #: Maximum number of seconds that execute() waits. If a stub freezes inside execute(), the whole server fails. In addition, the
 #: runtime does not see the rest of Triton's queue while execute() waits.

@@ -42,7 +42,7 @@ from rsrv.wire.memory import SharedMemoryError
 from rsrv.wire.placement_table import PlacementReader
 from rsrv.wire.socket import Closed, lacks_descriptors, may_open
 
-log = logging.getLogger("rsrv.stub")
+log = logging.getLogger(__name__)
 
 _ANSWERS_IN_S = methodcaller("answers_in_s")
 

@@ -12,7 +12,7 @@ from rsrv.front.rules import CODES, TAGGED
 from rsrv.logs import of_request, request_name
 from rsrv.wire.frames import Status
 
-log = logging.getLogger("rsrv.stub")
+log = logging.getLogger(__name__)
 
 _TAG = re.compile(
     r"\[rsrv:(" + "|".join(status.name for status in Status if status is not Status.OK) + r")\] "

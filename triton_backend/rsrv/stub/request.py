@@ -17,7 +17,7 @@ from rsrv.stub.tracing import OpenSpan, Spans, end_request
 from rsrv.throttle import Throttle, more
 from rsrv.wire.frames import Status, request_tag
 
-log = logging.getLogger("rsrv.stub")
+log = logging.getLogger(__name__)
 
 #: Parameter of sub-calls that go through Triton: the token of their run, in decimal.
 RUN = "rsrv_run"

@@ -39,7 +39,7 @@ from rsrv.wire.layout import Interface
 from rsrv.wire.memory import SharedMemoryError
 from rsrv.wire.socket import Closed, connect
 
-log = logging.getLogger("rsrv.stub")
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from rsrv.stub.replies import free_shared_memory
 from rsrv.stub.tensors import Array, Tensors, size_of
 from rsrv.throttle import Throttle, more
 
-log = logging.getLogger("rsrv.stub")
+log = logging.getLogger(__name__)
 
 #: Maximum number of copies in progress. Further requests are not copied, because the memory of copies for a slow model would
 #: pile up.

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from rsrv.wire.layout import NUMPY
 
-log = logging.getLogger("rsrv.stub")
+log = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 

@@ -19,7 +19,7 @@ from rsrv.stub.replies import RequestFailure
 from rsrv.wire.frames import Status
 from rsrv.wire.traces import MAX_SPANS, MAX_TEXT, Attributes, Mark, Span
 
-log = logging.getLogger("rsrv.stub")
+log = logging.getLogger(__name__)
 
 #: Parameter with the trace context. Sub-calls through Triton have it, and requests whose header Triton forwards have it in any
 #: case of letters.

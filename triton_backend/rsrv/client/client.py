@@ -337,7 +337,8 @@ class AsyncClient:
                         continue
                     request = start(self._answer(model, batch, limit, timeout_s))
                     running[request] = sum(map(size_of, batch.values.values()))
-                    order.append(batch.start)
+                    if ordered:
+                        order.append(batch.start)
                     continue
                 del running[task]
                 answered = task.result()

@@ -171,9 +171,11 @@ class Evaluator:
             raise BundleError(f"its functions call each other more than {_DEPTH} deep")
         own = {**dict.fromkeys(graph.inputs), **dict(zip(graph.inputs, inputs, strict=False))}
         env = ChainMap(own)
-        for node in graph.nodes:
-            env.update(self._node(node, env, opsets))
-        self._depth -= 1
+        try:
+            for node in graph.nodes:
+                env.update(self._node(node, env, opsets))
+        finally:
+            self._depth -= 1
         # The definition of an operator has no attributes that its node does not set.
         return tuple(env.get(name) for name in graph.outputs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ from rsrv_bundle.onnx_import.operators import Context, Unsupported, is_known, op
 
 #: A loop that evaluates at most this many nodes is unrolled, so that its values may be shapes.
 _UNROLLED = 1000
+#: A loop of more rounds stays a loop if it can, because the time to compile grows with the number of rounds.
+_ROUNDS = 16
 
 
 @op("If", control=True)
@@ -37,6 +40,11 @@ def _loop(ctx: Context, count: Any, condition: Any, *carried: Any, body: Graph) 
     scans = len(body.outputs) - 1 - len(state)
     limit = int(np.ravel(count)[0]) if count is not None and is_known(count) else None
     goes_on: Any = np.array(True) if condition is None else condition
+    if limit is not None and limit > _ROUNDS and not any(isinstance(value, list) for value in state):
+        # The attempt fails if a value of the loop is a shape, or changes its shape.
+        with suppress(Exception):
+            arrays = [jnp.asarray(value) for value in state]
+            return _traced_loop(ctx, count, limit, goes_on, arrays, scans, body)
     if (limit is not None and limit * len(body.nodes) <= _UNROLLED) or (
         limit is None and count is None and is_known(goes_on)
     ):

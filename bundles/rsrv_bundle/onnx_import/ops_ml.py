@@ -135,6 +135,16 @@ def _labels(ctx: Context, scores: Any, integers: Any, strings: Any) -> Any:
     return jnp.asarray(np.asarray(integers, np.int64))[jnp.argmax(scores, -1)]
 
 
+def _product(x: Any, coefficients: Any, rows: int) -> Any:
+    """Return the product of the rows of `x` and of a matrix with this number of rows."""
+    matrix = _numbers(coefficients).reshape(rows, -1)
+    if x.shape[-1] != matrix.shape[1]:
+        raise Unsupported(
+            f"its coefficients are for {matrix.shape[1]} features, and its input has {x.shape[-1]}; the file is damaged"
+        )
+    return jnp.matmul(x.astype(np.float32), matrix.T)
+
+
 @op("LinearRegressor", domain=ML)
 def _linear_regressor(
     ctx: Context,
@@ -145,8 +155,7 @@ def _linear_regressor(
     post_transform: str = "NONE",
     targets: int = 1,
 ) -> Any:
-    matrix = _numbers(coefficients).reshape(targets, -1)
-    y = jnp.matmul(x.astype(np.float32), matrix.T)
+    y = _product(x, coefficients, targets)
     return _transformed(y if intercepts is None else y + _numbers(intercepts), post_transform)
 
 
@@ -156,8 +165,7 @@ def _linear_classifier(
     intercepts: Any = None, multi_class: int = 0, post_transform: str = "NONE",
 ) -> Any:  # fmt: skip
     rows = len(intercepts) if intercepts else len(classlabels_ints or classlabels_strings)
-    matrix = _numbers(coefficients).reshape(rows, -1)
-    scores = jnp.matmul(x.astype(np.float32), matrix.T)
+    scores = _product(x, coefficients, rows)
     scores = scores if intercepts is None else scores + _numbers(intercepts)
     if rows == 1 and len(classlabels_ints or classlabels_strings) == 2:
         positive = _of_two(scores, post_transform)

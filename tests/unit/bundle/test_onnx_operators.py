@@ -263,6 +263,10 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
              post_transform="SOFTMAX"),
         {"x": _random(8, 2)}, {}, "one score for two classes",
     ),
+    "coefficients_for_more_features_than_the_input_has": (
+        node("LinearRegressor", "x", "y", domain=_ML, coefficients=[1.0, -2.0, 3.0]), {"x": _random(8, 2)}, {},
+        "coefficients are for 3 features, and its input has 2",
+    ),
     "two_base_values_for_one_score": (
         node("TreeEnsembleClassifier", "x", "label y", domain=_ML, classlabels_int64s=[0, 1], base_values=[0.1, 0.2], **_TREES,
              **_leaves("class", [0] * 5)), {"x": _random(4, 3)}, {}, "two base values",

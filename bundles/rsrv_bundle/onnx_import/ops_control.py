@@ -40,17 +40,18 @@ def _loop(ctx: Context, count: Any, condition: Any, *carried: Any, body: Graph) 
     scans = len(body.outputs) - 1 - len(state)
     limit = int(np.ravel(count)[0]) if count is not None and is_known(count) else None
     goes_on: Any = np.array(True) if condition is None else condition
-    if limit is not None and limit > _ROUNDS and not any(isinstance(value, list) for value in state):
-        # The attempt fails if a value of the loop is a shape, or changes its shape.
-        with suppress(Exception):
-            arrays = [jnp.asarray(value) for value in state]
-            return _traced_loop(ctx, count, limit, goes_on, arrays, scans, body)
     if (limit is not None and limit * len(body.nodes) <= _UNROLLED) or (
         limit is None and count is None and is_known(goes_on)
     ):
         results: list[list[Any]] = [[] for _ in range(scans)]
         done = 0
         while (limit is None or done < limit) and is_known(goes_on) and bool(np.ravel(goes_on)[0]):
+            if done == _ROUNDS and not any(isinstance(value, list) for value in carried):
+                # The attempt fails if a value of the loop is a shape, or changes its shape.
+                with suppress(Exception):
+                    arrays = [jnp.asarray(value) for value in carried]
+                    first = np.array(True) if condition is None else condition
+                    return _traced_loop(ctx, count, limit, first, arrays, scans, body)
             if done > _UNROLLED:
                 raise Unsupported(
                     f"it does not end after {_UNROLLED} rounds, and has no largest number of rounds"

@@ -457,6 +457,37 @@ def test_a_function_that_calls_itself_is_refused(tmp_path: Path) -> None:
         export_onnx(write(tmp_path / "m.onnx", made, functions=[function]), out_dir=tmp_path / "m")
 
 
+def test_a_loop_that_ends_by_its_own_count_does_not_hold_the_export(tmp_path: Path) -> None:
+    """TensorFlow's loops have no largest number of rounds; their condition compares a counter."""
+    body = helper.make_graph(
+        [
+            node("Add", "count step", "counted"),
+            node("Less", "counted end", "on"),
+            node("Mul", "value half", "next"),
+        ],
+        "body",
+        [
+            helper.make_tensor_value_info(name, kind, shape)
+            for name, kind, shape in (("i", 7, []), ("go", 9, []), ("count", 7, []), ("value", 1, [1]))
+        ],
+        [
+            helper.make_tensor_value_info(name, kind, shape)
+            for name, kind, shape in (("on", 9, []), ("counted", 7, []), ("next", 1, [1]))
+        ],
+    )
+    constants = {
+        "start": np.array(True),
+        "zero": np.array(0),
+        "step": np.array(1),
+        "end": np.array(100),
+        "half": np.full(1, 0.98, np.float32),
+    }
+    nodes = [node("Loop", "- start zero x", "rounds y", body=body)]
+    made = graph(nodes, {"x": (np.float32, [1])}, {"y": (np.float32, [1])}, constants)
+    bundle = export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m")
+    assert b"while" in (bundle.path / "model.mlir").read_bytes()
+
+
 @pytest.mark.parametrize("rounds", [64, 100_000])
 def test_a_loop_of_any_length_does_not_hold_the_export(tmp_path: Path, rounds: int) -> None:
     """A loop is unrolled only if it is short; a long one, such as Keras's recurrent layers, stays a loop."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._export.utils import _compiling_state_context
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -46,7 +47,8 @@ def constant_reads(call: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> 
     """
     recorder = _Recorder(inputs)
     try:
-        with recorder, _Functions(recorder):
+        # Some modules leave out checks of inputs when they are traced.
+        with _compiling_state_context(), recorder, _Functions(recorder):
             call(*inputs)
     except Exception:  # noqa: BLE001 - the module may raise anything
         return {}

@@ -484,9 +484,12 @@ class Decided(nn.Module):
         lambda x, numbers: x if torch.equal(numbers, numbers.clone()) else -x,
         lambda x, numbers: x if (torch.ones_like(x) == 1).all() else -x,
         lambda x, numbers: x[:, numbers] * numbers.sum().item() if numbers.max() < 3 else -x,
+        lambda x, numbers: (
+            x if not torch.compiler.is_compiling() and x.sum() > 9 else x * numbers.sum().item()
+        ),
         lambda x, numbers: torch.where(x > 0, *(x * number for number in (numbers[0], int(numbers[1])))),
     ],
-    ids=["if", "item", "sizes", "list", "equal", "shape", "index", "mixed"],
+    ids=["if", "item", "sizes", "list", "equal", "shape", "index", "checked", "mixed"],
 )
 def test_a_module_may_read_values_that_no_request_changes(
     tmp_path: Path, function: Callable[[torch.Tensor, torch.Tensor], Any]

@@ -131,10 +131,10 @@ def test_a_server_that_refuses_shared_memory_gets_bytes(
     monkeypatch.setattr("rsrv.client.shared_memory.LEAST_BYTES", 0)
     with Client(url(triton, "grpc")) as client:
         assert client.infer("exact", x=np.zeros((1, 64), np.float32))["y"].shape == (1, 6)
-        assert client.transport.startswith("bytes (the server refuses it: ")
+        assert client.transport.startswith("bytes (the server refuses shared memory: ")
     assert main(["doctor", "--url", url(triton, "grpc")]) == 0
     printed = capsys.readouterr().out
-    assert "bytes (the server refuses it: " in printed
+    assert "bytes (the server refuses shared memory: " in printed
     assert "rsrv serve --client-shm" in printed
 
 

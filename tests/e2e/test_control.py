@@ -345,10 +345,10 @@ def test_waiting_requests_are_aborted_by_their_id(
     sent.send(100, id="one")
     wait_until(lambda: queued(control, "exact") == 101, what="101 requests to wait")
 
-    assert control.rsrv("abort", "many") == "100 aborted, 0 already execute\n"
+    assert control.rsrv("abort", "many") == "100 aborted, 0 already executing\n"
     aborted = sent.wait(100)
     assert all("StatusCode.CANCELLED" in (error or "") for _, error in aborted)
-    assert control.rsrv("abort", "nobody") == "0 aborted, 0 already execute\n"
+    assert control.rsrv("abort", "nobody") == "0 aborted, 0 already executing\n"
 
     control.rsrv("continue", "exact")
     assert sent.wait(101)[-1] == (100, None)

@@ -176,7 +176,11 @@ def test_requests_travel_as_bytes_where_memory_is_not_shared(
     async def scenario() -> None:
         async with AsyncClient("localhost:1") as client:
             assert (await client.infer("m", x=ROWS))["y"].shape == ROWS.shape
-            reason = "/dev/shm: No space left on device" if full else "the server refuses it: not allowed"
+            reason = (
+                "/dev/shm: No space left on device"
+                if full
+                else "the server refuses shared memory: not allowed"
+            )
             assert client.transport == f"bytes ({reason})"
 
     asyncio.run(scenario())

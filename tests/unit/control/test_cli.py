@@ -199,7 +199,7 @@ async def test_memory_is_divided_by_what_takes_it(tmp_path: Path, capsys: pytest
             ["allocator", "20 MB (runtime.memory_fraction of the device)"],
             ["kept", "free      2 MB, a tenth"],
             ["executions", "3 MB"],
-            ["budget", "15 MB for weights: the allocator's, less the tenth and executions"],
+            ["budget", "15 MB for weights: the allocator's memory, less a tenth and executions"],
             ["weights", "9 MB (12 MB without sharing, 25% saved), 4 MB pinned"],
             ["free", "6 MB for weights"],
             ["kept", "500 kB of meta models' runs"],
@@ -517,7 +517,7 @@ RECORDS: list[dict[str, Any]] = [
             {"command": "follow", "paused": "drain"},
             "all models: paused (drain)",
         ),
-        (["abort", "r7"], {"command": "abort", "request": "r7"}, "2 aborted, 1 already execute"),
+        (["abort", "r7"], {"command": "abort", "request": "r7"}, "2 aborted, 1 already executing"),
         (
             ["history", "a"],
             {"command": "history", "model": "a"},
@@ -545,6 +545,18 @@ async def test_a_subcommand_is_one_command(
 
         assert await rsrv(*arguments) == Said(0, out + "\n", "")
         assert rsrv.server.runtime.commands == [command]
+
+
+@looped
+async def test_an_eviction_of_pinned_weights_frees_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The operator reads why, instead of an empty list."""
+    async with shell(tmp_path, capsys) as rsrv:
+        rsrv.server.runtime.answers = lambda command: {"models": []}
+        said = await rsrv("evict", "a")
+
+    assert said == Said(0, "freed: nothing (weights that are pinned or in use stay on the device)\n", "")
 
 
 @looped

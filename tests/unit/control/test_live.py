@@ -446,7 +446,7 @@ async def test_the_page_of_one_server_shows_panels_and_steers(tmp_path: Path) ->
         assert ready.endswith(" a@1: ready")
         assert waits.endswith(" a@2: its weights are queued (demand): waits for the load of b")
         assert "request 3.17 of 3 rows for a waited" in found["slowest"][-1]
-        assert ("requests", "1 queued, 2 execute; 7 answered, 1 refused") in found["facts"]
+        assert ("requests", "1 queued, 2 executing; 7 answered, 1 refused") in found["facts"]
         assert [value for name, value in found["facts"] if name == "version"] == ["a@1 resident"]
         means = "2; on average 11 tokens in, 40 tokens out, 3 ms to the first, 2 ms to each next"
         assert ("answers", means) in found["facts"]

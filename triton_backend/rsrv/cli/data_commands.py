@@ -150,5 +150,7 @@ def _map(client: Any, options: argparse.Namespace) -> int:
         saving.write(partial, options.out, rows)
     seconds = time.monotonic() - started
     speed = f" at {left / seconds:.0f} rows/s" if left else ""
-    print(f"{rows} rows in {options.out}: {left} sent in {seconds:.1f} s{speed}, {client.transport}")
+    print(
+        f"{rows} rows in {options.out}: {left} sent in {seconds:.1f} s{speed}; transport: {client.transport}"
+    )
     return 0

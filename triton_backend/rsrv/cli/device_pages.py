@@ -61,9 +61,12 @@ def _budget(use: pb.MemoryUse) -> list[tuple[str, str]]:
         pairs.append(("executions", amount(record.scratch_bytes)))
     if memory.HasField("budget_bytes"):
         configured = use.HasField("weight_budget_bytes") and use.weight_budget_bytes == memory.budget_bytes
-        why = (
-            "runtime.weight_budget_bytes" if configured else "the allocator's, less the tenth and executions"
+        usual = (
+            "the allocator's memory, less a tenth and executions"
+            if memory.HasField("limit_bytes")
+            else "the default on a CPU"
         )
+        why = "runtime.weight_budget_bytes" if configured else usual
         pairs.append(("budget", f"{amount(memory.budget_bytes)} for weights: {why}"))
     weights = weights_text(memory)
     pairs.append(("weights", f"{weights}, {amount(memory.pinned_bytes)} pinned"))

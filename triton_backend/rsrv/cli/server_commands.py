@@ -225,7 +225,8 @@ def _devices(server: Server) -> list[int]:
 
 def _evict(server: Server) -> int:
     answer = server.ask("Evict", pb.EvictRequest(target=_target(server.options), devices=_devices(server)))
-    return server.done(answer, f"freed: {', '.join(answer.models) or 'nothing'}")
+    freed = ", ".join(answer.models) or "nothing (weights that are pinned or in use stay on the device)"
+    return server.done(answer, f"freed: {freed}")
 
 
 def _placement(server: Server) -> int:
@@ -322,7 +323,7 @@ def _continue(server: Server) -> int:
 
 def _abort(server: Server) -> int:
     answer = server.ask("Abort", pb.AbortRequest(request_id=server.options.id))
-    return server.done(answer, f"{answer.aborted} aborted, {answer.executing} already execute")
+    return server.done(answer, f"{answer.aborted} aborted, {answer.executing} already executing")
 
 
 def _reload(server: Server) -> int:

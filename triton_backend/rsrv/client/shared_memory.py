@@ -142,7 +142,7 @@ class Regions:
                 self._registered.pop(region.name, None)
             elif region.name in self._registered:
                 self.abandon(region)
-            outcome = _WITHOUT_ANSWER.get(error.failure.code, "the server refuses it")
+            outcome = _WITHOUT_ANSWER.get(error.failure.code, "the server refuses shared memory")
             broken = error.failure.code is Code.CONNECTION
             self._off = self._off or answered or (not broken and seconds == CALL_S)
             self.reason = f"{outcome}: {error}"

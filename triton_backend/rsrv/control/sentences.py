@@ -278,7 +278,7 @@ def model_facts(model: pb.ModelStatus) -> list[tuple[str, str]]:
     policy, record = model.policy, model.record
     return [
         *_front(model),
-        ("requests", f"{record.queued} queued, {record.executing} execute; {_counts(record.outcomes)}"),
+        ("requests", f"{record.queued} queued, {record.executing} executing; {_counts(record.outcomes)}"),
         *([("sequences", _sequences(record))] if record.sequences else []),
         *([("answers", _answers(record.generated))] if record.generated.get("answers") else []),
         (
@@ -305,7 +305,7 @@ def meta_facts(meta: pb.ModelStatus) -> list[tuple[str, str]]:
     return [
         *_front(meta),
         ("calls", ", ".join(record.calls_models)),
-        ("runs", f"{record.queued} wait, {record.executing} run; {_counts(record.outcomes)}"),
+        ("runs", f"{record.queued} waiting, {record.executing} running; {_counts(record.outcomes)}"),
         ("sub-calls", f"{record.calls}, {duration(record.device_seconds)} of the device"),
         ("kept", f"{amount(record.kept_bytes)} on the device"),
     ]
@@ -335,5 +335,5 @@ def _answers(sums: Mapping[str, float]) -> str:
 def _counts(outcomes: Mapping[str, int]) -> str:
     return (
         ", ".join(f"{count} {how.replace('_', ' ')}" for how, count in sorted(outcomes.items()) if count)
-        or "none over yet"
+        or "none ended yet"
     )

@@ -45,7 +45,7 @@ PAGES = {
 
 
 def settings() -> str:
-    """Return all sections: headline, subject, and a table of the keys."""
+    """Return the text of all sections. Each has a headline, a subject, and a table of its keys."""
     sections: dict[str, Any] = {name: info.annotation for name, info in Settings.model_fields.items()}
     sections["models"] = ModelSection
     del sections["aliases"]
@@ -194,7 +194,7 @@ def _names(section: type[BaseModel]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Rewrite the tables and the names."""
+    """Rewrite the page's tables, and the names of settings in the chart's schema."""
     PAGE.write_text(rewrite(PAGE.read_text(encoding="utf-8"), {"settings": settings()}), encoding="utf-8")
     CHART_SCHEMA.write_text(chart_schema(CHART_SCHEMA.read_text(encoding="utf-8")), encoding="utf-8")
 

@@ -300,12 +300,12 @@ def _example(model: OnnxModel, value: Input, plan: _Axes) -> Any:
     else:
         # This is a mask, or one of two kinds.
         top = 2
-    # More rows use more values of the table.
-    several = [
+    # Draw 64 rows, because one row would have few of the possible values.
+    drawn_shape = [
         64 if letter == "n" else size for letter, size in zip(plan.axes[value.name], shape, strict=True)
     ]
     top = max(min(top, np.iinfo(value.dtype).max), low + 1)
-    return np.random.default_rng(0).integers(low, top, several).astype(value.dtype)
+    return np.random.default_rng(0).integers(low, top, drawn_shape).astype(value.dtype)
 
 
 def _table_size(model: OnnxModel, name: str) -> int | None:

@@ -90,9 +90,11 @@ def acceptable(
 
 
 def integers_of(bundle: Bundle, samples: Mapping[int, Sequence[Array]]) -> dict[str, Array]:
-    """Return the integer inputs of samples as examples, because integers are often indices.
+    """Return the integer inputs of the first variant in `samples`, as examples.
 
-    samples: variant -> one array per input, whose first axis counts rows.
+    Integers are often indices, so random integers could be out of range.
+
+    samples: variant -> one array per input. The first axis of each array counts rows.
     """
     return {
         spec.name: rows[0] if spec.batch_axis is None else np.moveaxis(rows, 0, spec.batch_axis)

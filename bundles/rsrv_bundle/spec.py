@@ -218,7 +218,10 @@ class Manifest:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Number of tokens in a chunk of each variant of a generation, which is the size of its only variable axis."""
+        """Number of tokens in a chunk, for each variant of a model that generates.
+
+        A chunk is the only variable axis of such a model.
+        """
         return tuple(sizes[0] for sizes in self.input_shapes if sizes)
 
     def padded_axis(self, spec: TensorSpec) -> int | None:

@@ -170,7 +170,10 @@ class Picker:
     # --- one request ---------------------------------------------------------------------------------------
 
     def allowed(self, head: Head, workers: Iterable[str]) -> dict[str, str]:
-        """Return the endpoints of the first workers in this order that Envoy may use for the request, by worker."""
+        """Return endpoints by worker, for at most _ENDPOINTS_MAX of the workers.
+
+        `workers` is in the order of preference. Workers that Envoy may not use for the request are skipped.
+        """
         known, subset = self._endpoints[head.is_grpc], head.subset
         endpoints: dict[str, str] = {}
         for worker in workers:

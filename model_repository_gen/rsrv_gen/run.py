@@ -147,9 +147,9 @@ def _with_lifecycle(settings: Settings, **changes: Any) -> Settings:
 
 
 def recorded(file: Path) -> LifecycleSection:
-    """Return the settings of a repository about its bundles, without the environment.
+    """Return the section `lifecycle` of a repository's settings. Environment variables do not change it.
 
-    Without the file, or with a damaged one, return the defaults.
+    Return the defaults if the file is missing or damaged.
     """
     try:
         text = file.read_text(encoding="utf-8")

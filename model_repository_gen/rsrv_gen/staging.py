@@ -122,7 +122,7 @@ class SwapFolder:
         return Replaced(repository, name, self, version)
 
     def swap(self, name: str, repository: Path) -> None:
-        """Exchange the complete directory `name` with the model for good.
+        """Exchange the complete directory `name` with the model. Keep no record that could undo it.
 
         If this process crashes, the remains in this folder are removed.
         """

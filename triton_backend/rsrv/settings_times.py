@@ -8,7 +8,7 @@ from typing import Annotated, Final, Self
 
 from pydantic import AfterValidator
 
-#: If the server was down at a time of the week, the time still counts for this many seconds.
+#: If the server was down at a scheduled time, and starts at most this many seconds later, the time still takes effect.
 MISSED_S: Final = 600.0
 
 _DAYS: Final = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")

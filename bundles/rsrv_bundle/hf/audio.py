@@ -189,7 +189,7 @@ def _wav(seed: int, count: int, rate: int, channels: int, width: int) -> bytes:
     return file.getvalue()
 
 
-#: Code of the hooks. Strings of the directory are inserted as literals, so that they cannot become code.
+#: Code of the hooks. Texts from the model's files are inserted as literals, so that they cannot become code.
 _TEXT = """
 
 WORDS = {words!r}

@@ -36,9 +36,9 @@ class Decoder:
     frequencies: Array
     #: Factor of the cosines and sines of these angles.
     rope_scale: float = 1.0
-    #: Name of the function between the two halves of a block: silu or gelu, approximated with tanh.
+    #: Activation function of a block's feed-forward part: silu, or gelu. gelu is approximated with tanh.
     activation: str = "silu"
-    #: True if norms multiply by 1 + weight.
+    #: True if normalisations multiply by 1 + weight instead of by weight.
     one_more: bool = False
     #: Factor of the embeddings.
     embedding_scale: float = 1.0

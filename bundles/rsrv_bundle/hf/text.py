@@ -397,7 +397,7 @@ def classify(directory: Directory, options: HubOptions) -> HubRecipe:
     return text.recipe("text-classification", module, reference, "scores", labels=labels)
 
 
-#: Code of the hooks. Strings of the directory are inserted as literals, so that they cannot become code.
+#: Code of the hooks. Texts from the model's files are inserted as literals, so that they cannot become code.
 _GROUPS = """
 
 LABELS = {labels!r}

@@ -75,8 +75,7 @@ class Recording:
         return [self._row(request) for request in requests]
 
     def _row(self, request: pb.Arrival) -> tuple[str | int, ...]:
-        # The time may be before `began`: the first answer may have a later request of one device before an earlier request of
-        # another device.
+        # A later answer may have a request of another device that came before `began`. Its time is 0.
         t = max(0.0, request.unix_s - (self.began or 0.0))
         self.counts[request.model] += 1
         self.seconds = max(self.seconds, t)

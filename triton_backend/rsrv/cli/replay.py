@@ -173,7 +173,10 @@ async def _config(triton: Any, model: str) -> Any:
 
 
 def infer_request(config: Any, rows: int, arrays: Mapping[str, np.ndarray[Any, Any]] | None) -> Any:
-    """Return a request with `rows` rows. They are zeros, or copies of the row of each input in `arrays`. Raises Unsendable."""
+    """Return a request with `rows` rows. Raises Unsendable.
+
+    Each row of an input is a copy of the first row of its array in `arrays`. Without `arrays`, all inputs are zeros.
+    """
     if config.HasField("sequence_batching") or config.model_transaction_policy.decoupled:
         raise Unsendable("its requests depend on each other; only models without state are replayed")
     if config.max_batch_size and not 0 < rows <= config.max_batch_size:

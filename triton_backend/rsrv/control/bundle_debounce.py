@@ -16,7 +16,7 @@ from rsrv_gen.signatures import Signature
 
 #: Prefix of the signature of a directory that has files but no manifest. Somebody may be copying a bundle into it.
 NO_BUNDLE = "-"
-#: The bundles of one name, each below another root.
+#: Root and signature of each bundle of one name. Several roots may have a bundle of this name.
 _State = tuple[tuple[Path, Signature], ...]
 
 
@@ -123,7 +123,7 @@ class BundleDebounce:
         return states
 
     def settled(self, name: str) -> tuple[tuple[Path, Signature], ...] | None:
-        """Return the roots and signatures of the bundles of this name. None: the looks do not agree on them yet."""
+        """Return the root and the signature of each bundle of this name, or None while successive looks differ."""
         return None if name in self._pending else _bundles(self._settled.get(name, ()))
 
     def gone(self, name: str) -> bool:

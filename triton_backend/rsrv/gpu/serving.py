@@ -24,8 +24,10 @@ from rsrv_bundle.export import export_bundle
 
 #: Warm requests for each cold one.
 _WARM = 5
-#: Share of all weights that fit, and the exponent of Zipf's law for the models' popularity.
-_FIT, _ZIPF = 0.25, 1.0
+#: Share of all models' weights that fits on the device.
+_FIT = 0.25
+#: Exponent of Zipf's law for the models' popularity.
+_ZIPF = 1.0
 #: Share of the part's time for the measurement. Writing and registering the models need the other time.
 _MEASURING = 0.5
 #: Minimum number of requests for each size of an output.

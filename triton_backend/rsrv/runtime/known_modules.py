@@ -21,8 +21,8 @@ _MUCH_SHORTER = 0.7
 class KnownModules(MutableMapping[str, Signature]):
     """Signatures by the SHA-256 of the module, names of executables in the compilation cache, and costs and starts of models.
 
-    Each lies in one line of a file in the runtime's private directory. A line that cannot be read or written costs the
-    work that it would have saved. Every method may be called from any thread.
+    Each item is a line of a file in the runtime's private directory. If a line cannot be read or written, the next runtime
+    does that work again. Every method may be called from any thread.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -101,7 +101,7 @@ class KnownModules(MutableMapping[str, Signature]):
 
     def add_costs(self, model: str, circumstances: str, costs: Mapping[tuple[int, int], float]) -> None:
         known = self.costs(model, circumstances)
-        # The first figures are as good as later ones, and later ones would take further lines.
+        # Keep the first costs of the same sizes. Later costs are no better, and each would add a line to the file.
         if known is None or known.keys() != costs.keys():
             self._costs[model, circumstances] = costs
             rows = [[*key, seconds] for key, seconds in costs.items()]

@@ -62,7 +62,7 @@ class DeviceProcess:
         environment: Mapping[str, str],
         prepared: Preparation | None,
     ) -> None:
-        """Take the device's card and the socket.
+        """Reserve the device's GPU for this runtime, and listen on the runtime's socket.
 
         Args:
             options: arguments of the command.

@@ -275,7 +275,7 @@ class ModelState:
         self.executions_by_size[key] = self.executions_by_size.get(key, 0) + 1
 
     def ended(self, execute: Execute) -> None:
-        """Count an execution that ended for good."""
+        """Count the end of an execution that is not retried."""
         self.executing -= len(execute.requests)
         self.executions -= 1
 

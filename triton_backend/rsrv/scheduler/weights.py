@@ -1,9 +1,9 @@
 """The weights of all models on the device: their states, their bytes, and the budget.
 
 A tensor is identified by its content. Models with equal tensors share the bytes. Shared bytes count once, and stay on the
-device while any of the models needs them. Tensors that exactly the same models have form one *group*. Sums over the groups
-of a model cost far less than sums over its tensors: a model that shares nothing is one group, and in a family of fine-tunes
-with one backbone, each member has two groups.
+device while any of the models needs them. Two tensors are in the same *group* if each model has both or neither. Sums over the
+groups of a model cost far less than sums over its tensors. A model that shares nothing has one group. In a family of
+fine-tunes with one backbone, each member has two groups: the backbone, and its own tensors.
 
 Every load, and every read before a load, has an epoch. Epochs rise over all models, so the end of a load refers to exactly
 one load, and a late end is ignored. One load runs at a time, because there is one link to the device, and because the next
@@ -36,7 +36,7 @@ _MIN_MEASURED_SHARE = 0.5
 
 
 class SharedTensorGroup:
-    """Tensors that exactly the same models have. They are on the device while one of these models uses them."""
+    """Tensors that belong to the same models. They are on the device while one of these models uses them."""
 
     __slots__ = ("bytes", "owners", "pins", "tensors", "users")
 
@@ -52,7 +52,7 @@ class SharedTensorGroup:
 
 
 class SharedTensorGroups:
-    """The groups of all models whose tensors are known."""
+    """Divides the tensors of all models into groups. Models whose tensors are unknown take no part."""
 
     __slots__ = ("_of",)
 

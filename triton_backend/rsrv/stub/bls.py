@@ -1,6 +1,6 @@
 """Sub-calls through Triton (BLS): several at a time, each with a time limit.
 
-Triton cannot cancel such a call, and a few calls that are never answered block an instance for good. So a call here
+Triton cannot cancel such a call, and a few calls that are never answered block an instance forever. So a call here
 ends when its time is over, but its thread still waits for Triton. The number of such threads is limited to what the
 instance can spare.
 """
@@ -204,17 +204,17 @@ class Bls:
     ) -> Future[Arrays]:
         """Call `model`. The future gets the `outputs` in their order, or all outputs if none are named.
 
-        The future ends when the call's time is over at the latest, with RequestFailure if there is no answer. Cancelling it has
-        an effect only before Triton has the call.
+        Without an answer before `deadline_ns` and the timeout of this object, the future gets RequestFailure. Cancelling the
+        future has an effect only before Triton has the call.
 
         Args:
             model: Name of the model.
             inputs: Arrays by name. Shapes are Triton's: a scalar per row is [N, 1].
             outputs: Names of the outputs.
-            dtypes: Types of inputs for which numpy has no type (bf16, as its bits).
+            dtypes: Types of the inputs that numpy has no type for. A bf16 array is the bits as uint16.
             deadline_ns: Time of CLOCK_MONOTONIC; 0 for none.
             run: Token of the caller's run; 0 for none.
-            client_id: Id of the run's request, or "".
+            client_id: Id that the client gave to the run's request, or "".
             traceparent: Trace context, or "".
             device: Number of the run's device.
         """

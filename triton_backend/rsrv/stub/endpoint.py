@@ -236,7 +236,7 @@ def _mismatch(interface: Interface, shapes: Sequence[tuple[int, ...]]) -> BadSha
     raise AssertionError("called for shapes that fit")
 
 
-# --- the model ------------------------------------------------------------------------------------------------
+# --- conversion of requests and results -----------------------------------------------------------------------
 
 
 class Endpoint:
@@ -468,7 +468,7 @@ def run_hook(
             result = hook(dict(arrays))
             return {key: as_array(value) for key, value in result.items()}
     except BaseException as error:  # noqa: BLE001 - logged by hook_raised
-        # sys.exit() would also end the whole batch, or a sender thread for good.
+        # An uncaught SystemExit would also end the whole batch, or the sender thread.
         try:
             raise hook_raised(name, error, client_id, guard) from None
         finally:

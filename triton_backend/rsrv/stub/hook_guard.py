@@ -258,7 +258,7 @@ class HookGuard:
     # --- limits of hooks ----------------------------------------------------------------------------------
 
     def start(self, settings: Mapping[str, Any], threads: int, end: Callable[[str], object]) -> None:
-        """Limit the hooks of this process for good.
+        """Limit the memory of this process, and the duration of its hooks if the settings limit it.
 
         `settings` is the section `stub`; `threads` is the number of other threads that may still start; `end` ends the
         process.

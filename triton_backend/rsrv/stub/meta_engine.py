@@ -433,7 +433,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
                 # Do not wait, because execute() also sends on that connection.
                 meta_request.connection.leave(RunExit(meta_request.token, status), patience=0)
             except (Closed, OSError) as error:
-                # Otherwise the runtime would count the run as running for good.
+                # Otherwise the runtime would always count the run as running.
                 self._deferred.lose(meta_request.attachment, error)
 
     def _release(

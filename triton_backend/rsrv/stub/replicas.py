@@ -261,7 +261,7 @@ class Replicas:
         except Cold as cold:
             post(StartTimeoutKnown(cold.start_timeout_s))
             post(WentCold(device))
-        except BaseException as error:  # noqa: BLE001 - without a further attempt the model would have no runtime for good
+        except BaseException as error:  # noqa: BLE001 - without a further attempt the model would never have a runtime
             self._fail(device, error)
         else:
             try:

@@ -250,7 +250,7 @@ class Session:
             connection.abandon()
 
     def close(self, *, direct: bool = True) -> None:
-        """Detach for good. `direct` is False if another thread uses that connection, and will close it."""
+        """Detach permanently. `direct` is False if another thread uses that connection, and will close it."""
         self.attachment = None
         # Close them even after a runtime's death. Usually execute() closes an old connection when it uses the next one, but
         # there are no more calls of execute().

@@ -113,7 +113,7 @@ class Tensors:
         array = np.ascontiguousarray(array).reshape(array.shape)
         return self._from_dlpack(name, make_capsule(array.ctypes.data, dtype, array.shape))
 
-    # --- the pairing's self-check -------------------------------------------------------------------------
+    # --- self-check of numpy with this Triton -------------------------------------------------------------
 
     def _by_numpy(self, array: Array) -> tuple[Array, Array]:
         made = self._tensor("probe", array)

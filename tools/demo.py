@@ -52,8 +52,10 @@ ROUNDS = 3
 #: Minimum share of right answers.
 REQUIRED = {"digits": 0.97, "unet": 0.7}
 REQUIRED_FINE_TUNE = 0.92
-#: Model that generates text, and a term that it defines. Its tokens are bytes, so that Triton's stubs need not carry text.
-GENERATOR, TERM = "glossary_bytes", "Licensor"
+#: Model that generates text. Its tokens are bytes, so that Triton's stubs need not carry text.
+GENERATOR = "glossary_bytes"
+#: Term that this model defines.
+TERM = "Licensor"
 
 Array = npt.NDArray[Any]
 #: Sends a batch of images to a model, and returns one of its outputs.

@@ -13,8 +13,10 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 IMAGE = DOCS / "images" / "memory.svg"
 
 MODELS = 40
-#: Bytes of the weights that fine-tunes of the example `resnet18` share, and of the last layer, which each has separately.
-SHARED, OWN = 44.8e6, 2e6
+#: Bytes of the weights that fine-tunes of the example `resnet18` share.
+SHARED = 44.8e6
+#: Bytes of the last layer, which each fine-tune has separately.
+OWN = 2e6
 #: Bytes of the CUDA context of tritonserver on an H100 (docs/benchmark.md). The contexts of plain models were not measured.
 CONTEXT = 0.6e9
 

@@ -37,8 +37,10 @@ def mismatch(file: str) -> str:
     )
 
 
-#: Limits of a report, which a person reads: number of lines, and characters of a line.
-_MAX_LINES, _MAX_LENGTH = 100, 1000
+#: Maximum number of lines of a report, because a person reads it.
+_MAX_LINES = 100
+#: Maximum number of characters of a line of a report.
+_MAX_LENGTH = 1000
 
 
 class Problems:

@@ -14,9 +14,10 @@ from rsrv_gateway.v1 import ext_proc_pb2 as pb
 
 #: Name of the header, and of the metadata entry, from which Envoy's policy override_host takes the choice.
 DESTINATION = "x-gateway-destination-endpoint"
-#: Namespace of that metadata, and names of the metadata that limits the choice (Gateway API inference extension,
-#: proposal 004).
-_NAMESPACE, _SUBSET_NAMESPACE, _SUBSET = "envoy.lb", "envoy.lb.subset_hint", f"{DESTINATION}-subset"
+#: Namespace of that metadata.
+_NAMESPACE = "envoy.lb"
+#: Namespace and name of the metadata that limits the choice (Gateway API inference extension, proposal 004).
+_SUBSET_NAMESPACE, _SUBSET = "envoy.lb.subset_hint", f"{DESTINATION}-subset"
 
 
 class Head:

@@ -27,8 +27,8 @@ _GENERATE = {
     "stream": PRESENT,
     "parameters": {"sequence_id": SCALAR, "stream": PRESENT},
 }
-#: Maximum size of a decompressed body: this many bytes plus this many times its compressed size. A constant tensor may become 1,000
-#: times as large.
+#: A decompressed body has at most _INFLATED_BYTES bytes plus _INFLATED_RATIO times its compressed size. Without a limit, a body
+#: could become 1,000 times as large.
 _INFLATED_BYTES, _INFLATED_RATIO = 16 << 20, 100
 #: Maximum number of bytes that are decompressed at once.
 _SLICE_BYTES = 1 << 18

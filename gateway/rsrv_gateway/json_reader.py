@@ -23,8 +23,12 @@ _SMALL_BRACKETS = 64
 #: Maximum number of levels of nested values. Tritonserver 24.10 overflows its stack between 30,000 and 100,000
 #: levels.
 _MOST_NESTED = 1000
-#: Maximum number of bytes of a text, of a number, and of an escaped key. Keys of patterns are shorter than the last.
-_TEXT_BYTES, _NUMBER_BYTES, _KEY_BYTES = 16 << 10, 400, 128
+#: Maximum number of bytes of a text.
+_TEXT_BYTES = 16 << 10
+#: Maximum number of bytes of a number.
+_NUMBER_BYTES = 400
+#: Maximum number of bytes of an escaped key. All keys that the patterns look for are shorter.
+_KEY_BYTES = 128
 
 _SPACE = re.compile(rb"[ \t\r\n]*+")
 _STRING = re.compile(rb'"([^"\\]*+(?:\\.[^"\\]*+)*+)"', re.DOTALL)

@@ -31,9 +31,10 @@ CONNECTION_LOSSES_MAX = 2
 
 #: Maximum number of characters of a client's invented name in an error message.
 _NAME_MAX_CHARS = 256
-#: An unknown name is compared with at most this many known names, which takes some 15 ms. Their lengths may differ from its length by
-#: at most this many characters.
-_COMPARED_MAX, _LENGTHS_DIFFER_MAX = 200, 3
+#: An unknown name is compared with at most this many known names, which takes about 15 ms.
+_COMPARED_MAX = 200
+#: An unknown name is compared only with known names that are at most this many characters shorter or longer.
+_LENGTHS_DIFFER_MAX = 3
 
 Metadata = Sequence[tuple[str, str | bytes]]
 

@@ -50,9 +50,11 @@ _CLOSED_S = 0.05
 #: Maximum number of endpoints that are named for one request: one for the request, and two for Envoy's retries.
 _ENDPOINTS_MAX = 3
 _TOKEN_HEADER = ("authorization",)
-#: The picker chooses a server after at most this many bytes of a body, over HTTP and over gRPC. Envoy's own limits are not lower:
-#: 1 MiB by default, and one window of HTTP/2 for a call of gRPC. The parameters of such a call come before its tensors.
-SHOWN_BYTES, SHOWN_CALL_BYTES = 1 << 20, 32 << 10
+#: The picker chooses a server after at most this many bytes of an HTTP request's body. This is also Envoy's default limit.
+SHOWN_BYTES = 1 << 20
+#: The picker chooses a server after at most this many bytes of a gRPC call. Envoy's limit is one window of HTTP/2, which is not
+#: lower. The parameters of a call come before its tensors.
+SHOWN_CALL_BYTES = 32 << 10
 #: Seconds that Envoy waits for the choice while a client sends its body slowly.
 _PATIENCE_S = 300
 #: The operation of a gRPC call that may carry several inference requests.

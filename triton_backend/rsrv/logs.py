@@ -23,10 +23,16 @@ Format = Literal["human", "json"]
 _NAME = "rsrv"
 #: Words for a request whose client has given it no id.
 NAMELESS = "a request without an id"
-#: Maximum number of lines that wait for a blocked log, and the seconds that `flush` waits.
-_MAX_WAITING, _FLUSH_TIMEOUT_S = 1000, 2.0
-#: Maximum numbers of characters in a line: of a request's id, of a text from outside, and of any message or traceback.
-ID, TEXT, _MAX_MESSAGE = 200, 500, 16_000
+#: Maximum number of lines that wait for a blocked log.
+_MAX_WAITING = 1000
+#: `flush` waits for at most this many seconds.
+_FLUSH_TIMEOUT_S = 2.0
+#: Maximum number of characters of a request's id in a line.
+ID = 200
+#: Maximum number of characters of a text from outside in a line.
+TEXT = 500
+#: Maximum number of characters of a message or traceback.
+_MAX_MESSAGE = 16_000
 #: Control characters and line ends of a terminal, without tabs and newlines.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 

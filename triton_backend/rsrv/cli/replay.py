@@ -36,8 +36,10 @@ from rsrv.sim.tally import Tally, in_time, percentile, ratio
 from rsrv.text import duration, one_line, percent, printable, rate
 from rsrv.wire.paths import write_whole
 
-#: Seconds until the first request, and seconds after which a request without an answer counts as failed.
-_START_S, _LOST_S = 0.1, 120.0
+#: Seconds until the first request.
+_START_S = 0.1
+#: After this many seconds without an answer, a request counts as failed.
+_LOST_S = 120.0
 #: Seconds between two lines about the progress if the output is not a terminal.
 _LINE_S = 10.0
 #: Tag in the error of a request whose deadline has passed. Triton has no code for this.

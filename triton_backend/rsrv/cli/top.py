@@ -19,8 +19,10 @@ from rsrv.text import amount, duration, one_line, percent, printable, rate
 
 #: Seconds between two blocks of lines without a terminal.
 _BLOCK_INTERVAL_S = 5.0
-#: Maximum number of models in such a block, and of events below the table on a terminal.
-_MAX_MODELS, _MAX_EVENTS = 10, 6
+#: Maximum number of models in such a block.
+_MAX_MODELS = 10
+#: Maximum number of events below the table on a terminal.
+_MAX_EVENTS = 6
 #: Width in characters of the bar for a device's whole time, and of the chart of a model's latest rates.
 _BAR = 10
 _SPARKS = " ▁▂▃▄▅▆▇█"

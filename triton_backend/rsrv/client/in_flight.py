@@ -7,12 +7,16 @@ time, and halves when the server's queue is full.
 from enum import Enum
 from typing import Final
 
-#: Initial limit, and maximum limit.
-FIRST, MOST = 4, 256
+#: Initial limit of the requests in flight.
+FIRST = 4
+#: Highest limit of the requests in flight.
+MOST = 256
 #: A larger limit is worth it if the throughput grows by this factor.
 GAIN: Final = 1.08
-#: A round ends after this many answers per request in flight, but not before this many seconds.
-ROUND_ANSWERS, ROUND_S = 3, 0.1
+#: A round ends after this many answers per request in flight, and after `ROUND_S` at the earliest.
+ROUND_ANSWERS = 3
+#: Shortest duration of a round.
+ROUND_S = 0.1
 #: Rounds until a larger limit is tried again.
 HOLD_ROUNDS: Final = 20
 

@@ -183,7 +183,7 @@ class BundleStates:
     def __init__(self) -> None:
         self._bundles: dict[str, _BundleRecord] = {}
 
-    # --- what is known ----------------------------------------------------------------------------------------
+    # --- queries ----------------------------------------------------------------------------------------------
 
     def state(self, name: str) -> BundleState:
         return self._bundles[name].state if name in self._bundles else BundleState.UNCHECKED

@@ -34,8 +34,10 @@ from rsrv.text import by_number, some
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two snapshots of the figures, and the number of snapshots that are kept. Findings are about the last minute.
-_LOOK_S, _LOOKS = 15.0, 5
+#: Seconds between two snapshots of the figures.
+_LOOK_S = 15.0
+#: Number of snapshots that are kept. They span the last minute, which findings are about.
+_LOOKS = 5
 
 
 def find(before: ServerFigures, now: ServerFigures) -> list[ServerFinding]:

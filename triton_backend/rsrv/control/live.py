@@ -31,8 +31,10 @@ from rsrv.settings import Shares
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two updates from the runtimes, with watchers and without. The charts need updates even without watchers.
-_LOOK_S, _REST_S = 1.0, RANGES[0].seconds
+#: Seconds between two updates from the runtimes while somebody watches.
+_LOOK_S = 1.0
+#: Seconds between two updates while nobody watches. The charts need updates even then.
+_REST_S = RANGES[0].seconds
 #: After a state with n changed models, the next state is sent n / _CHANGES_A_LOOK looks later, and at most _MAX_LOOKS later. A
 #: state with a thousand changed models takes 35 ms, so the page takes 1 % of a core.
 _CHANGES_A_LOOK, _MAX_LOOKS = 250, 4

@@ -73,7 +73,7 @@ class ModelLoader:
         """End all reservations."""
         self._reserved.clear()
 
-    # --- beginnings -------------------------------------------------------------------------------------------
+    # --- starts of loads and unloads --------------------------------------------------------------------------
 
     def load(self, name: str, replaced: Replaced | None = None, *, unchanged: bool = False) -> None:
         """Begin to load a model from the repository, which is not being loaded or unloaded. If that fails, restore `replaced`.

@@ -28,8 +28,10 @@ from rsrv.wire.placement_table import PlacementWriter
 
 log = logging.getLogger(__name__)
 
-#: Pause between two looks at the runtimes' loads: in general, and while a model moves to another device.
-_LOOK_S, _MOVING_S = 1.0, 0.25
+#: Seconds between two looks at the runtimes' loads.
+_LOOK_S = 1.0
+#: Seconds between two looks while a model moves to another device.
+_MOVING_S = 0.25
 #: Longest time without a decision if no load changes.
 _IDLE_S = 10.0
 #: Longest time that the first look waits for further runtimes.

@@ -51,8 +51,10 @@ _GRACE_S = 90.0
 _RETURN_LOOK_S = 0.25
 #: Seconds that stubs may take to start the next runtime after one was asked to end.
 _RESTART_S = 15.0
-#: Longest time in seconds until the runtime of a woken device answers, and until the runtime of a device that is to sleep ends.
-_WAKE_S, _END_S = 60.0, 10.0
+#: Seconds that the runtime of a woken device has to answer.
+_WAKE_S = 60.0
+#: Seconds that a runtime has to end when its device is sent to sleep.
+_END_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,16 +11,17 @@ from rsrv.hooks.loader import import_limit_s
 from rsrv.renewal import WARN_S
 from rsrv.text import amount, by_number, duration, percent, some
 
-#: Seconds after which a runtime that does not answer counts as missing, and seconds after which a model without a stub does. A
-#: restart takes less time, and so does the return of hundreds of stubs to a new runtime.
-_DOWN_S, _UNSERVED_S = 10.0, 30.0
+#: After this many seconds without an answer, a runtime counts as missing. A restart takes less time.
+_DOWN_S = 10.0
+#: After this many seconds without a stub, a model counts as missing. Hundreds of stubs connect to a new runtime in less time.
+_UNSERVED_S = 30.0
 #: An import of model.py that takes longer than this many seconds is a finding. Large libraries on a slow disk take less.
 _IMPORT_S = 30.0
 #: If models wait longer than this many seconds for the server's start, the finding is more than a note.
 _LONG_START_S = 600.0
 
 
-# --- of the server --------------------------------------------------------------------------------------------
+# --- findings about the whole server --------------------------------------------------------------------------
 
 
 def _runtime_down(case: Case) -> Iterator[ServerFinding]:
@@ -380,7 +381,7 @@ def _binding(case: Case, name: str, free: int) -> tuple[str, str]:
     )
 
 
-# --- of a device -----------------------------------------------------------------------------------------------
+# --- findings about one device ---------------------------------------------------------------------------------
 
 
 def _weights_thrash(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:

@@ -11,8 +11,10 @@ from yarl import URL
 
 from rsrv.live.source import PageError
 
-#: Longest time until an answer in seconds, and maximum size of the answer in bytes.
-_TIMEOUT_S, _MAX_ANSWER = 30.0, 1 << 18
+#: Seconds that the model has to answer.
+_TIMEOUT_S = 30.0
+#: Maximum number of bytes of the answer.
+_MAX_ANSWER = 1 << 18
 
 
 async def infer(address: str, model: str, inputs: Any) -> tuple[int, str]:

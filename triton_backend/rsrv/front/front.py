@@ -121,7 +121,7 @@ class Front:
         self._out: list[Instruction] = []
         self._grow(devices)
 
-    # --- for the owner --------------------------------------------------------------------------------------
+    # --- queries of the owner -------------------------------------------------------------------------------
 
     @property
     def waiting(self) -> Sequence[FrontRequest]:

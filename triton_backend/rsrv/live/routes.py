@@ -30,8 +30,10 @@ _HEADERS = {
 _MAX_WATCHERS = 64
 #: Seconds that a watcher may take to read an event.
 _WATCHER_TIMEOUT_S = 30.0
-#: Maximum bytes of a body with an action, and of a body with inputs for a model.
-_MAX_BODY, _MAX_TRIAL = 4096, 1 << 16
+#: Maximum number of bytes of a body with an action.
+_MAX_BODY = 4096
+#: Maximum number of bytes of a body with inputs for a model.
+_MAX_TRIAL = 1 << 16
 
 
 #: Returns the latest token.

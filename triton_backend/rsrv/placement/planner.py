@@ -196,7 +196,7 @@ class Planner:
         moving = not self._moves.at_rest and not all(map(self._moves.settled, fleet.units))
         return Plan(self._table, tuple(steps), moving, self._changed_at is not None)
 
-    # --- when ----------------------------------------------------------------------------------------------
+    # --- when to repack ------------------------------------------------------------------------------------
 
     def _remember(self, views: Mapping[str, WorkerView]) -> None:
         self._latest = {worker: view for worker, view in self._latest.items() if worker in views}
@@ -247,7 +247,7 @@ class Planner:
         options = self.options
         return options.rebalance_device_s if self._counts.get("work") else options.first_rebalance_device_s
 
-    # --- where ---------------------------------------------------------------------------------------------
+    # --- choice of workers ---------------------------------------------------------------------------------
 
     def _repack(self, fleet: Fleet, trigger: Trigger, now: float) -> None:
         """Pack the units, and set the target of every unit."""
@@ -363,7 +363,7 @@ class Planner:
         present = [worker for worker in unit.allowed if used.get(worker, 0.0) > least]
         return tuple(dict.fromkeys(present + staying))[:count]
 
-    # --- what is shown -------------------------------------------------------------------------------------
+    # --- status --------------------------------------------------------------------------------------------
 
     def status(self) -> PlannerStatus | None:
         """Describe the state after the last `look`. None: there was no look yet. Takes as long as a look."""

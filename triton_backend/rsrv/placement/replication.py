@@ -19,9 +19,10 @@ from rsrv.placement.fleet import Fleet, Unit
 
 #: If the demand per replica, in device seconds per second, exceeds this value, the unit gets another replica.
 GROW_AT = 0.8
-#: If the demand per remaining replica would be at most the first value for the second number of seconds, the unit loses a
-#: replica.
-SHRINK_AT, COOL_S = 0.5, 60.0
+#: A unit loses a replica if the demand per remaining replica would be at most this value for some time.
+SHRINK_AT = 0.5
+#: The demand must be that low for this many seconds.
+COOL_S = 60.0
 
 
 class Replication:

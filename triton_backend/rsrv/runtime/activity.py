@@ -154,8 +154,10 @@ class Activity:
 
 #: A task hangs if it takes this many times its expected duration.
 _HANG_FACTOR = 100.0
-#: Number of checks within the limit, and bounds of the interval between two checks, in seconds.
-_CHECKS_PER_LIMIT, _MIN_INTERVAL_S, _MAX_INTERVAL_S = 4, 0.05, 5.0
+#: Number of checks within the limit.
+_CHECKS_PER_LIMIT = 4
+#: Shortest and longest interval between two checks.
+_MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.05, 5.0
 #: Maximum time that counts between two checks, in intervals. The limit exists because a stopped process does not hang.
 _MAX_COUNTED_INTERVALS = 2
 

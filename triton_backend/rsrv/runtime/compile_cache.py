@@ -27,9 +27,11 @@ _UNFINISHED = ".unfinished-"
 #: At this age in seconds, no process can still be writing an unfinished entry.
 _ABANDONED_S = 3600.0
 _DIGEST_BYTES = hashlib.sha256().digest_size
-#: Limits of the entries in a server's own directory: bytes, and share of the memory. A container's /tmp is often in memory, and
-#: then counts as the container's memory.
-_OWN_BYTES, _OWN_SHARE = 256 << 20, 1 / 16
+#: Maximum number of bytes of the entries in a server's own directory.
+_OWN_BYTES = 256 << 20
+#: Maximum size of these entries as a share of the memory. A container's /tmp is often in memory, and then counts as the
+#: container's memory.
+_OWN_SHARE = 1 / 16
 
 
 class CompileCacheError(Exception):

@@ -182,7 +182,7 @@ class DeviceExecutables:
             except Exception:  # noqa: BLE001 - damaged entries raise XLA's errors of any type
                 return None
 
-    # --- what is known about executables ------------------------------------------------------------------
+    # --- facts about executables --------------------------------------------------------------------------
 
     def scratch_bytes(self, executable: Executable, weight_bytes: int) -> int:
         """Return the scratch bytes by the compiler's analysis of the program's buffers, on a CPU and on a GPU.

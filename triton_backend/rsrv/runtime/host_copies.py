@@ -25,8 +25,10 @@ from rsrv.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two checks of the memory, and minimum seconds between two checks while memory is short.
-REVIEW_S, _SHORT_REVIEW_S = 2.0, 0.1
+#: Seconds between two checks of the memory.
+REVIEW_S = 2.0
+#: Minimum number of seconds between two checks while memory is short.
+_SHORT_REVIEW_S = 0.1
 #: Maximum number of idle models whose executables are examined when memory is short. This takes milliseconds.
 _MOST_EXAMINED = 1000
 

@@ -14,9 +14,10 @@ from rsrv.scheduler.scheduler import Scheduler
 
 #: Minimum and maximum seconds between two searches for idle models.
 _MIN_LOOK_S, _MAX_LOOK_S = 1.0, 60.0
-#: Maximum number of models that fall back at one check, and seconds until the next check. There is a maximum because each
-#: unload blocks the loop for milliseconds.
-_FALLS, _NEXT_FALLS_S = 16, 0.25
+#: Maximum number of models that fall back at one check. Each unload blocks the loop for milliseconds.
+_FALLS = 16
+#: Minimum number of seconds until further models fall back.
+_NEXT_FALLS_S = 0.25
 #: After a stub ignores a dismissal, wait this many seconds before asking it again. It has requests, or imports model.py.
 _STAYS_S = 30.0
 

@@ -149,7 +149,7 @@ class MetaRequests(RequestKind):
             request = request._replace(deadline=deadline, run=run.id, tag=request.tag or run.tag)
             self._requests.arrived.append(request)
 
-    # --- ends ---------------------------------------------------------------------------------------------
+    # --- ends of calls and runs ---------------------------------------------------------------------------
 
     def executed(self, ended: ExecutionEnded) -> None:
         """Account for the sub-calls of an execution. A failed execution may still be retried."""

@@ -33,8 +33,10 @@ _CLEAN_UP = Demand(Urgency.CLEAN_UP)
 #: Expected seconds of a compilation for each byte of its module, if nothing else is known: 5 to 20 s for 100 kB on a CPU.
 _BYTE_S = 1e-4
 
-#: Mappings that a large executable takes on a CPU, and the share of all mappings that is reserved for other uses.
-_MAPPINGS, _MAPPINGS_KEPT = 100, 1 / 32
+#: Number of mappings that a large executable takes on a CPU.
+_MAPPINGS = 100
+#: Share of all mappings that is reserved for other uses.
+_MAPPINGS_KEPT = 1 / 32
 
 
 @dataclass(frozen=True, slots=True)

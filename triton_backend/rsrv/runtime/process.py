@@ -42,9 +42,10 @@ log = logging.getLogger(__name__)
 
 #: If a runtime has found no device for this many seconds, it ends when the next model needs the device.
 _WITHOUT_DEVICE_S = 20.0
-#: Exit statuses. `_EXIT_HUNG`: the watchdog, or a lost or missing device, ends the process. `_EXIT_FAILED`: the loop
-#: failed.
-_EXIT_HUNG, _EXIT_FAILED = 75, 70
+#: Exit status if the watchdog ends the process, or if the device is lost or missing.
+_EXIT_HUNG = 75
+#: Exit status if the loop failed.
+_EXIT_FAILED = 70
 #: Seconds for which executables that were compiled ahead are kept for their models.
 _FORGET_S = 60.0
 #: The process ends after this many seconds even if its last lines cannot be logged.

@@ -457,7 +457,7 @@ class Registry:
         elif group.key in self.catalog.entries:
             self.catalog.tell(group.key)
 
-    # --- lives of models ----------------------------------------------------------------------------------
+    # --- results of builds and warm-ups -------------------------------------------------------------------
 
     def modules_read(self, message: ModulesRead) -> None:
         self._advance(message.key, LifecycleEvent.MODULES_READ)

@@ -49,7 +49,7 @@ class Reports:
                     self._scheduler.add_front(slow, before, after)
                     break
 
-    # --- small views --------------------------------------------------------------------------------------
+    # --- answers to single commands -----------------------------------------------------------------------
 
     def ping(self) -> dict[str, Any]:
         return {"instance": self._catalog.feed.instance, "revision": self._catalog.feed.revision}

@@ -27,16 +27,20 @@ from rsrv.wire.socket import readable
 
 log = logging.getLogger(__name__)
 
-#: A spare starts after the first number of seconds without a build. The second is the number of seconds between two checks.
-_QUIET_S, _LOOK_S = 2.0, 0.5
+#: A spare starts after this many seconds without a build.
+_QUIET_S = 2.0
+#: Seconds between two checks for builds.
+_LOOK_S = 0.5
 #: Seconds between a spare's end and the start of the next one.
 _PAUSE_S = 30.0
 #: Bytes of memory that a spare takes.
 _BYTES = 90 << 20
 #: Niceness of the imports. They have their own thread, because a process cannot take back a higher niceness.
 _NICENESS = 19
-#: Report of a spare that waits for its turn, and the beginning that this report has in all versions.
-_CAN, _READY = "speaks version", f"speaks version {PROTOCOL_VERSION}"
+#: Beginning of the report of a spare that waits for its turn, in all versions.
+_CAN = "speaks version"
+#: Report of a spare of this version that waits for its turn.
+_READY = f"{_CAN} {PROTOCOL_VERSION}"
 #: Maximum seconds until a spare that is to serve soon sends its report.
 _IMPORT_S = 60.0
 #: Modules of rsrv that import the others, and modules that jax and others import at their first use.

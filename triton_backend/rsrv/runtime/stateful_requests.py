@@ -143,7 +143,7 @@ class StatefulRequests(RequestKind):
         variant = model.interface.variants[execute.variant]
         return StepDispatch(execute, model, variant, slices, rows)
 
-    # --- ends ---------------------------------------------------------------------------------------------
+    # --- ends of requests ---------------------------------------------------------------------------------
 
     def executed(self, ended: ExecutionEnded) -> int:
         """Handle the end of a model's execution. A failed execution may be retried.

@@ -17,10 +17,14 @@ T = TypeVar("T")
 TIMELINE_LENGTH = 32_768
 #: Maximum number of device spans of one answer. Serialising more would delay requests for milliseconds.
 TIMELINE_ANSWER = 2_000
-#: Maximum number of stored spans of traced requests, and maximum number in one answer.
-TRACES_LENGTH, TRACES_ANSWER = 16_384, 500
-#: Maximum number of stored arrivals, about 10 MB, and seconds for which new ones are stored after a reader has asked.
-ARRIVALS_LENGTH, ARRIVALS_S = 32_768, 10.0
+#: Maximum number of stored spans of traced requests.
+TRACES_LENGTH = 16_384
+#: Maximum number of spans in one answer.
+TRACES_ANSWER = 500
+#: Maximum number of stored arrivals. They take about 10 MB.
+ARRIVALS_LENGTH = 32_768
+#: After a reader has asked for arrivals, new ones are stored for this many seconds.
+ARRIVALS_S = 10.0
 
 WorkKind = Literal["execute", "warm_up", "load", "evict"]
 SpanAttributes = dict[str, str | int | float]

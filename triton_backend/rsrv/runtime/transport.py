@@ -31,8 +31,10 @@ from rsrv.wire.memory import Bytes, SharedMemoryError, create_document, map_segm
 from rsrv.wire.socket import Closed, Receiver, check_peer, send
 from rsrv.wire.traces import Mark
 
-#: Seconds that peers have to read the last frames of a runtime that ends as planned, and seconds between two checks.
-_SETTLE_S, _SETTLE_LOOK_S = 0.05, 0.001
+#: Seconds that peers have to read the last frames of a runtime that ends as planned.
+_SETTLE_S = 0.05
+#: Seconds between two checks whether the peers have read these frames.
+_SETTLE_LOOK_S = 0.001
 #: Limits of the backlog of a stub that does not read: frames, bytes and descriptors. If one is exceeded, the connection is
 #: closed.
 _MAX_BACKLOG = 4096

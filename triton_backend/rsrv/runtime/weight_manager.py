@@ -244,7 +244,7 @@ class WeightManager:
                     extra = fields(model=key.rpartition("@")[0], version=key, event="evicted")
                     log.info("%s: weights evicted for %s, whose load failed", key, model.key, extra=extra)
 
-    # --- what operators want ------------------------------------------------------------------------------
+    # --- commands of operators ----------------------------------------------------------------------------
 
     def follow_residencies(self, names: Iterable[str]) -> None:
         """Apply the policy's residency to all versions of these models. Then update the budget."""

@@ -127,8 +127,10 @@ class DeviceWeights:
 #: Lower bound of the rate of a transfer to the device. The watchdog allows a hundred times as long.
 _SLOWEST_BYTES_PER_S = 1e9
 #: While less than this share of the mappings is left, idle models fall back to cold. A large executable for a CPU takes a
-#: hundred mappings, and XLA aborts a process that gets none. The second value is the minimum of seconds between two counts.
-_SCARCE_MAPPINGS, _COUNT_S = 1 / 8, 2.0
+#: hundred mappings, and XLA aborts a process that gets none.
+_SCARCE_MAPPINGS = 1 / 8
+#: Minimum number of seconds between two counts of the mappings.
+_COUNT_S = 2.0
 
 LoadEvent = ev.WeightsLoaded | ev.LoadFailed | ev.LoadAbandoned
 

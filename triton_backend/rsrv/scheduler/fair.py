@@ -248,7 +248,7 @@ class Fair:
         elif self._fill_from is None:
             self._fill_from = self._clock
 
-    # --- questions -----------------------------------------------------------------------------------------
+    # --- decisions, which change no state ------------------------------------------------------------------
 
     def rank(self, candidate: "Candidate") -> Rank:
         """Return (committed or not, virtual start, place).

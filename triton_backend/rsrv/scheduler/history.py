@@ -17,9 +17,10 @@ Details = Execute | ExecutionFinished | LoadFailed | PolicyChanged | Sequence[in
 #: Maximum number of ids that one record shows.
 _MAX_IDS = 16
 
-#: Maximum numbers of records and of state changes per model. Changes are stored apart, so that records of requests do not
-#: displace them.
-LENGTH, CHANGES_LENGTH = 50, 30
+#: Maximum number of records per model.
+LENGTH = 50
+#: Maximum number of state changes per model. They are stored separately, so that records of requests do not displace them.
+CHANGES_LENGTH = 30
 
 #: Changes of state after which requests can execute.
 _USABLE = ("weights resident", "weights evicting")

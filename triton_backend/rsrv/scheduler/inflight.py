@@ -8,8 +8,10 @@ from math import inf
 from rsrv.scheduler.events import CallerError, Execute
 from rsrv.scheduler.model import ModelState
 
-#: Maximum number of executions that `behind` examines, and of names that it returns.
-_RECENT, _MAX_NAMES = 16, 3
+#: Maximum number of executions that `behind` examines.
+_RECENT = 16
+#: Maximum number of names that `behind` returns.
+_MAX_NAMES = 3
 #: Maximum number of host seconds that an execution is charged for. If the process was stopped meanwhile, the
 #: execution is not at fault.
 _MAX_HOST_S = 0.001

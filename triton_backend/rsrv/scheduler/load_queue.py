@@ -127,7 +127,7 @@ class LoadQueue:
         #: model since.
         self.backing_off: dict[ModelState, None] = {}
 
-    # --- lines and back-offs ---------------------------------------------------------------------------------
+    # --- queues and back-offs --------------------------------------------------------------------------------
 
     def reason(self, name: str) -> LoadReason | None:
         """Return the reason why a model is in line; of several, the first in order of precedence. None: it is not in line."""

@@ -352,7 +352,7 @@ class DeviceResidency:
         self._mark_evicting(model)
         self._queues.dirty[model] = None
 
-    # --- loads end ---------------------------------------------------------------------------------------
+    # --- ends of loads -----------------------------------------------------------------------------------
 
     def load_ended(self, event: LoadOutcome, now: float, out: list[Instruction]) -> ModelState | None:
         """Handle the end of a load or a read. Return its model, or None if that load or read had ended before."""
@@ -418,7 +418,7 @@ class DeviceResidency:
             model.needs_warm_up = False
         self._queues.fail_all(model, event.error, now, out)
 
-    # --- loads begin, weights leave ------------------------------------------------------------------------
+    # --- starts of loads, and evictions --------------------------------------------------------------------
 
     def read(self, now: float, out: list[Instruction]) -> None:
         """Start the next read from disk if none runs. Abandon the running one if it is useless. Reads do not use the device."""

@@ -134,7 +134,7 @@ class Scheduler:
             self._load_again,
         )
 
-    # --- the only entry ----------------------------------------------------------------------------------
+    # --- entry point -------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Handle an event, and return the instructions that follow, in order.
@@ -501,7 +501,7 @@ class Scheduler:
             if not self._queues.dirty:
                 self._load(now, out)
 
-    # --- what follows from changes ------------------------------------------------------------------------
+    # --- consequences of changes --------------------------------------------------------------------------
 
     def _settle(self, now: float) -> None:
         """Bring the sums, the discipline and the load queue up to date with the models that changed."""

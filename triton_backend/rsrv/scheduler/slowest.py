@@ -13,8 +13,10 @@ from rsrv.scheduler.events import Execute, Outcome, Request
 from rsrv.scheduler.history import HistoryRecord
 from rsrv.scheduler.variant_queue import LiveRequest
 
-#: Maximum number of kept requests per model, and seconds after which they are dropped.
-KEPT, WINDOW_S = 100, 3600.0
+#: Maximum number of stored requests per model.
+KEPT = 100
+#: Seconds after which a stored request is dropped.
+WINDOW_S = 3600.0
 
 #: Beginning and end of each period.
 Periods = Collection[tuple[float, float]]

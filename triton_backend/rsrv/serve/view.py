@@ -32,8 +32,10 @@ from rsrv_gen.write import is_alias
 LOOK_S = 0.25
 #: Checks until a model that is neither cold nor failed is shown as not loaded, for example because an operator has unloaded it.
 _UNCLEAR_LOOKS = 40
-#: Seconds for the control service to start after the server, and to answer a request.
-CONTROL_S, _STATUS_S = 15.0, 2.0
+#: Seconds that the control service has to start after the server.
+CONTROL_S = 15.0
+#: Seconds that the control service has to answer a request.
+_STATUS_S = 2.0
 #: If a starting server has shown no line for this many seconds, show what it waits for. The interval doubles each time.
 QUIET_S = 10.0
 #: Characters of an error that are shown.

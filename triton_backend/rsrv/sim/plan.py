@@ -131,7 +131,7 @@ def last_good(good: Callable[[int], bool], most: int) -> int:
     return low
 
 
-# --- more models -----------------------------------------------------------------------------------------
+# --- question: how many more models? ---------------------------------------------------------------------
 
 
 def _more_models(scenario: Scenario, goal_s: float, attempt: Attempt) -> Answer:
@@ -359,7 +359,7 @@ def _device_seconds(records: Sequence[Record]) -> dict[str, float]:
     return seconds
 
 
-# --- the traffic -----------------------------------------------------------------------------------------
+# --- traffic that the searches replay --------------------------------------------------------------------
 
 
 def busiest(scenario: Scenario, most: int = MOST_REQUESTS) -> Scenario:

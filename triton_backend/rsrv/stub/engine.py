@@ -46,8 +46,10 @@ log = logging.getLogger(__name__)
 _QUEUE_FACTOR = 5
 #: An answer that took at least this many seconds carries the request's number, for `rsrv why`.
 _SLOW_S = 0.1
-#: Sizes in bytes of the slab for answers in place: the minimum, and the size that stays after a large batch.
-_MIN_SLAB_BYTES, _KEEP_SLAB_BYTES = 64 << 10, 16 << 20
+#: Minimum size of the slab for answers in place.
+_MIN_SLAB_BYTES = 64 << 10
+#: Size of this slab that stays after a large batch.
+_KEEP_SLAB_BYTES = 16 << 20
 _INTERNAL = "this model is a part of meta models and not served by itself: its manifest says `internal: true`"
 
 

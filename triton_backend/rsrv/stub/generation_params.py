@@ -10,8 +10,10 @@ from rsrv.stub.replies import invalid
 from rsrv.stub.request import OURS
 from rsrv.text import nearest
 
-#: Limits of a client's stop texts or tokens.
-_MAX_STOPS, _MAX_STOP_CHARACTERS = 16, 256
+#: Maximum number of stop texts or stop tokens of a request.
+_MAX_STOPS = 16
+#: Maximum number of characters of a stop text.
+_MAX_STOP_CHARACTERS = 256
 #: A seed and a number of tokens below this are exact as f32.
 _EXACT = 1 << 24
 _MAX_TEMPERATURE = 100.0

@@ -171,7 +171,7 @@ class ModelReplica(ABC, Generic[W]):
         self._deferred.leave(attachment)
         return True
 
-    # --- for `DeferredReplies`
+    # --- methods that `DeferredReplies` calls -----------------------------------------------------
 
     def lost(self, attachment: Attachment, why: object) -> None:
         """Report that the runtime of an attachment is gone."""

@@ -23,9 +23,11 @@ log = logging.getLogger(__name__)
 #: Maximum number of copies in progress. Further requests are not copied, because the memory of copies for a slow model would
 #: pile up.
 _MAX_COPIES = 64
-#: Maximum bytes of answers that wait for the other answer, and the shared memory that must be free before a request is copied:
-#: requests stay in shared memory until they are answered, and clients must have some left.
-_MAX_ANSWER_BYTES, _MIN_FREE_BYTES = 64 * 2**20, 16 * 2**20
+#: Maximum number of bytes of the answers that wait for the answer of the other version.
+_MAX_ANSWER_BYTES = 64 * 2**20
+#: A request is copied only if this many bytes of shared memory are free. Copies stay in shared memory until they are answered,
+#: and clients need some of it.
+_MIN_FREE_BYTES = 16 * 2**20
 #: After this many microseconds a copy is of no use.
 _TIMEOUT_US = 30_000_000
 #: Parameters of a copy. It has the lowest priority, and none of the client's parameters, such as its deadline.

@@ -88,7 +88,7 @@ class Tensors:
     def take(self, tensor: Any) -> Array:
         """Return a copy of the elements of a tensor of any type, which outlives `tensor`.
 
-        For BYTES, Triton's error is raised if the pairing with numpy does not work.
+        For BYTES, Triton's error is raised if this Triton and numpy do not work together.
         """
         if self._numpy_works:
             with contextlib.suppress(Exception):  # An error means that the tensor is bf16.
@@ -191,7 +191,7 @@ def _in_place(tensor: Any) -> Array:
     return np.frombuffer(buffer, NUMPY[dtype]).reshape(shape)
 
 
-# --- DLPack capsules by hand --------------------------------------------------------------------------------
+# --- hand-made DLPack capsules ------------------------------------------------------------------------------
 #
 # Triton's Python backend gives BF16 only as DLPack, and the stub of release 24.10 corrupts every tensor when numpy is
 # version 2. A capsule that is built and read here works in each of these cases, at some tens of microseconds each.

@@ -25,8 +25,10 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 Bytes = npt.NDArray[np.uint8]
 
-#: Bytes of an arena's first segment, and bytes that an idle arena keeps.
-FIRST_BYTES, KEEP_BYTES = 1 << 20, 64 << 20
+#: Bytes of an arena's first segment.
+FIRST_BYTES = 1 << 20
+#: Bytes that an idle arena keeps.
+KEEP_BYTES = 64 << 20
 
 #: Bytes of the largest document. They suffice for the status of thousands of models.
 _MAX_DOCUMENT = 64 << 20

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -51,7 +52,8 @@ def _loop(ctx: Context, count: Any, condition: Any, *carried: Any, body: Graph) 
                 with suppress(Exception):
                     arrays = [jnp.asarray(value) for value in carried]
                     first = np.array(True) if condition is None else condition
-                    return _traced_loop(ctx, count, limit, first, arrays, scans, body)
+                    rounds = _count(ctx, first, list(carried), limit, body) if scans else limit
+                    return _traced_loop(ctx, count, rounds, first, arrays, scans, body, counted=True)
             if done > _UNROLLED:
                 raise Unsupported(
                     f"it does not end after {_UNROLLED} rounds, and has no largest number of rounds"
@@ -74,15 +76,41 @@ def _loop(ctx: Context, count: Any, condition: Any, *carried: Any, body: Graph) 
     return _traced_loop(ctx, count, limit, goes_on, [jnp.asarray(value) for value in state], scans, body)
 
 
+def _count(ctx: Context, goes_on: Any, state: list[Any], limit: int | None, body: Graph) -> int:
+    """Return the number of rounds of a loop whose condition is known in each round. Nothing of the rounds is compiled."""
+    done = 0
+
+    def rounds() -> None:
+        nonlocal done, goes_on, state
+        while done != limit and np.ravel(goes_on)[0]:
+            if done > _UNROLLED:
+                raise Unsupported("has too many rounds to count")
+            goes_on, *values = ctx.run(body, [np.array(done, np.int64), np.array(True), *state])
+            state = values[: len(state)]
+            done += 1
+
+    jax.eval_shape(rounds)
+    return done
+
+
 def _traced_loop(
-    ctx: Context, count: Any, limit: int | None, first: Any, state: list[Any], scans: int, body: Graph
+    ctx: Context,
+    count: Any,
+    limit: int | None,
+    first: Any,
+    state: list[Any],
+    scans: int,
+    body: Graph,
+    *,
+    counted: bool = False,
 ) -> Any:
-    always = False
+    """Evaluate a loop as one of the compiler. With `counted`, `limit` is the number of rounds, whatever the condition is."""
+    always = counted
 
     def run_round(index: Any, values: Any) -> tuple[Any, list[Any], list[Any]]:
         nonlocal always
         goes_on, *outputs = ctx.run(body, [jnp.asarray(index, np.int64), np.array(True), *values])
-        always = is_known(goes_on) and bool(np.ravel(goes_on)[0])
+        always = counted or (is_known(goes_on) and bool(np.ravel(goes_on)[0]))
         return goes_on, outputs[: len(values)], outputs[len(values) :]
 
     if scans:

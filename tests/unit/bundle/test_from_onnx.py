@@ -457,7 +457,8 @@ def test_a_function_that_calls_itself_is_refused(tmp_path: Path) -> None:
         export_onnx(write(tmp_path / "m.onnx", made, functions=[function]), out_dir=tmp_path / "m")
 
 
-def test_a_loop_that_ends_by_its_own_count_does_not_hold_the_export(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scans", [False, True])
+def test_a_loop_that_ends_by_its_own_count_does_not_hold_the_export(tmp_path: Path, scans: bool) -> None:
     """TensorFlow's loops have no largest number of rounds; their condition compares a counter."""
     body = helper.make_graph(
         [
@@ -472,7 +473,12 @@ def test_a_loop_that_ends_by_its_own_count_does_not_hold_the_export(tmp_path: Pa
         ],
         [
             helper.make_tensor_value_info(name, kind, shape)
-            for name, kind, shape in (("on", 9, []), ("counted", 7, []), ("next", 1, [1]))
+            for name, kind, shape in (
+                ("on", 9, []),
+                ("counted", 7, []),
+                ("next", 1, [1]),
+                *([("value", 1, [1])] if scans else []),
+            )
         ],
     )
     constants = {
@@ -482,8 +488,9 @@ def test_a_loop_that_ends_by_its_own_count_does_not_hold_the_export(tmp_path: Pa
         "end": np.array(100),
         "half": np.full(1, 0.98, np.float32),
     }
-    nodes = [node("Loop", "- start zero x", "rounds y", body=body)]
-    made = graph(nodes, {"x": (np.float32, [1])}, {"y": (np.float32, [1])}, constants)
+    nodes = [node("Loop", "- start zero x", "rounds y all" if scans else "rounds y", body=body)]
+    outputs: dict[str, Any] = {"y": (np.float32, [1]), **({"all": (np.float32, [100, 1])} if scans else {})}
+    made = graph(nodes, {"x": (np.float32, [1])}, outputs, constants)
     bundle = export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m")
     assert b"while" in (bundle.path / "model.mlir").read_bytes()
 

@@ -191,8 +191,9 @@ def _compared(folder: Path, local: Path) -> dict[str, Any]:
             expected = session.run(names, given)
             error = 0.0
             for spec, whole, value in zip(bundle.manifest.outputs, answers, expected, strict=True):
-                alone = row is None or spec.batch_axis is None
-                part = whole if alone else np.take(whole, row, spec.batch_axis)
+                part = whole
+                if row is not None and spec.batch_axis is not None:
+                    part = np.take(whole, row, spec.batch_axis)
                 error = max(error, difference(part.reshape(value.shape), value)[1])
             largest = max(largest, error)
             if error > TOLERANCE["f32"]:

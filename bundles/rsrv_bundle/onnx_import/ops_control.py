@@ -47,8 +47,10 @@ def _loop(ctx: Context, count: Any, condition: Any, *carried: Any, body: Graph) 
         results: list[list[Any]] = [[] for _ in range(scans)]
         done = 0
         while (limit is None or done < limit) and is_known(goes_on) and bool(np.ravel(goes_on)[0]):
-            if done == _ROUNDS and not any(isinstance(value, list) for value in carried):
-                # The attempt fails if a value of the loop is a shape, or changes its shape.
+            made = (*state, *(parts[-1] for parts in results if parts))
+            if done == _ROUNDS and not (is_known(*made) or any(isinstance(value, list) for value in carried)):
+                # Known values cost nothing to compile, and may be shapes. Otherwise, the attempt fails if a value of the loop is
+                # a shape, or changes its shape.
                 with suppress(Exception):
                     arrays = [jnp.asarray(value) for value in carried]
                     first = np.array(True) if condition is None else condition

@@ -519,3 +519,24 @@ def test_a_loop_of_any_length_does_not_hold_the_export(tmp_path: Path, rounds: i
     module = (bundle.path / "model.mlir").read_bytes()
     assert b"while" in module
     assert len(module) < 20_000
+def test_a_long_loop_of_known_numbers_may_make_a_shape(tmp_path: Path) -> None:
+    """No round depends on a request, so the export computes the loop."""
+    body = helper.make_graph(
+        [node("Add", "size one", "next"), node("Identity", "go", "on")],
+        "body",
+        [
+            helper.make_tensor_value_info(name, kind, shape)
+            for name, kind, shape in (("i", 7, []), ("go", 9, []), ("size", 7, [1]))
+        ],
+        [
+            helper.make_tensor_value_info(name, kind, shape)
+            for name, kind, shape in (("on", 9, []), ("next", 7, [1]))
+        ],
+    )
+    nodes = [node("Loop", "count - zero", "sizes", body=body), node("Expand", "x sizes", "y")]
+    constants = {"count": np.array(20), "zero": np.array([0]), "one": np.array([1])}
+    made = graph(nodes, {"x": (np.float32, [1])}, {"y": (np.float32, [20])}, constants)
+    bundle = export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m")
+    assert bundle.manifest.outputs[0].dims == (20,)
+
+

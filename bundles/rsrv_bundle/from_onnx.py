@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -326,8 +327,11 @@ def _table_size(model: OnnxModel, name: str) -> int | None:
     for node in model.graph.nodes:
         if node.inputs and node.inputs[0] in same and node.op in _PASS:
             same.update(node.outputs)
-        elif (count := _values_of_index(node, same, constant)) is not None:
-            smallest = count if smallest is None else min(smallest, count)
+            continue
+        # A damaged node limits no index. Its evaluation reports it.
+        with suppress(IndexError, OverflowError, TypeError, ValueError):
+            if (count := _values_of_index(node, same, constant)) is not None:
+                smallest = count if smallest is None else min(smallest, count)
     return smallest
 
 

@@ -180,6 +180,25 @@ def test_samples_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def recurrent(path: Path) -> Path:
+@pytest.mark.parametrize(
+    ("nodes", "depth"),
+    [
+        (node("OneHot", "ids", "y"), 3.0),
+        (node("OneHot", "ids depth values", "y"), np.nan),
+        (node("OneHot", "ids depth values", "y"), np.inf),
+        (node("Gather", "ids", "y"), 3.0),
+        (node("EmbedLayerNormalization", "ids", "y", domain="com.microsoft"), 3.0),
+    ],
+)
+def test_a_damaged_node_with_an_index_is_named(tmp_path: Path, nodes: Any, depth: float) -> None:
+    """A node without its inputs, or without a number of values, limits no example of the index."""
+    constants = {"depth": np.array([depth], np.float32), "values": np.array([0, 1], np.float32)}
+    constants = {name: value for name, value in constants.items() if name in nodes.input}
+    made = graph([nodes], {"ids": (np.int64, ["rows", 6])}, {"y": (np.float32, ["rows", 6, 3])}, constants)
+    with pytest.raises(BundleError, match=f"operator .*{nodes.op_type} at node 'y': "):
+        export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m", batch_sizes=(1, 2))
+
+
     """A cell whose state [2, rows, 3] has the batch on its second axis, and whose rate is a scalar input."""
     nodes = [
         node("Cast", "rate", "scale", to=onnx.TensorProto.FLOAT),

@@ -378,6 +378,11 @@ def _sampled(inputs: Sequence[Input], plan: _Axes, samples: Mapping[str, Array])
                 f"samples: {value.name}: is {array.dtype}{list(array.shape)}; the model takes {value.dtype}[{shape}]"
             )
         examples[value.name] = array[0] if axis is None else np.moveaxis(array, 0, axis)
+    counts = {len(array) for array in samples.values()}
+    if len(counts) > 1:
+        raise BundleError(
+            f"samples: their first axes differ: {sorted(counts)}; it counts the samples in each"
+        )
     return examples
 
 

@@ -199,6 +199,28 @@ def test_a_damaged_node_with_an_index_is_named(tmp_path: Path, nodes: Any, depth
         export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m", batch_sizes=(1, 2))
 
 
+def test_samples_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that fails on random numbers is exported with --samples; their first axis counts samples."""
+    made = graph(
+        [node("Gather", "table spot", "row"), node("Mul", "row x", "y")],
+        {"x": (np.float32, ["rows", 4]), "spot": (np.int32, ["rows", 4])},
+        {"y": (np.float32, ["rows", 4])},
+        {"table": np.array([np.inf, 1.0], np.float32)},
+    )
+    file, samples = write(tmp_path / "m.onnx", made), tmp_path / "samples.npz"
+    command = ["export", "--onnx", str(file), "-o", str(tmp_path / "m"), "--batch-sizes", "1,2"]
+    np.savez(samples, x=np.ones((3, 4), np.float32), spot=np.ones((3, 4), np.int64))
+    assert main([*command, "--samples", str(samples)]) == 1
+    assert "samples: spot: is int64[3, 4]; the model takes int32[samples, 4]" in capsys.readouterr().err
+    np.savez(samples, x=np.ones((3, 4), np.float32), spot=np.ones((2, 4), np.int32))
+    assert main([*command, "--samples", str(samples)]) == 1
+    assert "samples: their first axes differ: [2, 3]" in capsys.readouterr().err
+    np.savez(samples, x=np.full((3, 4), 2, np.float32), spot=np.ones((3, 4), np.int32))
+    assert main([*command, "--samples", str(samples)]) == 0
+    assert main([*command, "--samples", str(samples), str(samples)]) == 2
+
+
+def recurrent(path: Path) -> Path:
     """A cell whose state [2, rows, 3] has the batch on its second axis, and whose rate is a scalar input."""
     nodes = [
         node("Cast", "rate", "scale", to=onnx.TensorProto.FLOAT),

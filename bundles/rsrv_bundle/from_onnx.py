@@ -87,7 +87,7 @@ def export_onnx(
             def evaluate(**arrays: Any) -> dict[str, Any]:
                 return evaluator(params, **arrays, **bound)
 
-            return _each_row(evaluate, inputs, rows) if rows else evaluate(**inputs)
+            return _each_row(model, evaluate, inputs, rows) if rows else evaluate(**inputs)
 
         # A value that appears twice among the outputs has one name.
         return export_bundle(
@@ -397,7 +397,10 @@ def _mixes_rows(model: OnnxModel) -> bool:
 
 
 def _each_row(
-    evaluate: Callable[..., Mapping[str, Any]], inputs: Mapping[str, Any], axes: Mapping[str, int]
+    model: OnnxModel,
+    evaluate: Callable[..., Mapping[str, Any]],
+    inputs: Mapping[str, Any],
+    axes: Mapping[str, int],
 ) -> dict[str, Any]:
     """Evaluate a model for each row of a batch alone. `axes` are the batch axes of the inputs."""
     places: dict[str, int | None] = {}
@@ -406,7 +409,7 @@ def _each_row(
         single = {name: jnp.expand_dims(value, axes[name]) for name, value in arrays.items()}
         outputs = evaluate(**single)
         for name, value in outputs.items():
-            places[name] = _row_axis(value.shape, single, axes)
+            places[name] = _row_axis(model, name, value.shape, axes, single)
         return {
             name: value if (axis := places[name]) is None else jnp.squeeze(value, axis)
             for name, value in outputs.items()
@@ -416,12 +419,20 @@ def _each_row(
     return {name: jnp.moveaxis(value, 0, places[name] or 0) for name, value in outputs.items()}
 
 
-def _row_axis(shape: tuple[int, ...], inputs: Mapping[str, Any], axes: Mapping[str, int]) -> int | None:
+def _row_axis(
+    model: OnnxModel, output: str, shape: tuple[int, ...], axes: Mapping[str, int], inputs: Mapping[str, Any]
+) -> int | None:
     """Return the batch axis of an output of one row. None: it has no such axis, and gets one in front.
 
-    The state of a recurrent model has the shape of an input, and the same batch axis. Other outputs have the batch on their first
-    axis of size 1.
+    The file may give this axis the name of the batch. The state of a recurrent model has the shape of an input, and the same batch
+    axis. Other outputs have the batch on their first axis of size 1.
     """
+    names = {value.dims[axes[value.name]] for value in model.inputs if value.dims and value.name in axes}
+    dims = model.output_dims.get(output, ())
+    if len(dims) == len(shape):
+        for axis, dim in enumerate(dims):
+            if isinstance(dim, str) and dim in names and shape[axis] == 1:
+                return axis
     for name, axis in axes.items():
         if name in inputs and tuple(inputs[name].shape) == shape:
             return axis
@@ -466,7 +477,7 @@ def _original(
         joined = {}
         for index, name in enumerate(outputs):
             values = [part[index] for part in parts]
-            axis = _row_axis(values[0].shape, single, rows)
+            axis = _row_axis(model, name, values[0].shape, rows, single)
             joined[name] = np.stack(values) if axis is None else np.concatenate(values, axis)
         return joined
 

@@ -93,6 +93,8 @@ class OnnxModel:
     path: Path
     graph: Graph
     inputs: tuple[Input, ...]
+    #: Axes of each output, as those of `Input`. An output without a shape in the file has no axes.
+    output_dims: Mapping[str, tuple[int | str | None, ...]]
     weights: Mapping[str, Array]
     #: Version of the operators by domain.
     opsets: Mapping[str, int]
@@ -133,6 +135,10 @@ def read_model(path: Path) -> OnnxModel:
             path,
             graph,
             tuple(_input(value) for value in inputs),
+            {
+                value.name: tuple(_dim(dim) for dim in value.type.tensor_type.shape.dim)
+                for value in proto.graph.output
+            },
             reader.weights,
             opsets,
             functions,

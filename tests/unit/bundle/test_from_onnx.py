@@ -112,6 +112,25 @@ def test_rows_of_a_dynamically_quantised_model_do_not_share_a_scale(tmp_path: Pa
     assert bundle.manifest.numerics["max_rel_error"] < 1e-6
 
 
+def test_rows_that_are_computed_alone_stay_on_the_axis_that_the_file_names(tmp_path: Path) -> None:
+    """The output [1, rows, 3] of a recurrent layer has its one direction in front of the rows."""
+    nodes = [
+        node("DynamicQuantizeLinear", "x", "q scale zero"),
+        node("DequantizeLinear", "q scale zero", "wide"),
+        node("Unsqueeze", "wide front", "y"),
+    ]
+    made = graph(
+        nodes,
+        {"x": (np.float32, ["rows", 3])},
+        {"y": (np.float32, [1, "rows", 3])},
+        {"front": np.array([0], np.int64)},
+    )
+    file, bundle = write(tmp_path / "m.onnx", made), tmp_path / "m"
+    [output] = export_onnx(file, out_dir=bundle, batch_sizes=(1, 4)).manifest.outputs
+    assert (output.dims, output.batch_axis) == ((1, -1, 3), 1)
+    assert main(["check", "--numerics", "--onnx", str(file), str(bundle)]) == 0
+
+
 def test_axes_that_the_file_calls_by_a_question_mark_have_sizes_of_their_own(tmp_path: Path) -> None:
     """Paddle writes "?" for each open axis, which is no name that two axes share."""
     dims: Any = (np.float32, [-1, "?", "?"])
@@ -161,25 +180,6 @@ def test_an_index_that_is_written_as_a_mask_has_all_its_values(tmp_path: Path, o
     assert from_onnx._table_size(model, "ids") == 40
 
 
-def test_samples_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A model that fails on random numbers is exported with --samples; their first axis counts samples."""
-    made = graph(
-        [node("Gather", "table spot", "row"), node("Mul", "row x", "y")],
-        {"x": (np.float32, ["rows", 4]), "spot": (np.int32, ["rows", 4])},
-        {"y": (np.float32, ["rows", 4])},
-        {"table": np.array([np.inf, 1.0], np.float32)},
-    )
-    file, samples = write(tmp_path / "m.onnx", made), tmp_path / "samples.npz"
-    command = ["export", "--onnx", str(file), "-o", str(tmp_path / "m"), "--batch-sizes", "1,2"]
-    np.savez(samples, x=np.ones((3, 4), np.float32), spot=np.ones((3, 4), np.int64))
-    assert main([*command, "--samples", str(samples)]) == 1
-    assert "samples: spot: is int64[3, 4]; the model takes int32[samples, 4]" in capsys.readouterr().err
-    np.savez(samples, x=np.full((3, 4), 2, np.float32), spot=np.ones((3, 4), np.int32))
-    assert main([*command, "--samples", str(samples)]) == 0
-    assert main([*command, "--samples", str(samples), str(samples)]) == 2
-
-
-def recurrent(path: Path) -> Path:
 @pytest.mark.parametrize(
     ("nodes", "depth"),
     [
@@ -536,6 +536,27 @@ def test_a_loop_that_ends_by_its_own_count_does_not_hold_the_export(tmp_path: Pa
     assert b"while" in (bundle.path / "model.mlir").read_bytes()
 
 
+def test_a_long_loop_of_known_numbers_may_make_a_shape(tmp_path: Path) -> None:
+    """No round depends on a request, so the export computes the loop."""
+    body = helper.make_graph(
+        [node("Add", "size one", "next"), node("Identity", "go", "on")],
+        "body",
+        [
+            helper.make_tensor_value_info(name, kind, shape)
+            for name, kind, shape in (("i", 7, []), ("go", 9, []), ("size", 7, [1]))
+        ],
+        [
+            helper.make_tensor_value_info(name, kind, shape)
+            for name, kind, shape in (("on", 9, []), ("next", 7, [1]))
+        ],
+    )
+    nodes = [node("Loop", "count - zero", "sizes", body=body), node("Expand", "x sizes", "y")]
+    constants = {"count": np.array(20), "zero": np.array([0]), "one": np.array([1])}
+    made = graph(nodes, {"x": (np.float32, [1])}, {"y": (np.float32, [20])}, constants)
+    bundle = export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m")
+    assert bundle.manifest.outputs[0].dims == (20,)
+
+
 @pytest.mark.parametrize("rounds", [64, 100_000])
 def test_a_loop_of_any_length_does_not_hold_the_export(tmp_path: Path, rounds: int) -> None:
     """A loop is unrolled only if it is short; a long one, such as Keras's recurrent layers, stays a loop."""
@@ -560,24 +581,3 @@ def test_a_loop_of_any_length_does_not_hold_the_export(tmp_path: Path, rounds: i
     module = (bundle.path / "model.mlir").read_bytes()
     assert b"while" in module
     assert len(module) < 20_000
-def test_a_long_loop_of_known_numbers_may_make_a_shape(tmp_path: Path) -> None:
-    """No round depends on a request, so the export computes the loop."""
-    body = helper.make_graph(
-        [node("Add", "size one", "next"), node("Identity", "go", "on")],
-        "body",
-        [
-            helper.make_tensor_value_info(name, kind, shape)
-            for name, kind, shape in (("i", 7, []), ("go", 9, []), ("size", 7, [1]))
-        ],
-        [
-            helper.make_tensor_value_info(name, kind, shape)
-            for name, kind, shape in (("on", 9, []), ("next", 7, [1]))
-        ],
-    )
-    nodes = [node("Loop", "count - zero", "sizes", body=body), node("Expand", "x sizes", "y")]
-    constants = {"count": np.array(20), "zero": np.array([0]), "one": np.array([1])}
-    made = graph(nodes, {"x": (np.float32, [1])}, {"y": (np.float32, [20])}, constants)
-    bundle = export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m")
-    assert bundle.manifest.outputs[0].dims == (20,)
-
-

@@ -1,4 +1,7 @@
-"""The native front in the wheel: if it was built before for this machine, the wheel is for its platform, else for any."""
+"""Build hook: adds the native front to the wheel, if its library has been built for this machine.
+
+Such a wheel is for this machine's platform only. A wheel without the library is for any platform.
+"""
 
 import platform
 import struct
@@ -8,19 +11,19 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 _LIBRARY = "triton_backend/rsrv/native/libtriton_rsrv.so"
-#: machines that tools/native_front.py builds for, by their number in an ELF header
+#: Machines that tools/native_front.py builds for, by their number in an ELF header.
 _MACHINES = {62: "x86_64", 183: "aarch64"}
 _AT_MACHINE = 18
 
 
 class NativeFront(BuildHookInterface):  # type: ignore[type-arg]
-    """Adds the library, which needs glibc 2.31 and no Python of its own. An sdist may carry that of another machine."""
+    """Adds the library, which needs glibc 2.31 and works with any Python. A library for another machine is not added."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         library = Path(self.root, _LIBRARY)
         if version == "editable" or not library.is_file():
             return
-        # The files of an unpacked sdist may have the times of their unpacking; they were compared before.
+        # Do not compare the times of an unpacked sdist, which may be the times of unpacking. They were compared when it was built.
         sources = [] if Path(self.root, "PKG-INFO").exists() else library.parent.glob("*.[ch]")
         if any(source.stat().st_mtime > library.stat().st_mtime for source in sources):
             raise RuntimeError(

@@ -144,7 +144,7 @@ class TritonServer:
         """
         self.model_repository = model_repository
         self.installation = installation or INSTALLATION
-        # Choose free ports only where none was given, because each is closed again before the server opens it.
+        # The other ports are free ones. Another process may still open a free port before the server does.
         ports = iter(free_ports(3))
         self.http_port = http_port or next(ports)
         self.grpc_port = grpc_port or next(ports)

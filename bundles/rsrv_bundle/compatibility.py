@@ -235,7 +235,7 @@ def _first_refusal(cells: Iterable[Cell]) -> str:
 
 @cache
 def _rules(rules: tuple[Rule, ...]) -> Mapping[Pair, tuple[Feature, str]]:
-    """Return the first feature and the text of each pair."""
+    """Return, for each pair, its feature that is in `rule.features`, and the rule's text."""
     return {
         frozenset((feature, second)): (feature, rule.text)
         for rule in rules
@@ -246,7 +246,7 @@ def _rules(rules: tuple[Rule, ...]) -> Mapping[Pair, tuple[Feature, str]]:
 
 @cache
 def _proven(front: Front) -> Mapping[Pair, str]:
-    """Return the first test of each pair."""
+    """Return, for each pair, the first test in PROOFS that shows that both work together."""
     return {
         frozenset(pair): proof.test
         for proof in reversed(PROOFS)

@@ -53,11 +53,13 @@ def export_onnx(
 
     file: the path of the model. Its external data must be in its folder. Nothing in it is executed.
     batch_sizes: sizes to compile, in rows. Without it, the model keeps its shapes, and has no batch axis.
-    batch_axis: the batch axis of an input, by the input's name. For other inputs, it is the axis that has the same name
-        in the file as the first axis of the first input. If there is none, it is the first axis. If that has a
-        size above 1, it is the first axis that has the size 1, or neither size nor name.
+    batch_axis: the batch axis of an input, by the input's name. Other inputs have the first of these axes that exists:
+        1. the axis that has the same name in the file as the first axis of the first input,
+        2. the first axis, unless the file gives it a size above 1,
+        3. the first axis that has the size 1, or neither size nor name.
     input_shapes: for each variant, the sizes of the other open axes, by their names in the file: `{"sequence": 128}`.
-        An axis without a name is called after its input and place: `{"image_2": 224}`. One variant fixes the axes.
+        The name of a nameless axis consists of its input and its index: `{"image_2": 224}`.
+        With only one variant, these axes have fixed sizes.
     pad: as for `export_bundle`, with the axis by its name in the file: `sequence=0,mask=attention_mask`.
     bind: values of inputs that are fixed from now on, by name, such as `{"sr": 16000}`.
     outputs: values of the graph to return in place of its outputs. Nodes that they do not depend on are dropped.

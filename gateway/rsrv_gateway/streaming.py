@@ -39,7 +39,7 @@ AnswersOnce = Callable[[str, Any], Awaitable[bool]]
 _KEPT_BYTES = 4 << 20
 #: Maximum number of messages to a decoupled model that count as unanswered. Some messages get no answer, and nothing shows which.
 _WAITING_MAX = 1000
-#: If the client's metadata has this key, tritonserver ends a stream at its first error. Otherwise errors are answers.
+#: If the client's metadata has this key, tritonserver ends a stream at its first error. Otherwise it sends errors as answers.
 _ERRORS_END_IT = "triton_grpc_error"
 #: First byte of an answer that is an error.
 _ERROR = b"\x0a"

@@ -305,9 +305,11 @@ def max_batch_size(
     Clients read this number. Triton also hands execute() no more rows than this at a time.
 
     Most models execute a request with more rows than the largest compiled size in parts, and the `run` of a meta model divides
-    requests itself. Such a model accepts as many rows as one call can handle: room / bytes of one row, but at most EXECUTE_ROWS
-    and at least the largest size, with variable axes at their largest variant, unless `limits` has another number. This also
-    holds if the names of the modules do not contain their size. Other models accept at most the rows of one execution.
+    requests itself. Such a model accepts as many rows as fit in `room`, with variable axes at their largest variant. The number
+    is at most EXECUTE_ROWS, and at least the largest compiled size. `limits.request` replaces it. The same holds if the names of
+    the modules do not contain their size.
+
+    Other models accept at most the rows of one execution.
     """
     manifest = bundle.manifest
     if not manifest.rows_first:

@@ -31,7 +31,7 @@ class Published:
     weights: dict[str, Array]
     #: Text that tokenizers.Tokenizer.from_str reads.
     tokenizer: str
-    #: The prompt of one question, {text}.
+    #: Prompt for one question. {text} stands for the question.
     template: str
     #: The token that ends an answer.
     stop: int

@@ -226,7 +226,7 @@ def _refuse_code(name: str, document: Any) -> None:
 
 
 def _check_activation(where: str, value: Any) -> None:
-    """Raise BundleError for a dotted name outside of the list. A plain name, such as gelu, imports nothing."""
+    """Raise BundleError if a dotted name is not one of torch's _ACTIVATIONS. A plain name, such as gelu, imports nothing."""
     if not isinstance(value, str) or "." not in value:
         return
     prefix, _, name = value.rpartition(".")

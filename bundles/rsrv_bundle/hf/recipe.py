@@ -51,9 +51,9 @@ class HubRecipe:
     axes: Mapping[str, str]
     #: Text of model.py. Its `preprocess` makes the executable inputs of a sample.
     hooks: str
-    #: Names of the clients' inputs. Each has one string per row.
+    #: Names of the inputs that clients send. Each input has one string per row.
     inputs: tuple[str, ...]
-    #: Names of the clients' outputs. With `postprocess`, they are strings, except `tokens`.
+    #: Names of the outputs that clients get. If the hooks have a `postprocess`, these outputs are strings, except `tokens`.
     outputs: tuple[str, ...]
     #: Requests of one row. The keys are names for errors.
     samples: Mapping[str, Request]
@@ -68,7 +68,8 @@ class HubRecipe:
     dimensions: Sequence[int] = ()
     #: Text of tokenizer.json.
     tokenizer: str | None = None
-    #: Height and width that pictures need for the comparison, because the framework scales its answer to the picture.
+    #: Pictures of the comparison are scaled to this height and width, because the framework scales its answer to the size of the
+    #: picture. None: pictures of any size can be compared.
     picture_size: tuple[int, int] | None = None
     #: Framework that gives the reference, for errors.
     source: str = "transformers.pipeline"

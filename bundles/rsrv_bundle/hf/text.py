@@ -223,7 +223,7 @@ class Text:
         return samples
 
     def _filled(self, length: int, mask: str) -> str:
-        """Return as many words of a text as fit into a length together with the mask behind them."""
+        """Return the longest sample text that has at most `length` tokens. If there is a `mask`, it is the last word."""
         words = (" ".join(_SENTENCES[:3]) + " ").split() * (1 + length // 8)
         low, high = 0, len(words)
         while low < high:

@@ -220,7 +220,7 @@ class AsyncClient:
     ) -> AsyncGenerator[Outputs, None]:
         """Send one request over gRPC, and yield the outputs of each answer. Raises InputError or RequestError, as `infer` does.
 
-        The arguments are those of `infer`. `timeout_s` includes the last answer. The client repeats a failed request only
+        The arguments are those of `infer`. `timeout_s` limits the time until the last answer. The client repeats a failed request only
         before its first answer.
         """
         deadline = self._deadline(timeout_s)

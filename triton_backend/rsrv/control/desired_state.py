@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class ModelOverrides:
-    """The settings of operators for one model."""
+    """Changes that operators have made to one model. They override rsrv.yaml."""
 
-    #: Keys of the model's section of rsrv.yaml.
+    #: Changed keys of the model's section of rsrv.yaml, with their values.
     settings: dict[str, Any] = field(default_factory=dict)
     #: The model's own pause. None: the model runs even if all models are paused. "as all": it follows the pause of all models.
     paused: PauseMode | Literal["as all"] | None = "as all"

@@ -40,7 +40,7 @@ static struct pending* make_part(struct large* large, uint32_t first, uint32_t r
     return part;
 }
 
-// Records the end of a part. Under the lock.
+// Records the end of a part. The caller holds the lock.
 static void end_part(struct large* large, enum status status, struct text** failure) {
     struct pending* whole = large->whole;
     if (!parts_end(&large->parts, status == OK) || status == OK) return;
@@ -49,7 +49,7 @@ static void end_part(struct large* large, enum status status, struct text** fail
     *failure = NULL;
 }
 
-// Makes the parts that are to be submitted now. Under the lock.
+// Makes the parts that are to be submitted now. The caller holds the lock.
 static uint32_t make_parts(struct large* large, struct pending* made[MAX_PARTS]) {
     uint32_t count = 0, first, rows;
     while (parts_take(&large->parts, &first, &rows)) {

@@ -58,7 +58,7 @@ void link_watch(struct link* link) {
 
 // --- the runtime comes and goes -------------------------------------------------------------------------------------
 
-// Records that an attempt has failed. Under the lock.
+// Records that an attempt has failed. The caller holds the lock.
 static void fail(struct link* link, const char* why) {
     free(link->failure);
     link->failure = strdup(why);
@@ -66,7 +66,7 @@ static void fail(struct link* link, const char* why) {
     pthread_cond_broadcast(&link->changed);
 }
 
-// Closes the socket, and frees all that belongs to the connection. No request may be in flight. Under the lock.
+// Closes the socket, and frees all that belongs to the connection. No request may be in flight. The caller holds the lock.
 static void detach(struct link* link) {
     // A child that has just been forked has the socket as well, and closing it here would not end its events. So remove it
     // first.

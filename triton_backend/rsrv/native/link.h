@@ -115,7 +115,7 @@ void link_resubmit(struct link*, struct pending*);   // submits a request that h
 void link_close(struct link*);
 void link_hold(struct link*);
 void link_drop(struct link*);
-// Under the lock. Makes the reader check the link from time to time while something waits on it.
+// Makes the reader check the link from time to time while something waits on it. The caller holds the lock.
 void link_watch(struct link*);
 // Connects to the runtime, unless the link is closed. False: there is no runtime, and the next attempt is due after the
 // back-off.
@@ -127,22 +127,22 @@ bool mender_fails(uint32_t device);  // the last attempt to reach the device's r
 bool begin_thread(void* (*run)(void*), void* argument);
 void begin_condition(pthread_cond_t*);  // by CLOCK_MONOTONIC
 
-// Under the lock. Takes all waiting requests, as a list by `next`.
+// Takes all waiting requests, as a list by `next`. The caller holds the lock.
 struct pending* waiting_take_all(struct link*);
-// Under the lock. Takes the requests of a DONE frame, with their outcomes. The frame was checked.
+// Takes the requests of a DONE frame, with their outcomes. The frame was checked. The caller holds the lock.
 struct pending* waiting_take_done(struct link*, const struct frame*);
-// Under the lock. Asks the runtime to cancel requests that clients have cancelled. Returns copies of the requests whose
-// deadline passed long ago, to be answered. The requests themselves stay, because the runtime may write to their memory until
-// it has ended them.
+// Asks the runtime to cancel requests that clients have cancelled. Returns copies of the requests whose deadline passed long ago,
+// to be answered. The requests themselves stay, because the runtime may write to their memory until it has ended them. The
+// caller holds the lock.
 struct pending* waiting_check(struct link*, int64_t now);
 bool waiting_is_late(const struct pending*, int64_t now);  // true if the grace after its deadline is over
 // Answers requests, a list by `next`, and frees their memory.
 void waiting_finish(struct link*, struct pending*);
-// Under the lock. Sends the figures since the last report. If the runtime does not read now, they wait.
+// Sends the figures since the last report. If the runtime does not read now, they wait. The caller holds the lock.
 void waiting_report(struct link*, int64_t now);
 
 // Ends the span of a traced request, before its answer.
 void trace_end(struct link*, const struct pending*);
-// Under the lock. Sends the ended spans. If the runtime does not read now, they wait.
+// Sends the ended spans. If the runtime does not read now, they wait. The caller holds the lock.
 void trace_report(struct link*);
 void trace_forget(struct link*, uint32_t count);

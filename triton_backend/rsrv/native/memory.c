@@ -58,7 +58,7 @@ struct board {
 static pthread_mutex_t board_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct board* boards;
 
-// Maps a board that no link has mapped yet. Under the lock.
+// Maps a board that no link has mapped yet. The caller holds the lock.
 static struct board* map_new(int fd, const struct stat* found, const char* directory) {
     char path[PATH_BYTES + 16];
     void* memory = mmap(NULL, BOARD_BYTES, PROT_READ, MAP_SHARED, fd, 0);

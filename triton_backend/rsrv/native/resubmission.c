@@ -138,8 +138,9 @@ void resubmission_wake(void) {
     pthread_mutex_unlock(&lock);
 }
 
-// Starts the model if necessary, and moves requests that need not wait any more to `failed` or `ready`. Suspects become ready
-// one after another, so that a suspect that ends the next runtime is the only one of its model there. Under the lock.
+// Starts the model if necessary. Moves requests that need not wait any more to `failed` or `ready`. Only one suspect of the model
+// is submitted at a time. So if a suspect ends the next runtime, no other suspect of the model is blamed. The caller holds the
+// lock.
 static void look(struct replicas* all, int64_t now, struct queue* failed, struct queue* ready) {
     struct outage outage;
     struct demand demand = {0};

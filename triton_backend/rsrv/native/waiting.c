@@ -184,8 +184,8 @@ struct pending* waiting_check(struct link* link, int64_t now) {
 
 // --- execute() ------------------------------------------------------------------------------------------------------
 
-// Sends a frame. Under the lock. If that fails, the connection is over, even if the runtime lives. The reader then ends it,
-// and the next connection may work.
+// Sends a frame. The caller holds the lock. If sending fails, the connection is over, even if the runtime lives. The reader then
+// ends the connection, and the next one may work.
 static int send_one(struct link* link, const void* frame, size_t length, int descriptor, int patience_ms) {
     int sent = frame_send(link->fd, frame, length, descriptor, link->stuck ? 0 : patience_ms);
     link->stuck = sent == 0 && (link->stuck || patience_ms > 0);
@@ -193,8 +193,8 @@ static int send_one(struct link* link, const void* frame, size_t length, int des
     return sent;
 }
 
-// Reports new segments to the runtime, and submits a request that has its place. Under the lock. True: the reader ends the
-// request, even if the link is over. False: the request could not be sent.
+// Reports new segments to the runtime, and submits a request that has its place. The caller holds the lock. True: the reader ends
+// the request, even if the link is over. False: the request could not be sent.
 static bool send_request(struct link* link, struct pending* pending) {
     uint8_t frame[HEADER_BYTES + SUBMISSION_BYTES], mark[HEADER_BYTES + MARK_BYTES];
     uint32_t segment;

@@ -180,7 +180,7 @@ class BlackBox:
             faulthandler.enable(self._fd, all_threads=True)
 
     def crashed(self, reason: str) -> None:
-        """Record that the process ends because of its threads' current tasks, as after a fatal signal."""
+        """Record that the current tasks of the threads end this process. The next runtime blames them, as after a fatal signal."""
         if self._fd >= 0:
             with suppress(OSError):  # The disk is full. No model is blamed then.
                 os.write(self._fd, reason.encode())

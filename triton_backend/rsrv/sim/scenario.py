@@ -76,10 +76,13 @@ class Scenario:
 
 
 class IdleLimits(NamedTuple):
-    """Seconds without requests after which a model's weights leave the device and the host, and after which it is cold."""
+    """Effects on a model that gets no requests for these numbers of seconds."""
 
+    #: After this time, the weights leave the device.
     device: float
+    #: After this time, the weights leave host memory.
     host: float
+    #: After this time, the model falls back to cold.
     executable: float
 
 

@@ -243,7 +243,7 @@ class Bls:
         for call in calls:
             _settle(call.future, _closed())
 
-    # --- under the lock -----------------------------------------------------------------------------------
+    # --- methods whose caller holds the lock --------------------------------------------------------------
 
     def _refuse(self, call: _BlsCall, now: int) -> RequestFailure | None:
         if self._closed:

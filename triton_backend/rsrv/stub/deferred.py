@@ -263,7 +263,7 @@ class DeferredReplies(Generic[W]):
         self._work.put(work)
 
     def _start_thread(self) -> None:
-        """Start a sender thread, under the lock. If the system has no thread left, the running threads must suffice."""
+        """Start a sender thread. The caller holds the lock. If the system has no thread left, the running threads must suffice."""
         try:
             threading.Thread(target=self._send, name="sender", daemon=True).start()
             self._started += 1
@@ -384,7 +384,7 @@ class DeferredReplies(Generic[W]):
                     request.cancelling = request.connection.cancel([request.id])
 
     def _forget(self, connection: RuntimeConnection) -> dict[int, W]:
-        """Stop reading a connection, and return its pending requests. Call this under the lock."""
+        """Stop reading a connection, and return its pending requests. The caller holds the lock."""
         pending = self._connections.pop(connection, {})
         self._attachments.pop(connection, None)
         self._when_idle.pop(connection, None)

@@ -258,7 +258,7 @@ class GenerationEngine(ModelReplica[AnswerStream]):
             return None if stream.over else self._last(stream)
 
     def _last(self, stream: AnswerStream) -> Any:
-        """Return the last response, under the lock; never raises."""
+        """Return the last response. The caller holds the lock. Never raises."""
         stream.over = True
         request = stream.request
         if request.failure is None and request.reply is not None and request.reply.sent:

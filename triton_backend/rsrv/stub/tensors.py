@@ -155,7 +155,7 @@ def as_array(value: Any) -> Array:
 def encode_strings(array: Array) -> Array | None:
     """Return an array of strings as objects of type bytes, with text in UTF-8. None: an element is neither bytes nor text.
 
-    Each element has the type bytes itself, and not a subclass: of any other object, Triton would send `str()`.
+    Each element has the type bytes itself, and not a subclass. For another object, Triton would send the result of `str()`.
     """
     if array.size and array.dtype.kind not in "SUO":
         return None

@@ -55,11 +55,11 @@ def constant_reads(call: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> 
     return recorder.values
 
 
-class _Reads(TorchDispatchMode):
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Handles the reads of a run by their places."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._counts: Counter[Place] = Counter()
 
     def _place(self) -> Place:
@@ -75,7 +75,7 @@ class _Reads(TorchDispatchMode):
         return (*place, self._counts[place])
 
 
-class _Recorder(_Reads):
+class _Recorder(_Reads):  # type: ignore[no-untyped-call]
     """Follows which memory depends on inputs or on random numbers, and records reads of other memory."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
@@ -122,7 +122,7 @@ class _Recorder(_Reads):
 
 def _storages(values: Any) -> list[StorageWeakRef]:
     return [
-        StorageWeakRef(value.untyped_storage())
+        StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
         for value in pytree.tree_leaves(values)
         if isinstance(value, torch.Tensor)
     ]
@@ -150,7 +150,7 @@ def _listed(tensor: torch.Tensor) -> Any:
     return [_listed(part) for part in tensor] if tensor.ndim else tensor.item()
 
 
-class Repeated(_Reads):
+class Repeated(_Reads):  # type: ignore[no-untyped-call]
     """Returns the values of an eager run for reads at the same places."""
 
     def __init__(self, values: Mapping[Place, Any]) -> None:

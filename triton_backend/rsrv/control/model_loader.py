@@ -76,7 +76,7 @@ class ModelLoader:
     # --- starts of loads and unloads --------------------------------------------------------------------------
 
     def load(self, name: str, replaced: Replaced | None = None, *, unchanged: bool = False) -> None:
-        """Begin to load a model from the repository, which is not being loaded or unloaded. If that fails, restore `replaced`.
+        """Begin to load a model of the repository that is neither loading nor unloading. If that fails, restore `replaced`.
 
         If `unchanged` is True, Triton loads the model even if its files have not changed since the last load.
         """

@@ -557,7 +557,7 @@ class LoadQueue:
         return None if name is None else (self._models[name], [])
 
     def _first_restored(self, *, on_disk: bool) -> str | None:
-        """Return the first model in line to be restored. Remove models from this line that do not fit in the free memory."""
+        """Return the first model in line to be restored. Remove models that do not fit in the budget from this line."""
         while True:
             name = min(
                 self._queued_in(self.restored, on_disk=on_disk), key=self.restored.__getitem__, default=None

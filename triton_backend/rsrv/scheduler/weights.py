@@ -323,7 +323,7 @@ class WeightAccounts:
             facts = {"why": why or event.value, **details, **({"bytes": moved} if moved else {})}
             weights.history.change(self.now, f"weights {after.value}", facts)
 
-    # --- free memory -------------------------------------------------------------------------------------------
+    # --- room within the budget -------------------------------------------------------------------------------------
 
     def missing(self, weights: ModelWeights) -> int:
         """Return the bytes to evict before these absent weights fit. 0 or less: they fit.

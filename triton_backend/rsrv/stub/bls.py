@@ -204,8 +204,8 @@ class Bls:
     ) -> Future[Arrays]:
         """Call `model`. The future gets the `outputs` in their order, or all outputs if none are named.
 
-        Without an answer before `deadline_ns` and the timeout of this object, the future gets RequestFailure. Cancelling the
-        future has an effect only before Triton has the call.
+        The future gets RequestFailure if there is no answer by `deadline_ns` or within the timeout of this object, whichever ends
+        first. Cancelling the future has an effect only before Triton has the call.
 
         Args:
             model: Name of the model.

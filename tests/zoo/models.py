@@ -385,7 +385,7 @@ def _all_experts(kind: str) -> Made:
     """Compute all experts, and choose."""
     import torch
 
-    auto, inputs = ("AutoModelForCausalLM", "text") if kind == "dbrx" else ("AutoModelForSeq2SeqLM", "seq2seq")
+    auto, inputs = ("AutoModelForSeq2SeqLM", "seq2seq") if kind == "switch_transformers" else ("AutoModelForCausalLM", "text")
     module, examples, options = make_transformers(kind, auto, inputs)
 
     def switch(experts: Any, hidden_states: Any, selected_experts: Any, routing_weights: Any) -> Any:
@@ -401,9 +401,27 @@ def _all_experts(kind: str) -> Made:
         chosen = top_k_index[..., None] == torch.arange(results.shape[1])
         return torch.where(chosen, top_k_weights[..., None], 0).sum(1)[:, None].matmul(results)[:, 0].view(hidden_states.shape)
 
-    forward = {"dbrx": dbrx, "switch_transformers": switch}[kind]
+    def jetmoe_gates(router: Any, hidden_states: Any) -> Any:
+        """Return what the original returns, but the sizes as a tensor."""
+        logits = router.layer(hidden_states).float()
+        top, experts = logits.topk(router.top_k, dim=1)
+        order = experts.flatten().sort(0).indices
+        sizes = (experts.flatten()[:, None] == torch.arange(router.num_experts)).sum(0)
+        return order, order // router.top_k, top.softmax(1).flatten()[order], sizes, logits
+
+    def jetmoe(experts: Any, inputs: Any, sizes: Any) -> Any:
+        rows = torch.arange(len(inputs))
+        results = torch.stack([inputs @ weight.T for weight in experts.weight], 1)
+        return results[rows, (rows[:, None] >= sizes.cumsum(0)).sum(1)]
+
+    forwards = {
+        "DbrxExperts": dbrx,
+        "JetMoeParallelExperts": jetmoe,
+        "JetMoeTopKGating": jetmoe_gates,
+        "SwitchTransformersExperts": switch,
+    }
     for part in module.modules():
-        if type(part).__name__ in ("DbrxExperts", "SwitchTransformersExperts"):
+        if forward := forwards.get(type(part).__name__):
             part.forward = MethodType(forward, part)
     return module, examples, options
 
@@ -421,7 +439,7 @@ CHANGES: dict[str, tuple[str, Callable[[], Made]]] = {
     **{f"transformers {kind}": _embeddings(kind) for kind in words("clip siglip chinese_clip altclip groupvit align")},
     "transformers longformer": (UNMASKED, partial(_unmasked, "longformer", "AutoModel", "text")),
     "transformers led": (UNMASKED, partial(_unmasked, "led", "AutoModelForSeq2SeqLM", "seq2seq")),
-    **{f"transformers {kind}": (EXPERTS, partial(_all_experts, kind)) for kind in words("dbrx switch_transformers")},
+    **{f"transformers {kind}": (EXPERTS, partial(_all_experts, kind)) for kind in words("dbrx jetmoe switch_transformers")},
     "transformers dac": ("--outputs audio_values", partial(_kept, partial(make_transformers, "dac", "AutoModel", "sound"), "audio_values")),
     "pytorch-tabnet TabNet": ("--outputs output_0", lambda: _kept(OTHERS["pytorch-tabnet", "TabNet"], "output_0")),
     "torch LSTM_packed": ("pad and mask, without packing", _padded),

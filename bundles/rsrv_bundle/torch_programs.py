@@ -62,6 +62,11 @@ with _quiet():
 _TORCH, _HERE = (Path(file).resolve().parent for file in (torch.__file__, __file__))
 #: Assertions, which have no result. PyTorch keeps the first one in order by tokens.
 _ASSERTIONS = (torch.ops.aten._linalg_check_errors.default, torch.ops.aten._assert_async.msg)
+_NUMBER_ASSERTIONS = (
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten.sym_constrain_range.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+)
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 #: Prefix of all names of the module, because it is traced inside another module.
 _PREFIX = "module."
@@ -172,9 +177,7 @@ class TracedModules:
         """Trace the module with torch.export. Decompose operations for which neither torchax nor `self._lowerings` has a function."""
         served = _Served(self._module, tuple(self._inputs), note)
         exported = _traced(served, zeros)
-        for node in reversed(exported.graph.nodes):
-            if node.target in (torch.ops.aten.item.default, *READS) and not node.users:
-                exported.graph.erase_node(node)
+        for node in exported.graph.nodes:
             # Replace views, because a decomposition may return other strides than the kernel whose result was viewed.
             if node.target in _VIEWS:
                 node.target = torch.ops.aten.reshape.default
@@ -220,7 +223,7 @@ def _traced(served: _Served, zeros: tuple[Any, ...]) -> Any:
 
     def trace() -> Any:
         with unchanged(served.module), without_idle_conversions():
-            return torch.export.export(served, zeros)
+            return _without_idle_reads(torch.export.export(served, zeros))
 
     def read() -> Mapping[Place, Any]:
         with unchanged(served.module), torch.compiler.set_stance("force_eager"):
@@ -237,6 +240,16 @@ def _traced(served: _Served, zeros: tuple[Any, ...]) -> Any:
         served.reads = read()
         if served.reads:
             return trace()
+    return exported
+
+
+def _without_idle_reads(exported: Any) -> Any:
+    """Remove assertions about numbers, and numbers that are then unused."""
+    for node in reversed(exported.graph.nodes):
+        number = isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
+        unused = not node.users and (number or node.target in (torch.ops.aten.item.default, *READS))
+        if unused or node.target in _NUMBER_ASSERTIONS:
+            exported.graph.erase_node(node)
     return exported
 
 

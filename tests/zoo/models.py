@@ -436,7 +436,7 @@ UNMASKED = "leave out attention_mask, which the rows of one request length share
 EXPERTS = "compute all experts and choose with torch.where"
 #: What the error text or the page says to do, and the model changed so, by name.
 CHANGES: dict[str, tuple[str, Callable[[], Made]]] = {
-    **{f"transformers {kind}": _embeddings(kind) for kind in words("clip siglip chinese_clip altclip groupvit align")},
+    **{f"transformers {kind}": _embeddings(kind) for kind in words("clip siglip chinese_clip altclip groupvit align clipseg")},
     "transformers longformer": (UNMASKED, partial(_unmasked, "longformer", "AutoModel", "text")),
     "transformers led": (UNMASKED, partial(_unmasked, "led", "AutoModelForSeq2SeqLM", "seq2seq")),
     **{f"transformers {kind}": (EXPERTS, partial(_all_experts, kind)) for kind in words("dbrx jetmoe switch_transformers")},

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc
-from tritonclient.utils import serialize_byte_tensor
+from tritonclient.utils import InferenceServerException, serialize_byte_tensor
 
 import native_front
 from local_triton import TritonServer
@@ -54,8 +54,18 @@ class Region:
         tensor.set_shared_memory(self.name, len(data))
 
     def close(self) -> None:
-        self._client.unregister_system_shared_memory(self.name)
+        # The server may still read the region for a request whose client no longer waits.
+        wait_until(self._is_unregistered, what="the end of the requests in the region")
         self._file.unlink()
+
+    def _is_unregistered(self) -> bool:
+        try:
+            self._client.unregister_system_shared_memory(self.name)
+        except InferenceServerException as error:
+            if "currently in use" not in str(error):
+                raise
+            return False
+        return True
 
 
 class Asker:

@@ -44,8 +44,8 @@ def run(inputs, call):
     return {"y": call("right", {"x": first})["y"]}
 """
 #: lines of either front
-_LOST = re.compile("rsrv.(stub|native:) steady: lost the runtime: ")
-_BACK = re.compile("rsrv.(stub|native:) steady: reconnected to the runtime")
+_LOST = re.compile(r"rsrv\.(stub\.\w+|native:) steady: lost the runtime: ")
+_BACK = re.compile(r"rsrv\.(stub\.\w+|native:) steady: reconnected to the runtime")
 
 
 @pytest.fixture(scope="module")

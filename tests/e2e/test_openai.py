@@ -39,7 +39,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
     told = (stateful.ensure() / name for name in ("teller", "tokens", "sums"))
     stateful.with_chat(home / "bundles" / "talker", TEMPLATE, stateful.ensure() / "teller")
     repository = make_repository(home, home / "bundles", *told, demo.DATA / demo.BUNDLES / "glossary_bytes")
-    with running_triton(repository, home / "server.log") as running:
+    # The hooks of `embed` are slow for one text, and other requests wait for them.
+    with running_triton(repository, home / "server.log", expected=["waits_in_triton"]) as running:
         yield running
 
 

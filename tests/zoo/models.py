@@ -414,7 +414,7 @@ def _all_experts(kind: str) -> Made:
         results = torch.stack([inputs @ weight.T for weight in experts.weight], 1)
         return results[rows, (rows[:, None] >= sizes.cumsum(0)).sum(1)]
 
-    forwards = {
+    forwards: dict[str, Any] = {
         "DbrxExperts": dbrx,
         "JetMoeParallelExperts": jetmoe,
         "JetMoeTopKGating": jetmoe_gates,

@@ -43,9 +43,14 @@ class PartRuntime:
             return
         for one in submissions(frame, count):
             self.waiting[one.request] = one
-            values = connection.segments[one.segment][one.inputs_at : one.inputs_at + 4].view(np.float32)
-            self.firsts.append((int(values[0]) - number) // COLUMNS)
+            self.firsts.append(first_row(connection, one, number))
         self.most = max(self.most, len(self.waiting))
+
+
+def first_row(connection: Connection, part: Submission, number: int) -> int:
+    """Return the first row of a part of the request `number`."""
+    values = connection.segments[part.segment][part.inputs_at : part.inputs_at + 4].view(np.float32)
+    return (int(values[0]) - number) // COLUMNS
 
 
 def answer(connection: Connection, one: Submission) -> None:
@@ -168,7 +173,7 @@ def test_a_death_repeats_only_the_parts_without_an_answer(
     program: Path, tmp_path: Path, launches: bool
 ) -> None:
     """The next runtime gets each of them once; suspects come alone."""
-    first, second, flags = PartRuntime(), PartRuntime(), list[int]()
+    first, second, answered, flags = PartRuntime(), PartRuntime(), set[int](), list[int]()
 
     def die(connection: Connection) -> None:
         connection.greet()
@@ -178,6 +183,7 @@ def test_a_death_repeats_only_the_parts_without_an_answer(
                 if launches:
                     connection.launch(frames.pack_submissions([one]), 1)
                 return
+            answered.add(first_row(connection, one, 1))
             answer(connection, one)
 
     def serve(connection: Connection) -> None:
@@ -191,7 +197,9 @@ def test_a_death_repeats_only_the_parts_without_an_answer(
         front.ask("open")
         assert front.ask(f"send 1 {ROWS}") == [doubled(1, ROWS)]
         assert front.ask("close") == ["closed - ok 0 0"]
-    assert sorted(second.firsts) == list(range(16, 56, 8))
+    # On a busy machine, the part that follows an answer may arrive before the parts that were submitted at the start.
+    assert len(answered) == 2
+    assert sorted(second.firsts) == sorted({*range(0, 56, 8)} - answered)
     assert flags.count(WAITED | ALONE) == launches
 
 

@@ -21,7 +21,7 @@ PAGES = [
 ]
 
 #: These run unchanged except for `PLACEHOLDERS`, and have to succeed.
-RUN = {"rsrv", "rsrv-bundle", "rsrv-gen", "rsrv-sim", "curl", "for", "python"}
+RUN = {"rsrv", "rsrv-bundle", "rsrv-gen", "rsrv-sim", "curl", "python"}
 
 #: The reasons why others are not run. The flags of some are checked.
 NOT_RUN = {
@@ -44,13 +44,11 @@ NOT_RUN = {
     "KEY=$(openssl rand -hex 16)": "is for the tritonserver below it",
     "~/.cache/rsrv/triton-24.10/perf/perf_analyzer": "would measure for seconds; `make bench` runs it",
     "awk": "reads a public trace of gigabytes; a test gives it a few rows",
-    "rsrv check-triton": "takes half a minute; a long test runs it",
     "/opt/rsrv/bin/rsrv": "is rsrv in NVIDIA's container; a long test runs the command",
     "docker": "needs a container engine",
     "envoy": "the picker's tests run it with this configuration",
     "helm": "needs a cluster",
     "kubectl": "needs a cluster",
-    "promtool": "comes with Prometheus, which is not installed for the tests",
 }
 
 #: Placeholders in commands, and the tests' values for them.

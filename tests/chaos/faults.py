@@ -208,14 +208,25 @@ class FreezeDevice(_OneOfTwoDevices, Freeze):
 # --- stubs --------------------------------------------------------------------------------------------------------
 
 
+def _stub_pid(model: str, house: House) -> int:
+    """Return the process of a model's stub. Raises NotPossible if the model has none."""
+    pids = house.server.stub_pids(model)
+    if not pids:
+        raise NotPossible(f"the native front serves {model} inside tritonserver, so the model has no stub")
+    (pid,) = pids
+    return pid
+
+
 class KillStub(Fault):
     name = "kill -9 a stub"
     expected = Expected({"elastic"}, excuse=NO_ANSWER)
     unhealthy = "elastic"
 
+    def prepare(self, house: House) -> None:
+        self._stub = _stub_pid("elastic", house)
+
     def strike(self, house: House, load: Load) -> float:
-        (stub,) = house.server.stub_pids("elastic")
-        return kill(stub, signal.SIGKILL)
+        return kill(self._stub, signal.SIGKILL)
 
     def tidy(self, house: House) -> None:
         _revive("elastic", house)
@@ -232,12 +243,11 @@ class StopStub(Fault):
 
     def prepare(self, house: House) -> None:
         self._server = house.server.pid
+        self._stub = psutil.Process(_stub_pid("elastic", house))
 
     def strike(self, house: House, load: Load) -> float:
-        (stub,) = house.server.stub_pids("elastic")
-        self._stub = psutil.Process(stub)
         wait_until(lambda: house.model("elastic").get("executing"), what="an execution")
-        struck = kill(stub, signal.SIGSTOP)
+        struck = kill(self._stub.pid, signal.SIGSTOP)
         time.sleep(3)
         return struck
 

@@ -18,6 +18,7 @@ from rsrv.extras import install_command
 from rsrv_bundle.calling import Results
 from rsrv_bundle.errors import BundleError
 from rsrv_bundle.export import Original, export_bundle
+from rsrv_bundle.inputs import check_sample_names, sample_count
 from rsrv_bundle.interface import LETTERS
 from rsrv_bundle.onnx_import.evaluate import Evaluator
 from rsrv_bundle.onnx_import.model import Input, Node, OnnxModel, Weight, graphs_of, read_model
@@ -361,11 +362,11 @@ def _values_of_index(node: Node, same: set[str], constant: Callable[[str], Array
 
 def _sampled(inputs: Sequence[Input], plan: _Axes, samples: Mapping[str, Array]) -> dict[str, Array]:
     """Return samples as example inputs."""
-    names = [value.name for value in inputs]
-    if samples and set(samples) != set(names):
-        raise BundleError(f"samples: are {', '.join(sorted(samples))}; the model takes {', '.join(names)}")
+    if not samples:
+        return {}
+    check_sample_names(samples, [value.name for value in inputs])
     examples = {}
-    for value in inputs if samples else ():
+    for value in inputs:
         array = samples[value.name]
         axis = plan.batch.get(value.name)
         sizes = list(_dims(value))
@@ -380,11 +381,7 @@ def _sampled(inputs: Sequence[Input], plan: _Axes, samples: Mapping[str, Array])
                 f"samples: {value.name}: is {array.dtype}{list(array.shape)}; the model takes {value.dtype}[{shape}]"
             )
         examples[value.name] = array[0] if axis is None else np.moveaxis(array, 0, axis)
-    counts = {len(array) for array in samples.values()}
-    if len(counts) > 1:
-        raise BundleError(
-            f"samples: their first axes differ: {sorted(counts)}; it counts the samples in each"
-        )
+    sample_count(samples.values())
     return examples
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from rsrv_bundle import dtypes
+from rsrv_bundle.errors import BundleError
 from rsrv_bundle.spec import Bundle
 
 Array = np.ndarray[Any, Any]
@@ -162,6 +163,22 @@ def _fitting(bundle: Bundle, examples: Mapping[str, Array]) -> dict[int, Array]:
 def _speaks(example: Array) -> bool:
     first = example.reshape(-1)[0]
     return bool((example != first).any() if example.size > 1 else first != 0)
+
+
+def check_sample_names(samples: Collection[str], names: Collection[str]) -> None:
+    """Raise BundleError unless there are samples for exactly these inputs."""
+    if set(samples) != set(names):
+        raise BundleError(f"samples: are {', '.join(sorted(samples))}; the model takes {', '.join(names)}")
+
+
+def sample_count(arrays: Iterable[Array]) -> int:
+    """Return the length of the first axis of all arrays, or 0 without arrays. Raises BundleError if they differ."""
+    counts = {len(array) for array in arrays}
+    if len(counts) > 1:
+        raise BundleError(
+            f"samples: their first axes differ: {sorted(counts)}; it counts the samples in each"
+        )
+    return counts.pop() if counts else 0
 
 
 def repeated(array: Array, shape: tuple[int, ...]) -> Array:

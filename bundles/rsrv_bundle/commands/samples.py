@@ -11,6 +11,7 @@ import numpy as np
 
 from rsrv_bundle import dtypes
 from rsrv_bundle.errors import BundleError, Problems
+from rsrv_bundle.inputs import check_sample_names, sample_count
 from rsrv_bundle.padding import fitted
 from rsrv_bundle.spec import Bundle, TensorSpec
 
@@ -48,13 +49,8 @@ def rows_of(bundle: Bundle, samples: Mapping[str, Array]) -> dict[int, list[Arra
         preprocess = _hook(bundle.hooks)
         specs = bundle.manifest.wire_inputs
     arrays = _typed(specs, samples)
-    counts = {len(array) for array in arrays}
-    if len(counts) > 1:
-        raise BundleError(
-            f"samples: their first axes differ: {sorted(counts)}; it counts the samples in each"
-        )
     pools: dict[int, list[list[Array]]] = {}
-    for index in range(counts.pop() if counts else 0):
+    for index in range(sample_count(arrays)):
         request = {
             spec.name: array[index, ...]
             if spec.batch_axis is None
@@ -71,8 +67,7 @@ def rows_of(bundle: Bundle, samples: Mapping[str, Array]) -> dict[int, list[Arra
 def _typed(specs: tuple[TensorSpec, ...], samples: Mapping[str, Array]) -> list[Array]:
     """Return the samples in the order of the specs. Raises BundleError if their names or types differ."""
     names = [spec.name for spec in specs]
-    if set(names) != set(samples):
-        raise BundleError(f"samples: are {', '.join(sorted(samples))}; the model takes {', '.join(names)}")
+    check_sample_names(samples, names)
     problems = Problems()
     typed = []
     for spec in specs:

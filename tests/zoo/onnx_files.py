@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
+from rsrv_bundle.from_onnx import session_options
 from rsrv_bundle.numerics import TOLERANCE, ModuleRunner, difference
 from rsrv_bundle.reader import read_bundle
 
@@ -165,9 +166,7 @@ def _compared(folder: Path, local: Path) -> dict[str, Any]:
     """
     bundle = read_bundle(folder)
     run = ModuleRunner(bundle)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    options.add_session_config_entry("session.x64quantprecision", "1")
+    options = session_options()
     session = onnxruntime.InferenceSession(local, options, providers=["CPUExecutionProvider"])
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     plain = onnxruntime.InferenceSession(local, options, providers=["CPUExecutionProvider"])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import helper
+from onnx import GraphProto, TensorProto, helper
 
 from rsrv_bundle import BundleError, from_onnx
 from rsrv_bundle.cli import main
@@ -537,21 +537,24 @@ def test_a_loop_that_ends_by_its_own_count_does_not_hold_the_export(tmp_path: Pa
     assert b"while" in (bundle.path / "model.mlir").read_bytes()
 
 
+def adding_one(kind: int) -> GraphProto:
+    """Return the body of a loop that adds the constant `one` to its value, a tensor of one element."""
+    values = {"i": (TensorProto.INT64, []), "go": (TensorProto.BOOL, []), "value": (kind, [1])}
+    results = {"on": (TensorProto.BOOL, []), "next": (kind, [1])}
+    return helper.make_graph(
+        [node("Add", "value one", "next"), node("Identity", "go", "on")],
+        "body",
+        [helper.make_tensor_value_info(name, *described) for name, described in values.items()],
+        [helper.make_tensor_value_info(name, *described) for name, described in results.items()],
+    )
+
+
 def test_a_long_loop_of_known_numbers_may_make_a_shape(tmp_path: Path) -> None:
     """No round depends on a request, so the export computes the loop."""
-    body = helper.make_graph(
-        [node("Add", "size one", "next"), node("Identity", "go", "on")],
-        "body",
-        [
-            helper.make_tensor_value_info(name, kind, shape)
-            for name, kind, shape in (("i", 7, []), ("go", 9, []), ("size", 7, [1]))
-        ],
-        [
-            helper.make_tensor_value_info(name, kind, shape)
-            for name, kind, shape in (("on", 9, []), ("next", 7, [1]))
-        ],
-    )
-    nodes = [node("Loop", "count - zero", "sizes", body=body), node("Expand", "x sizes", "y")]
+    nodes = [
+        node("Loop", "count - zero", "sizes", body=adding_one(TensorProto.INT64)),
+        node("Expand", "x sizes", "y"),
+    ]
     constants = {"count": np.array(20), "zero": np.array([0]), "one": np.array([1])}
     made = graph(nodes, {"x": (np.float32, [1])}, {"y": (np.float32, [20])}, constants)
     bundle = export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m")
@@ -561,19 +564,7 @@ def test_a_long_loop_of_known_numbers_may_make_a_shape(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rounds", [64, 100_000])
 def test_a_loop_of_any_length_does_not_hold_the_export(tmp_path: Path, rounds: int) -> None:
     """A loop is unrolled only if it is short; a long one, such as Keras's recurrent layers, stays a loop."""
-    body = helper.make_graph(
-        [node("Add", "value one", "next"), node("Identity", "go", "on")],
-        "body",
-        [
-            helper.make_tensor_value_info(name, kind, shape)
-            for name, kind, shape in (("i", 7, []), ("go", 9, []), ("value", 1, [1]))
-        ],
-        [
-            helper.make_tensor_value_info(name, kind, shape)
-            for name, kind, shape in (("on", 9, []), ("next", 1, [1]))
-        ],
-    )
-    nodes = [node("Loop", "count - x", "y", body=body)]
+    nodes = [node("Loop", "count - x", "y", body=adding_one(TensorProto.FLOAT))]
     made = graph(
         nodes, {"x": (np.float32, [1])}, {"y": (np.float32, [1])},
         {"count": np.array(rounds, np.int64), "one": np.ones(1, np.float32)},

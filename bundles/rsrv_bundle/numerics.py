@@ -170,7 +170,7 @@ def compare(
     done: Callable[[str], None],
     further: Callable[[Judge], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Compare the results of every module with those of `direct(*inputs)`, and with those of the other modules.
+    """Compare the results of every module with the results of `direct(*inputs)`, and with the results of the other modules.
 
     examples: as `random_inputs` and `example_inputs` take them.
     done: a function that is called with a module's name after its comparison with `direct`.

@@ -28,9 +28,9 @@ _SHAPED_LIKE = {
     aten.empty_like, aten.full_like, aten.ones_like, aten.zeros_like, aten.new_empty, aten.new_full, aten.new_ones, aten.new_zeros,
 }  # fmt: skip
 #: Python may use a value or a size of the result of operations with these tags.
-_TELLS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_EXPOSING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 #: Functions that return the memory of a tensor to Python.
-_EXPOSES = {torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.numpy}
+_EXPOSING = {torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.numpy}
 #: Lines of PyTorch are left out of places.
 _TORCH = f"{Path(torch.__file__).parent}/"
 _HERE = Path(__file__).parent
@@ -83,8 +83,8 @@ class _Recorder(_Reads):  # type: ignore[no-untyped-call]
         #: Memory that depends on inputs. Weak references prevent that an identity is used again.
         self._dependent: set[StorageWeakRef] = set()
         self._add(inputs)
-        #: Whether Python may know a value that depends on inputs.
-        self.told = False
+        #: True once Python may know a value that depends on inputs.
+        self.exposed = False
         self.values: dict[Place, Any] = {}
 
     def depends(self, values: Any) -> bool:
@@ -103,21 +103,21 @@ class _Recorder(_Reads):  # type: ignore[no-untyped-call]
             self._add(result)
             if func._schema.is_mutable:
                 self._add((args, kwargs))
-            self.told |= self._tells(func, args)
+            self.exposed |= self._exposes(func, args)
         if func in READS:
             place = self._place()
-            if not self.told:
+            if not self.exposed:
                 self.values[place] = result
         return result
 
-    def _tells(self, func: Any, args: Any) -> bool:
+    def _exposes(self, func: Any, args: Any) -> bool:
         """Return whether Python may know a value or a size of the result."""
         if func is aten.index.Tensor:
             masks = [
                 index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)
             ]
             return self.depends(masks)
-        return not _TELLS.isdisjoint(func.tags)
+        return not _EXPOSING_TAGS.isdisjoint(func.tags)
 
 
 def _storages(values: Any) -> list[StorageWeakRef]:
@@ -140,8 +140,8 @@ class _Functions(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.tolist:
             return _listed(args[0])
-        if func in _EXPOSES and self._recorder.depends(args):
-            self._recorder.told = True
+        if func in _EXPOSING and self._recorder.depends(args):
+            self._recorder.exposed = True
         return func(*args, **(kwargs or {}))
 
 

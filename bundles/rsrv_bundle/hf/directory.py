@@ -30,7 +30,7 @@ MAX_FILES = 10_000
 MAX_JSON = 4 * 2**20
 #: Maximum number of bytes of a tokenizer's file.
 MAX_TOKENIZER = 256 * 2**20
-#: Maximum number of bytes of a safetensors header, and of all JSON files together except those of tokenizers.
+#: Maximum number of bytes of a safetensors header, and of all JSON files together. Tokenizers have a limit of their own.
 MAX_HEADER = 64 * 2**20
 #: Largest number of heads, channels and the like in a configuration.
 _MAX_SIZE = 10**7

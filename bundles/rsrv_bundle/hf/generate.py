@@ -46,7 +46,7 @@ _MAX_CHAT = 32_768
 def export_decoder(
     directory: Directory, options: HubOptions, work: Path, *, limit: float, **others: Any
 ) -> dict[str, float]:
-    """Write a decoder as the bundle `work`. Return the largest gap between its greedy tokens and those of transformers.
+    """Write a decoder as the bundle `work`. Return the largest gap between its greedy tokens and the tokens of transformers.
 
     limit: the largest gap allowed, relative to the largest magnitude of the logits. others: options of `export_generative`.
     """
@@ -203,7 +203,7 @@ def _prompts(
 def greedy_gap(
     bundle: Bundle, model: Any, prompts: Sequence[Sequence[int]], count: int, limit: float
 ) -> float:
-    """Compare greedy answers of `count` tokens with those of transformers.
+    """Compare greedy answers of `count` tokens with the answers of transformers.
 
     Rounding may exchange two tokens with nearly equal logits. At the first token that differs, the gap is the difference of the two
     logits, relative to the largest magnitude. The rest of that answer is not compared. Return the largest gap. Raises BundleError

@@ -93,7 +93,7 @@ class OnnxModel:
     path: Path
     graph: Graph
     inputs: tuple[Input, ...]
-    #: Axes of each output, as those of `Input`. An output without a shape in the file has no axes.
+    #: Axes of each output, in the form of `Input.dims`. An output without a shape in the file has no axes.
     output_dims: Mapping[str, tuple[int | str | None, ...]]
     weights: Mapping[str, Array]
     #: Version of the operators by domain.

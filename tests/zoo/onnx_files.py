@@ -12,7 +12,6 @@ import json
 import subprocess
 import sys
 import textwrap
-import time
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
@@ -128,7 +127,7 @@ def _local(file: File) -> Path:
 
 def _export(file: File) -> dict[str, Any]:
     local, folder = _local(file), FOLDER / "bundles" / file.path.replace("/", "-").removesuffix(".onnx")
-    result: dict[str, Any] = asdict(file) | {"bytes": local.stat().st_size, "options": [], "refusals": []}
+    result: dict[str, Any] = asdict(file) | {"options": [], "refusals": []}
     for options in (FIRST, *file.attempts):
         command = [
             "rsrv-bundle",
@@ -141,7 +140,6 @@ def _export(file: File) -> dict[str, Any]:
             *options.split(),
         ]
         result["options"].append(options)
-        began = time.monotonic()
         try:
             done = subprocess.run(
                 [Path(sys.executable).parent / command[0], *command[1:]],
@@ -151,7 +149,6 @@ def _export(file: File) -> dict[str, Any]:
             refusal = "" if done.returncode == 0 else text
         except subprocess.TimeoutExpired:
             refusal = f"takes more than {SECONDS} s"
-        result["seconds"] = round(time.monotonic() - began, 1)
         if not refusal:
             return result | _compared(folder, local)
         lines = [line for line in refusal.splitlines() if not line.startswith(("compare ", "lower "))]
@@ -250,10 +247,9 @@ def page(results: list[dict[str, Any]]) -> str:
         f" {reasons}."
     )
     second = (
-        "The last columns are the file's size, the largest error at all compiled sizes for random inputs that the export has not seen, and"
-        " the seconds of the last export on two busy cores. Where an error is above 1e-4, the number behind it is the error of onnxruntime"
-        " itself without its optimisations. Files with an error above the tolerance and above twice that number:"
-        f" {above or 'none'}."
+        "The last column is the largest error at all compiled sizes, for random inputs that the export has not seen. Where an error is above"
+        " 1e-4, the number behind it is the error of onnxruntime itself without its optimisations. Files with an error above the tolerance"
+        f" and above twice that number: {above or 'none'}."
     )
     lines = [
         HEADING,
@@ -263,7 +259,7 @@ def page(results: list[dict[str, Any]]) -> str:
         textwrap.fill(second, 140, break_on_hyphens=False),
         "",
     ]
-    lines += ["| file | what it does | options | MB | error | s |", "|---|---|---|---|---|---|"]
+    lines += ["| file | what it does | options | error |", "|---|---|---|---|"]
     for result in sorted(results, key=lambda result: str(result["path"])):
         last = result["options"][-1]
         rest = last.removeprefix(FIRST).strip()
@@ -276,7 +272,7 @@ def page(results: list[dict[str, Any]]) -> str:
         own = f" ({result['own']:.1e})" if result.get("own") else ""
         lines.append(
             f"| {result['package'].replace('==', ' ')} ({result['licence']}): `{Path(result['path']).name}` | {result['purpose']} |"
-            f" {options} | {result['bytes'] / 1e6:.1f} | {error}{own} | {result['seconds']:.0f} |"
+            f" {options} | {error}{own} |"
         )
     return "\n".join(lines) + "\n"
 

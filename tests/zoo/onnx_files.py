@@ -1,4 +1,4 @@
-"""Export the ONNX files of packages on PyPI, and write the last section of docs/onnx.md.
+"""Export the ONNX files of packages on PyPI, and write the last section of docs/onnx.md, and docs/onnx-files.csv.
 
 Downloads the wheels to build/onnx-files, and runs nothing in them. Each file is exported as its user would first write the command. If
 that is refused, it is exported with the options that the errors suggest. Then the bundle's modules are run on inputs that the export has
@@ -8,6 +8,7 @@ not seen, and compared with onnxruntime, one row at a time.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import subprocess
 import sys
@@ -30,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "onnx-files"
 RESULTS = FOLDER / "results.jsonl"
 PAGE = ROOT / "docs" / "onnx.md"
+TABLE = ROOT / "docs" / "onnx-files.csv"
 HEADING = "## Files of packages"
 #: Seconds for one export.
 SECONDS = 600
@@ -103,6 +105,8 @@ def main() -> None:
             RESULTS.write_text("".join(json.dumps(result) + "\n" for result in results.values()))
     text = PAGE.read_text().partition(HEADING)[0].rstrip()
     PAGE.write_text(f"{text}\n\n{page(list(results.values()))}")
+    with TABLE.open("w", newline="") as output:
+        csv.writer(output, lineterminator="\n").writerows(table(list(results.values())))
 
 
 def _results() -> dict[str, dict[str, Any]]:
@@ -247,34 +251,34 @@ def page(results: list[dict[str, Any]]) -> str:
         f" {reasons}."
     )
     second = (
-        "The last column is the largest error at all compiled sizes, for random inputs that the export has not seen. Where an error is above"
-        " 1e-4, the number behind it is the error of onnxruntime itself without its optimisations. Files with an error above the tolerance"
-        f" and above twice that number: {above or 'none'}."
+        f"[The table](onnx-files.csv) has the options of each file, and the largest error at all compiled sizes, for random inputs that the"
+        f" export has not seen. Where an error is above 1e-4, it also has the error of onnxruntime itself without its optimisations. Files"
+        f" with an error above the tolerance and above twice that number: {above or 'none'}."
     )
-    lines = [
-        HEADING,
-        "",
-        textwrap.fill(first, 140, break_on_hyphens=False),
-        "",
-        textwrap.fill(second, 140, break_on_hyphens=False),
-        "",
+    paragraphs = (textwrap.fill(text, 140, break_on_hyphens=False) for text in (first, second))
+    return "\n\n".join([HEADING, *paragraphs]) + "\n"
+
+
+def table(results: list[dict[str, Any]]) -> list[list[str]]:
+    """Return the rows of the table, with a row of titles first."""
+    titles = ["package", "licence", "file", "what it does", "options", "error", "error of onnxruntime"]
+    return [
+        titles,
+        *(
+            [
+                result["package"],
+                result["licence"],
+                Path(result["path"]).name,
+                result["purpose"],
+                result["options"][-1],
+                f"{result['error']:.1e}"
+                if "error" in result
+                else f"refused: {_cause(result['refusals'][-1])}",
+                f"{result['own']:.1e}" if result.get("own") else "",
+            ]
+            for result in sorted(results, key=lambda result: str(result["path"]))
+        ),
     ]
-    lines += ["| file | what it does | options | error |", "|---|---|---|---|"]
-    for result in sorted(results, key=lambda result: str(result["path"])):
-        last = result["options"][-1]
-        rest = last.removeprefix(FIRST).strip()
-        options = " ".join(
-            [*([] if last.startswith(FIRST) else ["no batch sizes"]), *([f"`{rest}`"] if rest else [])]
-        )
-        error = (
-            f"{result['error']:.1e}" if "error" in result else f"refused: {_cause(result['refusals'][-1])}"
-        )
-        own = f" ({result['own']:.1e})" if result.get("own") else ""
-        lines.append(
-            f"| {result['package'].replace('==', ' ')} ({result['licence']}): `{Path(result['path']).name}` | {result['purpose']} |"
-            f" {options} | {error}{own} |"
-        )
-    return "\n".join(lines) + "\n"
 
 
 def _allowed(result: dict[str, Any]) -> float:

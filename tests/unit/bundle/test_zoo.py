@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tests.zoo.models import entries
-from tests.zoo.onnx_files import FIRST
+from tests.zoo.onnx_files import FIRST, table
 from tests.zoo.onnx_files import page as section
 from tests.zoo.page import page
 
@@ -55,7 +56,7 @@ def test_the_section_of_onnx_files_counts_attempts_and_errors() -> None:
     """A file is exported at once, after one change or never, and an error that onnxruntime does not share is named."""
     file = {"package": "p==1", "licence": "MIT", "purpose": "detector"}
     open_axis = "input 'x': its axis 1 has no fixed size in the file; give one with --input-shape x_1=SIZE"
-    results = [
+    results: list[dict[str, Any]] = [
         {**file, "path": "a/a.onnx", "options": [FIRST], "refusals": [], "error": 3e-4, "own": 2e-4},
         {
             **file,
@@ -73,5 +74,18 @@ def test_the_section_of_onnx_files_counts_attempts_and_errors() -> None:
     assert "1 files were exported. For 1 more," in text
     assert "an axis has no size in the file (1), an operator cannot be compiled (1)." in text
     assert "twice that number: `b.onnx`." in text
-    assert "| p 1 (MIT): `b.onnx` | detector | `--input-shape x_1=8` | 3.0e-04 (1.0e-05) |" in text
-    assert "refused: an operator cannot be compiled" in text
+
+
+def test_the_table_of_onnx_files_has_their_errors_or_the_reason_of_the_refusal() -> None:
+    """A row has the options of the last attempt, and the error or the reason."""
+    file = {"package": "p==1", "licence": "MIT", "purpose": "detector"}
+    options = [FIRST, f"{FIRST} --input-shape x_1=8"]
+    done = {**file, "path": "a/b.onnx", "options": options, "refusals": [""], "error": 3e-4, "own": 1e-5}
+    refused = {**file, "path": "a/c.onnx", "options": [FIRST], "refusals": ["operator Foo at node 'n': ..."]}
+
+    _, *rows = table([refused, done])
+
+    assert rows == [
+        ["p==1", "MIT", "b.onnx", "detector", options[1], "3.0e-04", "1.0e-05"],
+        ["p==1", "MIT", "c.onnx", "detector", FIRST, "refused: an operator cannot be compiled", ""],
+    ]

@@ -1,6 +1,6 @@
-"""Records which states of a model's machines go together beside a test, and compares them with docs/states.md.
+"""Records which states of a model's machines go together beside a test, and compares them with the known ones.
 
-A combination that the page lacks fails the test if a model stays in it. Looks are too rare to know every shorter one, so such
+A combination that is unknown fails the test if a model stays in it. Looks are too rare to know every shorter one, so such
 a one is printed. Time is counted in looks: the processes that a model waits for are as slow as those that answer a look.
 """
 
@@ -18,18 +18,18 @@ import grpc
 from rsrv.control.sentences import lives, state_of, weights_of
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
-from tests.combinations import Combination, table
+from tests.combinations import ROWS, Combination
 from tests.e2e.harness import RunningTriton
 
 #: Seconds between two looks.
 _LOOK_S = 0.1
-#: Looks in turn that may find a model in a combination that the page lacks.
+#: Looks in turn that may find a model in an unknown combination.
 _PASSING = 10
 
 
 @contextmanager
 def recorded(server: RunningTriton) -> Iterator[None]:
-    """Record a server's combinations during a block; then fail if the page's table lacks one that lasted."""
+    """Record a server's combinations during a block; then fail if an unknown one lasted."""
     longest: dict[Combination, int] = {}
     stop = threading.Event()
 
@@ -51,11 +51,10 @@ def recorded(server: RunningTriton) -> Iterator[None]:
     finally:
         stop.set()
         watching.join()
-    rows = table()
-    unknown = {one: looks for one, looks in longest.items() if not any(row.has(one) for row in rows)}
-    print(f"{len(longest)} combinations of states met; the page lacks {unknown}")
+    unknown = {one: looks for one, looks in longest.items() if not any(row.has(one) for row in ROWS)}
+    print(f"{len(longest)} combinations of states met; unknown: {unknown}")
     lasting = sorted(one for one, looks in unknown.items() if looks > _PASSING)
-    assert not lasting, "docs/states.md lacks combinations of states:\n" + "\n".join(map(str, lasting))
+    assert not lasting, "tests/combinations.py lacks these:\n" + "\n".join(map(str, lasting))
 
 
 def _look(server: RunningTriton) -> dict[str, Combination]:

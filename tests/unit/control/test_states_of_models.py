@@ -9,7 +9,7 @@ import pytest
 from rsrv.control import messages
 from rsrv.control.sentences import lives
 from rsrv.control.v1 import control_pb2 as pb
-from tests.combinations import table
+from tests.combinations import ROWS
 from tests.unit.control.peers import model_record
 
 PAGE = Path(__file__).parents[3] / "docs/operating.md"
@@ -65,15 +65,14 @@ def test_an_alias_that_is_not_served_is_no_model() -> None:
 
 
 def test_each_row_of_the_combinations_has_its_word() -> None:
-    """The states of a row of docs/states.md make the word of that row."""
+    """The states of a row of tests/combinations.py make the word of that row."""
     states = {
         "none": pb.STATE_COLD,
         "loading": pb.STATE_LOADING,
         "failed": pb.STATE_FAILED,
         "leaving": pb.STATE_LEAVING,
     }
-    rows = table()
-    for row in rows:
+    for row in ROWS:
         bundle, _, _, runtime, weights = (min(cell - {"asleep"} or cell) for cell in row.cells)
         broken = "a" if row.word.endswith("older version") or bundle in ("broken", "failed") else ""
         step = "importing model.py" if row.word == "starting" else ""
@@ -85,7 +84,7 @@ def test_each_row_of_the_combinations_has_its_word() -> None:
         found = lives(answer)["a"]
         assert found.partition(",")[0] == row.word.partition(",")[0], row
         assert found.endswith("older version") == row.word.endswith("older version"), row
-    assert {row.word.partition(",")[0] for row in rows} == {
+    assert {row.word.partition(",")[0] for row in ROWS} == {
         *("cold", "starting", "warm", "resident", "ready", "leaving", "failed", "asleep")
     }
 

@@ -143,7 +143,6 @@ pages: $(FRAMEWORKS) $(TRITON) $(BROWSER) ## regenerate tables and pictures in d
 	$(BIN)/python tools/make_proto.py
 	$(BIN)/python tools/native_rules.py
 	$(BIN)/python tools/configuration_page.py
-	$(BIN)/python tools/alerts_page.py
 	$(BIN)/python tools/scheduler_page.py
 	$(BIN)/python tools/state_diagrams.py
 	$(BIN)/python tools/compatibility_page.py

@@ -30,8 +30,8 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "rsrv_responses_total",
         "counter",
         ("model", "device", "status"),
-        "Answers to clients, by the statuses of docs/protocol.md, without calls of meta models. Requests that never "
-        "reached the runtime (wrong shapes, hooks that raised) also count.",
+        "Answers to clients, by status, without calls of meta models. Requests that never reached the runtime (wrong "
+        "shapes, hooks that raised) also count.",
     ),
     MetricFamily(
         "rsrv_alias_responses_total",
@@ -142,14 +142,13 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "rsrv_loop_bans_total",
         "counter",
         ("device",),
-        "Times that a model's short executions moved from the runtime's loop to a thread for a minute, because some "
-        "were slow. The log names the model.",
+        "Times that a model's executions moved from the runtime's loop to a thread for a minute, because some were slow.",
     ),
     MetricFamily(
         "rsrv_batch_rows",
         "histogram",
         ("model", "device"),
-        "Rows of requests in an execution, padding excluded.",
+        "Rows of requests in an execution.",
     ),
     MetricFamily("rsrv_rows_total", "counter", ("model", "device"), "Rows of requests in all executions."),
     MetricFamily(
@@ -173,7 +172,7 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "rsrv_weight_loads_total",
         "counter",
         ("model", "device"),
-        "Loads of weights to the device that succeeded.",
+        "Successful loads of weights to the device.",
     ),
     MetricFamily(
         "rsrv_weight_load_seconds",

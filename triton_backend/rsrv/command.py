@@ -15,10 +15,10 @@ from rsrv.text import nearest
 
 #: All commands of the package, for the shell's completion.
 COMMANDS = ("rsrv", "rsrv-bundle", "rsrv-gateway", "rsrv-gen", "rsrv-sim")
-#: Exit statuses of every command. docs/operating.md has the table.
+#: Exit statuses of every command.
 EXIT_STATUS = (
     "Exit status: 0 done; 1 it failed, or a check found something; 2 wrong command line; 3 doctor found something "
-    "critical; 130 Ctrl-C."
+    "critical; 130 Ctrl-C; 143 SIGTERM."
 )
 
 

@@ -92,7 +92,18 @@ class Meters:
         self.some.set()
 
     def take(self) -> Report:
-        """Return the measurements since the last call, in the form of REPORT (docs/protocol.md)."""
+        """Return the measurements since the last call, as the fields of REPORT.
+
+        requests: histogram of seconds from a request's arrival to its answer.
+        responses: number of answers by status, in lower case.
+        hooks: histograms of seconds by model (this one, or one that the meta model calls) and by hook (pre, post, run).
+        slow: number of the submission, arrival and answer of the slowest requests, in seconds of CLOCK_MONOTONIC. Optional.
+        alias, shadows: name that the clients used, and answers to copies of requests by outcome. Optional.
+        failure: why the latest answer with the status INTERNAL failed, without contents of requests. Optional.
+
+        `rsrv.stub.hook_import` adds `importing` while it imports model.py: the seconds so far, and the line, or 0 if the line is
+        in another file.
+        """
         self.some.clear()
         with self._lock:
             requests, responses, hooks, slow = self._requests, self._responses, self._hooks, self._slow

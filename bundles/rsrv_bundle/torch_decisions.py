@@ -2,15 +2,22 @@
 
 Python reads a value of a tensor for `if`, `int()`, `.item()` and sizes. In a trace, tensors have no values. If a tensor depends only on
 weights and shapes, it has the same value in every request, and an eager run finds this value.
+
+The statement `assert` may read values of inputs: a trace repeats a run in which the assertions hold, so a served model does not check
+them.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
+import linecache
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -42,7 +49,7 @@ Place = tuple[Any, ...]
 def constant_reads(call: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Mapping[Place, Any]:
     """Run `call(*inputs)` eagerly, and return the values that it reads from tensors which depend on no input, by place.
 
-    Values after the first read that depends on inputs are left out, because Python may have used that one. The result is empty if the call
+    Values that the statement `assert` reads are among them, whatever they depend on. Values after the first read that depends on inputs are left out, because Python may have used that one. The result is empty if the call
     fails: a trace has zeros as inputs, and a module may refuse them.
     """
     recorder = _Recorder(inputs)
@@ -63,16 +70,45 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._counts: Counter[Place] = Counter()
 
     def _place(self) -> Place:
-        lines = []
-        for frame, line in traceback.walk_stack(sys._getframe(2)):
-            file = frame.f_code.co_filename
-            if Path(file).parent == _HERE and file != __file__:
-                break
-            if not file.startswith(_TORCH) and file != __file__:
-                lines.append((file, line))
-        place = tuple(lines)
+        place = tuple((frame.f_code.co_filename, line) for frame, line in _module_frames(sys._getframe(2)))
         self._counts[place] += 1
         return (*place, self._counts[place])
+
+
+def _module_frames(first: FrameType) -> Iterator[tuple[FrameType, int]]:
+    """Yield the module's frames with their lines, innermost first. PyTorch's frames and those of this file are left out."""
+    for frame, line in traceback.walk_stack(first):
+        file = frame.f_code.co_filename
+        if Path(file).parent == _HERE and file != __file__:
+            return
+        if not file.startswith(_TORCH) and file != __file__:
+            yield frame, line
+
+
+def _asserts(first: FrameType) -> bool:
+    """Return whether the module's innermost frame executes a statement `assert`."""
+    for frame, _ in _module_frames(first):
+        line, _, column, _ = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+        begin = (line or 0, column or 0)
+        return any(start <= begin < end for start, end in _assertions(frame.f_code.co_filename))
+    return False
+
+
+@functools.cache
+def _assertions(file: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Return line and column of the start and end of each statement `assert` in a source file.
+
+    The list is empty if there is no source.
+    """
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return []
+    return [
+        ((node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assert)
+    ]
 
 
 class _Recorder(_Reads):  # type: ignore[no-untyped-call]
@@ -103,7 +139,7 @@ class _Recorder(_Reads):  # type: ignore[no-untyped-call]
             self._add(result)
             if func._schema.is_mutable:
                 self._add((args, kwargs))
-            self.exposed |= self._exposes(func, args)
+            self.exposed |= self._exposes(func, args) and not (func in READS and _asserts(sys._getframe(1)))
         if func in READS:
             place = self._place()
             if not self.exposed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import subprocess
 import sys
 import warnings
@@ -504,6 +505,27 @@ def test_a_module_may_read_values_that_no_request_changes(
 ) -> None:
     """Decisions, sizes and numbers from values of buffers and constants are the same for all requests, and are exported."""
     export(tmp_path / "m", Decided(function), {"x": torch.ones(1, 3)})
+
+
+def test_assertions_about_values_of_inputs_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The statement `assert` may read values of inputs; a decision on the same line may not."""
+    # pytest rewrites the assertions of its own files.
+    (tmp_path / "asserting.py").write_text(
+        "def forward(x):\n"
+        "    assert (x == x).all(\n"
+        "    ), x.sum().item()\n"
+        "    assert x.square().sum().item() >= 0\n"
+        "    return x + 1\n"
+        "def decided(x):\n"
+        "    assert x.shape[1] == 3; return x if x.sum() > 0 else -x\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    asserting = importlib.import_module("asserting")
+    export(tmp_path / "m", Function(asserting.forward))
+    with pytest.raises(BundleError, match=r"asserting.py:7: forward decides by a tensor's values"):
+        export(tmp_path / "m2", Function(asserting.decided))
 
 
 def test_zeros_become_integers_that_the_module_takes(tmp_path: Path) -> None:

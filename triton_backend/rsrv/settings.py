@@ -41,8 +41,7 @@ class SchedulerSection(Section):
     discipline: DisciplineName = Field(
         "fair",
         description="Which model gets the device. fair: device time in proportion to the models' weights; fifo: the oldest "
-        "request first; edf: the earliest deadline first, and requests that cannot meet their deadline end at "
-        "once.",
+        "request first; edf: the earliest deadline first.",
     )
     depth: int | None = Field(
         None,
@@ -99,9 +98,8 @@ class RuntimeSection(Section):
     )
     devices: Literal["all"] | list[int | str] = Field(
         "all",
-        description="Devices of the server. Each has a runtime process. The section placement decides which devices serve a model. "
-        "all: the visible GPUs or MIG instances, or the CPU if there is none. A list contains numbers of visible GPUs in "
-        "nvidia-smi's order, UUIDs (GPU-... or MIG-...), or cpu.",
+        description="Devices of the server. all: the visible GPUs or MIG instances, or the CPU if there is none. A list contains "
+        "numbers of visible GPUs in nvidia-smi's order, UUIDs (GPU-... or MIG-...), or cpu.",
     )
     compilation_cache_dir: Path | None = Field(
         Path("~/.cache/rsrv/xla"),
@@ -154,8 +152,7 @@ class RuntimeSection(Section):
     )
     spare: bool = Field(
         True,
-        description="Keep a process per device, of 90 MB, that becomes the next runtime when this one dies. This saves "
-        "seconds.",
+        description="Keep a process per device, of 90 MB, that becomes the next runtime when this one dies.",
     )
     watchdog_s: Seconds | None = Field(
         60.0,
@@ -211,8 +208,8 @@ class StubSection(Section):
     front: Front = Field(
         "python",
         description="What answers a model's requests inside Triton. python: a process per model; native: one library for all "
-        "models, which is faster and smaller; auto: native if the library works here. Meta models and models with hooks or "
-        "state always have python. More in docs/tuning.md. Run rsrv-gen again after a change.",
+        "models, where it can serve them; auto: native if the library works here. More in docs/tuning.md. Run rsrv-gen again "
+        "after a change.",
     )
     in_place_ms: Milliseconds = Field(
         4.0,
@@ -230,8 +227,8 @@ class StubSection(Section):
         60.0,
         gt=0,
         allow_inf_nan=False,
-        description="Limit of a hook's run. Beyond it, all waiting requests of the model fail, and its process is replaced. An"
-        " import of model.py has this limit, or 60 s if that is longer. null: no limit.",
+        description="Limit of a hook's run. Beyond it, all waiting requests of the model fail, and its process is replaced. "
+        "null: no limit.",
     )
     memory_limit_bytes: Bytes | None = Field(
         None,
@@ -277,8 +274,7 @@ class LifecycleSection(Section):
         ge=0.05,
         le=3600,
         allow_inf_nan=False,
-        description="Pause between two checks of changed bundles. A change counts when two checks agree. If the file system "
-        "does not report changes, the pause is five times as long, or longer with many bundles.",
+        description="Pause between two checks of changed bundles. A change counts when two checks agree.",
     )
 
     @property
@@ -359,9 +355,8 @@ class TracesSection(Section):
 
     endpoint: str | None = Field(
         None,
-        description="URL of an OTLP collector over HTTP, such as http://localhost:4318/v1/traces. A request is traced if its "
-        "client's trace context says so. The variables OTEL_EXPORTER_OTLP_* and OTEL_SERVICE_NAME apply. null: "
-        "none.",
+        description="URL of an OTLP collector over HTTP, such as http://localhost:4318/v1/traces. The variables "
+        "OTEL_EXPORTER_OTLP_* and OTEL_SERVICE_NAME apply. null: none.",
     )
 
     @field_validator("endpoint")

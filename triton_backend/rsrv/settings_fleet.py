@@ -70,9 +70,9 @@ class PlacementSection(Section):
 
     mode: Literal["lpt_packing", "least_outstanding", "external"] = Field(
         "lpt_packing",
-        description="lpt_packing: models are packed onto devices by measured load, and move when it changes; "
-        "least_outstanding: each request goes to the device that is expected to answer first, even if it must load"
-        " weights; external: a gateway places models on the devices of all its servers.",
+        description="lpt_packing: models are packed onto devices by measured load; least_outstanding: each request goes to the "
+        "device that is expected to answer first, even if it must load weights; external: a gateway places models on the "
+        "devices of all its servers.",
     )
     replicas: Replicas = Field(
         "auto",
@@ -119,7 +119,7 @@ class GatewaySection(Section):
     mode: GatewayMode = Field(
         "lpt_packing",
         description="Which worker gets a request. round_robin: each in turn; least_outstanding: the one with the least "
-        "outstanding work; lpt_packing: models are packed onto workers by measured load, and move when it changes.",
+        "outstanding work; lpt_packing: models are packed onto workers by measured load.",
     )
     request_timeout_s: Seconds = Field(
         60.0, gt=0, le=86400, description="Limit of requests without a deadline."
@@ -160,8 +160,8 @@ class GatewaySection(Section):
     )
     worker_repository_value_file: Path | None = Field(
         None,
-        description="File with the VALUE of that flag; for `rsrv serve`, the file operator-key in its directory. The gateway "
-        "needs it to learn which models are ready. null: the workers have no such flag.",
+        description="File with the VALUE of that flag; for `rsrv serve`, the file operator-key in its directory. null: the "
+        "workers have no such flag.",
     )
     control_listen: str | None = Field(
         None,

@@ -1,4 +1,4 @@
-"""The catalog of the control process's metrics. docs/monitoring.md is generated from it, and no other metric is served.
+"""The catalog of the control process's metrics, which `python -m rsrv.control.metric_catalog` prints. No other metric is served.
 
 Figures of a runtime have the label `device`: the number of its device.
 """

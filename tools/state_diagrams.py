@@ -22,8 +22,6 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "states.md"
 TABLES: Mapping[str, str] = {
     "weights": "rsrv.scheduler.weight_states",
     "models": "rsrv.runtime.model_states",
-    "sequences": "rsrv.runtime.sequences",
-    "generations": "rsrv.runtime.generations",
     "fronts": "rsrv.front.states",
 }
 

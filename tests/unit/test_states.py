@@ -18,9 +18,17 @@ def test_the_page_is_current() -> None:
     assert tool.rewrite(page) == page
 
 
-@pytest.mark.parametrize("module", [*tool.TABLES.values(), "rsrv.control.bundle_states"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        *tool.TABLES.values(),
+        "rsrv.control.bundle_states",
+        "rsrv.runtime.sequences",
+        "rsrv.runtime.generations",
+    ],
+)
 def test_every_state_is_reached_and_every_event_is_used(module: str) -> None:
-    """A state or an event that the table lacks would be drawn nowhere."""
+    """A state or an event that the table lacks could not occur."""
     transitions: Mapping[tuple[StrEnum, StrEnum], StrEnum] = import_module(module).TRANSITIONS
     (first, event), *_ = transitions
     states, events = list(type(first)), list(type(event))

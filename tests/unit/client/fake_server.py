@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rsrv.client.signature import from_bytes
-from rsrv.client.transport import Answers, InferOutput, InferRequest, InferTensor
+from rsrv.client.transport import Answers, InferRequest, InferTensor
 
 CONFIG: dict[str, Any] = {
     "name": "m",
@@ -39,7 +39,7 @@ class FakeServer:
         self.encoded += 1
         return message
 
-    async def infer(self, request: InferRequest, timeout_s: float) -> Sequence[InferOutput]:
+    async def infer(self, request: InferRequest, timeout_s: float) -> Sequence[InferTensor]:
         (tensor,) = request.inputs
         assert isinstance(tensor.content, (bytes, memoryview))
         x = from_bytes(tensor.datatype, tensor.shape, tensor.content)
@@ -55,7 +55,7 @@ class FakeServer:
         finally:
             self.in_flight -= 1
         y = np.array([2 * v if isinstance(v, int) else len(v) for v in values], np.int64).reshape(x.shape)
-        return [InferOutput("y", "INT64", y.shape, y.tobytes())]
+        return [InferTensor("y", "INT64", y.shape, y.tobytes())]
 
     async def stream(self, request: InferRequest, timeout_s: float) -> Answers:
         """Yield an answer for each value, as if it were a request of its own."""

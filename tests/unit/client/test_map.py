@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import signal
@@ -18,7 +19,7 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from rsrv.client import AsyncClient, Client, InputError, RequestError
+from rsrv.client import AsyncClient, Client, InputError, Outputs, RequestError
 from rsrv.client.retries import Code
 from rsrv.client.transport import AttemptFailed
 from tests.unit.client.fake_server import CONFIG, FakeServer
@@ -166,20 +167,13 @@ def test_wrong_rows_are_named(client: Client, rows: Any, error: str) -> None:
         list(client.map("m", rows))
 
 
-def test_ranges_of_columns_are_sent_alone(server: FakeServer, client: Client) -> None:
-    """The answers have the numbers of their rows. Ranges out of order, and of rows without columns, are refused."""
-    rows = np.arange(20)
-    assert [number for number, _ in client.map("m", rows, ranges=[(1, 3), (3, 3), (9, 14)])] == [
-        1,
-        2,
-        *range(9, 14),
-    ]
-    assert server.requests == [[1, 2], [9, 10, 11, 12], [13]]
-    for wrong in ([(5, 8), (7, 9)], [(0, 21)], [(3, 2)], [(-1, 2)]):
-        with pytest.raises(InputError, match="ranges: "):
-            client.map("m", rows, ranges=wrong).arrays()
+def test_rows_before_the_first_one_are_left_out(server: FakeServer, client: Client) -> None:
+    """The answers have the numbers of their rows. Rows that are not in columns have to be sent from the first one on."""
+    rows = np.arange(11)
+    assert [number for number, _ in client.map("m", rows, first_row=5)] == [5, 6, 7, 8, 9, 10]
+    assert server.requests == [[5, 6, 7, 8], [9, 10]]
     with pytest.raises(InputError, match="needs rows in columns"):
-        client.map("m", iter(rows), ranges=[(0, 1)]).arrays()
+        client.map("m", iter(rows), first_row=1).arrays()
 
 
 def test_rows_of_sequences_are_refused(server: FakeServer, client: Client) -> None:
@@ -267,6 +261,35 @@ def test_the_first_row_that_is_late_bounds_the_others(server: FakeServer) -> Non
             release.set()
             assert (await first).start == 0
             assert [answered.start async for answered in results.batches()] == list(range(4, 4000, 4))
+
+    asyncio.run(scenario())
+
+
+def test_unordered_answers_wait_for_no_other_answer(server: FakeServer) -> None:
+    """While the first answer is missing, all later ones are handed out, and the client stores a bounded number of them."""
+
+    async def scenario() -> None:
+        release = asyncio.Event()
+
+        async def before(_: int, values: list[Any]) -> None:
+            if 0 in values:
+                await release.wait()
+
+        server.before = before
+        read = count()
+        starts = []
+        async with AsyncClient("localhost:1") as client, asyncio.timeout(PATIENCE_S):
+            rows = ({"x": next(read)} for _ in range(4000))
+            async for answered in client.map("m", rows, in_flight=3, ordered=False).batches():
+                starts.append(answered.start)
+                if len(starts) % 100 == 0:
+                    gc.collect()
+                    assert sum(isinstance(thing, Outputs) for thing in gc.get_objects()) < 10
+                    assert len(server.requests) < len(starts) + 10
+                if len(starts) == 999:
+                    release.set()
+        assert starts.pop() == 0
+        assert sorted(starts) == [*range(4, 4000, 4)]
 
     asyncio.run(scenario())
 

@@ -13,10 +13,13 @@ import pytest
 from rsrv.client import InputError, Outputs
 from rsrv.client.client import Answered
 from rsrv.client.saving import PartialFile, outputs_of, write
-from rsrv.client.signature import ModelSignature
+from rsrv.client.signature import ModelSignature, ModelTensor
 from tests.unit.client.fake_server import CONFIG
 
-SIGNATURE = ModelSignature.from_config(CONFIG)
+SIGNATURE = ModelSignature.from_config(
+    {**CONFIG, "output": [{"name": "y", "data_type": "TYPE_INT16", "dims": [2, -1]}]}
+)
+Y_ONLY = list(SIGNATURE.outputs.values())
 JOB = {"model": "m", "input": ["in.npy", 1, 2]}
 ROWS = 100
 Y = np.arange(ROWS * 6, dtype=np.int16).reshape(ROWS, 2, 3)
@@ -34,15 +37,12 @@ def test_a_run_that_is_cut_anywhere_goes_on(tmp_path: Path, seed: int) -> None:
     runs = 0
     while True:
         runs += 1
-        with PartialFile(path, JOB, resume=True) as partial:
-            missing = partial.missing(ROWS)
-            if not missing:
-                write(partial, out, ROWS)
+        with PartialFile(path, JOB, Y_ONLY, resume=True) as partial:
+            if partial.rows == ROWS:
+                write(partial, out)
                 break
-            parts = [(at, min(at + 7, last)) for first, last in missing for at in range(first, last, 7)]
-            chance.shuffle(parts)
-            for start, stop in parts[:4]:
-                partial.append(answered(start, stop), ["y"])
+            for start in range(partial.rows, min(partial.rows + 28, ROWS), 7):
+                partial.append(answered(start, min(start + 7, ROWS)))
         size = path.stat().st_size
         with path.open("r+b") as file:
             file.truncate(size - chance.choice([0, 0, chance.randrange(200)]))
@@ -54,37 +54,37 @@ def test_a_run_that_is_cut_anywhere_goes_on(tmp_path: Path, seed: int) -> None:
 def test_another_run_is_not_mixed_in(tmp_path: Path) -> None:
     """Without --resume, and for another model or another file, the answers so far are refused."""
     path = tmp_path / "out.npy.partial"
-    PartialFile(path, JOB, resume=False).__exit__()
+    PartialFile(path, JOB, Y_ONLY, resume=False).__exit__()
     with pytest.raises(InputError, match="go on with --resume"):
-        PartialFile(path, JOB, resume=False)
+        PartialFile(path, JOB, Y_ONLY, resume=False)
     with pytest.raises(InputError, match="its input differs"):
-        PartialFile(path, {**JOB, "input": ["in.npy", 1, 3]}, resume=True)
+        PartialFile(path, {**JOB, "input": ["in.npy", 1, 3]}, Y_ONLY, resume=True)
 
 
 def test_a_file_that_is_in_use_or_of_others_is_left_alone(tmp_path: Path) -> None:
     """Two runs would mix their answers; and --resume replaces nothing that rsrv map has not written."""
     path = tmp_path / "out.partial"
     with (
-        PartialFile(path, JOB, resume=True),
+        PartialFile(path, JOB, Y_ONLY, resume=True),
         pytest.raises(InputError, match="another process is writing it"),
     ):
-        PartialFile(path, JOB, resume=True)
+        PartialFile(path, JOB, Y_ONLY, resume=True)
     for content in (b"half a download", b"\x00\xff\n[1]\n", b"[1]\n"):
         path.write_bytes(content)
         with pytest.raises(InputError, match="is no file of rsrv map"):
-            PartialFile(path, JOB, resume=True)
+            PartialFile(path, JOB, Y_ONLY, resume=True)
         assert path.read_bytes() == content
 
 
 def test_a_record_that_cannot_be_read_is_sent_again(tmp_path: Path) -> None:
     """After a power cut, a part of the file may have other contents."""
     path = tmp_path / "out.partial"
-    with PartialFile(path, JOB, resume=True) as partial:
-        partial.append(answered(0, 50), ["y"])
+    with PartialFile(path, JOB, Y_ONLY, resume=True) as partial:
+        partial.append(answered(0, 50))
     with path.open("ab") as file:
         file.write(b"\x00\x00\n\x00")
-    with PartialFile(path, JOB, resume=True) as partial:
-        assert partial.missing(ROWS) == [(50, 100)]
+    with PartialFile(path, JOB, Y_ONLY, resume=True) as partial:
+        assert partial.rows == 50
 
 
 @pytest.mark.parametrize(
@@ -106,12 +106,12 @@ def test_files_that_cannot_hold_the_outputs_are_refused_first(out: str, names: l
 
 def test_rows_of_several_shapes_keep_the_answers(tmp_path: Path) -> None:
     """A file .npy cannot hold them: the error says what can, and the answers stay for it."""
-    with PartialFile(tmp_path / "out.npy.partial", JOB, resume=False) as partial:
-        partial.append(answered(0, 50), ["y"])
-        partial.append(answered(50, 100, y=Y[50:, :1]), ["y"])
+    with PartialFile(tmp_path / "out.npy.partial", JOB, Y_ONLY, resume=False) as partial:
+        partial.append(answered(0, 50))
+        partial.append(answered(50, 100, y=Y[50:, :, :1]))
         with pytest.raises(InputError, match=r"several shapes.*write .parquet"):
-            write(partial, tmp_path / "out.npy", ROWS)
-        assert not partial.missing(ROWS)
+            write(partial, tmp_path / "out.npy")
+        assert partial.rows == ROWS
 
 
 def test_a_parquet_file_has_numbers_lists_and_strings(tmp_path: Path) -> None:
@@ -124,12 +124,14 @@ def test_a_parquet_file_has_numbers_lists_and_strings(tmp_path: Path) -> None:
         "raw": np.array([[b"\xff"]] * ROWS, object),
         "odd": np.arange(ROWS * 2).reshape(ROWS, 2),
     }
+    types = {"score": "FP32", "half": "BF16", "text": "BYTES", "raw": "BYTES", "odd": "INT64"}
+    specs = [ModelTensor(name, datatype, (-1,)) for name, datatype in types.items()]
     out = tmp_path / "out.parquet"
-    with PartialFile(tmp_path / "partial", JOB, resume=False) as partial:
-        for start, stop in ((60, 100), (0, 60)):
+    with PartialFile(tmp_path / "partial", JOB, [*Y_ONLY, *specs], resume=False) as partial:
+        for start, stop in ((0, 60), (60, 100)):
             part = {name: array[start:stop] for name, array in arrays.items()}
-            partial.append(answered(start, stop, **part), ["y", *arrays])
-        write(partial, out, ROWS)
+            partial.append(answered(start, stop, **part))
+        write(partial, out)
     table = parquet.read_table(out).to_pydict()
     assert table["y"] == Y.tolist()
     assert table["score"] == list(range(ROWS))

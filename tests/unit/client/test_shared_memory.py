@@ -13,7 +13,7 @@ import pytest
 from rsrv.client import AsyncClient, RequestError
 from rsrv.client.retries import Code
 from rsrv.client.shared_memory import LEAST_BYTES, Regions, _is_alive, _owner
-from rsrv.client.transport import AttemptFailed, InferOutput, InferRequest, RegionPart
+from rsrv.client.transport import AttemptFailed, InferRequest, InferTensor, RegionPart
 from tests.unit.client.fake_server import CONFIG, FakeServer
 
 #: A model whose rows are long enough for shared memory.
@@ -37,7 +37,7 @@ class Sharing(FakeServer):
         self.used: list[str] = []
         self.failure: AttemptFailed | None = None
 
-    async def infer(self, request: InferRequest, timeout_s: float) -> Sequence[InferOutput]:
+    async def infer(self, request: InferRequest, timeout_s: float) -> Sequence[InferTensor]:
         (content,) = (tensor.content for tensor in request.inputs)
         if not isinstance(content, RegionPart):
             return await super().infer(request, timeout_s)
@@ -49,7 +49,7 @@ class Sharing(FakeServer):
         if self.failure is not None:
             raise self.failure
         await asyncio.sleep(0)
-        return [InferOutput("y", "INT64", request.inputs[0].shape, b"")]
+        return [InferTensor("y", "INT64", request.inputs[0].shape, b"")]
 
     async def regions(self, timeout_s: float) -> Sequence[str]:
         return list(self.known)
@@ -196,7 +196,7 @@ def sharing(monkeypatch: pytest.MonkeyPatch) -> Sharing:
 
 
 def test_a_restarted_server_gets_new_regions(sharing: Sharing) -> None:
-    """Several regions are free when the server restarts: each request after it is answered, and nothing is left."""
+    """Several regions are free when the server restarts: all requests after it are answered, and nothing is left."""
 
     async def scenario() -> None:
         async with AsyncClient("localhost:1") as client:
@@ -205,6 +205,7 @@ def test_a_restarted_server_gets_new_regions(sharing: Sharing) -> None:
                 sharing.known.clear()
             # The server has refused the step before it did any work, so the step may be sent again.
             await client.infer("m", {"x": ROWS}, parameters={"sequence_id": 1, "sequence_start": True})
+            await client.infer("m", x=ROWS)
             assert len(sharing.known) == 1
         assert not sharing.known
 

@@ -119,35 +119,32 @@ def _map(client: Any, options: argparse.Namespace) -> int:
         "model": options.model,
         "signature": repr(signature),
         "input": [str(options.rows), status.st_size, status.st_mtime_ns],
-        "outputs": outputs,
+        "outputs": [spec.name for spec in outputs],
     }
     partial_path = options.out.with_suffix(".partial")
-    with saving.PartialFile(partial_path, job, resume=options.resume) as partial:
-        missing = partial.missing(rows)
+    with saving.PartialFile(partial_path, job, outputs, resume=options.resume) as partial:
+        left = rows - partial.rows
         results = client.map(
             options.model,
             columns,
             rows_per_request=options.rows_per_request,
             in_flight=options.in_flight,
-            ordered=False,
-            ranges=missing,
+            first_row=partial.rows,
         )
-        left = sum(stop - start for start, stop in missing)
         started = time.monotonic()
         try:
             with steps(options.model, rows) as progress:
-                progress.step(count=rows - left)
+                progress.step(count=partial.rows)
                 for answered in results.batches():
-                    partial.append(answered, outputs)
+                    partial.append(answered)
                     progress.step(count=answered.stop - answered.start)
         except BaseException:
-            done = rows - sum(stop - start for start, stop in partial.missing(rows))
             print(
-                f"{done} of {rows} rows are in {partial_path}; --resume goes on with the others",
+                f"{partial.rows} of {rows} rows are in {partial_path}; --resume goes on with the others",
                 file=sys.stderr,
             )
             raise
-        saving.write(partial, options.out, rows)
+        saving.write(partial, options.out)
     seconds = time.monotonic() - started
     speed = f" at {left / seconds:.0f} rows/s" if left else ""
     print(

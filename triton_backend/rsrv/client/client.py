@@ -16,7 +16,6 @@ from collections.abc import (
     Awaitable,
     Callable,
     Coroutine,
-    Iterable,
     Iterator,
     Mapping,
     Sequence,
@@ -31,23 +30,14 @@ from rsrv.client.errors import InputError, RequestError
 from rsrv.client.in_flight import InFlightLimit
 from rsrv.client.retries import Code, Failure, decide
 from rsrv.client.rows import RowBatch, RowGrouping, batches, size_of
-from rsrv.client.shared_memory import LEAST_BYTES, Placement, Region, Regions
+from rsrv.client.shared_memory import LEAST_BYTES, Placement, Regions
 from rsrv.client.signature import Array, ModelSignature, to_bytes
-from rsrv.client.transport import (
-    Answers,
-    AttemptFailed,
-    InferOutput,
-    InferRequest,
-    InferTensor,
-    connect,
-    is_local,
-)
+from rsrv.client.transport import Answers, AttemptFailed, InferRequest, InferTensor, connect, is_local
 
 #: Default limit in seconds for a request with all its attempts.
 TIMEOUT_S = 60.0
 
-#: Send no further request while this many answers wait for the answers to earlier rows, as a multiple of the limit of
-#: requests in flight.
+#: Send no further request while this many answers, per request that may be in flight, wait for the answers to earlier rows.
 EARLY = 4
 #: Bytes of rows in flight after which no further request is sent.
 IN_FLIGHT_BYTES = 256 << 20
@@ -65,7 +55,7 @@ class Outputs(dict[str, Array]):
         self._signature = signature
 
     @classmethod
-    def read(cls, outputs: Sequence[InferOutput], signature: ModelSignature) -> Self:
+    def read(cls, outputs: Sequence[InferTensor], signature: ModelSignature) -> Self:
         """Return the outputs of an answer."""
         return cls({output.name: output.array() for output in outputs}, signature)
 
@@ -205,7 +195,7 @@ class AsyncClient:
         if signature.streams:
             raise InputError(f"{model} streams its answers: call stream()")
         request = infer_request(signature, {**(inputs or {}), **arrays}, parameters, request_id)
-        return Outputs.read(await self._exchange(signature, request, deadline), signature)
+        return await self._exchange(signature, request, deadline)
 
     async def stream(
         self,
@@ -228,7 +218,7 @@ class AsyncClient:
         request = infer_request(signature, {**(inputs or {}), **arrays}, parameters, request_id)
         encoded = self._connection.encode(request)
 
-        async def begin(seconds: float) -> tuple[Answers, Sequence[InferOutput] | None]:
+        async def begin(seconds: float) -> tuple[Answers, Sequence[InferTensor] | None]:
             answers = self._connection.stream(encoded, seconds)
             return answers, await anext(answers, None)
 
@@ -250,7 +240,7 @@ class AsyncClient:
         in_flight: int | None = None,
         ordered: bool = True,
         timeout_s: float | None = None,
-        ranges: Iterable[tuple[int, int]] | None = None,
+        first_row: int = 0,
     ) -> "AsyncMapResults":
         """Send all rows of a data set, and return their answers. The client sends further rows while the caller reads answers.
 
@@ -263,7 +253,7 @@ class AsyncClient:
             in_flight: maximum number of requests at a time; default: the client increases it while the throughput grows.
             ordered: True for answers in the order of the rows, False for answers in the order in which they arrive.
             timeout_s: limit in seconds for each request with all its attempts; default: the client's limit.
-            ranges: send only these rows of columns. A range is its first row, and the row after its last one.
+            first_row: leave out the rows of columns before this one.
         """
 
         async def requests() -> AsyncIterator[RowBatch]:
@@ -277,12 +267,12 @@ class AsyncClient:
                     yield batch
                 return
             if isinstance(rows, (Mapping, np.ndarray)):
-                for batch in batches(signature, rows, rows_per_request, ranges):
+                for batch in batches(signature, rows, rows_per_request, first_row):
                     yield batch
                 return
             # A file or an iterable may be slow. Read it on a thread, so that nothing else in the loop waits for it.
             read = partial(asyncio.get_running_loop().run_in_executor, None)
-            made = await read(batches, signature, rows, rows_per_request, ranges)
+            made = await read(batches, signature, rows, rows_per_request, first_row)
             while (batch := await read(next, made, None)) is not None:
                 yield batch
 
@@ -302,29 +292,32 @@ class AsyncClient:
         limit = InFlightLimit(time.monotonic(), in_flight)
         #: Tasks that have ended: tasks of requests, and the task that reads the next rows.
         ended: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
-        running: dict[asyncio.Task[Any], int] = {}
-        reading: asyncio.Task[Any] | None = None
-        #: Answers that wait for the answers to earlier rows, by their first row.
-        early: dict[int, Answered] = {}
-        #: First rows of the requests whose answers were not yielded yet, in the order of the rows.
-        order: deque[int] = deque()
+        #: Requests in flight, with the bytes of their rows.
+        running: dict[asyncio.Task[Answered], int] = {}
+        reading: asyncio.Task[RowBatch | None] | None = None
+        #: Requests whose answers were not yielded yet, in the order of the rows.
+        order: deque[asyncio.Task[Answered]] = deque()
         exhausted = False
         #: Error of the source of rows. The caller gets it after the answers to all earlier rows.
         failure: Exception | None = None
 
-        def start(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        def start(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
             task = asyncio.create_task(work)
             task.add_done_callback(ended.put_nowait)
             return task
 
         try:
             while True:
-                if not (reading or exhausted) and self._has_room(limit.limit, running, len(early)):
+                # This bounds the memory of requests, and of answers that wait for earlier ones.
+                if (
+                    not (reading or exhausted)
+                    and len(running) < limit.limit
+                    and len(order) - len(running) < EARLY * limit.limit
+                    and sum(running.values()) < IN_FLIGHT_BYTES
+                ):
                     reading = start(_next(requests))
                 if not (reading or running):
-                    if failure is not None:
-                        raise failure
-                    return
+                    break
                 task = await ended.get()
                 if task is reading:
                     reading = batch = None
@@ -337,97 +330,80 @@ class AsyncClient:
                         continue
                     request = start(self._answer(model, batch, limit, timeout_s))
                     running[request] = sum(map(size_of, batch.values.values()))
-                    if ordered:
-                        order.append(batch.start)
+                    order.append(request)
                     continue
                 del running[task]
                 answered = task.result()
                 limit.answered(answered.stop - answered.start, time.monotonic())
                 if not ordered:
+                    order.remove(task)
                     yield answered
-                    continue
-                early[answered.start] = answered
-                while order and order[0] in early:
-                    yield early.pop(order.popleft())
+                while ordered and order and order[0].done():
+                    yield order.popleft().result()
+            if failure is not None:
+                raise failure
         finally:
             tasks = [*running, *([reading] if reading else [])]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    @staticmethod
-    def _has_room(limit: int, running: Mapping[Any, int], early: int) -> bool:
-        """Return whether a further request may be sent. This bounds the memory of requests and of early answers."""
-        return len(running) < limit and early < EARLY * limit and sum(running.values()) < IN_FLIGHT_BYTES
-
     async def _answer(
         self, model: str, batch: RowBatch, limit: InFlightLimit, timeout_s: float | None
-    ) -> "Answered":
+    ) -> Answered:
         """Return the answer to a part of a data set."""
         deadline = self._deadline(timeout_s)
         try:
             signature = await self.signature(model, timeout_s=timeout_s)
             request = infer_request(signature, batch.values)
-            outputs = await self._exchange(signature, request, deadline, limit.refused)
+            outputs = await self._exchange(signature, request, deadline, limit)
         except InputError as error:
             raise InputError(f"rows {batch.start} to {batch.stop - 1}: {error}") from None
         except RequestError as error:
             error.add_rows(batch.start, batch.stop)
             raise
-        return Answered(batch.start, batch.stop, Outputs.read(outputs, signature), signature.max_rows > 0)
+        return Answered(batch.start, batch.stop, outputs, signature.max_rows > 0)
 
     async def _exchange(
         self,
         signature: ModelSignature,
         request: InferRequest,
         deadline: float,
-        refused: Callable[[float], None] | None = None,
-    ) -> Sequence[InferOutput]:
-        """Send a request, in shared memory if that works, and return the outputs. Raises RequestError.
-
-        `refused` is called with the time of each answer that reports a full queue.
-        """
+        limit: InFlightLimit | None = None,
+    ) -> Outputs:
+        """Send a request, in shared memory if that works, and return the outputs. Raises RequestError."""
         placement = Placement(signature, request)
-        region: Region | None = None
-        encoded: Any = None
-        #: True if an attempt had no answer: the server may still use the region.
-        unanswered = False
+        region = await self._regions.take(placement.size, deadline - time.monotonic())
+        encoded = self._connection.encode(placement.write(region) if region else request)
+        #: False if the server may still use the region, because an attempt had no answer.
+        is_free = True
 
-        async def send(seconds: float) -> Sequence[InferOutput]:
-            nonlocal region, encoded, unanswered
-            if encoded is None:
-                region = await self._regions.take(placement.size, seconds)
-                encoded = self._connection.encode(request if region is None else placement.write(region))
-            before, unanswered = unanswered, True
+        async def attempt(seconds: float) -> Sequence[InferTensor]:
+            nonlocal region, encoded, is_free
+            was_free, is_free = is_free, False
             try:
-                outputs = await self._connection.infer(encoded, deadline - time.monotonic())
+                outputs = await self._connection.infer(encoded, seconds)
             except AttemptFailed as error:
-                unanswered = before or not error.failure.is_answer
-                raise
-            unanswered = before
-            return outputs if region is None else placement.read(outputs, region)
-
-        async def attempt(seconds: float) -> Sequence[InferOutput]:
-            nonlocal region, encoded, unanswered
-            try:
-                return await send(seconds)
-            except AttemptFailed as error:
+                is_free = was_free and error.failure.is_answer
                 if region is None or "shared memory region" not in str(error):
                     raise
+            else:
+                is_free = was_free
+                return placement.read(outputs, region) if region else outputs
             # The server has restarted, and has no regions any more. It did no work for the request. So even a step of a sequence
-            # may be sent again, in a new region.
+            # may be sent again.
             self._regions.forget(region)
-            region, encoded, unanswered = None, None, False
-            return await send(seconds)
+            region, encoded = None, self._connection.encode(request)
+            return await self._connection.infer(encoded, deadline - time.monotonic())
 
         try:
-            outputs: Sequence[InferOutput] = await self._repeat(
-                signature.model, attempt, deadline, repeatable=request.repeatable, refused=refused
+            outputs = await self._repeat(
+                signature.model, attempt, deadline, repeatable=request.repeatable, limit=limit
             )
         finally:
-            if region is not None:
-                (self._regions.abandon if unanswered else self._regions.give_back)(region)
-        return outputs
+            if region:
+                self._regions.give_back(region, is_free=is_free)
+        return Outputs.read(outputs, signature)
 
     async def _repeat(
         self,
@@ -436,7 +412,7 @@ class AsyncClient:
         deadline: float,
         *,
         repeatable: bool = True,
-        refused: Callable[[float], None] | None = None,
+        limit: InFlightLimit | None = None,
     ) -> T:
         """Return the result of the first attempt that does not fail. `attempt` takes the seconds that are left."""
         attempts = 0
@@ -464,8 +440,8 @@ class AsyncClient:
             if isinstance(next_at, str):
                 self._signatures.pop(model, None)
                 raise RequestError(model, _with_hint(failure, self.url, self._reached), attempts, next_at)
-            if refused is not None and failure.is_full:
-                refused(now)
+            if limit is not None and failure.tag == "QUEUE_FULL":
+                limit.refused(now)
             await asyncio.sleep(next_at - now)
 
 

@@ -13,14 +13,14 @@ SPREAD: Final = 0.25
 #: An error's tag. Ensembles and models that call other models put their own names before it.
 _TAG = re.compile(r"\[rsrv:([A-Z_]+)\]")
 _AFTER = re.compile(r"retry after (\d+) ms")
-#: Triton's text about a model that it does not serve at the moment, which some of its releases send as INVALID_ARGUMENT.
-_UNKNOWN_MODEL = re.compile(r"unknown model")
+#: Triton's text about a model that it does not serve at the moment. Some releases send it as INVALID_ARGUMENT.
+_UNKNOWN_MODEL: Final = "unknown model"
 
 
 class Code(StrEnum):
     """Outcome of a request: gRPC's codes, and CONNECTION if no server answered."""
 
-    CONNECTION = "no connection"
+    CONNECTION = "no connection to the server"
     INVALID_ARGUMENT = "invalid argument"
     NOT_FOUND = "not found"
     UNAVAILABLE = "unavailable"
@@ -63,11 +63,6 @@ class Failure:
         """False if the server may still work on the request."""
         return bool(self.tag) or self.code not in _NO_ANSWERS
 
-    @property
-    def is_full(self) -> bool:
-        """True if the server refused the request because its queue is full."""
-        return self.tag == "QUEUE_FULL"
-
 
 def decide(
     failure: Failure,
@@ -109,7 +104,7 @@ def _may_pass(failure: Failure, reached: bool, served: bool) -> bool:
     """Return whether the failure ends by itself."""
     if failure.tag:
         return failure.tag in RETRIED_TAGS
-    if failure.code is Code.NOT_FOUND or _UNKNOWN_MODEL.search(failure.text):
+    if failure.code is Code.NOT_FOUND or _UNKNOWN_MODEL in failure.text:
         return served
     if failure.code is Code.CONNECTION:
         return reached

@@ -31,7 +31,7 @@ def batches(
     signature: ModelSignature,
     rows: Any,
     rows_per_request: int | None,
-    ranges: Iterable[tuple[int, int]] | None = None,
+    first_row: int = 0,
 ) -> Iterator[RowBatch]:
     """Yield the requests of a data set. Raises InputError if the rows do not fit the model.
 
@@ -40,14 +40,14 @@ def batches(
         rows: columns (a mapping of arrays or lists, or a data frame), one array for the only input, the path of a file
             for `read_columns`, or an iterable of rows. A row is a mapping, or the value of the only input.
         rows_per_request: rows of a request; default: as many as the model takes, up to some megabytes.
-        ranges: yield only these rows of columns. A range is its first row, and the row after its last one.
+        first_row: leave out the rows of columns before this one.
     """
     grouping = RowGrouping(signature, rows_per_request)
     columns = columns_of(signature, rows)
     if columns is not None:
-        return _column_batches(signature, columns, rows_per_request, ranges)
-    if ranges is not None:
-        raise InputError("`ranges` needs rows in columns: arrays, a data frame or a file")
+        return _column_batches(signature, columns, rows_per_request, first_row)
+    if first_row:
+        raise InputError("`first_row` needs rows in columns: arrays, a data frame or a file")
     return _row_batches(grouping, rows)
 
 
@@ -73,25 +73,17 @@ def columns_of(signature: ModelSignature, rows: Any) -> dict[str, Any] | None:
 
 
 def _column_batches(
-    signature: ModelSignature,
-    named: Mapping[str, Any],
-    rows_per_request: int | None,
-    ranges: Iterable[tuple[int, int]] | None,
+    signature: ModelSignature, columns: Mapping[str, Any], rows_per_request: int | None, first_row: int
 ) -> Iterator[RowBatch]:
-    count = len(next(iter(named.values())))
+    count = len(next(iter(columns.values())))
     if count and rows_per_request is None:
-        rows_per_request = _fitting(signature, {name: column[:1] for name, column in named.items()})
-    read = 0
-    for first, last in [(0, count)] if ranges is None else ranges:
-        if not read <= first <= last <= count:
-            raise InputError(f"ranges: {(first, last)} does not follow row {read} of {count} rows")
-        read = last
-        for start in range(first, last, rows_per_request or 1):
-            stop = min(start + (rows_per_request or 1), last)
-            part = {name: _contents(column[start:stop]) for name, column in named.items()}
-            if not signature.max_rows:
-                part = {name: value[0] for name, value in part.items()}
-            yield RowBatch(start, stop, part)
+        rows_per_request = _fitting(signature, {name: column[:1] for name, column in columns.items()})
+    for start in range(first_row, count, rows_per_request or 1):
+        stop = min(start + (rows_per_request or 1), count)
+        part = {name: _contents(column[start:stop]) for name, column in columns.items()}
+        if not signature.max_rows:
+            part = {name: value[0] for name, value in part.items()}
+        yield RowBatch(start, stop, part)
 
 
 class RowGrouping:

@@ -23,14 +23,7 @@ from tritonclient.utils import triton_to_np_dtype
 
 from rsrv.client.retries import Code
 from rsrv.client.signature import ModelSignature
-from rsrv.client.transport import (
-    AttemptFailed,
-    InferOutput,
-    InferRequest,
-    InferTensor,
-    RegionPart,
-    ServerConnection,
-)
+from rsrv.client.transport import AttemptFailed, InferRequest, InferTensor, RegionPart, ServerConnection
 
 #: Requests of fewer bytes travel as bytes, which is as fast.
 LEAST_BYTES: Final = 64 << 10
@@ -48,11 +41,6 @@ IN_USE_S: Final = 0.05
 _RELEASED: Final = 2
 #: Make no new region while more regions than this are abandoned.
 _MOST_ABANDONED: Final = 64
-#: Reasons for failures to register a region that are no answer of the server.
-_WITHOUT_ANSWER: Final = {
-    Code.CONNECTION: "no connection to the server",
-    Code.DEADLINE_EXCEEDED: "no answer from the server",
-}
 
 _FOLDER: Final = Path("/dev/shm")
 _NAME: Final = "rsrv-client"
@@ -63,10 +51,10 @@ _numbers = count()
 class Region:
     """Memory that this process and the server share."""
 
-    def __init__(self, name: str, size: int) -> None:
-        self.name = name
+    def __init__(self, size: int) -> None:
+        self.name = f"{_owner()}-{next(_numbers)}"
         self.size = size
-        file = os.open(_FOLDER / name, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        file = os.open(_FOLDER / self.name, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
             # Reserve the memory now. Otherwise, a write to a full file system would kill this process.
             os.posix_fallocate(file, 0, size)
@@ -89,10 +77,11 @@ class Regions:
         """`unusable`: why no request may travel in shared memory."""
         self._connection = connection
         self._free: list[Region] = []
-        #: Regions that the server may not know, or may still use for a request that it did not answer.
-        self._abandoned: list[Region] = []
-        #: All regions that the server may have mapped.
-        self._registered: dict[str, Region] = {}
+        #: Names of all regions that the server may have mapped.
+        self._registered: set[str] = set()
+        #: Names of registered regions that no request gets any more. The server may still use them for a request that it did not
+        #: answer.
+        self._abandoned: list[str] = []
         #: Why requests travel as bytes.
         self.reason = unusable or "no request was large enough for shared memory"
         #: True if no further request tries shared memory.
@@ -118,50 +107,68 @@ class Regions:
             state = os.statvfs(_FOLDER)
             if size > state.f_bavail * state.f_frsize * SHARE:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            region = Region(f"{_owner()}-{next(_numbers)}", -(-size // STEP_BYTES) * STEP_BYTES)
+            region = Region(-(-size // STEP_BYTES) * STEP_BYTES)
         except OSError as error:
             # If regions fitted before, /dev/shm may have room again later.
             self._off = self._off or not self._registered
             self.reason = f"/dev/shm: {error.strerror}"
             return None
-        seconds = min(seconds, CALL_S)
+        if self._free:
+            # Abandon a region that is too small. Otherwise, each larger request would add a region.
+            self._abandoned.insert(0, self._free.pop(0).name)
         try:
-            if self._free:
-                # Abandon a region that is too small. Otherwise, each larger request would add a region.
-                self._abandoned.insert(0, self._free.pop(0))
-            await self._unregister_abandoned(seconds)
-            if len(self._abandoned) > _MOST_ABANDONED:
-                return None
-            if not self._registered:
-                await self._unregister_ownerless(seconds)
-            self._registered[region.name] = region
-            await self._connection.register(region.name, f"/{region.name}", region.size, seconds)
+            return await self._register(region, min(seconds, CALL_S))
         except AttemptFailed as error:
-            answered = error.failure.is_answer
-            if answered:
-                self._registered.pop(region.name, None)
-            elif region.name in self._registered:
-                self.abandon(region)
-            outcome = _WITHOUT_ANSWER.get(error.failure.code, "the server refuses shared memory")
-            broken = error.failure.code is Code.CONNECTION
-            self._off = self._off or answered or (not broken and seconds == CALL_S)
-            self.reason = f"{outcome}: {error}"
+            code = error.failure.code
+            is_refused = code not in (Code.CONNECTION, Code.DEADLINE_EXCEEDED)
+            # Try again after a broken connection, and after a call that had too little time.
+            self._off = self._off or is_refused or (code is Code.DEADLINE_EXCEEDED and seconds >= CALL_S)
+            self.reason = f"{'the server refuses shared memory' if is_refused else code}: {error}"
             return None
         finally:
             region.unlink()
+
+    async def _register(self, region: Region, seconds: float) -> Region | None:
+        """Let the server map a new region. Return None if too many other regions may still be in use. Raises AttemptFailed."""
+        # Unregister more than one region for each new one, so that their number stays small.
+        tried, self._abandoned = self._abandoned[:_RELEASED], self._abandoned[_RELEASED:]
+        for name in tried:
+            try:
+                await self._connection.unregister(name, seconds)
+            except AttemptFailed as error:
+                if not error.failure.is_answer or "in use" in str(error):
+                    self._abandoned.append(name)
+                    continue
+            self._registered.discard(name)
+        if len(self._abandoned) > _MOST_ABANDONED:
+            return None
+        if not self._registered:
+            # Unregister the regions of processes that ended without doing so.
+            for name in await self._connection.regions(seconds):
+                if name.startswith(f"{_NAME}-") and not _is_alive(name):
+                    with suppress(AttemptFailed):
+                        await self._connection.unregister(name, seconds)
+        self._registered.add(region.name)
+        try:
+            await self._connection.register(region.name, f"/{region.name}", region.size, seconds)
+        except AttemptFailed as error:
+            if error.failure.is_answer:
+                self._registered.discard(region.name)
+            else:
+                self._abandoned.append(region.name)
+            raise
         return region
 
-    def give_back(self, region: Region) -> None:
-        """Reuse a region whose request was answered."""
-        self._free.append(region)
-
-    def abandon(self, region: Region) -> None:
-        """Unregister a region later: the server may still use it for a request that it did not answer."""
-        self._abandoned.append(region)
+    def give_back(self, region: Region, *, is_free: bool = True) -> None:
+        """Reuse a region, unless the server may still use it for a request that it did not answer."""
+        if is_free:
+            self._free.append(region)
+        else:
+            self._abandoned.append(region.name)
 
     def forget(self, region: Region) -> None:
         """Abandon all regions, because the server did not know `region`: it has restarted, and has no regions any more."""
-        self._abandoned += [region, *self._free]
+        self._abandoned += [region.name, *(free.name for free in self._free)]
         self._free.clear()
 
     async def close(self) -> None:
@@ -178,26 +185,7 @@ class Regions:
                 if "in use" in str(error) and time.monotonic() < deadline:
                     await asyncio.sleep(IN_USE_S)
                     continue
-            del self._registered[name]
-
-    async def _unregister_abandoned(self, seconds: float) -> None:
-        """Unregister `_RELEASED` abandoned regions. More than one for each new region keeps their number small."""
-        tried, self._abandoned = self._abandoned[:_RELEASED], self._abandoned[_RELEASED:]
-        for region in tried:
-            try:
-                await self._connection.unregister(region.name, seconds)
-            except AttemptFailed as error:
-                if not error.failure.is_answer or "in use" in str(error):
-                    self._abandoned.append(region)
-                    continue
-            self._registered.pop(region.name, None)
-
-    async def _unregister_ownerless(self, seconds: float) -> None:
-        """Unregister the regions of processes that ended without doing so."""
-        for name in await self._connection.regions(seconds):
-            if name.startswith(f"{_NAME}-") and not _is_alive(name):
-                with suppress(AttemptFailed):
-                    await self._connection.unregister(name, seconds)
+            self._registered.discard(name)
 
 
 def _owner() -> str:
@@ -231,45 +219,40 @@ class Placement:
 
     def __init__(self, signature: ModelSignature, request: InferRequest) -> None:
         self._request = request
-        #: Offset of each input in the region.
-        self._inputs: list[int] = []
-        #: Offset and size of each output in the region.
-        self._outputs: dict[str, RegionPart] = {}
         #: Size of all tensors in bytes.
         self.size = 0
-        for tensor in request.inputs:
-            self._inputs.append(self._place(len(tensor.content)))
+        self._inputs = [self._place(len(tensor.content)) for tensor in request.inputs]
         rows = request.inputs[0].shape[:1] if signature.max_rows and request.inputs else ()
         sizes = {name: _bytes(spec.datatype, (*rows, *spec.dims)) for name, spec in signature.outputs.items()}
-        if None not in sizes.values():
-            self._outputs = {
-                name: RegionPart("", size, self._place(size)) for name, size in sizes.items() if size
-            }
+        self._outputs = (
+            {}
+            if None in sizes.values()
+            else {name: self._place(size) for name, size in sizes.items() if size}
+        )
 
-    def _place(self, size: int) -> int:
-        at = self.size
+    def _place(self, size: int) -> RegionPart:
+        part = RegionPart("", size, self.size)
         self.size += -(-size // ALIGN_BYTES) * ALIGN_BYTES
-        return at
+        return part
 
     def write(self, region: Region) -> InferRequest:
         """Copy the inputs into the region, and return the request that names it."""
         inputs: list[InferTensor] = []
-        for tensor, offset in zip(self._request.inputs, self._inputs, strict=True):
+        for tensor, part in zip(self._request.inputs, self._inputs, strict=True):
             assert not isinstance(tensor.content, RegionPart)
-            size = len(tensor.content)
-            region.memory[offset : offset + size] = tensor.content
-            inputs.append(replace(tensor, content=RegionPart(region.name, size, offset)))
+            region.memory[part.offset : part.offset + part.size] = tensor.content
+            inputs.append(replace(tensor, content=replace(part, region=region.name)))
         outputs = {name: replace(part, region=region.name) for name, part in self._outputs.items()}
         return replace(self._request, inputs=inputs, outputs=outputs)
 
-    def read(self, outputs: Sequence[InferOutput], region: Region) -> list[InferOutput]:
+    def read(self, outputs: Sequence[InferTensor], region: Region) -> list[InferTensor]:
         """Return the outputs. Copy those in the region, because later requests reuse it."""
         return [
             replace(output, content=self._copied(output, region)) if output.name in self._outputs else output
             for output in outputs
         ]
 
-    def _copied(self, output: InferOutput, region: Region) -> bytes:
+    def _copied(self, output: InferTensor, region: Region) -> bytes:
         offset = self._outputs[output.name].offset
         return region.memory[offset : offset + (_bytes(output.datatype, output.shape) or 0)]
 

@@ -32,7 +32,6 @@ class ModelTensor:
 class ModelTask:
     """The section `task` of a model's bundle."""
 
-    kind: str = ""
     #: Names of tensors by role.
     inputs: Mapping[str, str] = field(default_factory=dict)
     outputs: Mapping[str, str] = field(default_factory=dict)
@@ -66,9 +65,7 @@ class ModelSignature:
             int(config.get("max_batch_size", 0)),
             "sequence_batching" in config,
             bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
-            ModelTask(
-                task.get("kind", ""), task.get("inputs", {}), task.get("outputs", {}), task.get("labels", ())
-            ),
+            ModelTask(task.get("inputs", {}), task.get("outputs", {}), task.get("labels", ())),
         )
 
     def named(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,13 +118,7 @@ def as_array(spec: ModelTensor, value: Any, has_rows: bool) -> Array:
         array = np.asarray(value, object)
         if any(map(_is_missing, array.flat)):
             raise InputError(f"input {spec.name}: expected texts or bytes; a value is missing")
-    elif isinstance(value, np.ndarray) and value.dtype == object and value.size:
-        # A column of a data frame, with a list or an array in each row.
-        try:
-            array = np.stack([_converted(row, expected) for row in value])
-        except (ValueError, TypeError) as error:
-            raise InputError(f"input {spec.name}: expected {expected}: {error}") from None
-    elif isinstance(value, np.ndarray):
+    elif isinstance(value, np.ndarray) and value.dtype != object:
         array = value
         # Accept arrays of the type bfloat16, which not every release of tritonclient knows.
         if array.dtype != expected and not (spec.datatype == "BF16" and array.dtype.name == "bfloat16"):
@@ -136,7 +127,8 @@ def as_array(spec: ModelTensor, value: Any, has_rows: bool) -> Array:
             )
     else:
         try:
-            array = _converted(value, expected)
+            # A column of a data frame may be an array of lists or arrays.
+            array = _converted(value.tolist() if isinstance(value, np.ndarray) else value, expected)
         except (ValueError, TypeError, OverflowError) as error:
             raise InputError(f"input {spec.name}: expected {expected}: {error}") from None
     dims = ((-1,) if has_rows else ()) + spec.dims

@@ -50,12 +50,17 @@ class RegionPart:
 
 @dataclass(frozen=True)
 class InferTensor:
-    """An input in the form that is sent."""
+    """An input or output in the form that is sent. `content` is empty for an output in shared memory."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     content: bytes | memoryview | RegionPart
+
+    def array(self) -> Array:
+        """Return an output as an array."""
+        assert not isinstance(self.content, RegionPart)
+        return from_bytes(self.datatype, self.shape, self.content)
 
 
 @dataclass(frozen=True)
@@ -64,8 +69,8 @@ class InferRequest:
 
     model: str
     inputs: Sequence[InferTensor]
-    #: Requested outputs, or empty for all. The server writes an output to its part of a region, if it has one.
-    outputs: Mapping[str, RegionPart | None] = field(default_factory=dict)
+    #: The server writes these outputs to a region. If it is empty, the server sends all outputs.
+    outputs: Mapping[str, RegionPart] = field(default_factory=dict)
     parameters: Mapping[str, Any] = field(default_factory=dict)
     id: str = ""
 
@@ -75,21 +80,8 @@ class InferRequest:
         return "sequence_id" not in self.parameters
 
 
-@dataclass(frozen=True)
-class InferOutput:
-    """An output as the server sent it. `content` is empty if the output is in shared memory."""
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-    content: bytes | memoryview
-
-    def array(self) -> Array:
-        return from_bytes(self.datatype, self.shape, self.content)
-
-
 #: The answers to one request of a model that streams.
-Answers = AsyncGenerator[Sequence[InferOutput], None]
+Answers = AsyncGenerator[Sequence[InferTensor], None]
 
 
 class AttemptFailed(Exception):
@@ -108,7 +100,7 @@ class ServerConnection(Protocol):
     def encode(self, message: InferRequest) -> Any:
         """Encode a request for `infer` or `stream`, which may send it several times."""
 
-    async def infer(self, request: Any, timeout_s: float) -> Sequence[InferOutput]: ...
+    async def infer(self, request: Any, timeout_s: float) -> Sequence[InferTensor]: ...
 
     def stream(self, request: Any, timeout_s: float) -> Answers: ...
 
@@ -181,7 +173,7 @@ class _Grpc:
         config: dict[str, Any] = MessageToDict(answer.config, preserving_proto_field_name=True)
         return config
 
-    async def infer(self, request: Any, timeout_s: float) -> Sequence[InferOutput]:
+    async def infer(self, request: Any, timeout_s: float) -> Sequence[InferTensor]:
         request.parameters["timeout"].int64_param = max(1, int(timeout_s * 1e6))
         return _grpc_outputs(await self._call("ModelInfer", request, timeout_s))
 
@@ -209,10 +201,8 @@ class _Grpc:
                 _set(added.parameters, tensor.content.parameters)
             else:
                 request.raw_input_contents.append(bytes(tensor.content))
-        for name, place in message.outputs.items():
-            output = request.outputs.add(name=name)
-            if place is not None:
-                _set(output.parameters, place.parameters)
+        for name, part in message.outputs.items():
+            _set(request.outputs.add(name=name).parameters, part.parameters)
         _set(request.parameters, message.parameters)
         return request
 
@@ -246,10 +236,10 @@ class _Grpc:
         await self._channel.close()
 
 
-def _grpc_outputs(answer: Any) -> list[InferOutput]:
+def _grpc_outputs(answer: Any) -> list[InferTensor]:
     raw = iter(answer.raw_output_contents)
     return [
-        InferOutput(output.name, output.datatype, tuple(output.shape), next(raw, b""))
+        InferTensor(output.name, output.datatype, tuple(output.shape), next(raw, b""))
         for output in answer.outputs
     ]
 
@@ -280,37 +270,35 @@ class _Http:
         self._session: Any = None
 
     async def config(self, model: str, timeout_s: float) -> Mapping[str, Any]:
-        config: Mapping[str, Any] = await self._json(
-            "GET", f"/v2/models/{quote(model, '')}/config", timeout_s
-        )
-        return config
+        content, _ = await self._request(f"models/{quote(model, '')}/config", timeout_s)
+        return dict(json.loads(content))
 
     def encode(self, message: InferRequest) -> Any:
-        inputs = [
-            {
-                "name": tensor.name,
-                "datatype": tensor.datatype,
-                "shape": tensor.shape,
-                "parameters": tensor.content.parameters
-                if isinstance(tensor.content, RegionPart)
-                else {"binary_data_size": len(tensor.content)},
-            }
-            for tensor in message.inputs
-        ]
-        outputs = [
-            {"name": name, "parameters": place.parameters if place else {"binary_data": True}}
-            for name, place in message.outputs.items()
-        ]
-        header: dict[str, Any] = {
-            **({"id": message.id} if message.id else {}),
-            "parameters": {**message.parameters, "binary_data_output": True},
-            "inputs": inputs,
-            **({"outputs": outputs} if outputs else {}),
-        }
-        contents = [tensor.content for tensor in message.inputs if not isinstance(tensor.content, RegionPart)]
-        return f"/v2/models/{quote(message.model, '')}/infer", header, contents
+        contents: list[bytes | memoryview] = []
+        header: dict[str, Any] = {"id": message.id} if message.id else {}
+        header["parameters"] = {**message.parameters, "binary_data_output": True}
+        header["inputs"] = inputs = []
+        for tensor in message.inputs:
+            if isinstance(tensor.content, RegionPart):
+                parameters = tensor.content.parameters
+            else:
+                parameters = {"binary_data_size": len(tensor.content)}
+                contents.append(tensor.content)
+            inputs.append(
+                {
+                    "name": tensor.name,
+                    "datatype": tensor.datatype,
+                    "shape": tensor.shape,
+                    "parameters": parameters,
+                }
+            )
+        if message.outputs:
+            header["outputs"] = [
+                {"name": name, "parameters": part.parameters} for name, part in message.outputs.items()
+            ]
+        return f"models/{quote(message.model, '')}/infer", header, contents
 
-    async def infer(self, request: Any, timeout_s: float) -> Sequence[InferOutput]:
+    async def infer(self, request: Any, timeout_s: float) -> Sequence[InferTensor]:
         path, header, contents = request
         parameters = {**header["parameters"], "timeout": max(1, int(timeout_s * 1e6))}
         begin = json.dumps({**header, "parameters": parameters}).encode()
@@ -324,38 +312,26 @@ class _Http:
 
         # One write is faster than several, unless many bytes would be copied for it.
         data = b"".join((begin, *contents)) if size < JOINED_BYTES else body()
-        content, length = await self._request("POST", path, timeout_s, headers, data)
-        return _outputs(content, len(content) if length is None else int(length))
+        return _outputs(*await self._request(path, timeout_s, data, headers))
 
     def stream(self, request: Any, timeout_s: float) -> Answers:
         raise InputError("streams need gRPC: give the client the server's gRPC port, as HOST:PORT")
 
     async def regions(self, timeout_s: float) -> Sequence[str]:
-        answer = await self._json("GET", "/v2/systemsharedmemory/status", timeout_s)
-        return [region["name"] for region in answer]
+        content, _ = await self._request("systemsharedmemory/status", timeout_s)
+        return [region["name"] for region in json.loads(content)]
 
     async def register(self, region: str, key: str, size: int, timeout_s: float) -> None:
         body = json.dumps({"key": key, "offset": 0, "byte_size": size}).encode()
-        path = f"/v2/systemsharedmemory/region/{quote(region, '')}/register"
-        await self._request("POST", path, timeout_s, data=body)
+        await self._request(f"systemsharedmemory/region/{region}/register", timeout_s, body)
 
     async def unregister(self, region: str, timeout_s: float) -> None:
-        await self._request(
-            "POST", f"/v2/systemsharedmemory/region/{quote(region, '')}/unregister", timeout_s
-        )
-
-    async def _json(self, method: str, path: str, timeout_s: float) -> Any:
-        return json.loads((await self._request(method, path, timeout_s))[0])
+        await self._request(f"systemsharedmemory/region/{region}/unregister", timeout_s, b"")
 
     async def _request(
-        self,
-        method: str,
-        path: str,
-        timeout_s: float,
-        headers: Mapping[str, str] | None = None,
-        data: Any = None,
-    ) -> tuple[bytes, str | None]:
-        """Return the body of the answer, and the length of its JSON if more follows. Raises AttemptFailed."""
+        self, path: str, timeout_s: float, data: Any = None, headers: Mapping[str, str] | None = None
+    ) -> tuple[bytes, int]:
+        """Return the body of the answer, and the length of the JSON at its beginning. Raises AttemptFailed."""
         import aiohttp
 
         if self._session is None:
@@ -364,8 +340,8 @@ class _Http:
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         try:
             async with self._session.request(
-                method,
-                self._url + path,
+                "GET" if data is None else "POST",
+                f"{self._url}/v2/{path}",
                 data=data,
                 headers=headers,
                 # aiohttp takes 0 for no limit.
@@ -378,7 +354,7 @@ class _Http:
             raise AttemptFailed(Code.CONNECTION, str(error) or type(error).__name__) from None
         if answer.status != 200:
             raise AttemptFailed(_CODES.get(answer.status, Code.OTHER), _error_text(content, answer.status))
-        return content, answer.headers.get("Inference-Header-Content-Length")
+        return content, int(answer.headers.get("Inference-Header-Content-Length", len(content)))
 
     def _ssl(self) -> Any:
         import ssl
@@ -397,12 +373,12 @@ def _error_text(content: bytes, status: int) -> str:
         return f"HTTP status {status}: {content[:200].decode(errors='replace')}"
 
 
-def _outputs(content: bytes, length: int) -> list[InferOutput]:
+def _outputs(content: bytes, length: int) -> list[InferTensor]:
     """Read the body of an answer, whose first `length` bytes are JSON."""
     outputs, at = [], length
     for output in json.loads(content[:length])["outputs"]:
         name, datatype, shape = output["name"], output["datatype"], tuple(output["shape"])
         size = output.get("parameters", {}).get("binary_data_size", 0)
-        outputs.append(InferOutput(name, datatype, shape, memoryview(content)[at : at + size]))
+        outputs.append(InferTensor(name, datatype, shape, memoryview(content)[at : at + size]))
         at += size
     return outputs

@@ -138,8 +138,10 @@ def test_a_server_that_refuses_shared_memory_gets_bytes(
     assert "rsrv serve --client-shm" in printed
 
 
-def test_a_generation_comes_in_pieces(start_triton: StartTriton, tmp_path: Path) -> None:
-    """The pieces make the whole text. A refused prompt has the server's reason."""
+def test_a_generation_comes_in_pieces(
+    start_triton: StartTriton, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The pieces make the whole text, also on the command line. A refused prompt has the server's reason."""
     server = start_triton(make_repository(tmp_path, stateful.ensure() / "teller"), expected=None)
     with Client(url(server, "grpc")) as client:
         pieces = [
@@ -149,6 +151,12 @@ def test_a_generation_comes_in_pieces(start_triton: StartTriton, tmp_path: Path)
         assert b"".join(pieces).decode() == stateful.told(b"Once", 40)
         with pytest.raises(RequestError, match="prompt"):
             next(client.stream("teller", text=""))
+    command = ["infer", "teller", "text=Once", "--parameter", "max_tokens=40", "--url", url(server, "grpc")]
+    capsys.readouterr()
+    assert main(command) == 0
+    text, _, rest = capsys.readouterr().out.partition("\n")
+    assert text == stateful.told(b"Once", 40)
+    assert "finish_reason  strings 1\n['length']\n" in rest
 
 
 def test_an_interrupted_map_goes_on(triton: RunningTriton, tmp_path: Path) -> None:

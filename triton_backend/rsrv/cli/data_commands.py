@@ -5,6 +5,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,31 +53,85 @@ def _doctor(client: Any, options: argparse.Namespace) -> int:
 
 def _infer(client: Any, options: argparse.Namespace) -> int:
     """Send one request, and print or write its outputs."""
-    import numpy as np
-
     signature = client.signature(options.model)
-    if signature.streams:
-        raise ValueError(
-            f"{options.model} streams its answers: use Triton's generate_stream, or stream() of rsrv.client"
-        )
     inputs = {}
     for name, text in options.inputs:
         tensor = signature.inputs.get(signature.task.inputs.get(name, name))
         inputs[name] = _value(text, tensor is not None and tensor.datatype == "BYTES")
-    outputs = client.infer(options.model, inputs)
+    parameters = {name: _scalar(text) for name, text in options.parameter}
+    if signature.streams:
+        _stream(client.stream(options.model, inputs, parameters=parameters), signature, options)
+        return 0
+    outputs = client.infer(options.model, inputs, parameters=parameters)
     if options.out is not None:
-        with options.out.open("wb") as file:
-            np.savez(file, **{name: _plain(array) for name, array in outputs.items()})
+        _write(options.out, outputs)
     elif options.json:
-        print(json.dumps({name: _plain(array).tolist() for name, array in outputs.items()}))
+        _print_json(outputs)
     else:
-        for name, array in outputs.items():
-            shape = "x".join(map(str, array.shape))
-            print(f"{name}  {_plain(array).dtype.name if array.dtype != object else 'strings'} {shape}")
-            print(np.array2string(_plain(array), threshold=100))
+        _print(outputs)
         if signature.task.labels:
             print(f"label  {', '.join(outputs.labels())}")
     return 0
+
+
+def _stream(answers: Iterable[dict[str, Any]], signature: Any, options: argparse.Namespace) -> None:
+    """Print each answer when it arrives, or write all of them to a file. A text is printed as it is."""
+    import numpy as np
+
+    pieces: dict[str, list[Any]] = {}
+    #: A model that generates text has it in its first output.
+    first = next(iter(signature.outputs.values()))
+    is_line_open = False
+    try:
+        for answer in answers:
+            if options.out is not None:
+                for name, array in answer.items():
+                    pieces.setdefault(name, []).append(array)
+                continue
+            if options.json:
+                _print_json(answer)
+                continue
+            if first.datatype == "BYTES" and first.name in answer:
+                print("".join(_plain(answer.pop(first.name)).flat), end="", flush=True)
+                is_line_open = True
+            if answer:
+                if is_line_open:
+                    print()
+                _print(answer)
+                is_line_open = False
+    finally:
+        if is_line_open:
+            print()
+    if options.out is not None:
+        _write(options.out, {name: np.concatenate(arrays) for name, arrays in pieces.items()})
+
+
+def _print(outputs: dict[str, Any]) -> None:
+    import numpy as np
+
+    for name, array in outputs.items():
+        shape = "x".join(map(str, array.shape))
+        print(f"{name}  {_plain(array).dtype.name if array.dtype != object else 'strings'} {shape}")
+        print(np.array2string(_plain(array), threshold=100), flush=True)
+
+
+def _print_json(outputs: dict[str, Any]) -> None:
+    print(json.dumps({name: _plain(array).tolist() for name, array in outputs.items()}), flush=True)
+
+
+def _write(path: Path, outputs: dict[str, Any]) -> None:
+    import numpy as np
+
+    with path.open("wb") as file:
+        np.savez(file, **{name: _plain(array) for name, array in outputs.items()})
+
+
+def _scalar(text: str) -> bool | int | float | str:
+    """Return the value of a parameter: a number, true or false, or else the text."""
+    with suppress(ValueError):
+        if isinstance(value := json.loads(text), (bool, int, float)):
+            return value
+    return text
 
 
 def _value(text: str, is_text: bool) -> Any:

@@ -419,6 +419,14 @@ def _add_data(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         metavar="NAME=VALUE",
         help="a file .npy, numbers such as [[1, 2]], a text, or another file for an input of bytes",
     )
+    infer.add_argument(
+        "--parameter",
+        action="append",
+        default=[],
+        type=_named_value,
+        metavar="NAME=VALUE",
+        help="a parameter of the request, such as max_tokens=40",
+    )
     infer.add_argument("--out", type=Path, metavar="FILE.npz", help="write the outputs there")
     infer.add_argument("--json", action="store_true", help="print the outputs as JSON, for programs")
     help = "send all rows of a file, and write the answers to another file"

@@ -214,9 +214,18 @@ def test_a_wrong_address_fails_at_once(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.long
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_data_set_outlives_its_server(start_triton: StartTriton, tmp_path: Path, protocol: str) -> None:
+@pytest.mark.parametrize("shared", [False, True], ids=["bytes", "shared"])
+def test_a_data_set_outlives_its_server(
+    start_triton: StartTriton, tmp_path: Path, protocol: str, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The server is killed and started again while a data set is sent: no row is lost, wrong, or there twice."""
-    server = start_triton(make_repository(tmp_path, bundles.ensure() / "exact"), expected=None)
+    if shared:
+        monkeypatch.setattr("rsrv.client.shared_memory.LEAST_BYTES", 0)
+    server = start_triton(
+        make_repository(tmp_path, bundles.ensure() / "exact"),
+        expected=None,
+        make=partial(TritonServer, client_shared_memory=shared),
+    )
     x = np.random.default_rng(0).integers(-50, 51, (20_000, 64)).astype(np.float32)
     with Client(url(server, protocol)) as client:
         rows: list[np.ndarray] = []
@@ -226,6 +235,7 @@ def test_a_data_set_outlives_its_server(start_triton: StartTriton, tmp_path: Pat
                 server.server.kill()
                 server.server.start()
             assert number + 1 == len(rows)
+        assert (client.transport == "shared memory") == shared
     np.testing.assert_array_equal(np.stack(rows), x @ bundles.exact_kernel())
 
 

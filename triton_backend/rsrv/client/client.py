@@ -87,14 +87,13 @@ class Answered(NamedTuple):
 
     start: int
     stop: int
+    #: Arrays with an axis of rows, also if the model's tensors have none.
     outputs: Outputs
-    #: False if the model's tensors have no axis of rows.
-    has_rows: bool = True
 
     def rows(self) -> Iterator[tuple[int, Outputs]]:
         """Yield each row's number and outputs."""
         for number in range(self.start, self.stop):
-            yield number, self.outputs.row(number - self.start) if self.has_rows else self.outputs
+            yield number, self.outputs.row(number - self.start)
 
 
 class AsyncClient:
@@ -362,7 +361,9 @@ class AsyncClient:
         except RequestError as error:
             error.add_rows(batch.start, batch.stop)
             raise
-        return Answered(batch.start, batch.stop, outputs, signature.max_rows > 0)
+        if not signature.max_rows:
+            outputs = Outputs({name: array[None] for name, array in outputs.items()}, signature)
+        return Answered(batch.start, batch.stop, outputs)
 
     async def _exchange(
         self,
@@ -439,7 +440,10 @@ class AsyncClient:
             )
             if isinstance(next_at, str):
                 self._signatures.pop(model, None)
-                raise RequestError(model, _with_hint(failure, self.url, self._reached), attempts, next_at)
+                if not self._reached:
+                    hint = "check that the server runs; HOST:PORT is for Triton's gRPC port, http://HOST:PORT for its HTTP port"
+                    failure = Failure(failure.code, f"no connection to {self.url}: {failure.text}; {hint}")
+                raise RequestError(model, failure, attempts, next_at)
             if limit is not None and failure.tag == "QUEUE_FULL":
                 limit.refused(now)
             await asyncio.sleep(next_at - now)
@@ -458,16 +462,6 @@ def infer_request(
         for spec in (signature.inputs[name],)
     ]
     return InferRequest(signature.model, inputs, parameters=parameters or {}, id=request_id)
-
-
-def _with_hint(failure: Failure, url: str, reached: bool) -> Failure:
-    """Return the failure of a connection with advice for the user."""
-    if failure.code is not Code.CONNECTION or reached:
-        return failure
-    hint = (
-        "check that the server runs; HOST:PORT is for Triton's gRPC port, http://HOST:PORT for its HTTP port"
-    )
-    return Failure(failure.code, f"no connection to {url}: {failure.text}; {hint}")
 
 
 class AsyncMapResults:
@@ -523,11 +517,8 @@ async def _ended(answers: AsyncGenerator[Any, None]) -> None:
 
 def joined(answers: Sequence[Answered]) -> dict[str, Array]:
     """Return all rows of each output as one array, in the order of the rows."""
-    parts = sorted(answers, key=lambda answered: answered.start)
-    if not parts:
-        return {}
-    join = np.concatenate if parts[0].has_rows else np.stack
-    return {name: join([part.outputs[name] for part in parts]) for name in parts[0].outputs}
+    parts = [answered.outputs for answered in sorted(answers, key=lambda answered: answered.start)]
+    return {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else ())}
 
 
 def _synchronous(

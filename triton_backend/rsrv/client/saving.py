@@ -86,7 +86,6 @@ class PartialFile:
         arrays, contents = [], []
         for spec in self._outputs:
             array = answered.outputs[spec.name]
-            array = array if answered.has_rows else array[None]
             contents.append(to_bytes(spec, array))
             arrays.append((array.shape, len(contents[-1])))
         line = json.dumps([answered.stop, arrays]).encode() + b"\n"

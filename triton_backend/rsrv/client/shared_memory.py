@@ -37,10 +37,6 @@ SHARE: Final = 0.25
 CALL_S: Final = 5.0
 #: Seconds before `close` tries again to unregister a region that is in use.
 IN_USE_S: Final = 0.05
-#: Number of abandoned regions that the client tries to unregister before it makes a new one.
-_RELEASED: Final = 2
-#: Make no new region while more regions than this are abandoned.
-_MOST_ABANDONED: Final = 64
 
 _FOLDER: Final = Path("/dev/shm")
 _NAME: Final = "rsrv-client"
@@ -129,19 +125,17 @@ class Regions:
             region.unlink()
 
     async def _register(self, region: Region, seconds: float) -> Region | None:
-        """Let the server map a new region. Return None if too many other regions may still be in use. Raises AttemptFailed."""
-        # Unregister more than one region for each new one, so that their number stays small.
-        tried, self._abandoned = self._abandoned[:_RELEASED], self._abandoned[_RELEASED:]
-        for name in tried:
+        """Let the server map a new region. Return None if it still uses an abandoned one. Raises AttemptFailed."""
+        if self._abandoned:
+            # The new region replaces an abandoned one, so that their number stays small.
+            name = self._abandoned.pop(0)
             try:
                 await self._connection.unregister(name, seconds)
             except AttemptFailed as error:
                 if not error.failure.is_answer or "in use" in str(error):
                     self._abandoned.append(name)
-                    continue
+                    return None
             self._registered.discard(name)
-        if len(self._abandoned) > _MOST_ABANDONED:
-            return None
         if not self._registered:
             # Unregister the regions of processes that ended without doing so.
             for name in await self._connection.regions(seconds):

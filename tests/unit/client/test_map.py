@@ -265,6 +265,33 @@ def test_the_first_row_that_is_late_bounds_the_others(server: FakeServer) -> Non
     asyncio.run(scenario())
 
 
+def test_the_bytes_of_waiting_answers_are_bounded(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the first answer is missing, few later rows are sent if their answers are large."""
+    monkeypatch.setattr("rsrv.client.client.HELD_BYTES", 5 * 4 * 8)
+
+    async def scenario() -> None:
+        release = asyncio.Event()
+
+        async def before(_: int, values: list[Any]) -> None:
+            if 0 in values:
+                await release.wait()
+
+        server.before = before
+        async with AsyncClient("localhost:1") as client:
+            answers = client.map("m", np.arange(400), in_flight=20).batches()
+            first = asyncio.ensure_future(anext(answers))
+            for _ in range(1000):
+                await asyncio.sleep(0)
+            assert len(server.requests) == 5
+            release.set()
+            starts = [(await first).start] + [answered.start async for answered in answers]
+        assert starts == list(range(0, 400, 4))
+
+    asyncio.run(scenario())
+
+
 def test_unordered_answers_wait_for_no_other_answer(server: FakeServer) -> None:
     """While the first answer is missing, all later ones are handed out, and the client stores a bounded number of them."""
 

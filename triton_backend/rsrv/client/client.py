@@ -8,7 +8,6 @@ import os
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
@@ -39,8 +38,8 @@ TIMEOUT_S = 60.0
 
 #: Send no further request while this many answers, per request that may be in flight, wait for the answers to earlier rows.
 EARLY = 4
-#: Bytes of rows in flight after which no further request is sent.
-IN_FLIGHT_BYTES = 256 << 20
+#: Bytes of rows in flight and of waiting answers after which no further request is sent.
+HELD_BYTES = 256 << 20
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -291,11 +290,11 @@ class AsyncClient:
         limit = InFlightLimit(time.monotonic(), in_flight)
         #: Tasks that have ended: tasks of requests, and the task that reads the next rows.
         ended: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
-        #: Requests in flight, with the bytes of their rows.
-        running: dict[asyncio.Task[Answered], int] = {}
+        #: Requests whose answers were not yielded yet, in the order of the rows, with the bytes of their rows or of their answers.
+        held: dict[asyncio.Task[Answered], int] = {}
+        #: Number of requests in flight.
+        running = 0
         reading: asyncio.Task[RowBatch | None] | None = None
-        #: Requests whose answers were not yielded yet, in the order of the rows.
-        order: deque[asyncio.Task[Answered]] = deque()
         exhausted = False
         #: Error of the source of rows. The caller gets it after the answers to all earlier rows.
         failure: Exception | None = None
@@ -310,9 +309,9 @@ class AsyncClient:
                 # This bounds the memory of requests, and of answers that wait for earlier ones.
                 if (
                     not (reading or exhausted)
-                    and len(running) < limit.limit
-                    and len(order) - len(running) < EARLY * limit.limit
-                    and sum(running.values()) < IN_FLIGHT_BYTES
+                    and running < limit.limit
+                    and len(held) - running < EARLY * limit.limit
+                    and sum(held.values()) < HELD_BYTES
                 ):
                     reading = start(_next(requests))
                 if not (reading or running):
@@ -328,21 +327,26 @@ class AsyncClient:
                         exhausted = True
                         continue
                     request = start(self._answer(model, batch, limit, timeout_s))
-                    running[request] = sum(map(size_of, batch.values.values()))
-                    order.append(request)
+                    held[request] = size_of(batch.values)
+                    running += 1
                     continue
-                del running[task]
-                answered = task.result()
+                running -= 1
+                answered: Answered = task.result()
                 limit.answered(answered.stop - answered.start, time.monotonic())
                 if not ordered:
-                    order.remove(task)
+                    del held[task]
                     yield answered
-                while ordered and order and order[0].done():
-                    yield order.popleft().result()
+                    continue
+                # An answer may have been yielded before its task was taken from the queue.
+                if task in held:
+                    held[task] = size_of(answered.outputs)
+                while held and (first := next(iter(held))).done():
+                    del held[first]
+                    yield first.result()
             if failure is not None:
                 raise failure
         finally:
-            tasks = [*running, *([reading] if reading else [])]
+            tasks = [*held, *([reading] if reading else [])]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -177,18 +177,21 @@ def _only_input(signature: ModelSignature) -> str:
 
 def _fitting(signature: ModelSignature, row: Mapping[str, Any]) -> int:
     """Return how many rows like this one fit into a request."""
-    size = sum(size_of(value) for value in row.values())
-    return max(1, min(signature.max_rows, REQUEST_BYTES // max(1, size)))
+    return max(1, min(signature.max_rows, REQUEST_BYTES // max(1, size_of(row))))
 
 
-def size_of(value: Any) -> int:
-    """Return about how many bytes a value takes in a request."""
-    array = value if isinstance(value, np.ndarray) else np.asarray(value)
-    if array.dtype != object:
-        return array.nbytes
-    return sum(
-        getattr(item, "nbytes", None) or len(item) if hasattr(item, "__len__") else 8 for item in array.flat
-    )
+def size_of(values: Mapping[str, Any]) -> int:
+    """Return about how many bytes the inputs or outputs of a request take."""
+    size = 0
+    for array in map(np.asarray, values.values()):
+        if array.dtype != object:
+            size += array.nbytes
+        else:
+            size += sum(
+                getattr(item, "nbytes", None) or len(item) if hasattr(item, "__len__") else 8
+                for item in array.flat
+            )
+    return size
 
 
 def _shapes(arrays: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rsrv_bundle import torch_recurrent as recurrent
 from rsrv_bundle.torch_nms import lowered_nms
 
 
@@ -217,7 +218,11 @@ LOWERINGS: Mapping[str, Callable[..., Any]] = {
     "aten._upsample_bilinear2d_aa": _bilinear_aa,
     "aten.adaptive_max_pool2d": _adaptive_max_pool,
     "aten.adaptive_max_pool3d": _adaptive_max_pool,
+    "aten.gru.input": recurrent.scanned(recurrent.gru),
+    "aten.lstm.input": recurrent.scanned(recurrent.lstm),
     "aten.nonzero_static": _nonzero_static,
+    "aten.rnn_relu.input": recurrent.scanned(recurrent.rnn_relu),
+    "aten.rnn_tanh.input": recurrent.scanned(recurrent.rnn_tanh),
     "rsrv.nms": lowered_nms,
     "torchvision.deform_conv2d": _deform_conv2d,
     "torchvision.roi_align": _roi_align,

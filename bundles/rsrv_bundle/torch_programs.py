@@ -367,8 +367,9 @@ def _check(exported: Any, inputs: Sequence[str], lowerings: Mapping[str, Callabl
     for node in exported.graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem or _is_assertion(node):
             continue
-        tags = getattr(node.target, "tags", ())
-        if torch.Tag.nondeterministic_seeded in tags:
+        # A recurrent network's operation has this tag for its dropout. A lowering draws no numbers.
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if random and _lowering(node.target, lowerings) is None:
             problems.append(
                 f"module: {_where(node)}: {node.target} draws random numbers, and a served model must not; if it is"
                 " dropout, let it follow self.training"

@@ -528,6 +528,23 @@ def test_assertions_about_values_of_inputs_are_left_out(
         export(tmp_path / "m2", Function(asserting.decided))
 
 
+class Reading(nn.Module):
+    """Recurrent network that returns its last output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.GRU(3, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.network(x)[0][:, -1])
+
+
+def test_a_recurrent_network_is_exported_as_a_loop(tmp_path: Path) -> None:
+    """The operations of a time step are in the module a few times, and not once for each step."""
+    bundle = export(tmp_path / "m", Reading(), {"x": torch.rand(1, 100, 3)})
+    assert (bundle.path / "model.b2.mlir").stat().st_size < 100 * 100
+
+
 def test_zeros_become_integers_that_the_module_takes(tmp_path: Path) -> None:
     """An example of zeros is compared on other integers as well, if the module takes them, as with types of tokens."""
     bundle = export(tmp_path / "m", nn.Embedding(2, 3), {"input": torch.zeros(1, 4, dtype=torch.int64)})

@@ -25,7 +25,9 @@ def random(*shape: int) -> torch.Tensor:
 
 def lowered(name: str, *arguments: Any, **options: Any) -> Any:
     """Run a lowering on tensors; return its results as numpy arrays."""
-    arrays = [jnp.asarray(a.numpy()) if isinstance(a, torch.Tensor) else a for a in arguments]
+    arrays = jax.tree.map(
+        lambda a: jnp.asarray(a.detach().numpy()) if isinstance(a, torch.Tensor) else a, arguments
+    )
     with jax.enable_x64(True):
         return jax.tree.map(np.asarray, LOWERINGS[name](*arrays, **options))
 
@@ -148,3 +150,41 @@ def test_every_core_operation_has_a_lowering() -> None:
         "torchvision.deform_conv2d",
         "torchvision.roi_align",
     }
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("aten.gru.input", nn.GRU(3, 4, num_layers=2, bidirectional=True)),
+        ("aten.gru.input", nn.GRU(3, 4, bias=False, batch_first=True)),
+        ("aten.lstm.input", nn.LSTM(3, 4, num_layers=2, bidirectional=True, batch_first=True)),
+        ("aten.lstm.input", nn.LSTM(3, 4, num_layers=2, proj_size=2)),
+        ("aten.lstm.input", nn.LSTM(3, 4, bias=False, proj_size=2, bidirectional=True)),
+        ("aten.rnn_relu.input", nn.RNN(3, 4, nonlinearity="relu")),
+        ("aten.rnn_tanh.input", nn.RNN(3, 4, num_layers=3)),
+    ],
+)
+def test_recurrent_networks_return_what_pytorch_does(name: str, module: nn.RNNBase) -> None:
+    """The outputs and the last states of all layers and directions agree, from random first states."""
+    # The loop takes several steps at a time, of which 11 is no multiple.
+    x = random(2, 11, 3) if module.batch_first else random(11, 2, 3)
+    cells = module.num_layers * (2 if module.bidirectional else 1)
+    hidden = random(cells, 2, module.proj_size or module.hidden_size)
+    state = (hidden, random(cells, 2, module.hidden_size)) if isinstance(module, nn.LSTM) else hidden
+    with torch.no_grad():
+        output, last = module(x, state)
+    found = lowered(
+        name,
+        x,
+        state,
+        [*module.parameters()],
+        module.bias,
+        module.num_layers,
+        0.0,
+        False,
+        module.bidirectional,
+        module.batch_first,
+    )
+    for each, expected in zip(found, (output, *(last if isinstance(last, tuple) else [last])), strict=True):
+        close(each, expected)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,8 @@ class TracedModules:
             # Replace views, because a decomposition may return other strides than the kernel whose result was viewed.
             if node.target in _VIEWS:
                 node.target = torch.ops.aten.reshape.default
+            if node.target is torch.ops.aten.as_strided.default:
+                _stride_in_memory_order(node)
         exported.graph_module.recompile()
         table = _decompositions()
         return exported.run_decompositions(
@@ -251,6 +254,35 @@ def _without_idle_reads(exported: Any) -> Any:
         if unused or node.target in _NUMBER_ASSERTIONS:
             exported.graph.erase_node(node)
     return exported
+
+
+def _stride_in_memory_order(node: Any) -> None:
+    """Give as_strided its tensor in the order of the tensor's memory, because arrays of JAX have no other order.
+
+    Raises BundleError if as_strided may read memory that is not the tensor's.
+    """
+    source, size, stride, *offset = node.args
+    tensor = source.meta["val"]
+    axes = sorted(
+        (axis for axis, length in enumerate(tensor.shape) if length > 1),
+        key=lambda axis: -tensor.stride(axis),
+    )
+    lengths = [tensor.shape[axis] for axis in axes]
+    dense = [tensor.stride(axis) for axis in axes] == [prod(lengths[at + 1 :]) for at in range(len(axes))]
+    first = offset[0] - tensor.storage_offset() if offset and offset[0] is not None else 0
+    last = first + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    if not dense or first < 0 or last >= tensor.numel():
+        raise BundleError(
+            f"module: {_where(node)}: {node.target} reads memory outside of a tensor, or a tensor with gaps; call contiguous()"
+            " on the tensor before"
+        )
+    order = axes + [axis for axis in range(tensor.ndim) if axis not in axes]
+    with node.graph.inserting_before(node):
+        permuted = node.graph.call_function(torch.ops.aten.permute.default, (source, order))
+        ordered = node.graph.call_function(
+            torch.ops.aten.clone.default, (permuted,), {"memory_format": torch.contiguous_format}
+        )
+    node.args = (ordered, size, stride, first)
 
 
 def _decompositions() -> Any:

@@ -563,6 +563,26 @@ def test_views_of_a_decomposed_result_are_exported(tmp_path: Path) -> None:
     assert bundle.manifest.outputs[0].dims == (-1, 4, 6)
 
 
+def test_windows_over_the_memory_of_a_transposed_tensor_are_exported(tmp_path: Path) -> None:
+    """`as_strided` reads the memory of its tensor, in which another axis may come last, as in the windows of Longformer."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = (2 * x).transpose(1, 2)
+        rows, columns, steps = y.stride()
+        return y.as_strided((len(y), 3, 2, 5), (rows, 2 * columns, columns, steps))
+
+    export(tmp_path / "m", Function(forward), {"x": torch.rand(1, 5, 7)}, batch_sizes=[2, 3])
+    outside: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda x: x[:, ::2].as_strided((len(x), 2), (7, 2)),
+        lambda x: x[:, 1:].as_strided((len(x), 2), (7, 2)),
+    ]
+    for number, function in enumerate(outside):
+        with pytest.raises(
+            BundleError, match=r"as_strided.default reads memory outside of a tensor, .* contiguous"
+        ):
+            export(tmp_path / str(number), Function(function), {"x": torch.rand(1, 7)})
+
+
 def test_a_convolution_without_padding_is_exported(tmp_path: Path) -> None:
     """`padding="valid"` reaches torchax as a list that it changes."""
     module = nn.Conv2d(1, 2, 3, padding="valid")

@@ -214,7 +214,8 @@ MORE: Mapping[str, Mapping[str, Any]] = {
     **{kind: {"num_hidden_layers": 4} for kind in words("convnext convnextv2")},
     # With the default of 0.01, the image hardly reaches the scores that choose queries, so rounding would choose.
     **{kind: {"num_queries": 20, "initializer_range": 0.1} for kind in words("rt_detr rt_detr_v2 d_fine")},
-    # With the default of 0.02, the image reaches no output.
+    # With the defaults of 0.02, the image reaches no output.
+    "mobilevit": {"initializer_range": 0.1},
     "align": {"projection_dim": 640, "initializer_range": 0.1, "vision_config.initializer_range": 0.1},
     "audio-spectrogram-transformer": {"max_length": 128},
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8},
@@ -460,6 +461,11 @@ CHANGES: dict[str, tuple[str, Callable[[], Made]]] = {
     "transformers led": (UNMASKED, partial(_unmasked, "led", "AutoModelForSeq2SeqLM", "seq2seq")),
     **{f"transformers {kind}": (EXPERTS, partial(_all_experts, kind)) for kind in words("dbrx jetmoe switch_transformers")},
     "transformers dac": ("--outputs audio_values", partial(_kept, partial(make_transformers, "dac", "AutoModel", "sound"), "audio_values")),
+    "diffusers VQModel": ("--outputs sample", lambda: _kept(partial(_diffuser, "VQModel"), "sample")),
+    "open_clip_torch ViT-B-32 of small layers": (
+        "--outputs output_0,output_1",
+        lambda: _kept(OTHERS["open_clip_torch", "ViT-B-32 of small layers"], "output_0", "output_1"),
+    ),
     "torchaudio Conformer": ("leave out lengths, which the rows of one request length share", _whole_sounds),
     "pytorch-tabnet TabNet": ("--outputs output_0", lambda: _kept(OTHERS["pytorch-tabnet", "TabNet"], "output_0")),
     "torch LSTM_packed": ("pad and mask, without packing", _padded),

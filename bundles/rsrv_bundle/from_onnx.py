@@ -20,6 +20,7 @@ from rsrv_bundle.errors import BundleError
 from rsrv_bundle.export import Original, export_bundle
 from rsrv_bundle.inputs import check_sample_names, sample_count
 from rsrv_bundle.interface import LETTERS
+from rsrv_bundle.numerics import TOLERANCE, difference
 from rsrv_bundle.onnx_import.evaluate import Evaluator
 from rsrv_bundle.onnx_import.model import Input, Node, OnnxModel, Weight, graphs_of, read_model
 from rsrv_bundle.reader import sha256_of
@@ -33,6 +34,8 @@ Array = np.ndarray[Any, Any]
 _CHANGES = "onnx_changes"
 #: Operators that scale by the largest value in the whole batch, so that a row would depend on the other rows.
 _WHOLE_BATCH = frozenset({"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM"})
+#: Rows that share a scale may differ from the same rows alone by this share of the largest magnitude.
+_STEPS_OF_SCALE = 0.1
 #: Operators that pass an index on unchanged.
 _PASS = frozenset({"Identity", "Cast", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Transpose", "Expand"})
 
@@ -81,7 +84,9 @@ def export_onnx(
             value for value in (evaluator.inputs if outputs else model.inputs) if value.name not in bound
         ]
         plan = _plan(named_inputs, batch_sizes, batch_axis or {}, input_shapes)
-        rows = plan.batch if plan.fixed_to_one or _mixes_rows(model) else {}
+        rows = plan.batch if len(plan.open) < len(plan.batch) or _mixes_rows(model) else {}
+        # The user confirms the batch by its axis in the first of these inputs.
+        unproven = [] if (batch_axis or {}).keys() & plan.open[:1] else plan.open
         names = list(dict.fromkeys(outputs or model.graph.outputs))
         examples = {value.name: _example(model, value, plan) for value in named_inputs}
         examples |= _sampled(named_inputs, plan, samples or {})
@@ -103,7 +108,7 @@ def export_onnx(
             axes=plan.axes,
             input_shapes=plan.input_shapes,
             pad=",".join(_by_letter(part, plan.letters) for part in pad.split(",")),
-            original=_original(model, names, bound, rows),
+            original=_original(model, names, bound, rows, unproven),
             # The commit of rsrv's own files says nothing about the model.
             **{"code": object, **options},
         )
@@ -131,7 +136,11 @@ class OnnxSource:
             model = read_model(self._path)
             outputs = self._changes.get("outputs") or list(model.graph.outputs)
             self._original = _original(
-                model, outputs, _bound(model, self._changes.get("bind", {})), self._changes.get("rows", {})
+                model,
+                outputs,
+                _bound(model, self._changes.get("bind", {})),
+                self._changes.get("rows", {}),
+                (),
             )
         return self._original.eager(**inputs)
 
@@ -151,8 +160,8 @@ class _Axes:
         self.shapes: dict[str, tuple[int, ...]] = {}
         #: Batch axes by input. Empty without batch sizes.
         self.batch: dict[str, int] = {}
-        #: True if the batch of an input has one row in the file.
-        self.fixed_to_one = False
+        #: Inputs whose batch may have any number of rows in the file.
+        self.open: list[str] = []
 
 
 def _plan(
@@ -175,14 +184,15 @@ def _plan(
         for at, dim in enumerate(dims):
             if at == axis:
                 plan.batch[value.name] = at
-                plan.fixed_to_one |= dim == 1
+                if not isinstance(dim, int):
+                    plan.open.append(value.name)
                 shape.append(1)
                 own.append("n")
             elif isinstance(dim, int):
                 shape.append(dim)
                 own.append(next(free))
             else:
-                name = dim or f"{value.name}_{at}"
+                name = _axis_name(value, at)
                 size = _size(name, value, at, input_shapes, bool(batch_sizes))
                 key = (name, seen.get(name, 0))
                 seen[name] = key[1] + 1
@@ -218,6 +228,10 @@ def _dims(value: Input) -> tuple[int | str | None, ...]:
             f"input '{value.name}': the file does not say how many axes it has; write its shape into the file"
         )
     return value.dims
+
+
+def _axis_name(value: Input, axis: int) -> str:
+    return str(_dims(value)[axis] or f"{value.name}_{axis}")
 
 
 def _batch_name(inputs: Sequence[Input]) -> str | None:
@@ -418,6 +432,25 @@ def _each_row(
     return {name: jnp.moveaxis(value, 0, places[name] or 0) for name, value in outputs.items()}
 
 
+def _row_by_row(
+    model: OnnxModel,
+    outputs: Sequence[str],
+    ask: Callable[[Mapping[str, Array]], list[Array]],
+    inputs: Mapping[str, Array],
+    axes: Mapping[str, int],
+) -> dict[str, Array]:
+    """Return the outputs as `_each_row` does, from onnxruntime."""
+    count = next(array.shape[axes[name]] for name, array in inputs.items())
+    singles = [
+        {name: np.take(array, [row], axes[name]) for name, array in inputs.items()} for row in range(count)
+    ]
+    joined = {}
+    for name, values in zip(outputs, zip(*map(ask, singles), strict=True), strict=True):
+        axis = _row_axis(model, name, values[0].shape, axes, singles[0])
+        joined[name] = np.stack(values) if axis is None else np.concatenate(values, axis)
+    return joined
+
+
 def _row_axis(
     model: OnnxModel, output: str, shape: tuple[int, ...], axes: Mapping[str, int], inputs: Mapping[str, Any]
 ) -> int | None:
@@ -438,6 +471,51 @@ def _row_axis(
     return shape.index(1) if 1 in shape else None
 
 
+def _check_rows(
+    model: OnnxModel,
+    outputs: Sequence[str],
+    ask: Callable[[Mapping[str, Array]], list[Array]],
+    inputs: Mapping[str, Array],
+    axes: Mapping[str, int],
+    unproven: Sequence[str],
+) -> None:
+    """Raise BundleError if elements of the batch axes of `unproven` depend on each other, as time steps do.
+
+    Computing each row alone would hide this. So compare the last row with the same row behind the first one. Inputs whose batch has one
+    row in the file have the same value in both.
+    """
+
+    def chosen(*rows: int) -> dict[str, Array]:
+        return {
+            name: np.take(array, rows if name in unproven else rows[-1:], axes[name])
+            for name, array in inputs.items()
+        }
+
+    alone = ask(chosen(-1))
+    try:
+        together = ask(chosen(0, -1))
+    except Exception:  # noqa: BLE001 - onnxruntime may raise anything
+        # The graph has the number 1 written down, such as in a Reshape, so it has no rows that could depend on each other.
+        return
+    allowed = _STEPS_OF_SCALE if _mixes_rows(model) else TOLERANCE["f16"]
+    for output, both, single in zip(outputs, together, alone, strict=True):
+        if both.dtype.kind != "f":
+            continue
+        grown = [axis for axis, size in enumerate(single.shape) if both.shape[axis] != size]
+        last = both[(*[slice(None)] * grown[0], slice(-single.shape[grown[0]], None))] if grown else both
+        if last.shape == single.shape:
+            magnitude = float(np.abs(both[np.isfinite(both)]).max(initial=0))
+            if difference(last, single, magnitude)[1] <= allowed:
+                continue
+        name = unproven[0]
+        [value] = [value for value in model.inputs if value.name == name]
+        raise BundleError(
+            f"input '{name}': output '{output}' at an element of axis {axes[name]} depends on the elements before it, as with time"
+            f" steps, so it is not the batch; leave out the batch sizes, and give --input-shape {_axis_name(value, axes[name])}=SIZE; if"
+            f" each element is a request of its own, pass --batch-axis {name}={axes[name]}"
+        )
+
+
 # --- onnxruntime ------------------------------------------------------------------------------------------
 
 
@@ -446,10 +524,12 @@ def _original(
     outputs: Sequence[str],
     bound: Mapping[str, Array],
     rows: Mapping[str, int],
+    unproven: Sequence[str],
 ) -> Original:
     """Return a function that runs the model in onnxruntime.
 
-    `rows` has the batch axes of the inputs if the model computes each row alone.
+    `rows` has the batch axes of the inputs if the model computes each row alone. `unproven` are the inputs whose batch axis may be
+    another axis, such as time.
     """
     sessions: list[Any] = []
 
@@ -462,23 +542,15 @@ def _original(
         taken = {node.name for node in session.get_inputs()}
         constants = {name: array for name, array in bound.items() if name in taken}
         arrays = {name: np.asarray(value) for name, value in inputs.items() if name in taken}
+
+        def ask(given: Mapping[str, Array]) -> list[Array]:
+            return list(session.run(list(outputs), {**given, **constants}))
+
         if not rows:
-            return dict(zip(outputs, session.run(list(outputs), {**arrays, **constants}), strict=True))
-        # Run the model once for each row.
-        count = next(arrays[name].shape[axis] for name, axis in rows.items() if name in arrays)
-        parts = []
-        for row in range(count):
-            single = {
-                name: np.take(array, [row], rows[name]) if name in rows else array
-                for name, array in arrays.items()
-            }
-            parts.append(session.run(list(outputs), {**single, **constants}))
-        joined = {}
-        for index, name in enumerate(outputs):
-            values = [part[index] for part in parts]
-            axis = _row_axis(model, name, values[0].shape, rows, single)
-            joined[name] = np.stack(values) if axis is None else np.concatenate(values, axis)
-        return joined
+            return dict(zip(outputs, ask(arrays), strict=True))
+        if unproven:
+            _check_rows(model, outputs, ask, arrays, rows, unproven)
+        return _row_by_row(model, outputs, ask, arrays, rows)
 
     facts = {f"onnx_{key}": value for key, value in model.description.items() if key in ("producer", "name")}
     digest = sha256_of([model.path])[model.path.name]

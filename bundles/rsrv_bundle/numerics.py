@@ -268,7 +268,10 @@ class Judge:
 
     def places(self, key: Key, actual: Rows, expected: Rows) -> None:
         """Compare the same rows in another order."""
-        self._compare("rows", key, actual, expected, "a row changes with its place in the batch, by")
+        because = (
+            "the rows of a batch are different requests; if they are time steps, export without batch sizes"
+        )
+        self._compare("rows", key, actual, expected, "a row changes with its place in the batch, by", because)
 
     def whole(self, key: Key, actual: Rows, expected: Rows) -> None:
         """Compare a sequence in chunks with the whole sequence."""

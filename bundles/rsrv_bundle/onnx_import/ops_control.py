@@ -116,15 +116,14 @@ def _traced_loop(
         return goes_on, outputs[: len(values)], outputs[len(values) :]
 
     if scans:
+        undecided = Unsupported("a request decides the number of its results, and shapes are fixed at export")
         if limit is None or not (is_known(first) and np.ravel(first)[0]):
-            raise Unsupported("a request decides the number of its results, and shapes are fixed at export")
+            raise undecided
 
         def step(values: Any, index: Any) -> tuple[Any, Any]:
             _, after, row = run_round(index, values)
             if not always:
-                raise Unsupported(
-                    "a request decides the number of its results, and shapes are fixed at export"
-                )
+                raise undecided
             return [jnp.asarray(value) for value in after], [jnp.asarray(value) for value in row]
 
         state, rows = lax.scan(step, state, jnp.arange(limit))

@@ -132,6 +132,43 @@ def test_rows_that_are_computed_alone_stay_on_the_axis_that_the_file_names(tmp_p
     assert main(["check", "--numerics", "--onnx", str(file), str(bundle)]) == 0
 
 
+QUANTISED = [
+    node("DynamicQuantizeLinear", "x", "q scale zero"),
+    node("DequantizeLinear", "q scale zero", "wide"),
+    node("CumSum", "wide time", "total"),
+]
+
+
+@pytest.mark.parametrize("nodes", [[node("CumSum", "x time", "total")], QUANTISED])
+def test_time_steps_do_not_become_rows_unless_the_user_says_so(tmp_path: Path, nodes: list[Any]) -> None:
+    """A state of one row, or a quantisation, lets the bundle compute each element alone, which would hide the other time steps."""
+    made = graph(
+        [*nodes, node("Add", "total state", "y")],
+        {"x": (np.float32, ["steps", 3]), "state": (np.float32, [1, 3])},
+        {"y": (np.float32, ["steps", 3])},
+        {"time": np.array(0)},
+    )
+    file = write(tmp_path / "m.onnx", made)
+    cure = r"so it is not the batch; .*--input-shape steps=SIZE; .*--batch-axis x=0"
+    with pytest.raises(BundleError, match=cure):
+        export_onnx(file, out_dir=tmp_path / "m", batch_sizes=(1, 4))
+    whole = export_onnx(file, out_dir=tmp_path / "whole", input_shapes=[{"steps": 5}])
+    assert not whole.manifest.batched
+    single = export_onnx(file, out_dir=tmp_path / "single", batch_sizes=(1, 4), batch_axis={"x": 0})
+    assert [spec.dims for spec in single.manifest.inputs] == [(-1, 3), (-1, 3)]
+
+
+def test_rows_beside_an_input_of_one_row_are_the_batch(tmp_path: Path) -> None:
+    """Each row of the batch gets a scale of its own, which the file has once for all rows."""
+    made = graph(
+        [node("Mul", "x scale", "y")],
+        {"x": (np.float32, ["rows", 3]), "scale": (np.float32, [1, 3])},
+        {"y": (np.float32, ["rows", 3])},
+    )
+    bundle = export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m", batch_sizes=(1, 4))
+    assert [spec.dims for spec in bundle.manifest.inputs] == [(-1, 3), (-1, 3)]
+
+
 def test_axes_that_the_file_calls_by_a_question_mark_have_sizes_of_their_own(tmp_path: Path) -> None:
     """Paddle writes "?" for each open axis, which is no name that two axes share."""
     dims: Any = (np.float32, [-1, "?", "?"])

@@ -50,6 +50,8 @@ TOLERANCE: Mapping[str, float] = {
     "f8_e5m2": 0.3,
 }
 
+#: An output below this magnitude says little about larger values of it, such as the probabilities of a detector without an object.
+_TINY = 1e-3
 #: Number of rows over which an output is unlikely to be near zero everywhere.
 _ROWS = 8
 
@@ -352,11 +354,16 @@ class Judge:
                     if known
                     else f"{spec.dtype} must be equal, unless you give a tolerance for {spec.dtype}"
                 )
-                rule = f"{verb} {relative:.3g} of its largest magnitude; {limit}"
+                parts = [f"{verb} {relative:.3g} of its largest magnitude", limit]
+                if because:
+                    parts.append(because)
+                if 0 < absolute < relative * _TINY and np.isfinite(relative):
+                    parts.append(
+                        f"this magnitude is only {absolute / relative:.1g}, so also compare inputs for which the output is larger:"
+                        " give example inputs, or --samples"
+                    )
                 self.problems.add(
-                    module_file(self.bundle, key).name,
-                    f"output '{spec.name}'",
-                    f"{rule}; {because}" if because else rule,
+                    module_file(self.bundle, key).name, f"output '{spec.name}'", "; ".join(parts)
                 )
         return both
 

@@ -508,3 +508,21 @@ def test_an_output_that_is_small_by_chance_is_not_refused(tmp_path: Path, dtype:
     assert 1e-4 * scale < export(0.002)["max_rel_error"] < 1e-2 * scale
     with pytest.raises(BundleError, match="differs from the original model"):
         export(0.2)
+
+
+def test_outputs_that_are_tiny_for_random_inputs_need_larger_ones(tmp_path: Path) -> None:
+    """A rounding error far below 1 is large relative to a tiny output, so the error asks for inputs with a larger output."""
+
+    def export(example: Any) -> Any:
+        return export_bundle(
+            lambda _, x: x * 1e-8,
+            {},
+            {"x": example},
+            batch_sizes=[1],
+            out_dir=tmp_path / "m",
+            original=Original(lambda x: x * 1e-8 + 1e-10),
+        )
+
+    with pytest.raises(BundleError, match=r"this magnitude is only \de-08, so .* or --samples$"):
+        export(jax.ShapeDtypeStruct((1, 3), np.float32))
+    export(np.array([[1e8, 2e8, 0]], np.float32))

@@ -206,8 +206,10 @@ def _keep(name: str, bundle: Any, made: Made) -> None:
     module, examples, _ = made
     arrays = {key: value.numpy() for key, value in examples.items()}
     names = [spec.name for spec in bundle.manifest.inputs]
-    inputs = dict(zip(names, random_inputs(bundle, 0, 2, acceptable(bundle, arrays), first=4), strict=True))
-    found = eager_torch(module)(**inputs)
+    eager = eager_torch(module)
+    taken = acceptable(bundle, arrays, lambda values: eager(**dict(zip(names, values, strict=True))))
+    inputs = dict(zip(names, random_inputs(bundle, 0, 2, taken, first=4), strict=True))
+    found = eager(**inputs)
     outputs = dict(zip(found.names, found.values, strict=True))
     target = KEPT / re.sub("[^a-z0-9]+", "_", name.lower())
     shutil.rmtree(target, ignore_errors=True)

@@ -435,11 +435,12 @@ def _attention_without_loops() -> Made:
     return graphs.GAT(8, 16, 2, 4, add_self_loops=False).eval(), *_looped()[1:]
 
 
-def _whole_sounds() -> Made:
+def _whole_sounds(name: str) -> Made:
     import torch
     from torch import nn
 
-    module, examples, options = OTHERS["torchaudio", "Conformer"]()
+    module, examples, options = OTHERS["torchaudio", name]()
+    (length,) = examples["lengths"].tolist()
 
     class Whole(nn.Module):
         def __init__(self) -> None:
@@ -447,9 +448,17 @@ def _whole_sounds() -> Made:
             self.module = module
 
         def forward(self, input: Any) -> Any:
-            return self.module(input, torch.full(input.shape[:1], input.shape[1]))[0]
+            return self.module(input, torch.full(input.shape[:1], length))[0]
 
     return Whole().eval(), {"input": examples["input"]}, options
+
+
+def _given_noise() -> Made:
+    import torch
+
+    module, examples, options = make_transformers("vit_mae", "AutoModel", "image")
+    config = module.config
+    return module, {**examples, "noise": torch.rand(1, (config.image_size // config.patch_size) ** 2)}, options
 
 
 UNMASKED = "leave out attention_mask, which the rows of one request length share"
@@ -466,7 +475,11 @@ CHANGES: dict[str, tuple[str, Callable[[], Made]]] = {
         "--outputs output_0,output_1",
         lambda: _kept(OTHERS["open_clip_torch", "ViT-B-32 of small layers"], "output_0", "output_1"),
     ),
-    "torchaudio Conformer": ("leave out lengths, which the rows of one request length share", _whole_sounds),
+    **{
+        f"torchaudio {name}": ("leave out lengths, which the rows of one request length share", partial(_whole_sounds, name))
+        for name in words("Conformer Emformer")
+    },
+    "transformers vit_mae": ("give noise as an input", _given_noise),
     "pytorch-tabnet TabNet": ("--outputs output_0", lambda: _kept(OTHERS["pytorch-tabnet", "TabNet"], "output_0")),
     "torch LSTM_packed": ("pad and mask, without packing", _padded),
     "torch_geometric GCN": ("give the loops of nodes as edges: add_self_loops=False", _looped),
@@ -476,7 +489,7 @@ CHANGES: dict[str, tuple[str, Callable[[], Made]]] = {
 
 def _diffusers() -> Iterator[Entry]:
     for name, maker in DIFFUSERS.items():
-        yield Entry(f"diffusers {name}", "diffusers", partial(maker, name))
+        yield Entry(f"diffusers {name}", "diffusers", partial(maker, name), CHANGES.get(f"diffusers {name}"))
 
 
 def _diffuser(name: str) -> Made:

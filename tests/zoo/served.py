@@ -19,7 +19,10 @@ def main(count: int = 24) -> None:
     errors = {}
     with tempfile.TemporaryDirectory() as folder:
         repository = make_repository(Path(folder), *(file.with_suffix("") for file in files))
-        with running_triton(repository, Path(folder, "server.log")) as server, caller(server) as call:
+        with (
+            running_triton(repository, Path(folder, "server.log"), timeout=600) as server,
+            caller(server) as call,
+        ):
             for file in files:
                 errors[file.stem] = max(_errors(call, file))
                 print(f"{file.stem}: {errors[file.stem]:.1e}", flush=True)

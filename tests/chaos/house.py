@@ -68,7 +68,7 @@ HOOK_TIMEOUT, WATCHDOG = 3.0, 3.0
 STUB_BYTES, WEIGHT_BYTES = 2**30, 200 * 2**20
 _OF_ALL = """
 stub: {{hook_timeout_s: {hook}, memory_limit_bytes: {stub}}}
-lifecycle: {{bundles: [{bundles}], look_s: 0.2}}
+lifecycle: {{bundles: [{bundles}], poll_s: 0.2}}
 """
 _SETTINGS = (
     "runtime: {{weight_budget_bytes: {weights}, watchdog_s: {watchdog}, devices: {devices}}}" + _OF_ALL

@@ -17,7 +17,7 @@ from tests.e2e.harness import EXPLICIT, HURRY, RunningTriton, make_repository, r
 from tests.e2e.lives import COLUMNS, Living, place, write_version
 from tests.waiting import wait_until
 
-SETTINGS = "lifecycle: {look_s: 0.1}\naliases: {champion: v1, fraud: {v1: 50, v2: 50}}\n"
+SETTINGS = "lifecycle: {poll_s: 0.1}\naliases: {champion: v1, fraud: {v1: 50, v2: 50}}\n"
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ from tests.e2e.lives import place, version, write_version
 from tests.waiting import PATIENCE_S, wait_until
 
 SETTINGS = """
-lifecycle: {look_s: 0.1}
+lifecycle: {poll_s: 0.1}
 models:
   exact: {max_queue_depth: 4096}
   steady: {max_batch_size: 1}

@@ -48,7 +48,7 @@ HOOKS = "def preprocess(inputs):\n    raise ValueError('broken')\n"
 #: Of the second server: `large` never fits, and neither do the others all at once.
 FAULTY_SETTINGS = f"""
 runtime: {{weight_budget_bytes: {2 * _BYTES}, host_memory_bytes: 0}}
-lifecycle: {{look_s: 0.1}}
+lifecycle: {{poll_s: 0.1}}
 scheduler: {{meta_concurrency: 1}}
 models:
   steady: {{max_queue_depth: 1}}

@@ -40,7 +40,7 @@ _LATER_S = 120.0
 EXECUTION_MS = 100
 BOUND = """
 runtime: {devices: [cpu, cpu]}
-lifecycle: {look_s: 0.1}
+lifecycle: {poll_s: 0.1}
 models:
   crowded: {devices: [0]}
 """
@@ -162,7 +162,7 @@ def test_an_import_that_hangs_is_found_until_its_load_fails(
     gate = tmp_path / "gate"
     write_scale(tmp_path / "bundles" / "good", 2)
     settings = (
-        f"{{stub: {{hook_timeout_s: 1}}, lifecycle: {{bundles: [{tmp_path / 'bundles'}], look_s: 0.1}}}}"
+        f"{{stub: {{hook_timeout_s: 1}}, lifecycle: {{bundles: [{tmp_path / 'bundles'}], poll_s: 0.1}}}}"
     )
     repository = make_repository(tmp_path, settings=settings)
     flags = [*EXPLICIT, HURRY, "--model-load-thread-count=1"]

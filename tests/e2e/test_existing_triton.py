@@ -100,7 +100,7 @@ def test_bundles_join_the_models_of_an_existing_server(
     (tmp_path / "new" / "triple").rename(tmp_path / "bundles" / "triple")
 
     def is_renewed() -> bool:
-        # A look between the two steps finds no bundle, and unloads the model.
+        # A scan between the two steps finds no bundle, and unloads the model.
         with suppress(InferenceServerException):
             return _answer(server, "triple") == [0, 30, 60, 90]
         return False

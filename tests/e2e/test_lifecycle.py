@@ -40,7 +40,7 @@ from tests.waiting import wait_until
 
 #: Triton's default, under which a failed model makes the server unready.
 STRICT = "--strict-readiness=true"
-SETTINGS = "lifecycle: {look_s: 0.1}\n"
+SETTINGS = "lifecycle: {poll_s: 0.1}\n"
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_a_new_bundle_is_served_and_a_removed_one_is_not(
 def test_a_removed_bundle_that_never_served_leaves_no_trace(
     bundles: Path, folder: Path, versions: dict[str, Path], server: RunningTriton, life: Living, fault: str
 ) -> None:
-    """With the next look its failure leaves the status, and Triton is ready again, even if it counts failed models."""
+    """After the next scan, its failure leaves the status, and Triton is ready again, even if it counts failed models."""
     place(versions["one"], folder / "faulty")
     if fault == "is broken":
         (folder / "faulty" / "manifest.yaml").write_text("nothing: good\n")

@@ -78,7 +78,7 @@ def metrics(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metrics]:
     (folder / "bundles").mkdir()
     for name in ("exact", "steady", "hooked"):
         place(bundles.ensure() / name, folder / "bundles" / name)
-    repository = make_repository(folder, settings="lifecycle: {look_s: 0.1}\nlogs: {format: json}\n")
+    repository = make_repository(folder, settings="lifecycle: {poll_s: 0.1}\nlogs: {format: json}\n")
     flags = [*EXPLICIT, HURRY]
     python, gate = folder / "python", folder / "gate"
     python.write_text(_PYTHON.format(gate=gate, python=sys.executable))

@@ -30,7 +30,7 @@ from tests.e2e.harness import compilation_cache, is_alive, make_repository
 from tests.e2e.lives import COLUMNS, answer, place, write_version
 from tests.waiting import PATIENCE_S, wait_until
 
-QUICK = "lifecycle: {look_s: 0.1}\n"
+QUICK = "lifecycle: {poll_s: 0.1}\n"
 
 
 class Terminal:

@@ -38,7 +38,7 @@ def serving(folder: Path, version: Path, mode: str) -> Iterator[tuple[RunningTri
     """A server of `torn` and `steady`, whose weights the repository shares with their bundles."""
     for name in ("torn", "steady"):
         place(version, folder / "bundles" / name)
-    repository = make_repository(folder, settings=f"lifecycle: {{mode: {mode}, look_s: 0.1}}\n")
+    repository = make_repository(folder, settings=f"lifecycle: {{mode: {mode}, poll_s: 0.1}}\n")
     assert os.path.samefile(folder / "bundles/torn" / WEIGHTS, repository / "torn/1/bundle" / WEIGHTS)
     with running_triton(
         repository, folder / "server.log", extra_args=[*EXPLICIT, HURRY], spare=True

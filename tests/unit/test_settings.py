@@ -152,7 +152,7 @@ def test_every_time_and_size_may_have_a_unit(monkeypatch: pytest.MonkeyPatch, ke
         ("scheduler: {meta_concurrency: 0}", "scheduler.meta_concurrency: "),
         ("runtime: {weight_budget_bytes: -1}", "runtime.weight_budget_bytes: "),
         ("meta: {transport: rpc}", "meta.transport: must be 'direct' or 'bls'"),
-        ("lifecycle: {poll_s: 5}", "lifecycle.poll_s: unknown key"),
+        ("lifecycle: {debounce_s: 5}", "lifecycle.debounce_s: unknown key"),
         ("traces: {endpoint: 'localhost:4318/v1/traces'}", "traces.endpoint: "),
         ("traces: {endpoint: 'grpc://localhost:4317'}", "write it as http://localhost:4318/v1/traces"),
         ("traces: {endpoint: ''}", "traces.endpoint: "),

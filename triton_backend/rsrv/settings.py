@@ -269,18 +269,18 @@ class LifecycleSection(Section):
         "hard",
         description="Links or copies of the bundles' files in the repository. rsrv-gen's --link sets it.",
     )
-    look_s: Seconds = Field(
+    poll_s: Seconds = Field(
         1.0,
         ge=0.05,
         le=3600,
         allow_inf_nan=False,
-        description="Pause between two checks of changed bundles. A change counts when two checks agree.",
+        description="Pause between two scans of the bundles. A change counts when two scans agree.",
     )
 
     @property
-    def poll_s(self) -> float:
-        """Seconds between two looks while no change is reported. Network and bind mounts never report changes."""
-        return 5 * self.look_s
+    def slow_poll_s(self) -> float:
+        """Seconds between two scans while no change is reported. Network and bind mounts never report changes."""
+        return 5 * self.poll_s
 
 
 class ControlSection(Section):

@@ -1,4 +1,4 @@
-"""`BundleDebounce`: which observations count as a change of a bundle."""
+"""`BundleDebounce`: which differences between scans count as a change of a bundle."""
 
 from __future__ import annotations
 
@@ -17,93 +17,93 @@ def seen(identity: tuple[int, int] = HERE, **bundles: Signature) -> Seen:
     return Seen(identity, bundles)
 
 
-def told(looks: BundleDebounce, now: float, *roots: Seen) -> list[str]:
-    return looks.look(dict(zip((ROOT, OTHER), roots, strict=False)), now)[1]
+def told(debounce: BundleDebounce, now: float, *roots: Seen) -> list[str]:
+    return debounce.add_scan(dict(zip((ROOT, OTHER), roots, strict=False)), now)[1]
 
 
-def changed(looks: BundleDebounce, now: float, *roots: Seen) -> set[str]:
-    return set(looks.look(dict(zip((ROOT, OTHER), roots, strict=False)), now)[0])
+def changed(debounce: BundleDebounce, now: float, *roots: Seen) -> set[str]:
+    return set(debounce.add_scan(dict(zip((ROOT, OTHER), roots, strict=False)), now)[0])
 
 
 @pytest.fixture
-def looks() -> BundleDebounce:
+def debounce() -> BundleDebounce:
     """Return a debounce that has seen `a` and `b` twice."""
-    looks = BundleDebounce(pause=1.0)
-    assert changed(looks, 0.0, seen(a="1", b="1")) == set()
-    unsettled = [looks.unsettled]
-    assert changed(looks, 1.0, seen(a="1", b="1")) == {"a", "b"}
-    assert [*unsettled, looks.unsettled] == [True, False]
-    return looks
+    debounce = BundleDebounce(pause=1.0)
+    assert changed(debounce, 0.0, seen(a="1", b="1")) == set()
+    unsettled = [debounce.unsettled]
+    assert changed(debounce, 1.0, seen(a="1", b="1")) == {"a", "b"}
+    assert [*unsettled, debounce.unsettled] == [True, False]
+    return debounce
 
 
-def test_two_looks_have_to_agree(looks: BundleDebounce) -> None:
-    """A change counts when two looks agree that are far enough apart, independent of looks in between."""
-    assert changed(looks, 2.0, seen(a="2", b="1")) == set()
-    assert changed(looks, 2.9, seen(a="2", b="1")) == set()
-    assert changed(looks, 3.0, seen(a="3", b="1")) == set()
-    assert looks.settled("a") is None
-    assert changed(looks, 3.9, seen(a="3", b="1")) == set()
-    assert changed(looks, 4.0, seen(a="3", b="1")) == {"a"}
-    assert changed(looks, 5.0, seen(a="3", b="1")) == set()
-    assert looks.settled("a") == ((ROOT, "3"),)
+def test_two_scans_have_to_agree(debounce: BundleDebounce) -> None:
+    """A change counts when two scans agree that are far enough apart, independent of scans in between."""
+    assert changed(debounce, 2.0, seen(a="2", b="1")) == set()
+    assert changed(debounce, 2.9, seen(a="2", b="1")) == set()
+    assert changed(debounce, 3.0, seen(a="3", b="1")) == set()
+    assert debounce.settled("a") is None
+    assert changed(debounce, 3.9, seen(a="3", b="1")) == set()
+    assert changed(debounce, 4.0, seen(a="3", b="1")) == {"a"}
+    assert changed(debounce, 5.0, seen(a="3", b="1")) == set()
+    assert debounce.settled("a") == ((ROOT, "3"),)
 
 
-def test_a_root_that_comes_into_sight_is_looked_at_twice_before_anything_counts_as_gone() -> None:
-    """Each time a root appears, two looks must agree before a missing bundle counts as gone."""
-    looks, nowhere = BundleDebounce(pause=1.0), Seen(None, trouble="is not there")
+def test_a_root_that_appears_is_scanned_twice_before_anything_counts_as_gone() -> None:
+    """Each time a root appears, two scans must agree before a missing bundle counts as gone."""
+    debounce, nowhere = BundleDebounce(pause=1.0), Seen(None, trouble="is not there")
     for now in (0.0, 1.0):
-        changed(looks, now, seen(a="1"), nowhere)
-    assert (looks.agreed, looks.gone("x"), looks.sightings) == (True, False, 1)
-    changed(looks, 2.0, seen(a="1"), seen(y="1"))
-    assert (looks.agreed, looks.gone("x"), looks.sightings) == (False, False, 2)
-    changed(looks, 3.0, seen(a="1"), seen(y="1"))
-    assert (looks.agreed, looks.gone("x"), looks.sightings) == (True, True, 2)
-    changed(looks, 4.0, seen(a="1"), nowhere)
-    changed(looks, 5.0, seen(a="1"), seen(y="1"))
-    assert (looks.agreed, looks.sightings) == (False, 3)
+        changed(debounce, now, seen(a="1"), nowhere)
+    assert (debounce.agreed, debounce.gone("x"), debounce.sightings) == (True, False, 1)
+    changed(debounce, 2.0, seen(a="1"), seen(y="1"))
+    assert (debounce.agreed, debounce.gone("x"), debounce.sightings) == (False, False, 2)
+    changed(debounce, 3.0, seen(a="1"), seen(y="1"))
+    assert (debounce.agreed, debounce.gone("x"), debounce.sightings) == (True, True, 2)
+    changed(debounce, 4.0, seen(a="1"), nowhere)
+    changed(debounce, 5.0, seen(a="1"), seen(y="1"))
+    assert (debounce.agreed, debounce.sightings) == (False, 3)
 
 
-def test_a_change_that_is_taken_back_was_none(looks: BundleDebounce) -> None:
-    """A change that is undone before the second look is not reported."""
-    assert changed(looks, 2.0, seen(a="2")) == set()
-    assert changed(looks, 9.0, seen(a="1", b="1")) == set()
-    assert not looks.unsettled
+def test_a_change_that_is_taken_back_was_none(debounce: BundleDebounce) -> None:
+    """A change that is undone before the second scan is not reported."""
+    assert changed(debounce, 2.0, seen(a="2")) == set()
+    assert changed(debounce, 9.0, seen(a="1", b="1")) == set()
+    assert not debounce.unsettled
 
 
-def test_one_bundle_that_never_rests_holds_up_no_other(looks: BundleDebounce) -> None:
-    """Each bundle is judged by its own looks: one that keeps changing or is unreadable delays no other."""
-    counted = [changed(looks, 2.0 + i, seen(a=str(i), b="2", c=None)) for i in range(5)]
+def test_one_bundle_that_never_rests_holds_up_no_other(debounce: BundleDebounce) -> None:
+    """Each bundle is judged by its own scans: one that keeps changing or is unreadable delays no other."""
+    counted = [changed(debounce, 2.0 + i, seen(a=str(i), b="2", c=None)) for i in range(5)]
     assert counted == [set(), {"b"}, set(), set(), set()]
-    assert looks.settled("c") is None
-    assert not looks.gone("c")
+    assert debounce.settled("c") is None
+    assert not debounce.gone("c")
 
 
-def test_a_removed_bundle_is_gone_when_two_looks_agree(looks: BundleDebounce) -> None:
-    """A removed bundle is gone when two looks agree, also the last one of a directory."""
-    assert changed(looks, 2.0, seen()) == set()
-    assert not looks.gone("a")
-    assert changed(looks, 3.0, seen()) == {"a", "b"}
-    assert looks.gone("a")
-    assert looks.gone("never there")
+def test_a_removed_bundle_is_gone_when_two_scans_agree(debounce: BundleDebounce) -> None:
+    """A removed bundle is gone when two scans agree, also the last one of a directory."""
+    assert changed(debounce, 2.0, seen()) == set()
+    assert not debounce.gone("a")
+    assert changed(debounce, 3.0, seen()) == {"a", "b"}
+    assert debounce.gone("a")
+    assert debounce.gone("never there")
 
 
-def test_what_is_copied_without_its_manifest_is_not_gone(looks: BundleDebounce) -> None:
+def test_what_is_copied_without_its_manifest_is_not_gone(debounce: BundleDebounce) -> None:
     """A bundle without a manifest is not gone while its files grow, but when they rest."""
-    assert [changed(looks, 2.0 + i, seen(a=f"-{i}", b="1")) for i in range(4)] == 4 * [set()]
-    assert not looks.gone("a")
-    assert looks.unsettled
-    assert changed(looks, 6.0, seen(a="-3", b="1")) == {"a"}
-    assert looks.gone("a")
-    assert [changed(looks, 7.0 + i, seen(a="-4", b="1")) for i in range(2)] == 2 * [set()]
-    assert not looks.unsettled
+    assert [changed(debounce, 2.0 + i, seen(a=f"-{i}", b="1")) for i in range(4)] == 4 * [set()]
+    assert not debounce.gone("a")
+    assert debounce.unsettled
+    assert changed(debounce, 6.0, seen(a="-3", b="1")) == {"a"}
+    assert debounce.gone("a")
+    assert [changed(debounce, 7.0 + i, seen(a="-4", b="1")) for i in range(2)] == 2 * [set()]
+    assert not debounce.unsettled
 
 
-def test_a_directory_without_a_manifest_never_was_a_bundle(looks: BundleDebounce) -> None:
+def test_a_directory_without_a_manifest_never_was_a_bundle(debounce: BundleDebounce) -> None:
     """A directory without a manifest is never reported; a root with nothing else may be an unmounted disk."""
     for now in (2.0, 3.0):
-        assert changed(looks, now, seen(a="1", b="1", other="-1")) == set()
-    assert not looks.was_known("other")
-    (line,) = told(looks, 4.0, seen(NEW, other="-1"))
+        assert changed(debounce, now, seen(a="1", b="1", other="-1")) == set()
+    assert not debounce.was_known("other")
+    (line,) = told(debounce, 4.0, seen(NEW, other="-1"))
     assert "is a disk not mounted?" in line
 
 
@@ -112,47 +112,47 @@ def test_a_directory_without_a_manifest_never_was_a_bundle(looks: BundleDebounce
     [Seen(None, trouble="is not there"), seen(NEW)],
     ids=["no directory", "what a disk is mounted on"],
 )
-def test_nothing_is_gone_with_a_missing_root(looks: BundleDebounce, missing: Seen) -> None:
+def test_nothing_is_gone_with_a_missing_root(debounce: BundleDebounce, missing: Seen) -> None:
     """Bundles of a missing root are not gone; loss and return are reported once, changes after the return."""
-    (line,) = told(looks, 2.0, missing)
+    (line,) = told(debounce, 2.0, missing)
     assert "is a disk not mounted?" in line
-    assert told(looks, 10.0, missing) == []
-    assert changed(looks, 20.0, missing) == set()
-    assert not looks.gone("a")
-    (line,) = told(looks, 30.0, seen(NEW, a="1", c="1"))
+    assert told(debounce, 10.0, missing) == []
+    assert changed(debounce, 20.0, missing) == set()
+    assert not debounce.gone("a")
+    (line,) = told(debounce, 30.0, seen(NEW, a="1", c="1"))
     assert "is back" in line
-    assert changed(looks, 31.0, seen(NEW, a="1", c="1")) == {"b", "c"}
-    assert looks.gone("b")
+    assert changed(debounce, 31.0, seen(NEW, a="1", c="1")) == {"b", "c"}
+    assert debounce.gone("b")
 
 
 def test_a_root_that_was_never_there_may_hold_anything() -> None:
     """As long as a root was never seen, only names that were seen below another root can be gone."""
-    looks, away = BundleDebounce(pause=1.0), Seen(None, trouble="is not there")
-    assert not looks.gone("x")
+    debounce, away = BundleDebounce(pause=1.0), Seen(None, trouble="is not there")
+    assert not debounce.gone("x")
     for now in (0.0, 1.0):
-        changed(looks, now, seen(a="1"), away)
-    assert not looks.gone("x")
+        changed(debounce, now, seen(a="1"), away)
+    assert not debounce.gone("x")
     for now in (2.0, 3.0):
-        changed(looks, now, seen(HERE), away)
-    assert looks.gone("a")
-    assert not looks.gone("x")
+        changed(debounce, now, seen(HERE), away)
+    assert debounce.gone("a")
+    assert not debounce.gone("x")
 
 
-def test_another_directory_with_bundles_is_taken_as_it_is(looks: BundleDebounce) -> None:
+def test_another_directory_with_bundles_is_taken_as_it_is(debounce: BundleDebounce) -> None:
     """If a root becomes another directory, as when a link is changed, its bundles count as they are."""
-    changed(looks, 2.0, seen(NEW, a="1", c="1"))
-    assert changed(looks, 3.0, seen(NEW, a="1", c="1")) == {"b", "c"}
-    assert looks.gone("b")
+    changed(debounce, 2.0, seen(NEW, a="1", c="1"))
+    assert changed(debounce, 3.0, seen(NEW, a="1", c="1")) == {"b", "c"}
+    assert debounce.gone("b")
 
 
-def test_a_name_below_two_roots_is_two_bundles(looks: BundleDebounce) -> None:
+def test_a_name_below_two_roots_is_two_bundles(debounce: BundleDebounce) -> None:
     """One name below two roots is two bundles, and one bundle again after one of them goes."""
     for now in (2.0, 3.0):
-        changed(looks, now, seen(a="1", b="1"), seen(a="7"))
-    assert looks.settled("a") == ((ROOT, "1"), (OTHER, "7"))
+        changed(debounce, now, seen(a="1", b="1"), seen(a="7"))
+    assert debounce.settled("a") == ((ROOT, "1"), (OTHER, "7"))
     for now in (4.0, 5.0):
-        changed(looks, now, seen(b="1"), seen(a="7"))
-    assert looks.settled("a") == ((OTHER, "7"),)
+        changed(debounce, now, seen(b="1"), seen(a="7"))
+    assert debounce.settled("a") == ((OTHER, "7"),)
 
 
 def test_a_signature_is_of_every_file_in_any_order() -> None:

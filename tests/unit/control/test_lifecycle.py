@@ -65,7 +65,7 @@ async def living(world: World) -> AsyncIterator[Reconciler]:
 async def story(
     folder: Path, bundles: dict[str, dict[str, str]], **options: Any
 ) -> AsyncIterator[tuple[World, Reconciler]]:
-    """Make a world, and run its reconciler; the events of a test come after its first looks."""
+    """Make a world, and run its reconciler; the events of a test come after its first scans."""
     world = World(folder, bundles, **options)
     async with living(world) as lifecycle:
         await asyncio.sleep(20)
@@ -193,7 +193,7 @@ async def test_a_change_of_an_alias_that_fails_changes_nothing(
 
 
 @in_virtual_time
-async def test_what_changed_while_nobody_looked_is_found(tmp_path: Path) -> None:
+async def test_changes_while_the_control_process_was_down_are_found(tmp_path: Path) -> None:
     """Bundles that changed, came or went while the control process was down are found."""
     world = World(tmp_path, {"r": {"a": "v1", "b": "v1", "c": "v1", "d": "v1"}})
     place(tmp_path / "r" / "d", "v2")
@@ -288,12 +288,12 @@ async def test_what_leaves_is_unwanted_until_the_repository_has_lost_it(
 
     async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (world, lifecycle):
 
-        def look_and_remove(*what: Any) -> None:
+        def record_and_remove(*what: Any) -> None:
             seen.append(set(lifecycle.unwanted))
             remove(*what)
 
         with monkeypatch.context() as patch:
-            patch.setattr(model_loader, "remove", look_and_remove)
+            patch.setattr(model_loader, "remove", record_and_remove)
             shutil.rmtree(world.roots["r"] / "a")
             await asyncio.sleep(20)
         assert not lifecycle.unwanted
@@ -303,7 +303,7 @@ async def test_what_leaves_is_unwanted_until_the_repository_has_lost_it(
 
 @in_virtual_time
 async def test_a_rename_loads_the_new_names_before_it_unloads_the_old_ones(tmp_path: Path) -> None:
-    """If prod becomes old and staging becomes prod in one look, the loads precede the unload of staging."""
+    """If prod becomes old and staging becomes prod in one scan, the loads precede the unload of staging."""
     async with story(tmp_path, {"r": {"prod": "v1", "staging": "v2"}}) as (world, _):
         root = world.roots["r"]
         (root / "prod").rename(root / "old")
@@ -474,7 +474,7 @@ async def test_a_load_that_never_ends_delays_only_unloads(tmp_path: Path) -> Non
 
 @in_virtual_time
 async def test_a_bundle_that_returns_in_time_is_not_unloaded(tmp_path: Path) -> None:
-    """A removed bundle that returns while its unload waits is kept, unless only one look sees it."""
+    """A removed bundle that returns while its unload waits is kept, unless only one scan sees it."""
     async with story(tmp_path, {"r": {"slow": "v1", "back": "v1", "glimpse": "v1"}}) as (world, lifecycle):
         root = world.roots["r"]
         world.triton.seconds = 20
@@ -483,13 +483,13 @@ async def test_a_bundle_that_returns_in_time_is_not_unloaded(tmp_path: Path) -> 
             shutil.rmtree(root / name)
         while "load slow" not in world.triton.log:
             await asyncio.sleep(0.1)
-        # This look sees them just before the load ends, and no other look agrees with it so soon.
+        # This scan sees them just before the load ends, and no other scan agrees with it so soon.
         await asyncio.sleep(19.9)
         seen = dict.fromkeys(("back", "glimpse", "slow"), "1")
         place(root / "back", "v1")
-        lifecycle._on_look({root: watching.scan(root, linked=True)})
+        lifecycle._on_scan({root: watching.scan(root, linked=True)})
         identity = watching.scan(root, linked=True).identity
-        lifecycle._on_look({root: Seen(identity, seen)})
+        lifecycle._on_scan({root: Seen(identity, seen)})
         await asyncio.sleep(0.5)
         assert "loaded slow" in world.triton.log
         assert not any(line.startswith("unload") for line in world.triton.log)
@@ -522,7 +522,7 @@ async def test_a_bundle_that_is_being_written_is_not_reloaded(tmp_path: Path) ->
     """A requested reload is refused with UNAVAILABLE while the bundle is being written."""
     async with story(tmp_path, {"r": {"a": "v1"}}) as (world, lifecycle):
         (world.roots["r"] / "a" / "model.b1.mlir").write_text("half 1")
-        for _ in ("before a look", "after the first one"):
+        for _ in ("before a scan", "after the first one"):
             with pytest.raises(ReloadError, match="is being written") as caught:
                 await lifecycle.reload("a")
             assert caught.value.code == "UNAVAILABLE"
@@ -551,7 +551,7 @@ async def test_a_bundle_that_is_broken_while_it_is_copied_is_not_reported_as_rel
 
         for name in ("a", "new") if mode == "dynamic" else ("a",):
             copying = asyncio.create_task(copy(name))
-            # Only what a look has seen exists.
+            # Only bundles that a scan has seen exist.
             await asyncio.sleep(5.5 if name == "new" else 1.3)
             with pytest.raises(ReloadError, match="is being written") as caught:
                 await lifecycle.reload(name)
@@ -600,7 +600,7 @@ async def test_a_model_serves_while_its_next_bundle_is_copied(tmp_path: Path) ->
 async def test_a_disk_that_fails_once_breaks_no_bundle_for_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bundle that failed by one disk error is loaded later, although no look sees a change."""
+    """A bundle that failed by one disk error is loaded later, although no scan sees a change."""
 
     def fail(*_: object, **__: object) -> None:
         raise OSError("stale file handle")
@@ -951,7 +951,7 @@ async def test_a_new_bundle_is_loaded_when_asked(tmp_path: Path, mode: str) -> N
     async with story(tmp_path, {"r": {"a": "v1"}}, lifecycle=f"mode: {mode}") as (world, lifecycle):
         place(world.roots["r"] / "fresh", "v1")
         place(world.roots["r"] / "other", "v1")
-        # In dynamic mode, a look has to have seen it first.
+        # In dynamic mode, a scan must have seen it first.
         await asyncio.sleep(5.5 if mode == "dynamic" else 0.0)
         await lifecycle.reload("fresh")
         assert world.triton.texts()["fresh"] == "v1"
@@ -1104,7 +1104,7 @@ class Disk:
             case "place":
                 place(one, text)
             case "slowly":
-                # Shorter than the distance of two looks.
+                # Shorter than the pause between two scans.
                 write_bundle(one, text)
                 (one / "model.b8.mlir").write_text("half 8")
                 await asyncio.sleep(0.4)
@@ -1133,7 +1133,7 @@ def good(bundle: Path) -> bool:
     done=st.lists(st.tuples(deeds(), st.sampled_from([0.0, 0.3, 1.0, 2.5, 7.0])), max_size=14),
     seconds=st.sampled_from([0.1, 1.0, 8.0]),
 )
-# A place is away for a second while its new bundle waits for the first loads: no look sees that.
+# A place is away for a second while its new bundle waits for the first loads: no scan sees that.
 @example(
     held={"s": {"y": "v1", "x": "v1"}, "r": {"b": "v1", "a": "v1"}},
     done=[

@@ -562,7 +562,7 @@ async def test_a_reload_is_the_lifecycles(tmp_path: Path) -> None:
 @looped
 async def test_a_reload_waits_until_the_bundle_is_whole(tmp_path: Path) -> None:
     """ReloadWeights waits until the bundle is complete, and fails if it never is."""
-    settings = "lifecycle: {look_s: 0.05}"
+    settings = "lifecycle: {poll_s: 0.05}"
     async with served(tmp_path, models=["a", "b"], settings=settings) as server:
         late = ReloadError("UNAVAILABLE", "the bundle is being written")
         server.lifecycle.refusals["a"] = server.lifecycle.refusals["b"] = late
@@ -579,9 +579,9 @@ async def test_a_reload_waits_until_the_bundle_is_whole(tmp_path: Path) -> None:
 
 
 @looped
-async def test_a_reload_waits_for_the_first_looks_at_the_bundles(tmp_path: Path) -> None:
-    """ReloadWeights waits for the first looks at the bundles after the start."""
-    settings = "lifecycle: {look_s: 0.05}"
+async def test_a_reload_waits_for_the_first_scans_of_the_bundles(tmp_path: Path) -> None:
+    """ReloadWeights waits for the first scans of the bundles after the start."""
+    settings = "lifecycle: {poll_s: 0.05}"
     async with served(tmp_path, models=["a"], settings=settings) as server:
         server.lifecycle.refusals["a"] = ReloadError("UNAVAILABLE", "the bundle is being written")
         asyncio.get_running_loop().call_later(STARTUP_POLL_S / 2, server.lifecycle.refusals.clear)

@@ -1,4 +1,4 @@
-"""Looking at a directory of bundles."""
+"""Scans of directories with bundles, and the pauses between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rsrv.control.bundle_debounce import NO_BUNDLE, Seen
-from rsrv.control.watching import Looks, Notices, _listen, scan, watch
+from rsrv.control.watching import BundleScanner, Notices, _listen, scan, watch
 from rsrv.settings import LifecycleSection
 from rsrv_gen.signatures import LINK_BYTES, sign
 from tests.unit.gen.bundles_for_tests import write_bundle
@@ -46,7 +46,7 @@ def test_a_root_holds_its_bundles_or_is_one(root: Path, tmp_path: Path) -> None:
         assert scan(missing, linked=False).trouble
 
 
-def test_an_entry_that_cannot_be_looked_into_hides_no_other(root: Path) -> None:
+def test_an_entry_that_cannot_be_read_hides_no_other(root: Path) -> None:
     """An unreadable entry has no signature and hides no other; lost+found is skipped."""
     (root / "odd").symlink_to("x" * 300)
     (root / "lost+found").mkdir()
@@ -110,28 +110,28 @@ def test_a_link_to_nothing_is_a_fact_and_not_a_riddle(root: Path) -> None:
 
 class SlowPoll(LifecycleSection):
     @property
-    def poll_s(self) -> float:
+    def slow_poll_s(self) -> float:
         return 3600.0
 
 
 @looped
-async def test_the_kernels_word_makes_the_next_look_come_soon(root: Path) -> None:
-    """A notification of the kernel triggers the next look early, also for a root that appears later."""
-    settings = SlowPoll(look_s=0.05)
-    looks: asyncio.Queue[Mapping[Path, Seen]] = asyncio.Queue()
+async def test_a_notice_of_the_kernel_starts_the_next_scan_soon(root: Path) -> None:
+    """A notice of the kernel starts the next scan early, also for a root that appears later."""
+    settings = SlowPoll(poll_s=0.05)
+    scans: asyncio.Queue[Mapping[Path, Seen]] = asyncio.Queue()
 
     def took(seen: Mapping[Path, Seen]) -> bool:
-        looks.put_nowait(seen)
+        scans.put_nowait(seen)
         return False
 
     async with asyncio.TaskGroup() as group:
         watcher = group.create_task(watch(lambda: [root], settings, took))
-        before = (await looks.get())[root]
+        before = (await scans.get())[root]
         while True:
             # Repeatedly, because the time from which the kernel listens is unknown.
             (root / "one" / "labels.txt").write_text(f"{asyncio.get_running_loop().time()}")
             try:
-                after = await asyncio.wait_for(looks.get(), 0.5)
+                after = await asyncio.wait_for(scans.get(), 0.5)
             except TimeoutError:
                 continue
             if after[root].bundles != before.bundles:
@@ -140,7 +140,7 @@ async def test_the_kernels_word_makes_the_next_look_come_soon(root: Path) -> Non
 
 
 @looped
-async def test_without_a_thread_for_notices_the_periodic_looks_stay(
+async def test_without_a_thread_for_notices_the_periodic_scans_stay(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where the system has no thread left for the kernel's notices, the log says it in a line."""
@@ -155,7 +155,7 @@ async def test_without_a_thread_for_notices_the_periodic_looks_stay(
     assert "no notices of changes of bundles (can't start new thread)" in caplog.text
 
 
-def test_directories_a_thousand_deep_end_no_look(tmp_path: Path) -> None:
+def test_directories_a_thousand_deep_end_no_scan(tmp_path: Path) -> None:
     """A folder a thousand levels deep has no signature, and its neighbours have."""
     for name in ("deep", "good"):
         (tmp_path / name).mkdir()
@@ -173,46 +173,46 @@ def test_directories_a_thousand_deep_end_no_look(tmp_path: Path) -> None:
     assert seen["good"] is not None
 
 
-def test_a_look_after_a_notice_is_at_the_named_bundles(root: Path) -> None:
-    """A notice has its bundle looked at, again at the next look, and no other; a whole look finds every change."""
+def test_a_scan_after_a_notice_reads_the_named_bundles(root: Path) -> None:
+    """A scan after a notice reads only the notice's bundle, as does the next scan; a full scan finds every change."""
     write_bundle(root / "two")
-    looks = Looks(lambda: [root], linked=True)
-    whole = looks.look()[root].bundles
+    scanner = BundleScanner(lambda: [root], linked=True)
+    full = scanner.scan()[root].bundles
     for name in ("one", "two"):
         (root / name / "labels.txt").write_text("changed")
 
-    first = looks.look([str(root / "one/labels.txt")])[root].bundles
+    first = scanner.scan([str(root / "one/labels.txt")])[root].bundles
     (root / "one/labels.txt").write_text("changed again")
-    second = looks.look([])[root].bundles
-    third = looks.look([])[root].bundles
+    second = scanner.scan([])[root].bundles
+    third = scanner.scan([])[root].bundles
 
-    assert len({seen["one"] for seen in (whole, first, second)}) == 3
+    assert len({seen["one"] for seen in (full, first, second)}) == 3
     assert second == third
-    assert {seen["two"] for seen in (first, second, third)} == {whole["two"]}
-    assert looks.look()[root].bundles["two"] != whole["two"]
+    assert {seen["two"] for seen in (first, second, third)} == {full["two"]}
+    assert scanner.scan()[root].bundles["two"] != full["two"]
 
 
 def test_bundles_that_come_and_go_need_no_notice_of_their_own(root: Path) -> None:
-    """A look after any notice finds new and removed bundles, and one that is its root."""
-    looks = Looks(lambda: [root, root / "one"], linked=True)
-    looks.look()
+    """A scan after any notice finds new and removed bundles, and one that is its root."""
+    scanner = BundleScanner(lambda: [root, root / "one"], linked=True)
+    scanner.scan()
     write_bundle(root / "two")
-    assert set(looks.look([])[root].bundles) == {"one", "two"}
+    assert set(scanner.scan([])[root].bundles) == {"one", "two"}
     shutil.rmtree(root / "two")
     (root / "one/labels.txt").write_text("changed")
-    before = looks.look([])
-    after = looks.look([str(root / "one/labels.txt")])
+    before = scanner.scan([])
+    after = scanner.scan([str(root / "one/labels.txt")])
     assert set(after[root].bundles) == {"one"}
     assert after[root / "one"].bundles["one"] == after[root].bundles["one"] != before[root].bundles["one"]
 
 
 def test_an_unfinished_copy_needs_no_notice_of_its_end(root: Path) -> None:
-    """A folder without a manifest is looked at each time, so its bundle is found even if a notice is lost."""
+    """A folder without a manifest is read by each scan, so its bundle is found even if a notice is lost."""
     (root / "no_bundle" / "weights").write_bytes(b"1")
-    looks = Looks(lambda: [root], linked=True)
-    unfinished = [looks.look()[root].bundles["no_bundle"] for _ in range(2)]
+    scanner = BundleScanner(lambda: [root], linked=True)
+    unfinished = [scanner.scan()[root].bundles["no_bundle"] for _ in range(2)]
     assert all(signed is not None and signed.startswith(NO_BUNDLE) for signed in unfinished)
 
     write_bundle(root / "no_bundle")
 
-    assert looks.look([])[root].bundles["no_bundle"] == sign(root / "no_bundle", linked=True)
+    assert scanner.scan([])[root].bundles["no_bundle"] == sign(root / "no_bundle", linked=True)

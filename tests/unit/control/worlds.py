@@ -169,7 +169,7 @@ class World:
         self.repository = folder / "gen"
         config = folder / "settings.yaml"
         places = [str(path) for path in self.roots.values()]
-        config.write_text(f"lifecycle: {{look_s: 1, bundles: {places}{lifecycle and ', ' + lifecycle}}}\n")
+        config.write_text(f"lifecycle: {{poll_s: 1, bundles: {places}{lifecycle and ', ' + lifecycle}}}\n")
         # The bundles' modules are text, which no exporter writes.
         with patch("rsrv_gen.run.find_spec", return_value=None):
             rsrv_gen([*places, "-o", str(self.repository), "--config", str(config)])

@@ -94,7 +94,7 @@ def left_aside(gen: Path) -> list[str]:
 # ------------------------------------------------------------------------------------------------
 
 
-def test_only_the_chosen_models_are_looked_at(gen: Path, bundles: Path) -> None:
+def test_only_the_chosen_models_are_updated(gen: Path, bundles: Path) -> None:
     """Only selected models are updated; removed ones are only listed."""
     for name in ("one", "two", "three"):
         write_bundle(bundles / name, "v2")
@@ -450,7 +450,7 @@ def test_where_the_bundles_are_is_no_difference_to_a_check(gen: Path, bundles: P
     shutil.copytree(bundles, tmp_path / "copy")
     assert run(tmp_path / "copy", "-o", gen, "--check", "--link", "copy") == 0
     config = tmp_path / "settings.yaml"
-    config.write_text("lifecycle: {look_s: 7}\n")
+    config.write_text("lifecycle: {poll_s: 7}\n")
     assert run(bundles, "-o", gen, "--check", "--config", config) == 1
 
 

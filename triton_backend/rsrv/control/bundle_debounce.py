@@ -1,8 +1,8 @@
-"""Decides which changes of the bundles on disk count, by comparing successive scans ("looks").
+"""Decides which changes of the bundles on disk count, by comparing successive scans.
 
 Pure: time is an argument, and nothing is read.
 
-Bundles are in the directories of roots. A change counts when two looks that are far enough apart agree, so that a bundle is not
+Bundles are in the directories of roots. A change counts when two scans that are far enough apart agree, so that a bundle is not
 taken while it is being copied. A missing root changes nothing, because it may be a disk that is not mounted.
 """
 
@@ -30,7 +30,7 @@ def _bundles(state: _State) -> _State:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """State of a root in one look."""
+    """State of a root in one scan."""
 
     #: Device and inode of the directory. None: it could not be listed, and `trouble` says why.
     identity: tuple[int, int] | None
@@ -48,32 +48,32 @@ class _Root:
 
 
 class BundleDebounce:
-    """The changes of bundles that follow from successive looks at all roots."""
+    """The changes of bundles that follow from successive scans of all roots."""
 
     def __init__(self, pause: float) -> None:
-        """`pause` is the minimum number of seconds between the two looks that must agree."""
+        """`pause` is the minimum number of seconds between the two scans that must agree."""
         self._pause = pause
         self._roots: dict[Path, _Root] = {}
         #: The states that count, by name.
         self._settled: dict[str, _State] = {}
         #: Names that had a bundle at any time.
         self._known: set[str] = set()
-        #: States that differ from the settled ones, with the time of the first look that saw them, by name.
+        #: States that differ from the settled ones, with the time of the first scan that saw them, by name.
         self._pending: dict[str, tuple[_State, float]] = {}
         self._first: float | None = None
-        #: True once two looks could have agreed on every root that is not missing. Before that, nothing is known.
+        #: True once two scans could have agreed on every root that is not missing. Before that, nothing is known.
         self.agreed = False
-        #: Number of times that a new or missing root appeared. Looks do not show what changed there before, so all bundles must
+        #: Number of times that a new or missing root appeared. Scans do not show what changed there before, so all bundles must
         #: then be compared.
         self.sightings = 0
 
     @property
     def unsettled(self) -> bool:
-        """True if another look is needed before the changes that were seen count."""
+        """True if another scan is needed before the changes that were seen count."""
         return bool(self._pending) or not self.agreed
 
-    def look(self, roots: Mapping[Path, Seen], now: float) -> tuple[frozenset[str], list[str]]:
-        """Evaluate a look at all roots. Return the names of the bundles whose change counts now, and lines for the log."""
+    def add_scan(self, roots: Mapping[Path, Seen], now: float) -> tuple[frozenset[str], list[str]]:
+        """Evaluate a scan of all roots. Return the names of the bundles whose change counts now, and lines for the log."""
         # Bundles in a root that is no longer watched count as removed.
         self._roots = {path: self._roots.get(path, _Root()) for path in roots}
         seen_before = self.sightings
@@ -101,7 +101,7 @@ class BundleDebounce:
         return frozenset(changed), lines
 
     def _root(self, path: Path, seen: Seen) -> str:
-        """Evaluate a look at one root. Return a line for the log, or an empty text."""
+        """Evaluate a scan of one root. Return a line for the log, or an empty text."""
         root = self._roots[path]
         trouble = seen.trouble
         if not trouble and not any(map(_is_bundle, seen.bundles.values())) and seen.identity != root.identity:
@@ -123,7 +123,7 @@ class BundleDebounce:
         return states
 
     def settled(self, name: str) -> tuple[tuple[Path, Signature], ...] | None:
-        """Return the root and the signature of each bundle of this name, or None while successive looks differ."""
+        """Return the root and the signature of each bundle of this name, or None while successive scans differ."""
         return None if name in self._pending else _bundles(self._settled.get(name, ()))
 
     def gone(self, name: str) -> bool:
@@ -140,5 +140,5 @@ class BundleDebounce:
 
     @property
     def roots(self) -> Collection[Path]:
-        """Roots of the last look."""
+        """Roots of the last scan."""
         return self._roots.keys()

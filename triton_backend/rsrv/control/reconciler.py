@@ -25,7 +25,7 @@ from rsrv.control.model_loader import ModelLoader
 from rsrv.control.runtimes import Runtimes
 from rsrv.control.stub_monitor import StubMonitor
 from rsrv.control.triton import HOW_TO_START, State, Triton, TritonError
-from rsrv.control.watching import BundleSources, look, watch
+from rsrv.control.watching import BundleSources, scan_all, watch
 from rsrv.logs import fields
 from rsrv.settings import LifecycleSection, Settings, Shares
 from rsrv_gen.known import Known
@@ -81,7 +81,7 @@ class ServerPolicy(UpdatePolicy):
         return "" if self._follows and self._debounce.gone(name) else "its bundle is out of sight"
 
     def is_readable(self, name: str) -> bool:
-        """Return True if the bundle on disk has not changed since two looks at it agreed."""
+        """Return True if the bundle on disk has not changed since two scans of it agreed."""
         paths = self._debounce.settled(name) or ()
         return bool(paths) and all(
             sign(_place(root, name), linked=self._linked) == signature for root, signature in paths
@@ -121,7 +121,7 @@ class Reconciler:
         self._triton = triton
         self._known = Known(self._repository, linked=settings.lifecycle.link == "hard")
         self._sources = BundleSources(settings.lifecycle.bundles, self._repository / SETTINGS_FILE)
-        self._debounce = BundleDebounce(settings.lifecycle.look_s)
+        self._debounce = BundleDebounce(settings.lifecycle.poll_s)
         self._states = BundleStates()
         #: Held while the repository is written, and while loads and unloads begin, except loads that replace dead stubs.
         self._writing = asyncio.Lock()
@@ -129,7 +129,7 @@ class Reconciler:
         self._wake = asyncio.Event()
         self._loader = ModelLoader(self._repository, self._lifecycle.link, triton, self._states, self._wake)
         self._stubs = StubMonitor(
-            self._repository, view, triton, self._states, self._lifecycle.poll_s, processes
+            self._repository, view, triton, self._states, self._lifecycle.slow_poll_s, processes
         )
         #: True once Triton has loaded its first models, or cannot be reached.
         self.reached = False
@@ -192,7 +192,7 @@ class Reconciler:
                 group.create_task(self._forever(self._replace_dead), name="replace dead stubs")
                 group.create_task(self._forever(self._reconcile), name="reconcile")
                 if self._follows:
-                    watching = partial(watch, self._sources.read, self._lifecycle, self._on_look)
+                    watching = partial(watch, self._sources.read, self._lifecycle, self._on_scan)
                     group.create_task(self._forever(watching), name="watch")
         finally:
             self._loader.cancel()
@@ -244,8 +244,8 @@ class Reconciler:
         names = await asyncio.to_thread(self._models_of, name)
         if not names and not self._follows:
             async with self._writing:
-                await self._look_now()
-        # Report NOT_FOUND only if the looks agree that there is no bundle. Otherwise, a new bundle may be complete soon.
+                await self._scan_now()
+        # Report NOT_FOUND only if the scans agree that there is no bundle. Otherwise, a new bundle may be complete soon.
         if not names and self._debounce.settled(name) == ():
             raise ReloadError("NOT_FOUND", f"there is no model '{name}' that rsrv-gen made, and no bundle")
         names = names or {name}
@@ -298,29 +298,29 @@ class Reconciler:
                 log.exception("unexpected; going on in %g s", _ERROR_PAUSE_S)
                 await asyncio.sleep(_ERROR_PAUSE_S)
 
-    def _on_look(self, seen: Mapping[Path, Seen]) -> bool:
-        """Evaluate a look at the bundles. Return True if another look should follow soon."""
+    def _on_scan(self, seen: Mapping[Path, Seen]) -> bool:
+        """Evaluate a scan of the bundles. Return True if another scan should follow soon."""
         before = self._debounce.agreed
-        changed = self._take_look(seen)
+        changed = self._add_scan(seen)
         self._states.changed(changed, self._now())
         if changed or self._debounce.agreed != before:
             self._wake.set()
         return self._debounce.unsettled
 
-    def _take_look(self, seen: Mapping[Path, Seen]) -> Collection[str]:
-        changed, lines = self._debounce.look(seen, self._now())
+    def _add_scan(self, seen: Mapping[Path, Seen]) -> Collection[str]:
+        changed, lines = self._debounce.add_scan(seen, self._now())
         for line in lines:
             log.warning("%s", line)
         return changed
 
-    async def _look_now(self) -> None:
-        """Look at the bundles until two looks agree, at most three times. For modes that do not follow bundles."""
+    async def _scan_now(self) -> None:
+        """Scan the bundles until two scans agree, at most three times. For modes that do not follow bundles."""
         linked = self._lifecycle.link == "hard"
         for _ in range(3):
-            self._take_look(await asyncio.to_thread(look, self._sources.read, linked=linked))
+            self._add_scan(await asyncio.to_thread(scan_all, self._sources.read, linked=linked))
             if not self._debounce.unsettled:
                 return
-            await asyncio.sleep(self._lifecycle.look_s)
+            await asyncio.sleep(self._lifecycle.poll_s)
 
     async def _reconcile(self) -> None:
         """Carry out the actions that are due, and wait for the next event or time."""
@@ -372,7 +372,7 @@ class Reconciler:
                 if self.failures.keys().isdisjoint(carriers):
                     # The bundle seems to be back, or a meta model does not serve yet. Check again later, because there may be
                     # no event when that changes. The retry of a carrier that failed includes this model.
-                    self._states.check(name, self._now() + self._lifecycle.poll_s)
+                    self._states.check(name, self._now() + self._lifecycle.slow_poll_s)
 
     async def _may_unload(self, name: str) -> bool:
         if carriers := self._states.carriers(name):
@@ -419,12 +419,12 @@ class Reconciler:
         """
         async with self._writing:
             if not self._follows:
-                await self._look_now()
+                await self._scan_now()
             try:
                 work = self._repository_update()
                 done = await asyncio.to_thread(work.write, names, twice=True)
                 if done.of(Unsure):
-                    await asyncio.sleep(self._lifecycle.look_s)
+                    await asyncio.sleep(self._lifecycle.poll_s)
                     await asyncio.to_thread(work.confirm, done)
                 await self._follow_up(done, names, reload=reload)
             finally:
@@ -452,8 +452,8 @@ class Reconciler:
         # again.
         for name in done.of(Later):
             if self._follows or name in self.failures:
-                self._states.check(name, now + self._lifecycle.poll_s)
-        # If bundles are not followed, there is no later look at the bundle of a retained model, so follow up on it here.
+                self._states.check(name, now + self._lifecycle.slow_poll_s)
+        # If bundles are not followed, there is no later scan of the bundle of a retained model, so follow up on it here.
         followed_up = done.results.keys() - (done.names(Retained) if self._follows else set())
         for name in named - followed_up:
             # The update has found neither a bundle nor a model in the repository. Either another rsrv-gen has removed the
@@ -464,8 +464,8 @@ class Reconciler:
             else:
                 self._states.forget(name, now)
                 if self._follows and not self._debounce.gone(name):
-                    # The root was missing so briefly that no look noticed it. So no look will notice that it is back, either.
-                    self._states.check(name, now + self._lifecycle.poll_s)
+                    # The root was missing so briefly that no scan noticed it. So no scan will notice that it is back, either.
+                    self._states.check(name, now + self._lifecycle.slow_poll_s)
 
     def _follow_unchanged(self, name: str, *, expected: bool, named: bool) -> None:
         """Load a model that equals its bundle if it is `expected`, has failed, or is not served.

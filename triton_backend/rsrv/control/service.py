@@ -533,9 +533,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def ReloadWeights(self, request: pb.ReloadWeightsRequest) -> pb.ReloadWeightsResponse:
         model = _model(request.model)
         section, loop = self._server.file.settings.lifecycle, asyncio.get_running_loop()
-        # Try again for some time. A client that has just copied a bundle may call this before two looks agree that the bundle
-        # is whole. The looks begin only when the reconciler has found that the server serves.
-        deadline = loop.time() + STARTUP_POLL_S + section.poll_s + 3 * section.look_s
+        # Try again for some time. A client that has just copied a bundle may call this before two scans agree that the bundle
+        # is whole. The scans begin only when the reconciler has found that the server serves.
+        deadline = loop.time() + STARTUP_POLL_S + section.slow_poll_s + 3 * section.poll_s
         while True:
             try:
                 await self._lifecycle.reload(model)
@@ -543,7 +543,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             except ReloadError as error:
                 if error.code != "UNAVAILABLE" or loop.time() > deadline:
                     raise
-            await asyncio.sleep(section.look_s)
+            await asyncio.sleep(section.poll_s)
         await self._until_tried(model)
         versions = messages.by_name(self._runtimes.entries).get(model, {})
         return pb.ReloadWeightsResponse(versions=messages.version_list(versions))

@@ -1,7 +1,7 @@
-"""Reads the bundles on disk (a "look"), soon after a notice from the kernel, and periodically.
+"""Reads the bundles on disk (a "scan"), soon after a notice from the kernel, and periodically.
 
-The periodic looks are necessary because network and bind mounts give no notices. A notice only makes the next look at the
-bundles that it names come sooner. A whole look at ten thousand bundles takes a second of CPU time.
+The periodic scans are necessary because network and bind mounts give no notices. A notice only starts the next scan of the
+bundles that it names sooner. A full scan of ten thousand bundles takes a second of CPU time.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class BundleSources:
     def __init__(self, places: Sequence[Path], file: Path) -> None:
         self._places = places
         self._file = file
-        self._version = self._look()
+        self._version = self._read_version()
 
     def read(self) -> Sequence[Path]:
-        if (version := self._look()) != self._version:
+        if (version := self._read_version()) != self._version:
             # `read_settings` also applies environment variables. A file that cannot be read changes nothing.
             with contextlib.suppress(SettingsError):
                 self._places = read_settings(self._file).lifecycle.bundles
             self._version = version
         return self._places
 
-    def _look(self) -> tuple[int, int] | None:
+    def _read_version(self) -> tuple[int, int] | None:
         try:
             status = self._file.stat()
         except OSError:
@@ -49,15 +49,15 @@ class BundleSources:
 
 
 _MANIFEST = "manifest.yaml"
-#: Pause between two whole looks, as a multiple of the CPU time of one. So whole looks take at most 0.3 % of a core.
-_LOOK_PAUSE = 300
+#: Pause between two full scans, as a multiple of the CPU time of one. So full scans take at most 0.3 % of a core.
+_SCAN_PAUSE = 300
 
 
 def scan(root: Path, *, linked: bool, before: Mapping[str, Signature] | None = None) -> Seen:
-    """Look at a root, which is a bundle or a directory of bundles.
+    """Scan a root, which is a bundle or a directory of bundles.
 
     `linked` is True if rsrv-gen makes hard links of large files. `before` has the signatures of bundles that have not changed
-    since the last look.
+    since the last scan.
     """
     try:
         status = os.stat(root)
@@ -96,31 +96,31 @@ def _holds_something(folder: Path) -> bool:
         return False
 
 
-def look(roots: Callable[[], Sequence[Path]], *, linked: bool) -> dict[Path, Seen]:
-    """Look at all roots that `roots` returns now."""
+def scan_all(roots: Callable[[], Sequence[Path]], *, linked: bool) -> dict[Path, Seen]:
+    """Scan all roots that `roots` returns now."""
     return {root: scan(root, linked=linked) for root in roots()}
 
 
-class Looks:
-    """Successive looks at the current roots. Between whole looks, only bundles with changes are looked at."""
+class BundleScanner:
+    """Scans the current roots again and again. Between full scans, only bundles with changes are scanned."""
 
     def __init__(self, roots: Callable[[], Sequence[Path]], *, linked: bool) -> None:
         self._roots = roots
         self._linked = linked
         self._seen: Mapping[Path, Seen] = {}
-        #: Bundles that differed between the last two looks.
+        #: Bundles that differed between the last two scans.
         self._moving: set[tuple[Path, str]] = set()
-        #: Seconds of CPU time of the last whole look.
+        #: Seconds of CPU time of the last full scan.
         self.cost_s = 0.0
 
-    def look(self, changed: Iterable[str] | None = None) -> Mapping[Path, Seen]:
-        """Look at the bundles that have the `changed` paths, and at bundles that differed in the last look.
+    def scan(self, changed: Iterable[str] | None = None) -> Mapping[Path, Seen]:
+        """Scan the bundles that have the `changed` paths, and bundles that differed in the last scan.
 
-        None: look at all bundles.
+        None: scan all bundles.
         """
         began, before = time.thread_time(), self._seen
         if changed is None:
-            self._seen = look(self._roots, linked=self._linked)
+            self._seen = scan_all(self._roots, linked=self._linked)
             self.cost_s = time.thread_time() - began
         else:
             named = self._moving | {(root, name) for path in changed for root, name in self._bundles_of(path)}
@@ -176,27 +176,29 @@ async def watch(
     settings: LifecycleSection,
     took: Callable[[Mapping[Path, Seen]], bool],
 ) -> None:
-    """Look at the current roots until cancelled; `roots` is called on a thread.
+    """Scan the current roots until cancelled; `roots` is called on a thread.
 
-    `took` is called with each look. It returns True if the next look should follow soon.
+    `took` is called with each scan. It returns True if the next scan should follow soon.
     """
-    looks = Looks(roots, linked=settings.link == "hard")
+    scanner = BundleScanner(roots, linked=settings.link == "hard")
     clock = asyncio.get_running_loop().time
     notices = Notices()
     listener: asyncio.Task[None] | None = None
     identities: object = None
-    whole_at = clock()
+    full_at = clock()
 
     try:
         while True:
             changed = notices.take()
-            # Without notices, each look is at all bundles.
-            whole = clock() >= whole_at or listener is None or listener.done()
-            seen = await asyncio.to_thread(looks.look, None if whole else changed)
+            # Without notices, each scan is a full one.
+            full = clock() >= full_at or listener is None or listener.done()
+            seen = await asyncio.to_thread(scanner.scan, None if full else changed)
             now = {root: each.identity for root, each in seen.items()}
-            if whole:
+            if full:
                 missing = None in now.values()
-                whole_at = clock() + max(settings.poll_s, 0.0 if missing else _LOOK_PAUSE * looks.cost_s)
+                full_at = clock() + max(
+                    settings.slow_poll_s, 0.0 if missing else _SCAN_PAUSE * scanner.cost_s
+                )
             if now != identities:
                 # The kernel watches directories and not names, so listen again to the new directories.
                 identities = now
@@ -206,12 +208,14 @@ async def watch(
                 listener = asyncio.create_task(
                     _listen(listened, notices), name="listen for changes of bundles"
                 )
-                whole_at = clock()  # changes before the listener started have no notice
+                full_at = clock()  # changes before the listener started have no notice
             soon = took(seen)
-            await asyncio.sleep(settings.look_s)
+            await asyncio.sleep(settings.poll_s)
             if not soon:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout_at(max(whole_at, clock() + settings.poll_s - settings.look_s)):
+                    async with asyncio.timeout_at(
+                        max(full_at, clock() + settings.slow_poll_s - settings.poll_s)
+                    ):
                         await notices.some.wait()
     finally:
         if listener is not None:
@@ -225,7 +229,7 @@ async def _listen(roots: Iterable[Path], notices: Notices) -> None:
             notices.add(path for _, path in changes)
     except* (OSError, RuntimeError) as errors:  # awatch raises a group if its thread cannot start
         log.info(
-            "the kernel gives no notices of changes of bundles (%s): they are found at the periodic looks",
+            "the kernel gives no notices of changes of bundles (%s): they are found by the periodic scans",
             errors.exceptions[0],
         )
 

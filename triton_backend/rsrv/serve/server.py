@@ -352,7 +352,7 @@ async def _first_bundles(planned: ServerPlan, settings: Settings, bundles: Seque
 
     Before that, there is no control process that could watch for bundles, because a model's start also starts that process.
     """
-    pause = settings.lifecycle.poll_s
+    pause = settings.lifecycle.slow_poll_s
     log.info("there is nothing to serve yet: looking for the first bundle every %g s", pause)
     while not repositories.model_folders(planned.repository):
         await asyncio.sleep(pause)

@@ -92,14 +92,14 @@ class Inspector:
         if self._known is not None and digest in self._known:
             return self._known[digest]
         try:
-            signature = self._look(blob, file)
+            signature = self._ask_child(blob, file)
         except _Lost:
-            signature = self._look(blob, file)
+            signature = self._ask_child(blob, file)
         if self._known is not None:
             self._known[digest] = signature
         return signature
 
-    def _look(self, blob: bytes, file: str) -> Signature:
+    def _ask_child(self, blob: bytes, file: str) -> Signature:
         child = self._started()
         pid, allowed = child.process.pid, _seconds(len(blob))
         began = _cpu_seconds(pid)
@@ -130,7 +130,7 @@ class Inspector:
             self.close()
             self._start()
             raise BundleError(answer["problems"])
-        return read_signature(answer)
+        return signature_from_json(answer)
 
     def close(self) -> None:
         """End the process. The next module starts another one."""
@@ -157,7 +157,7 @@ class Inspector:
         return child
 
 
-def read_signature(value: Mapping[str, Any]) -> Signature:
+def signature_from_json(value: Mapping[str, Any]) -> Signature:
     """Return a signature from its JSON object. Raises LookupError, TypeError, ValueError."""
     inputs, outputs = (
         tuple((str(token), tuple(map(int, shape))) for token, shape in value[side])

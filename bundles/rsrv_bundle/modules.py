@@ -52,7 +52,7 @@ class Signature:
 
 
 #: Returns the signature of a module, from its bytes and its file's name. Raises BundleError.
-Look = Callable[[bytes, str], Signature]
+SignatureReader = Callable[[bytes, str], Signature]
 
 
 def module_file(bundle: Bundle, key: tuple[int, int]) -> Path:
@@ -192,16 +192,18 @@ def _value(kind: Any, key: str, file: str, problems: Problems) -> Value | None:
         return None
 
 
-def check_signatures(bundle: Bundle, look: Look = signature_of) -> dict[tuple[int, int], Signature]:
+def check_signatures(
+    bundle: Bundle, read_signature: SignatureReader = signature_of
+) -> dict[tuple[int, int], Signature]:
     """Compare every module with the manifest and the weights.
 
     The arguments of a module must be the inputs in the manifest's order and then the weights in argument order, with equal types
     and shapes. The first results must be the declared outputs by position. Further results are allowed. With state, the slots follow
     the inputs, the pools follow the weights, and the results are the outputs and then the pools.
 
-    Each module is compared with its checksum in the manifest, if there is one, and then read by `look`. Return the signatures by
-    (variant, batch size). If the name of a module has no size, its batch extent counts, or 1 if the inputs have no batch axis. Raises
-    BundleError with all problems.
+    Each module is compared with its checksum in the manifest, if there is one, and then read by `read_signature`. Return the
+    signatures by (variant, batch size). If the name of a module has no size, its batch extent counts, or 1 if the inputs have no
+    batch axis. Raises BundleError with all problems.
     """
     problems = Problems()
     signatures: dict[tuple[int, int], Signature] = {}
@@ -212,7 +214,7 @@ def check_signatures(bundle: Bundle, look: Look = signature_of) -> dict[tuple[in
             digest = hashlib.sha256(blob).hexdigest()
             if bundle.manifest.sha256.get(file.name, digest) != digest:
                 raise BundleError(mismatch(file.name))
-            signature = look(blob, file.name)
+            signature = read_signature(blob, file.name)
         except BundleError as e:
             problems.lines += e.problems
             continue

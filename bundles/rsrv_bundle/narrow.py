@@ -22,7 +22,7 @@ from rsrv_bundle.errors import BundleError, Problems, TargetError
 from rsrv_bundle.half_modules import computed_in
 from rsrv_bundle.inputs import example_inputs, integers_of, random_inputs
 from rsrv_bundle.manifest import FILE
-from rsrv_bundle.modules import Look, module_file, signature_of
+from rsrv_bundle.modules import SignatureReader, module_file, signature_of
 from rsrv_bundle.narrow_modules import Change, narrowed, shared_axes
 from rsrv_bundle.narrowing import (
     BOUNDS,
@@ -82,7 +82,7 @@ def narrow_bundle(
     samples: Callable[[Bundle], Mapping[int, Rows]] = lambda _: MappingProxyType({}),
     tolerance: Mapping[str, float] = MappingProxyType({}),
     overwrite: bool = False,
-    look: Look = signature_of,
+    read_signature: SignatureReader = signature_of,
 ) -> NarrowedBundle:
     """Write the bundle in `directory` to `out_dir` with narrow weights. Compare both, and return what was measured.
 
@@ -92,7 +92,7 @@ def narrow_bundle(
         integers from these rows.
     tolerance: bounds that replace the defaults. A key is an element type of outputs, or the name of a figure in TASK_BOUNDS.
     overwrite: replace an existing bundle. Without it that is an error.
-    look: reads each module, old and new, before it is compiled.
+    read_signature: reads each module, old and new, before it is compiled.
 
     Nothing appears at `out_dir` unless all errors are within their bounds. Raises BundleError with a line for each module and output
     beyond its bound, ValueError for a wrong `weights`, FileExistsError, and TargetError if one directory is inside the other.
@@ -106,13 +106,13 @@ def narrow_bundle(
     with writer.scratch_beside(target) as scratch:
         work = Path(scratch, target.name)
         report = narrow_into(
-            ModuleRunner(old, look),
+            ModuleRunner(old, read_signature),
             work,
             weights,
             compute,
             samples=samples(old),
             tolerance=tolerance,
-            look=look,
+            read_signature=read_signature,
         )
         writer.put_in_place(work, target, Path(scratch, ".replaced"))
     return replace(report, bundle=read_bundle(target))
@@ -127,7 +127,7 @@ def narrow_into(
     samples: Mapping[int, Rows] = MappingProxyType({}),
     examples: Mapping[str, Array] = MappingProxyType({}),
     tolerance: Mapping[str, float] = MappingProxyType({}),
-    look: Look = signature_of,
+    read_signature: SignatureReader = signature_of,
 ) -> NarrowedBundle:
     """Write a bundle with narrow weights to the directory `work`. This is the main part of `narrow_bundle`.
 
@@ -158,7 +158,7 @@ def narrow_into(
     writer.write_manifest(work / FILE, document)
     new = read_bundle(work, digest=False)
     values = {**examples, **integers_of(old, samples)}
-    errors = _compared(before, ModuleRunner(new, look), samples, values, tolerance, bound)
+    errors = _compared(before, ModuleRunner(new, read_signature), samples, values, tolerance, bound)
     allowed = {spec.dtype: tolerance.get(spec.dtype, bound) for spec in old.manifest.outputs}
     document["numerics"] = {
         **document.get("numerics", {}),

@@ -19,8 +19,8 @@ from rsrv_bundle.dtypes import numpy_dtype
 from rsrv_bundle.errors import BundleError, Problems
 from rsrv_bundle.inputs import example_inputs, random_inputs, row_count
 from rsrv_bundle.modules import (
-    Look,
     Signature,
+    SignatureReader,
     as_exported,
     check_signatures,
     module_file,
@@ -59,12 +59,12 @@ _ROWS = 8
 class ModuleRunner:
     """Runs the modules of a bundle with the weights from its file. A module is compiled when it first runs."""
 
-    def __init__(self, bundle: Bundle, look: Look = signature_of) -> None:
-        """Read each module with `look`. Raises BundleError if a module disagrees with the manifest."""
+    def __init__(self, bundle: Bundle, read_signature: SignatureReader = signature_of) -> None:
+        """Read each module with `read_signature`. Raises BundleError if a module disagrees with the manifest."""
         import jax
 
         self.bundle = bundle
-        self.signatures = check_signatures(bundle, look)
+        self.signatures = check_signatures(bundle, read_signature)
         with jax.enable_x64(True):
             self._weights = jax.device_put(load_weights(bundle))
         self._compiled: dict[Key, Any] = {}

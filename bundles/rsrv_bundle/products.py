@@ -96,14 +96,14 @@ def products(module: Any) -> Iterator[tuple[Any, bool]]:
     repetitions: set[str] = set()
     for function in module.body.operations:
 
-        def look(operation: Any, function: Any = function) -> Any:
+        def collect(operation: Any, function: Any = function) -> Any:
             if operation.name in _SEEN:
                 operations.append((operation, function.attributes.get("sym_name")))
                 if operation.name == COMPOSITE and operation.attributes["name"].value == RAGGED:
                     repetitions.add(operation.attributes["decomposition"].value)
             return ir.WalkResult.ADVANCE
 
-        function.operation.walk(look, ir.WalkOrder.PRE_ORDER)
+        function.operation.walk(collect, ir.WalkOrder.PRE_ORDER)
     return ((operation, name is not None and name.value in repetitions) for operation, name in operations)
 
 

@@ -25,7 +25,7 @@ from rsrv.text import os_error
 from rsrv.triton_command_line import unusable_characters
 from rsrv_bundle import BundleError
 from rsrv_bundle.inspection import Inspector, InspectorError
-from rsrv_bundle.modules import Look
+from rsrv_bundle.modules import SignatureReader
 from rsrv_gen.known import Known
 from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources, unknown_models, verify
 from rsrv_gen.update import PlannedAction, RepositorySettings, steps
@@ -78,12 +78,12 @@ def _update(options: argparse.Namespace, actions: list[dict[str, str]]) -> _Gene
                 _complain(
                     f"{name}: a server ended while it loaded this version; the previous version is no longer kept"
                 )
-            look = inspector if find_spec("jaxlib") is not None else None
-            if look is None:
+            reader = inspector if find_spec("jaxlib") is not None else None
+            if reader is None:
                 _complain(
                     "jaxlib is not installed: the server checks the modules when it loads them, not this"
                 )
-            done = _Generator(options.output, options, writer, look, actions)
+            done = _Generator(options.output, options, writer, reader, actions)
             done.models(sources, settings, known)
             served = not sources.good.keys() <= done.failed
             # If the run made no model, remove everything: a wrong path must not become a watched folder.
@@ -175,13 +175,13 @@ class _Generator:
         repository: Path,
         options: argparse.Namespace,
         writer: RepositoryWriter | None,
-        look: Look | None,
+        read_signature: SignatureReader | None,
         actions: list[dict[str, str]],
     ) -> None:
         self._repository = repository
         self._options = options
         self._writer = writer
-        self._look = look
+        self._read_signature = read_signature
         self.changes = 0
         #: Actions for --json.
         self._actions = actions
@@ -224,7 +224,7 @@ class _Generator:
                 _complain(f"{name} is skipped: an alias of {', '.join(sorted(wrong))}, which is broken")
             return bool(wrong)
         try:
-            verify(name, sources, self._look)
+            verify(name, sources, self._read_signature)
         except (BundleError, InspectorError) as error:
             self.failed.add(name)
             _complain(f"{name} is skipped:", *str(error).splitlines())

@@ -14,7 +14,7 @@ from rsrv.text import nearest
 from rsrv_bundle import Bundle, BundleError, find_bundles, read_bundle
 from rsrv_bundle.hooks import check_hooks
 from rsrv_bundle.mistakes import mistaken
-from rsrv_bundle.modules import Look, check_signatures
+from rsrv_bundle.modules import SignatureReader, check_signatures
 from rsrv_bundle.reader import checksums
 from rsrv_gen import config
 from rsrv_gen.known import Known
@@ -119,18 +119,18 @@ def unknown_models(settings: Settings, known: Collection[str]) -> list[str]:
     ]
 
 
-def verify(name: str, sources: Sources, look: Look | None = None) -> None:
+def verify(name: str, sources: Sources, read_signature: SignatureReader | None = None) -> None:
     """Compare the weights and modules of a good model, and of the models that it calls, with their checksums.
 
-    Only files with a checksum are read. If `look` is given, the inputs, outputs and weights of the modules must also match the
-    bundle. Raises InspectorError, and BundleError if a file does not match its manifest.
+    Only files with a checksum are read. If `read_signature` is given, the inputs, outputs and weights of the modules must also
+    match the bundle. Raises InspectorError, and BundleError if a file does not match its manifest.
     """
     for bundle in _made_of(name, sources):
         try:
             if bundle.manifest.sha256:
                 checksums(bundle)
-            if look is not None:
-                check_signatures(bundle, look)
+            if read_signature is not None:
+                check_signatures(bundle, read_signature)
         except BundleError as error:
             if bundle.name == name:
                 raise

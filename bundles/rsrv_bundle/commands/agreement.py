@@ -16,7 +16,7 @@ from rsrv_bundle.calling import Results
 from rsrv_bundle.commands.samples import rows_of
 from rsrv_bundle.errors import BundleError
 from rsrv_bundle.inputs import acceptable, integers_of
-from rsrv_bundle.modules import Look
+from rsrv_bundle.modules import SignatureReader
 from rsrv_bundle.numerics import (
     TOLERANCE,
     Array,
@@ -57,7 +57,7 @@ class Comparison:
     store: bool = False
 
 
-def agree(bundle: Bundle, comparison: Comparison, look: Look) -> list[str]:
+def agree(bundle: Bundle, comparison: Comparison, read_signature: SignatureReader) -> list[str]:
     """Run a bundle's modules on random inputs and on the samples. Return a line for each module.
 
     Raises BundleError with a line for each module and output that exceeds its tolerance. Nothing is stored then. Also raises
@@ -69,7 +69,7 @@ def agree(bundle: Bundle, comparison: Comparison, look: Look) -> list[str]:
         raise BundleError(
             "manifest.yaml: format 2.0 has no place for numerics; run `rsrv-bundle convert` first"
         )
-    run = ModuleRunner(bundle, look)
+    run = ModuleRunner(bundle, read_signature)
     samples = {} if comparison.samples is None else rows_of(bundle, comparison.samples)
     examples = _arrays(comparison.examples)
     # A bundle may lack inputs and outputs of its ONNX file. Its provenance lists the missing ones.

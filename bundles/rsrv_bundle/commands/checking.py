@@ -19,7 +19,7 @@ from rsrv_bundle.commands.agreement import Comparison, SourceError, agree
 from rsrv_bundle.errors import BundleError
 from rsrv_bundle.hooks import check_hooks
 from rsrv_bundle.inspection import Inspector, InspectorError
-from rsrv_bundle.modules import Look, check_signatures
+from rsrv_bundle.modules import SignatureReader, check_signatures
 from rsrv_bundle.reader import read_bundle
 from rsrv_bundle.spec import Bundle
 
@@ -104,7 +104,7 @@ def _import_hooks(bundle: Bundle, hooks: Path) -> str:
     raise BundleError([f"model.py: {last.removeprefix('rsrv.hooks.loader.HookError: model.py: ')}"])
 
 
-def _check_one(bundle: Bundle, look: Look | None) -> str:
+def _check_one(bundle: Bundle, read_signature: SignatureReader | None) -> str:
     """Return a summary of a valid bundle. Raises BundleError with the problems of all checks."""
     problems: list[str] = []
     if bundle.hooks is not None:
@@ -113,9 +113,9 @@ def _check_one(bundle: Bundle, look: Look | None) -> str:
         except BundleError as e:
             problems += e.problems
     sizes = sorted({size for _, size in bundle.modules})
-    if look is not None and bundle.modules:
+    if read_signature is not None and bundle.modules:
         try:
-            sizes = sorted({size for _, size in check_signatures(bundle, look)})
+            sizes = sorted({size for _, size in check_signatures(bundle, read_signature)})
         except BundleError as e:
             problems += e.problems
     if problems:

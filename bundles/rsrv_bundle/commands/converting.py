@@ -15,7 +15,7 @@ from rsrv_bundle import writer
 from rsrv_bundle.errors import BundleError, Problems, TargetError
 from rsrv_bundle.inputs import random_inputs
 from rsrv_bundle.manifest import FILE
-from rsrv_bundle.modules import Look, artifact_version, module_file, rewritten, signature_of
+from rsrv_bundle.modules import SignatureReader, artifact_version, module_file, rewritten, signature_of
 from rsrv_bundle.numerics import ModuleRunner
 from rsrv_bundle.reader import read_bundle, sha256_of
 from rsrv_bundle.spec import Bundle
@@ -29,13 +29,13 @@ def convert(
     *,
     stablehlo: str,
     overwrite: bool = False,
-    look: Look = signature_of,
+    read_signature: SignatureReader = signature_of,
 ) -> Bundle:
     """Write the bundle in `directory` to `out_dir`, in format 3 and for `stablehlo`. Read it back and return it.
 
     stablehlo: version of the portable artifacts, e.g. "1.9.0".
     overwrite: replace an existing bundle. Without it that is an error.
-    look: reads each module, old and new, before it is compiled.
+    read_signature: reads each module, old and new, before it is compiled.
 
     Every module is run on random inputs before and after the conversion, and the results must be equal bit by bit. Tensors that
     `argument_order` does not list, and keys of the manifest that this format does not know, are dropped. Nothing
@@ -46,7 +46,7 @@ def convert(
     if Path(directory).resolve() in target.resolve().parents:
         raise TargetError(f"{out_dir}: is inside {directory}, which would be copied into itself")
     old = read_bundle(directory)
-    before = ModuleRunner(old, look) if old.modules else None
+    before = ModuleRunner(old, read_signature) if old.modules else None
     target.parent.mkdir(parents=True, exist_ok=True)
     # Work in a hidden folder on the same file system, as an export does.
     with tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent) as scratch:
@@ -55,7 +55,7 @@ def convert(
         _rewrite(old, work, stablehlo)
         new = read_bundle(work, digest=False)
         if before is not None:
-            _check_equal(before, ModuleRunner(new, look))
+            _check_equal(before, ModuleRunner(new, read_signature))
         writer.put_in_place(work, target, Path(scratch, ".replaced"))
     return read_bundle(target)
 

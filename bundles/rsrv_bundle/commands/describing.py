@@ -12,7 +12,14 @@ from rsrv_bundle import weights as weights_file
 from rsrv_bundle.errors import Problems
 from rsrv_bundle.hooks import check_hooks
 from rsrv_bundle.manifest import FILE
-from rsrv_bundle.modules import Look, Signature, artifact_version, check_signatures, module_file, read_module
+from rsrv_bundle.modules import (
+    Signature,
+    SignatureReader,
+    artifact_version,
+    check_signatures,
+    module_file,
+    read_module,
+)
 from rsrv_bundle.narrowing import bytes_before
 from rsrv_bundle.padding import section_of
 from rsrv_bundle.reader import HOOKS_FILE, list_files
@@ -27,8 +34,8 @@ Costs = Literal["stablehlo", "compiled", "none"]
 _LARGEST = 5
 
 
-def describe(bundle: Bundle, look: Look, costs: Costs = "stablehlo") -> dict[str, Any]:
-    """Return the content of the page in plain types. `look` reads each module. Without jax, no work is counted.
+def describe(bundle: Bundle, read_signature: SignatureReader, costs: Costs = "stablehlo") -> dict[str, Any]:
+    """Return the content of the page in plain types. `read_signature` reads each module. Without jax, no work is counted.
 
     Raises BundleError if the modules disagree with the manifest, or cannot be compiled here.
     """
@@ -57,7 +64,7 @@ def describe(bundle: Bundle, look: Look, costs: Costs = "stablehlo") -> dict[str
         if find_spec("jax") is None:
             costs = "none"
         description["costs"] = costs
-        signatures = check_signatures(bundle, look)
+        signatures = check_signatures(bundle, read_signature)
         description["modules"] = [
             _module(bundle, key, signature, costs) for key, signature in signatures.items()
         ]

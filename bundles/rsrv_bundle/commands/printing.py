@@ -29,8 +29,8 @@ def show(directory: str, *, json: bool, compiled: bool) -> int:
     """Print a page about a bundle. Return the exit status, as `cli.main` does."""
 
     def work() -> int:
-        with closing(Inspector()) as look, _about(directory):
-            description = describe(read_bundle(directory), look, "compiled" if compiled else "stablehlo")
+        with closing(Inspector()) as inspector, _about(directory):
+            description = describe(read_bundle(directory), inspector, "compiled" if compiled else "stablehlo")
         print(showing.as_json(description) if json else showing.page(description), end="")
         return 0
 
@@ -120,9 +120,9 @@ def convert(directory: str, out_dir: str, *, stablehlo: str | None, overwrite: b
         except ValueError as e:
             print(f"rsrv-bundle: --stablehlo-version: {e}", file=sys.stderr)
             return 2
-        with closing(Inspector()) as look, _about(directory):
+        with closing(Inspector()) as inspector, _about(directory):
             old = read_bundle(directory, digest=False)
-            new = write(directory, out_dir, stablehlo=version, overwrite=overwrite, look=look)
+            new = write(directory, out_dir, stablehlo=version, overwrite=overwrite, read_signature=inspector)
         summary = f"{len(new.modules)} modules of StableHLO {version}, whose answers are the same bit by bit"
         print(
             f"{out_dir}: format {new.manifest.format_version}, from {old.manifest.format_version}; "
@@ -151,7 +151,7 @@ def narrow(
 
         if Path(out_dir).exists() and not overwrite:
             raise TargetError(f"{out_dir} exists; pass --overwrite to replace it")
-        with closing(Inspector()) as look, _about(directory):
+        with closing(Inspector()) as inspector, _about(directory):
             report = narrow_bundle(
                 directory,
                 out_dir,
@@ -160,7 +160,7 @@ def narrow(
                 samples=lambda bundle: {} if samples is None else rows_of(bundle, samples),
                 tolerance=tolerance,
                 overwrite=overwrite,
-                look=look,
+                read_signature=inspector,
             )
         print(f"ok {out_dir}: {report}")
         return 0

@@ -112,13 +112,13 @@ def test_an_old_bundle_can_be_converted(path: Path, tmp_path: Path) -> None:
     assert {artifact_version(file.read_bytes()) for file in new.modules.values()} <= {wanted}
 
 
-def test_old_modules_pass_the_process_that_looks_first() -> None:
+def test_old_modules_pass_the_inspector() -> None:
     """The inspector accepts the modules of all golden bundles."""
-    look = Inspector()
+    inspector = Inspector()
     try:
         for path in BUNDLES:
             bundle = read_bundle(path)
-            signatures = check_signatures(bundle, look)
+            signatures = check_signatures(bundle, inspector)
             assert len({label(bundle, key) for key in signatures}) == len(bundle.modules)
     finally:
-        look.close()
+        inspector.close()

@@ -25,16 +25,16 @@ GOOD_MODULE = returning(Y4, takes=(X4, W))
 
 
 @pytest.fixture
-def look() -> Iterator[Inspector]:
+def inspector() -> Iterator[Inspector]:
     with closing(Inspector()) as inspector:
         yield inspector
 
 
-def pid(look: Inspector) -> int:
+def pid(inspector: Inspector) -> int:
     """Return the id of the process that parses the next module."""
-    look.start()
-    assert look._child is not None
-    return look._child.process.pid
+    inspector.start()
+    assert inspector._child is not None
+    return inspector._child.process.pid
 
 
 #: An affine model of 547 bytes with byte 42 set to 0: jaxlib 0.10.2 ends in SIGSEGV; later ones may refuse
@@ -55,37 +55,37 @@ CRASHING = base64.b64decode(
 CRASHED = r"parsing it ends in SIG\w+: it is damaged|is not a valid StableHLO"
 
 
-def test_a_good_module_is_seen_as_it_is(look: Inspector) -> None:
+def test_a_good_module_is_seen_as_it_is(inspector: Inspector) -> None:
     """One process parses all good modules, with the results of parsing in this process."""
-    first = pid(look)
+    first = pid(inspector)
     for _ in range(3):
-        found, expected = look(GOOD_MODULE, "model.mlir"), signature_of(GOOD_MODULE, "model.mlir")
+        found, expected = inspector(GOOD_MODULE, "model.mlir"), signature_of(GOOD_MODULE, "model.mlir")
         assert (found, found.digest) == (expected, expected.digest)
-    assert pid(look) == first
+    assert pid(inspector) == first
 
 
-def test_a_bad_module_is_refused_in_the_same_words(look: Inspector) -> None:
+def test_a_bad_module_is_refused_in_the_same_words(inspector: Inspector) -> None:
     """A bad module gets the same message as in this process, and the child is replaced afterwards."""
-    first = pid(look)
+    first = pid(inspector)
     for junk in (b"hello", GOOD_MODULE[:-20]):
         with pytest.raises(BundleError) as here:
             signature_of(junk, "model.mlir")
         with pytest.raises(BundleError) as there:
-            look(junk, "model.mlir")
+            inspector(junk, "model.mlir")
         assert there.value.problems == here.value.problems
-    assert pid(look) != first
-    assert look(GOOD_MODULE, "model.mlir").outputs == (Y4,)
+    assert pid(inspector) != first
+    assert inspector(GOOD_MODULE, "model.mlir").outputs == (Y4,)
 
 
-def test_a_module_that_crashes_the_parser_costs_that_model_only(look: Inspector) -> None:
+def test_a_module_that_crashes_the_parser_costs_that_model_only(inspector: Inspector) -> None:
     """The error names file and signal of a module that crashes the parser, and the next module is parsed."""
     with pytest.raises(BundleError, match=f"^model.b4.mlir: ({CRASHED})"):
-        look(CRASHING, "model.b4.mlir")
-    assert look(GOOD_MODULE, "model.mlir").outputs == (Y4,)
+        inspector(CRASHING, "model.b4.mlir")
+    assert inspector(GOOD_MODULE, "model.mlir").outputs == (Y4,)
 
 
 def test_a_module_that_takes_for_ever_is_given_up(
-    look: Inspector, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    inspector: Inspector, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A parser that uses its CPU time without end is killed, and the next module is parsed."""
     busy = tmp_path / "busy"
@@ -94,35 +94,35 @@ def test_a_module_that_takes_for_ever_is_given_up(
     monkeypatch.setattr("sys.executable", str(busy))
     monkeypatch.setattr(inspection, "_SECONDS", 0.2)
     with pytest.raises(BundleError, match=r"model\.mlir: parsing it takes for ever"):
-        look(GOOD_MODULE, "model.mlir")
+        inspector(GOOD_MODULE, "model.mlir")
     monkeypatch.undo()
-    assert look(GOOD_MODULE, "model.mlir").outputs == (Y4,)
+    assert inspector(GOOD_MODULE, "model.mlir").outputs == (Y4,)
 
 
 def test_a_process_that_got_none_of_the_processor_is_no_modules_fault(
-    look: Inspector, monkeypatch: pytest.MonkeyPatch
+    inspector: Inspector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A parser that gets no CPU time, here because it is stopped, is reported as the machine's fault."""
-    look(GOOD_MODULE, "model.mlir")
+    inspector(GOOD_MODULE, "model.mlir")
     monkeypatch.setattr(inspection, "_SECONDS", 0.1)
-    os.kill(pid(look), signal.SIGSTOP)
+    os.kill(pid(inspector), signal.SIGSTOP)
     with pytest.raises(
         InspectorError, match=r"model\.mlir: parsing it got 0\.0 s .* the machine is too busy"
     ):
-        look(GOOD_MODULE, "model.mlir")
+        inspector(GOOD_MODULE, "model.mlir")
     monkeypatch.undo()
-    assert look(GOOD_MODULE, "model.mlir").outputs == (Y4,)
+    assert inspector(GOOD_MODULE, "model.mlir").outputs == (Y4,)
 
 
-def test_a_process_that_was_killed_is_replaced(look: Inspector) -> None:
+def test_a_process_that_was_killed_is_replaced(inspector: Inspector) -> None:
     """A new process parses the next module after the idle one was killed."""
-    look(GOOD_MODULE, "model.mlir")
-    os.kill(pid(look), signal.SIGKILL)
-    assert look(GOOD_MODULE, "model.mlir").outputs == (Y4,)
+    inspector(GOOD_MODULE, "model.mlir")
+    os.kill(pid(inspector), signal.SIGKILL)
+    assert inspector(GOOD_MODULE, "model.mlir").outputs == (Y4,)
 
 
 def test_a_process_that_is_killed_again_is_no_modules_fault(
-    look: Inspector, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    inspector: Inspector, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A process that is killed twice is reported as a lack of memory, not as the module's fault."""
     killed = tmp_path / "killed"
@@ -132,25 +132,25 @@ def test_a_process_that_is_killed_again_is_no_modules_fault(
     killed.chmod(0o700)
     monkeypatch.setattr("sys.executable", str(killed))
     with pytest.raises(InspectorError, match=r"model\.mlir: .* ends in SIGKILL: .* too little memory"):
-        look(GOOD_MODULE, "model.mlir")
+        inspector(GOOD_MODULE, "model.mlir")
 
 
 def test_a_process_that_cannot_start_is_no_modules_fault(
-    look: Inspector, monkeypatch: pytest.MonkeyPatch
+    inspector: Inspector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error says that the process cannot start, as without jaxlib, and blames no module."""
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(InspectorError, match="does not start"):
-        look(GOOD_MODULE, "model.mlir")
+        inspector(GOOD_MODULE, "model.mlir")
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     with pytest.raises(InspectorError, match="does not start"):
-        look(GOOD_MODULE, "model.mlir")
+        inspector(GOOD_MODULE, "model.mlir")
 
 
-def test_memory_and_time_of_the_process_are_limited(look: Inspector) -> None:
+def test_memory_and_time_of_the_process_are_limited(inspector: Inspector) -> None:
     """The kernel limits memory, CPU time and core files of the process, even if native code hangs."""
-    look(GOOD_MODULE, "model.mlir")
-    lines = Path(f"/proc/{pid(look)}/limits").read_text().splitlines()
+    inspector(GOOD_MODULE, "model.mlir")
+    lines = Path(f"/proc/{pid(inspector)}/limits").read_text().splitlines()
     limits = {line[:25].strip(): line[26:].split()[0] for line in lines}
     assert int(limits["Max address space"]) < 4 << 30
     assert int(limits["Max cpu time"]) < 60
@@ -159,9 +159,9 @@ def test_memory_and_time_of_the_process_are_limited(look: Inspector) -> None:
 
 def test_the_process_ends_with_its_owner() -> None:
     """The process ends when its owner's sockets close, as when the owner is killed."""
-    with closing(Inspector()) as look:
-        look(GOOD_MODULE, "model.mlir")
-        child = look._child
+    with closing(Inspector()) as inspector:
+        inspector(GOOD_MODULE, "model.mlir")
+        child = inspector._child
         assert child is not None
         child.answers.close()
         child.sock.close()

@@ -37,7 +37,7 @@ from rsrv.wire.socket import connect, listen
 from rsrv_bundle import Bundle, read_bundle
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.inspection import Inspector
-from rsrv_bundle.modules import Look, check_signatures, signature_of
+from rsrv_bundle.modules import SignatureReader, check_signatures, signature_of
 from tests.builders import CLIENT, compiled_before, write_meta
 from tests.fakes import Compute, FakeDevice
 from tests.status import read_status
@@ -191,10 +191,15 @@ def runtime(start_runtime: StartRuntime) -> Runtime:
 
 
 def build(
-    bundle: Bundle, device: Device, host: HostStore, settings: Settings, name: str, look: Look = signature_of
+    bundle: Bundle,
+    device: Device,
+    host: HostStore,
+    settings: Settings,
+    name: str,
+    read_signature: SignatureReader = signature_of,
 ) -> CompiledModel:
     """Read and compile, as the build thread does."""
-    return compile_model(bundle, device, host, settings, name, check_signatures(bundle, look))
+    return compile_model(bundle, device, host, settings, name, check_signatures(bundle, read_signature))
 
 
 def answer_to_register(greeted: Greeted) -> tuple[memoryview, list[int]]:

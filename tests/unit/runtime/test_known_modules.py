@@ -104,13 +104,13 @@ def test_known_modules_are_not_parsed(
 ) -> None:
     """The next runtime starts no process for parsing, and checks the bundle against the same signatures."""
     bundle = read_bundle(doubling)
-    with closing(Inspector(KnownModules(tmp_path / "known"))) as look:
-        first = check_signatures(bundle, look)
+    with closing(Inspector(KnownModules(tmp_path / "known"))) as inspector:
+        first = check_signatures(bundle, inspector)
     monkeypatch.setattr(inspection, "_spawn", None)
 
-    with closing(Inspector(KnownModules(tmp_path / "known"))) as look:
-        look.start()
-        again = check_signatures(bundle, look)
+    with closing(Inspector(KnownModules(tmp_path / "known"))) as inspector:
+        inspector.start()
+        again = check_signatures(bundle, inspector)
 
     assert again == first
     assert [(one.digest, one.precision) for one in again.values()] == [

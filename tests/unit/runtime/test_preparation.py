@@ -31,11 +31,11 @@ def remember(directory: Path, bundle: Path) -> dict[tuple[int, int], Signature]:
     """Note the modules of a bundle as a runtime does that serves it."""
     known = KnownModules(directory / MODULES)
 
-    def look(blob: bytes, file: str) -> Signature:
+    def read_signature(blob: bytes, file: str) -> Signature:
         known[hashlib.sha256(blob).hexdigest()] = found = signature_of(blob, file)
         return found
 
-    return check_signatures(read_bundle(bundle), look)
+    return check_signatures(read_bundle(bundle), read_signature)
 
 
 def test_models_that_were_served_are_compiled(tmp_path: Path, repository: Path, doubling: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from rsrv_bundle.inspection import read_signature
+from rsrv_bundle.inspection import signature_from_json
 from rsrv_bundle.modules import Signature
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class KnownModules(MutableMapping[str, Signature]):
                 raise ValueError("a start that is not a duration")
             self._starts[str(line["model"]), str(line["circumstances"])] = seconds
         else:
-            signature = read_signature(line)
+            signature = signature_from_json(line)
             self._signatures[signature.digest] = signature
 
     def _write(self, line: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from rsrv.wire.blackbox import Phase
 from rsrv.wire.layout import Block, Interface, Tensor, Variant
 from rsrv_bundle import Bundle, BundleError, read_bundle
 from rsrv_bundle.dtypes import numpy_dtype
-from rsrv_bundle.modules import Look, Signature, check_signatures, module_file, read_module
+from rsrv_bundle.modules import Signature, SignatureReader, check_signatures, module_file, read_module
 from rsrv_bundle.precision import Treatment, treat
 from rsrv_bundle.products import Precision
 from rsrv_bundle.spec import TensorSpec
@@ -266,16 +266,16 @@ def _described(precision: Precision) -> Mapping[str, Any]:
 
 
 def modules_of(
-    folder: Path, settings: Settings, name: str, hardware: Hardware, look: Look
+    folder: Path, settings: Settings, name: str, hardware: Hardware, read_signature: SignatureReader
 ) -> Iterator[tuple[tuple[int, int], bytes, Signature]]:
     """Yield (variant, batch size), module and signature for each module of a bundle, as it is compiled on this hardware.
 
-    A meta model has no modules. Raises BundleError, and the errors of `look`.
+    A meta model has no modules. Raises BundleError, and the errors of `read_signature`.
     """
     bundle = read_bundle(folder, verify=False)
     if bundle.manifest.kind == "meta":
         return
-    signatures = check_signatures(bundle, look)
+    signatures = check_signatures(bundle, read_signature)
     how = treatment(settings.runtime.numerics, hardware)
     for key in usable(signatures, settings.for_model(name).max_batch_size):
         yield key, _treated(bundle, key, signatures[key], how)[0], signatures[key]

@@ -72,7 +72,7 @@ def prepare(
         return None
     made = Preparation(settings, device, [])
 
-    def look(blob: bytes, _: str) -> Signature:
+    def read_signature(blob: bytes, _: str) -> Signature:
         return known[hashlib.sha256(blob).hexdigest()]
 
     until = time.monotonic() + _MAX_S
@@ -80,7 +80,9 @@ def prepare(
         if time.monotonic() < until:
             # Leave errors to the runtime, which reports them.
             with suppress(Exception):
-                modules = modules_of(folder, settings, folder.parent.parent.name, device.hardware, look)
+                modules = modules_of(
+                    folder, settings, folder.parent.parent.name, device.hardware, read_signature
+                )
                 made.executables.extend(
                     [device.compile(module, signature) for _, module, signature in modules]
                 )

@@ -148,9 +148,9 @@ class GatewayLoop:
             await self.probes.close()
 
     async def _start(self) -> None:
-        await self.members.look()
+        await self.members.refresh()
         self.probes.watch(self.members.workers())
-        await self.probes.look()
+        await self.probes.probe()
         await self.round()
         await self.proxy.start()
 
@@ -175,7 +175,7 @@ class GatewayLoop:
             views = dict(zip(named, (view for server in servers.values() for view in server), strict=True))
             try:
                 # For a large fleet, planning takes longer than requests should wait.
-                plan = await asyncio.to_thread(self.planner.look, views, self.clock())
+                plan = await asyncio.to_thread(self.planner.plan, views, self.clock())
                 if plan.table is not self._planned or named != self.devices:
                     self._routes = routes_to_servers(plan.table, named)
                     self._planned, self.devices = plan.table, named
@@ -200,7 +200,7 @@ class GatewayLoop:
             self._rounded = asyncio.Event()
 
     async def status(self) -> PlannerStatus | None:
-        """Return the planner's state after its last look, or None before its first look."""
+        """Return the planner's state after its last plan, or None before its first plan."""
         async with self._round_lock:
             return await asyncio.to_thread(self.planner.status)
 
@@ -229,7 +229,7 @@ class GatewayLoop:
 
     async def _refresh(self) -> None:
         try:
-            await self.probes.look()
+            await self.probes.probe()
             await self.round()
         finally:
             self._refreshed = self.clock()

@@ -53,13 +53,13 @@ class Exchange(Protocol):
 
     #: True if no more messages are needed. The stream then ends successfully after the answers.
     done: bool
-    #: True if `look` has more answers.
-    looking: bool
+    #: True if `pending_answers` has more answers.
+    pending: bool
 
     def take(self, data: bytes) -> Iterable[bytes]:
         """Return the answers that are due after this message. Raises ValueError if `data` is not a message."""
 
-    async def look(self) -> Iterable[bytes]:
+    async def pending_answers(self) -> Iterable[bytes]:
         """Return the answers that are due without a further message."""
 
     def end(self) -> None:
@@ -275,13 +275,13 @@ class EnvoyConnection(asyncio.Protocol):
             self._end(stream, _status(StatusCode.INTERNAL))
             return False
         self._answer(stream, answers)
-        if stream.exchange.looking:
+        if stream.exchange.pending:
             stream.waiting = asyncio.create_task(self._wait(stream))
         return True
 
     async def _wait(self, stream: _Http2Stream) -> None:
         try:
-            answers = await stream.exchange.look()
+            answers = await stream.exchange.pending_answers()
         except Exception:
             log.exception(_UNANSWERED)
             stream.waiting = None

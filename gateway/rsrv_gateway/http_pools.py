@@ -54,7 +54,7 @@ _CONNECTION_HEADERS = frozenset(
 #: Seconds until an idle connection is closed.
 _IDLE_S = 60.0
 #: Seconds between two checks whether a worker is stopping.
-_STOP_LOOK_S = 1.0
+_STOP_CHECK_S = 1.0
 #: Seconds within which such a check must be answered.
 _STOP_ANSWER_S = 0.3
 
@@ -173,7 +173,7 @@ class Pool:
         self.answers = 0
         #: True if the worker closes new connections, because it is stopping.
         self._stops = False
-        self._looking = asyncio.get_running_loop().create_task(self._look_for_a_stop())
+        self._watching = asyncio.get_running_loop().create_task(self._watch_for_stop())
 
     async def ask(self, query: HttpQuery) -> HttpReply | Refusal:
         """Send a request. Raises TimeoutError."""
@@ -222,7 +222,7 @@ class Pool:
 
     def retire(self) -> None:
         """Accept no new requests. Requests in flight continue, because the worker may be absent for only one probe."""
-        self._looking.cancel()
+        self._watching.cancel()
         self._close_late()
 
     def _renew(self) -> None:
@@ -242,22 +242,22 @@ class Pool:
 
     async def close(self) -> None:
         """Abort all requests."""
-        self._looking.cancel()
+        self._watching.cancel()
         retiring = dict(self._retiring)
         for task in retiring:
             task.cancel()
         for connections in (self._connections, *retiring.values()):
             await connections.session.close()
 
-    async def _look_for_a_stop(self) -> None:
+    async def _watch_for_stop(self) -> None:
         """Close the idle connections while the worker stops.
 
         A stopping tritonserver waits up to --exit-timeout-secs for its HTTP connections, even for idle ones. Meanwhile, it still
         reports that it is ready, but closes new connections at once.
         """
         while True:
-            await asyncio.sleep(_STOP_LOOK_S)
-            if not self._stops and monotonic() - self._used_at > _IDLE_S + _STOP_LOOK_S:
+            await asyncio.sleep(_STOP_CHECK_S)
+            if not self._stops and monotonic() - self._used_at > _IDLE_S + _STOP_CHECK_S:
                 continue  # No connection is left.
             stops = await _closes_new_connections(self._address)
             if stops and not self._stops:

@@ -105,8 +105,8 @@ async def serve(settings: Settings, picker: str | None) -> None:
             drain=section.drain_s,
         )
         await _serve_operators(stack, settings, gateway, directory, renewals)
-        looking = asyncio.create_task(renewals.run())
-        stack.push_async_callback(cancel, [looking])
+        renewing = asyncio.create_task(renewals.run())
+        stack.push_async_callback(cancel, [renewing])
         await gateway.run(stop)
 
 

@@ -72,7 +72,7 @@ class Members:
                     addresses.add(worker.grpc)
         return merged
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Read the file and the DNS once. Never raises."""
         await asyncio.gather(self._ask(), self._read())
 
@@ -89,7 +89,7 @@ class Members:
                         await hint.wait()
                 hint.clear()
                 before = self.workers()
-                await self.look()
+                await self.refresh()
                 if self.workers() != before:
                     changed()
 

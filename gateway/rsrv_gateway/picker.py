@@ -268,10 +268,10 @@ class PickedRequest:
         self._choice: Choice | None = None
         #: Outputs that the client wants as classes, while workers have not reported their types.
         self._unchecked: tuple[str, ...] = ()
-        #: A part of a compressed body that `look` must read, and whether it is the last part.
+        #: A part of a compressed body that `pending_answers` must read, and whether it is the last part.
         self._unread: tuple[bytes, bool] | None = None
-        #: True if `look` must read a part or ask workers.
-        self.looking = False
+        #: True if `pending_answers` must read a part or ask workers.
+        self.pending = False
         #: True if the request is refused, so that Envoy needs nothing more.
         self.done = False
 
@@ -315,7 +315,7 @@ class PickedRequest:
         last = part == "request_trailers" or content.end_of_stream or not (self._ahead or self._partial)
         self._received += len(content.body)
         if self._body.is_slow:
-            self._unread, self.looking = (content.body, last), True
+            self._unread, self.pending = (content.body, last), True
             return []
         for _ in self._body.steps(content.body, last):
             pass
@@ -339,18 +339,18 @@ class PickedRequest:
             ]
         return self._decide(head)
 
-    async def look(self) -> Iterable[bytes]:
+    async def pending_answers(self) -> Iterable[bytes]:
         """Read a part, or ask workers about an unknown model or types of outputs. Return the answers that waited for this."""
         answers: Iterable[bytes] = ()
         try:
-            while self.looking:  # A model that has just become known may have outputs to check.
-                answers = await (self._look() if self._unread is None else self._read())
+            while self.pending:  # A model that has just become known may have outputs to check.
+                answers = await (self._ask_workers() if self._unread is None else self._read())
         except Malformed as error:
-            self.looking = False
+            self.pending = False
             return [self._refuse_counted(error.refusal)]
         except Exception:
             log.exception(_UNREAD)
-            self.looking = False
+            self.pending = False
             return [self._refuse_unread()]
         return answers
 
@@ -359,12 +359,12 @@ class PickedRequest:
         assert self._head is not None
         assert self._body is not None
         assert self._unread is not None
-        (data, last), self._unread, self.looking = self._unread, None, False
+        (data, last), self._unread, self.pending = self._unread, None, False
         for _ in self._body.steps(data, last):
             await asyncio.sleep(0)
         return self._go_on(self._head, self._body, last)
 
-    async def _look(self) -> Iterable[bytes]:
+    async def _ask_workers(self) -> Iterable[bytes]:
         """Ask workers about the model or about the outputs.
 
         Return the answers to Envoy, or nothing if workers must be asked again.
@@ -384,10 +384,10 @@ class PickedRequest:
                     refusals[worker] = refusal
             self._unchecked = ()
             wrong = self._leave_out(refusals)
-        self.looking = False
+        self.pending = False
         if wrong is not None:
             return [self._refuse_counted(wrong)]
-        return self._decide(self._head, looked=True) if self._endpoints is None else self._answers()
+        return self._decide(self._head, refreshed=True) if self._endpoints is None else self._answers()
 
     def _leave_out(self, refusals: Mapping[str, Refusal]) -> Refusal | None:
         """Leave out workers that refuse classes of these outputs.
@@ -448,11 +448,11 @@ class PickedRequest:
         self._waiting.clear()
         return [ext_proc.passed("request_headers")]
 
-    def _decide(self, head: Head, looked: bool = False) -> list[bytes]:
+    def _decide(self, head: Head, refreshed: bool = False) -> list[bytes]:
         """Choose, and return the answers to all waiting parts, or none if workers must be asked first. Raises Malformed."""
-        choice = self._choose(head, self._target, looked)
+        choice = self._choose(head, self._target, refreshed)
         if choice is None:
-            self.looking = True
+            self.pending = True
             return []
         if isinstance(choice, Refusal):
             return [self._refuse(choice)]
@@ -465,7 +465,7 @@ class PickedRequest:
     def _answers(self) -> list[bytes]:
         """Return the answers to all waiting parts, or none if outputs must be checked first."""
         if self._unchecked:
-            self.looking = True
+            self.pending = True
             return []
         if self._body is not None and self._body.complete:
             self._body = None
@@ -477,7 +477,7 @@ class PickedRequest:
             answers[0] = ext_proc.directed(first, self._endpoints or (), self._picker.hidden)
         return answers
 
-    def _choose(self, head: Head, target: Target | None, looked: bool) -> Sequence[str] | Refusal | None:
+    def _choose(self, head: Head, target: Target | None, refreshed: bool) -> Sequence[str] | Refusal | None:
         """Return the endpoints for the request, the best one first, or None if its model is unknown. Raises Malformed.
 
         An inference request counts as in flight from now on.
@@ -492,7 +492,7 @@ class PickedRequest:
             body = self._body
             model = target.model if body is None else body.model()
             routes = traffic.table.get(model)
-            if routes is None and model and not looked:
+            if routes is None and model and not refreshed:
                 return None
             if target.what in _INFERENCE:
                 measured = traffic.router.measured(model)

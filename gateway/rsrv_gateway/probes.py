@@ -46,9 +46,9 @@ DEAD: tuple[WorkerView, ...] = (WorkerView(alive=False),)
 
 
 class Prober(Protocol):
-    """Client of one worker. `look` and `act` may run at the same time."""
+    """Client of one worker. `probe` and `act` may run at the same time."""
 
-    async def look(self) -> tuple[WorkerView, ...]:
+    async def probe(self) -> tuple[WorkerView, ...]:
         """Probe the worker, and return its view. Never raises.
 
         If a gateway chooses among the worker's devices, return a view of each device. Return DEAD without an answer in time.
@@ -119,10 +119,12 @@ class Probes:
         if worker in self._watches:
             self._watches[worker].hurry()
 
-    async def look(self, workers: Iterable[str] | None = None) -> None:
+    async def probe(self, workers: Iterable[str] | None = None) -> None:
         """Probe these workers, or all. Return after a probe of each of them that started after this call."""
         names = self._watches.keys() if workers is None else workers
-        await asyncio.gather(*(self._watches[name].looked() for name in list(names) if name in self._watches))
+        await asyncio.gather(
+            *(self._watches[name].next_probe() for name in list(names) if name in self._watches)
+        )
 
     async def act(self, act: Act, device: ServerDevice, model: str) -> None:
         """Request an action from a worker. Raises ActError, also for an unknown worker."""
@@ -147,7 +149,7 @@ class Probes:
         """Probe a worker, and return `Prober.has_died`. Return False if the probe takes too long."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_DEATH_PROBE_S):
-                await self.look([worker])
+                await self.probe([worker])
                 return worker in self._watches and self._watches[worker].prober.has_died(model)
         return False
 
@@ -186,7 +188,7 @@ class _WorkerProbe:
         """Probe again soon. A running probe does not count, because it may have seen an earlier state."""
         self._hurried.set()
 
-    async def looked(self) -> None:
+    async def next_probe(self) -> None:
         """Return at the end of the next probe that starts, or when no more probes follow."""
         ended = self._next_ended
         self.hurry()
@@ -202,7 +204,7 @@ class _WorkerProbe:
             self._hurried.clear()
             ended, self._next_ended = self._next_ended, asyncio.Event()
             try:
-                self._take(await self._look())
+                self._take(await self._probe())
             finally:
                 ended.set()
             await asyncio.sleep(min(_PROBE_MIN_S, self._pause))
@@ -210,10 +212,10 @@ class _WorkerProbe:
                 async with asyncio.timeout(self._pause - _PROBE_MIN_S):
                     await self._hurried.wait()
 
-    async def _look(self) -> tuple[WorkerView, ...]:
+    async def _probe(self) -> tuple[WorkerView, ...]:
         """Probe the worker. If the gateway cannot handle its answers, the worker counts as dead and is probed again."""
         try:
-            views = await self.prober.look()
+            views = await self.prober.probe()
         except Exception as error:
             if self._error != repr(error):
                 self._error = repr(error)
@@ -348,7 +350,7 @@ class GrpcProber:
         self._control = None if worker.control is None else channels.open_control(worker.control)
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def look(self) -> tuple[WorkerView, ...]:
+    async def probe(self) -> tuple[WorkerView, ...]:
         credentials = self._channel_factory.credentials, self._channel_factory.control_metadata
         if credentials != self._credentials:
             self._credentials = credentials

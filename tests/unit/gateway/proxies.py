@@ -136,15 +136,15 @@ class FakeBrain:
         #: Workers that were asked for them.
         self.asked: list[str] = []
         #: Called with each refresh.
-        self.looks: Callable[[], Awaitable[None]] | None = None
+        self.on_refresh: Callable[[], Awaitable[None]] | None = None
 
     def failed(self, worker: str) -> None:
         self.failures.append(worker)
 
     async def refresh(self, sure: bool = False) -> None:
         self.refreshes += 1
-        if self.looks is not None:
-            await self.looks()
+        if self.on_refresh is not None:
+            await self.on_refresh()
 
     async def has_died(self, worker: str, model: str) -> bool:
         return worker in self.dead

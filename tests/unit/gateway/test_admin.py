@@ -278,7 +278,7 @@ async def test_ready_with_a_worker_and_healthy_without() -> None:
         async with world.running():
             assert await get(f"{url}/readyz") == (200, "ok\n")
             world.ready.clear()
-            await world.gateway.probes.look()
+            await world.gateway.probes.probe()
             assert await get(f"{url}/readyz") == (503, "no worker answers\n")
             assert (await get(f"{url}/metrics"))[0] == 200
         assert (await get(f"{url}/readyz"))[0] == 503

@@ -57,14 +57,14 @@ def test_workers_that_join_leave_and_die_change_the_table() -> None:
 
 
 def test_an_unchanged_table_is_not_applied_again() -> None:
-    """While nothing changes, the planner keeps looking and the proxy gets no new table."""
+    """While nothing changes, the planner continues to plan, and the proxy gets no new table."""
 
     async def main() -> None:
         world = World(a="m")
         async with world.running():
             await asyncio.sleep(60)
             assert world.proxy.log == ["apply", "start"]
-            assert world.planner.looks > 100
+            assert world.planner.plans > 100
 
     run(main())
 
@@ -83,7 +83,7 @@ def test_traffic_that_fails_changes_the_table_at_once() -> None:
     run(main())
 
 
-def test_a_request_for_an_unknown_model_has_all_workers_looked_at_once() -> None:
+def test_a_request_for_an_unknown_model_probes_all_workers_at_once() -> None:
     """Requests for an unknown model trigger one probe of all workers, at most once a second."""
 
     async def main() -> None:
@@ -91,13 +91,13 @@ def test_a_request_for_an_unknown_model_has_all_workers_looked_at_once() -> None
         async with world.running():
             await asyncio.sleep(3.25)
             world.ready["b"] = "m new"
-            looks = len(world.looks)
+            probed = len(world.probed)
             await asyncio.gather(*(world.gateway.refresh() for _ in range(1000)))
             assert world.knows()[1]["new"] == ("b:8001",)
-            assert len(world.looks) <= looks + 4
-            looks = len(world.looks)
+            assert len(world.probed) <= probed + 4
+            probed = len(world.probed)
             await asyncio.gather(*(world.gateway.refresh() for _ in range(1000)))
-            assert len(world.looks) == looks
+            assert len(world.probed) == probed
 
     run(main())
 
@@ -163,7 +163,7 @@ def test_it_ends_at_once_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> Non
 
     async def main() -> None:
         world = World(a="m")
-        monkeypatch.setattr(world.gateway.members, "look", asyncio.Event().wait)
+        monkeypatch.setattr(world.gateway.members, "refresh", asyncio.Event().wait)
         stop = asyncio.Event()
         running = asyncio.create_task(world.gateway.run(stop))
         await turns()
@@ -195,8 +195,8 @@ def test_without_any_worker_it_serves_and_is_not_ready() -> None:
 
 
 @looped
-async def test_requests_are_answered_while_the_planner_looks() -> None:
-    """Requests are answered during a long look of the planner, and its result applies afterwards."""
+async def test_requests_are_answered_while_the_planner_plans() -> None:
+    """Requests are answered while the planner takes long, and its plan applies afterwards."""
     worker = FakeWorker("a")
 
     class Moved(Proxy):
@@ -214,35 +214,35 @@ async def test_requests_are_answered_while_the_planner_looks() -> None:
         await ends.enter_async_context(world.running())
         client = await ends.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{proxy.grpc.port}"))
         house = House(proxy, FakeBrain(), [worker], client)
-        look = await looking(world)
+        planning = await start_planning(world)
 
         for _ in range(3):
             assert (await house.infer()).model_version == "a"
-        assert not look.done()
+        assert not planning.done()
         world.ready["a"] = "m n"
         world.planner.gate.set()
         assert (await house.infer("n")).model_version == "a"
 
 
 @looped
-async def test_looks_are_taken_one_after_the_other() -> None:
-    """Looks run one after the other, also if the first caller has been cancelled."""
+async def test_plans_are_made_one_after_the_other() -> None:
+    """Plans are made one after the other, also if the first caller has been cancelled."""
     world = World(a="m")
     async with world.running():
-        given_up = await looking(world)
+        given_up = await start_planning(world)
         given_up.cancel()
         await asyncio.wait([given_up])
-        looks = world.planner.looks
+        plans = world.planner.plans
         world.ready["a"] = "m new"
-        await world.gateway.probes.look()
+        await world.gateway.probes.probe()
         later = asyncio.create_task(world.gateway.round())
         await turns()
-        assert world.planner.looks == looks
+        assert world.planner.plans == plans
         assert not later.done()
 
         world.planner.gate.set()
         await later
-        assert world.planner.looks >= looks + 1
+        assert world.planner.plans >= plans + 1
         assert world.knows() == (["a:8001"], {"m": ("a:8001",), "new": ("a:8001",)})
 
 
@@ -252,9 +252,9 @@ async def test_a_refresh_after_a_change_does_not_rely_on_an_earlier_one() -> Non
     world = World(a="m")
     async with world.running():
         world.planner.gate.clear()
-        looks = len(world.looks)
+        probed = len(world.probed)
         earlier = asyncio.create_task(world.gateway.refresh())
-        while len(world.looks) == looks or not world.planner.looking:
+        while len(world.probed) == probed or not world.planner.planning:
             await asyncio.sleep(0)
         world.ready["a"] = "m new"
         sure = asyncio.create_task(world.gateway.refresh(sure=True))
@@ -266,26 +266,26 @@ async def test_a_refresh_after_a_change_does_not_rely_on_an_earlier_one() -> Non
 
 
 @looped
-async def test_settings_change_between_two_looks() -> None:
-    """Settings that change during a look apply from the next look on."""
+async def test_settings_change_between_two_plans() -> None:
+    """Settings that change while a plan is made apply from the next plan on."""
     world = World(a="m")
     async with world.running():
-        look = await looking(world)
-        steered = asyncio.create_task(world.gateway.steer(lambda _: world.planner.looking))
+        planning = await start_planning(world)
+        steered = asyncio.create_task(world.gateway.steer(lambda _: world.planner.planning))
         repacked = asyncio.create_task(world.gateway.steer(Planner.repack))
         await turns()
         world.planner.gate.set()
-        await look
+        await planning
 
         assert (await steered, await repacked) == (False, 1)
 
 
 @looped
-async def test_it_ends_in_the_middle_of_a_look() -> None:
-    """If the gateway ends during a look, it closes all after it."""
+async def test_it_ends_in_the_middle_of_a_plan() -> None:
+    """If the gateway ends while a plan is made, it closes all after it."""
     world = World(a="m")
     async with world.running():
-        await looking(world)
+        await start_planning(world)
         asyncio.get_running_loop().call_later(0.05, world.planner.gate.set)
     assert (world.proxy.log[-1], world.closed) == ("stop", 1)
 
@@ -296,11 +296,11 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-async def looking(world: World) -> asyncio.Task[None]:
-    """Start a round whose look ends only when the planner's gate is opened."""
+async def start_planning(world: World) -> asyncio.Task[None]:
+    """Start a round whose plan is made only when the planner's gate is opened."""
     world.planner.gate.clear()
-    looks = world.planner.looks
+    plans = world.planner.plans
     task = asyncio.create_task(world.gateway.round())
-    while world.planner.looks == looks:
+    while world.planner.plans == plans:
         await asyncio.sleep(0)
     return task

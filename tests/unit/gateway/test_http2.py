@@ -26,8 +26,8 @@ class Echo:
     def __init__(self) -> None:
         self.done = False
         self.ended = 0
-        self.looked = asyncio.Event()
-        self.looking = False
+        self.released = asyncio.Event()
+        self.pending = False
 
     def take(self, data: bytes) -> Iterable[bytes]:
         if data == b"bad":
@@ -35,13 +35,13 @@ class Echo:
         if data == b"bug":
             raise RuntimeError("bug")
         self.done = data == b"bye"
-        self.looking = data in (b"soon", b"soon a bug")
+        self.pending = data in (b"soon", b"soon a bug")
         self._bug = data == b"soon a bug"
-        return [] if self.looking or data.startswith(b"quiet") else [data]
+        return [] if self.pending or data.startswith(b"quiet") else [data]
 
-    async def look(self) -> Iterable[bytes]:
-        await self.looked.wait()
-        self.looking = False
+    async def pending_answers(self) -> Iterable[bytes]:
+        await self.released.wait()
+        self.pending = False
         if self._bug:
             raise RuntimeError("bug")
         return [b"late"]
@@ -232,11 +232,11 @@ async def test_a_stream_that_waits_holds_little() -> None:
     peer.say(b"soon", *[b"quiet" + b"z" * 3_000_000] * 2)
     await asyncio.sleep(0)
     assert peer.frames() == []
-    echo.looked.set()
+    echo.released.set()
     while not (frames := peer.frames()):
         await asyncio.sleep(0)
     assert [kind for kind, *_ in frames] == [HEADERS, DATA, WINDOW_UPDATE]
-    echo.looked.clear()
+    echo.released.clear()
     peer.say(b"soon")
     await asyncio.sleep(0)
     peer.say(*[b"quiet" + b"z" * 3_000_000] * 3)
@@ -304,8 +304,8 @@ async def test_an_answer_may_come_later() -> None:
     peer.say(b"soon", number=3)
     await asyncio.sleep(0)
     peer.send(frame(RST_STREAM, 0, 3, struct.pack(">I", 8)))
-    first.looked.set()
-    second.looked.set()
+    first.released.set()
+    second.released.set()
     while not (said := peer.said()[0]):
         await asyncio.sleep(0)
     assert said == framed(b"late")
@@ -334,7 +334,7 @@ async def test_a_late_answer_that_fails_ends_its_stream() -> None:
     peer = Peer()
     echo = peer.open()
     peer.say(b"soon a bug")
-    echo.looked.set()
+    echo.released.set()
     while not (status := peer.said()[1]):
         await asyncio.sleep(0)
     assert (status, echo.ended) == ("13", 1)

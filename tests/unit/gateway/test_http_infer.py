@@ -383,8 +383,8 @@ async def test_a_worker_with_a_name() -> None:
 
 @looped
 async def test_idle_connections_to_a_worker_that_stops_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that closes new connections has none of the gateway's within a look, gets no requests, and gets some when it is back."""
-    monkeypatch.setattr("rsrv_gateway.http_pools._STOP_LOOK_S", 0.01)
+    """A worker that closes new connections has none of the gateway's after the next check, gets no requests, and gets some when it is back."""
+    monkeypatch.setattr("rsrv_gateway.http_pools._STOP_CHECK_S", 0.01)
     async with serving(2) as house, Relay(house.workers[0].port).running() as relay:
         where = Worker("a", "127.0.0.1:1", f"127.0.0.1:{relay.port}")
         workers = {"a": where, "b": house.workers[1].worker}
@@ -402,7 +402,7 @@ async def test_idle_connections_to_a_worker_that_stops_are_closed(monkeypatch: p
 
 @looped
 async def test_an_error_of_the_network_is_no_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look for a stop that ends in an error of the network finds none, and further looks follow."""
+    """A check for a stop that ends in an error of the network finds none, and further checks follow."""
 
     async def open_connection(*_: Any) -> Any:
         reader = asyncio.StreamReader()

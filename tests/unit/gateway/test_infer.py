@@ -196,10 +196,10 @@ async def test_a_model_that_has_just_come(plane: Plane) -> None:
     """A model that the probe finds is served at once."""
     async with plane.serving(1) as house:
 
-        async def look() -> None:
+        async def find() -> None:
             await house.apply({"new": Routes(ready=("a",))})
 
-        house.brain.looks = look
+        house.brain.on_refresh = find
         assert await plane.ask(house, "new") == ("a", "")
 
 

@@ -118,7 +118,7 @@ class _Burst:
 
 @looped
 async def test_events_wait_for_a_slow_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events that came before the next look at the workers are sent after it."""
+    """Events that came before the next poll of the workers are sent after it."""
     async with fleet() as (world, workers, _):
         world.controls["bare:8001"] = ControlClient(None, (), _Burst())
         async with aclosing(workers.events()) as events:

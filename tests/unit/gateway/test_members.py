@@ -71,7 +71,7 @@ def test_all_addresses_behind_a_name_are_workers_and_come_and_go() -> None:
     members = Members(section(workers_dns="workers", workers_ports={"grpc_port": 9001, "control": 8003}), dns)
 
     async def main() -> None:
-        await members.look()
+        await members.refresh()
         assert list(members.workers()) == ["10.0.0.1:9001", "10.0.0.2:9001", "[fd00::3]:9001"]
         controls = [worker.control for worker in members.workers().values()]
         assert controls == ["10.0.0.1:8003", "10.0.0.2:8003", "[fd00::3]:8003"]
@@ -100,10 +100,10 @@ def test_a_dns_that_fails_takes_no_worker_away(caplog: pytest.LogCaptureFixture)
     members = Members(section(workers_dns="workers"), dns)
 
     async def main() -> None:
-        await members.look()
+        await members.refresh()
         for answers in (None, None, ("10.0.0.1",), None):
             dns.addresses = answers
-            await members.look()
+            await members.refresh()
             assert list(members.workers()) == ["10.0.0.1:8001"]
 
     with caplog.at_level(logging.WARNING):
@@ -120,7 +120,7 @@ def test_a_dns_that_hangs_is_not_waited_for_for_ever() -> None:
         return ()
 
     members = Members(section(workers=[{"host": "a"}], workers_dns="workers"), hang)
-    run(members.look())
+    run(members.refresh())
     assert list(members.workers()) == ["a:8001"]
 
 
@@ -137,10 +137,10 @@ def test_a_dns_that_hangs_does_not_hold_back_the_end(monkeypatch: pytest.MonkeyP
     members = Members(section(workers_dns="workers"))
 
     async def main() -> None:
-        looking = asyncio.create_task(members.look())
+        refresh = asyncio.create_task(members.refresh())
         await asyncio.to_thread(asked.wait)
-        looking.cancel()
-        await asyncio.wait([looking])
+        refresh.cancel()
+        await asyncio.wait([refresh])
 
     asyncio.run(main())
     assert waited_for == []
@@ -162,7 +162,7 @@ def test_without_a_thread_no_worker_leaves(
         # The loop's end starts a thread, too.
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", start)
-            await members.look()
+            await members.refresh()
 
     asyncio.run(main())
     assert list(members.workers()) == ["a:8001"]
@@ -202,7 +202,7 @@ def test_one_address_is_one_worker_in_all_sources() -> None:
         section(workers=[{"host": "10.0.0.1", "name": "one"}], workers_dns="workers"),
         Dns("10.0.0.1", "10.0.0.2"),
     )
-    run(members.look())
+    run(members.refresh())
     assert list(members.workers()) == ["one", "10.0.0.2:8001"]
 
 
@@ -226,23 +226,23 @@ def test_a_broken_file_takes_no_worker_away(
     file = tmp_path / "workers.yaml"
     file.write_text("[{host: a}, {host: b}]")
     members = Members(section(workers_file=file))
-    run(members.look())
+    run(members.refresh())
     file.write_text(text)
 
-    run(members.look())
+    run(members.refresh())
     assert list(members.workers()) == ["a:8001", "b:8001"]
     assert message in caplog.text
 
     file.unlink()
-    run(members.look())
+    run(members.refresh())
     assert list(members.workers()) == ["a:8001", "b:8001"]
     file.write_text("[]")
-    run(members.look())
+    run(members.refresh())
     assert members.workers() == {}
 
 
-def test_a_change_of_the_file_is_seen_long_before_the_next_look(tmp_path: Path) -> None:
-    """A change of the workers file is noticed before the next look, also if it is replaced or a link."""
+def test_a_change_of_the_file_is_seen_long_before_the_next_refresh(tmp_path: Path) -> None:
+    """A change of the workers file is noticed before the next refresh, also if it is replaced or a link."""
     real = tmp_path / "real.yaml"
     real.write_text("[{host: a}]")
     file = tmp_path / "workers.yaml"
@@ -250,7 +250,7 @@ def test_a_change_of_the_file_is_seen_long_before_the_next_look(tmp_path: Path) 
     members = Members(section(workers_file=file), pause=3600)
 
     async def main() -> None:
-        await members.look()
+        await members.refresh()
         changed = asyncio.Event()
         running = asyncio.create_task(members.run(changed.set))
         for host in "bc":
@@ -271,13 +271,13 @@ def test_a_change_of_the_file_is_seen_long_before_the_next_look(tmp_path: Path) 
     asyncio.run(main())
 
 
-def test_where_the_kernel_cannot_tell_the_file_is_looked_at_now_and_then(tmp_path: Path) -> None:
+def test_a_file_that_the_kernel_cannot_watch_is_polled(tmp_path: Path) -> None:
     """A workers file in a missing folder, which the kernel cannot watch, is found by polling."""
     file = tmp_path / "later" / "workers.yaml"
     members = Members(section(workers_file=file), pause=0.1)
 
     async def main() -> None:
-        await members.look()
+        await members.refresh()
         changed = asyncio.Event()
         running = asyncio.create_task(members.run(changed.set))
         file.parent.mkdir()

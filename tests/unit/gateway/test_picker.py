@@ -379,7 +379,7 @@ async def test_classes_of_strings_are_refused_at_any_place_of_a_body() -> None:
 
 @looped
 async def test_classes_of_a_model_that_was_unknown_are_checked() -> None:
-    """A request for classes of a model that the workers have since a moment is answered after both looks."""
+    """A request for classes of a model that the workers have since a moment is answered after both questions."""
     asked = Infer(model_name="new")
     asked.outputs.add(name="text").parameters["classification"].int64_param = 1
     async with picking() as desk:
@@ -387,7 +387,7 @@ async def test_classes_of_a_model_that_was_unknown_are_checked() -> None:
         async def find() -> None:
             await desk.picker.apply(WORKERS, {**TABLE, "new": Routes(ready=("a",))})
 
-        desk.brain.looks = find
+        desk.brain.on_refresh = find
         answer = await desk.ask_grpc("ModelInfer", asked, STREAMED)
         assert len(endpoints(answer)) == 1
         assert desk.brain.asked == ["a"]
@@ -478,7 +478,7 @@ async def test_a_compressed_body_is_read_with_pauses_for_other_requests() -> Non
         request.take(first.SerializeToString())
         assert not list(request.take(pb.ProcessingRequest(request_body=part).SerializeToString()))
         counting = asyncio.create_task(count())
-        answers = [pb.ProcessingResponse.FromString(answer) for answer in await request.look()]
+        answers = [pb.ProcessingResponse.FromString(answer) for answer in await request.pending_answers()]
         counting.cancel()
         request.end()
     assert endpoints(answers[0]) == ["10.0.0.2:8000", "10.0.0.1:8000"]
@@ -516,7 +516,7 @@ async def test_any_worker_means_each_in_turn() -> None:
 
 
 @looped
-async def test_an_unknown_model_is_not_found_after_a_look() -> None:
+async def test_an_unknown_model_is_not_found_after_a_refresh() -> None:
     """The workers are asked once more, then the request ends with NOT_FOUND in the client's protocol."""
     async with picking() as desk:
         answer = await desk.ask_grpc("ModelInfer", Infer(model_name="what"))

@@ -54,12 +54,12 @@ def prober(port: int, *, control: bool = False, timeout: float = 60.0, **setting
 
 async def only(one: GrpcProber) -> WorkerView:
     """Return the view of the worker's one device."""
-    (view,) = await one.look()
+    (view,) = await one.probe()
     return view
 
 
-async def look_until_seen(one: GrpcProber, view: WorkerView) -> None:
-    """Look until the worker is seen like this: on a busy machine, any look may be too late."""
+async def probe_until_seen(one: GrpcProber, view: WorkerView) -> None:
+    """Probe until the worker is seen like this: on a busy machine, any probe may be too late."""
     while await only(one) != view:
         pass
 
@@ -137,7 +137,7 @@ async def test_a_server_with_several_devices_has_a_view_of_each() -> None:
     ready = frozenset({"m"})
     async with serving(FakeServer(), control) as port:
         one = prober(port, control=True)
-        assert await one.look() == (
+        assert await one.probe() == (
             WorkerView(True, ready, "1", backlog_s=0.5, free_bytes=7),
             WorkerView(False, ready, device=1),
         )
@@ -147,9 +147,9 @@ async def test_a_server_with_several_devices_has_a_view_of_each() -> None:
         assert control.placed == {"m": [1], "n": [0, 1]}
         control.load.devices[0].models.add(name="m")
         control.load.devices[1].instance = "2"
-        assert [view.ready for view in await one.look()] == [ready, frozenset()]
+        assert [view.ready for view in await one.probe()] == [ready, frozenset()]
         control.load.devices[0].instance = control.load.devices[1].instance = ""
-        assert await one.look() == (WorkerView(True, ready),)
+        assert await one.probe() == (WorkerView(True, ready),)
         await one.close()
 
 
@@ -246,9 +246,9 @@ async def test_a_triton_that_is_slow_to_list_its_models_serves_what_it_did() -> 
     async with serving(triton) as port:
         one = prober(port, timeout=0.3)
         seen = WorkerView(alive=True, ready=frozenset({"m"}))
-        await look_until_seen(one, seen)
+        await probe_until_seen(one, seen)
         triton.index_hangs = True
-        await look_until_seen(one, seen)
+        await probe_until_seen(one, seen)
         await one.close()
 
 
@@ -259,23 +259,23 @@ async def test_a_worker_that_ends_is_dead_at_once_and_alive_when_it_is_back() ->
     async with serving(triton) as port:
         one = prober(port)
         assert (await only(one)).alive
-    assert await one.look() == DEAD
+    assert await one.probe() == DEAD
     async with serving(triton, port=port):
-        await look_until_seen(one, WorkerView(alive=True, ready=frozenset({"m"})))
+        await probe_until_seen(one, WorkerView(alive=True, ready=frozenset({"m"})))
     await one.close()
 
 
 @looped
 async def test_a_connection_that_is_open_on_one_side_only_is_replaced() -> None:
-    """On a half-open connection, one look times out as dead, and the next uses a new connection."""
+    """On a half-open connection, one probe times out as dead, and the next uses a new connection."""
     control = FakeControl()
     async with serving(FakeServer(), control) as port, Relay(port).running() as relay:
         one = prober(relay.port, control=True, timeout=0.5)
         seen = WorkerView(alive=True, ready=frozenset({"m"}), instance="1")
-        await look_until_seen(one, seen)
+        await probe_until_seen(one, seen)
         relay.stick()
-        assert await one.look() == DEAD
-        await look_until_seen(one, seen)
+        assert await one.probe() == DEAD
+        await probe_until_seen(one, seen)
         await one.close()
 
 
@@ -300,7 +300,7 @@ async def test_the_token_of_the_workers_goes_with_each_question(tmp_path: Path) 
     control = FakeControl()
     async with serving(FakeServer(), control) as port:
         one = prober(port, control=True, worker_token_file=tmp_path / "token")
-        await one.look()
+        await one.probe()
         assert control.token == "Bearer secret"
         await one.close()
 
@@ -341,7 +341,7 @@ async def test_a_repository_that_stays_closed_is_told_once(caplog: pytest.LogCap
         triton.restricted = None
         assert (await only(one)).ready
         triton.restricted = ("admin-key", "sesame")
-        await one.look()
+        await one.probe()
         assert len(caplog.messages) == 2
         await one.close()
 
@@ -400,7 +400,7 @@ def test_a_token_is_one_line(tmp_path: Path) -> None:
 
 @looped
 async def test_a_worker_that_answers_nonsense() -> None:
-    """Unreadable answers of a worker count as missing, and the next look works."""
+    """Unreadable answers of a worker count as missing, and the next probe works."""
 
     async def nonsense(_: bytes, __: Any) -> bytes:
         return b"\xff" * 40

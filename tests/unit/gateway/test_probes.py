@@ -23,13 +23,13 @@ class FakeProber:
         self.seconds = 0.001
         #: error of the gateway's own code
         self.error: Exception | None = None
-        self.looks: list[float] = []
+        self.probed_at: list[float] = []
         self.closed = False
         self.acts: list[tuple[Act, str, int | None]] = []
 
-    async def look(self) -> tuple[WorkerView, ...]:
+    async def probe(self) -> tuple[WorkerView, ...]:
         assert not self.closed
-        self.looks.append(asyncio.get_running_loop().time())
+        self.probed_at.append(asyncio.get_running_loop().time())
         views = self.views
         await asyncio.sleep(self.seconds)
         if self.error is not None:
@@ -105,15 +105,15 @@ def now() -> float:
 
 
 @in_world
-async def test_each_worker_is_looked_at_again_and_again(world: World) -> None:
+async def test_each_worker_is_probed_again_and_again(world: World) -> None:
     """Each worker is probed every half second, independent of the others; an unprobed one is dead."""
     world.watch("a", "b")
     assert world.probes.views() == {"a": DEAD, "b": DEAD}
     world.probers["b:1"].seconds = 1.0
     await asyncio.sleep(10)
     assert world.probes.views() == {"a": (ALIVE,), "b": (ALIVE,)}
-    assert len(world.probers["a:1"].looks) == pytest.approx(20, abs=1)
-    assert len(world.probers["b:1"].looks) == pytest.approx(7, abs=1)
+    assert len(world.probers["a:1"].probed_at) == pytest.approx(20, abs=1)
+    assert len(world.probers["b:1"].probed_at) == pytest.approx(7, abs=1)
     assert world.seen == 2
 
 
@@ -133,7 +133,7 @@ async def test_a_death_is_seen_with_the_next_probe(world: World) -> None:
 
 
 @in_world
-async def test_traffic_that_fails_has_the_worker_looked_at_at_once(world: World) -> None:
+async def test_traffic_that_fails_probes_the_worker_at_once(world: World) -> None:
     """A failed request triggers a new probe at once; a thousand failures trigger one or two."""
     world.watch("a")
     prober = world.probers["a:1"]
@@ -146,14 +146,14 @@ async def test_traffic_that_fails_has_the_worker_looked_at_at_once(world: World)
 
     prober.views, prober.seconds = (ALIVE,), 0.2
     await world.sees()
-    looks = len(prober.looks)
-    while len(prober.looks) == looks:  # Until it is probed again and found alive.
+    probes = len(prober.probed_at)
+    while len(prober.probed_at) == probes:  # Until it is probed again and found alive.
         await asyncio.sleep(0.01)
     prober.views, prober.seconds = DEAD, 0.001
     failed = now()
     world.probes.failed("a")
     assert await world.sees() - failed < 0.3
-    assert len(prober.looks) == looks + 2
+    assert len(prober.probed_at) == probes + 2
     world.probes.failed("nobody")
 
 
@@ -165,13 +165,13 @@ async def test_a_refresh_waits_for_new_probes(world: World) -> None:
     prober = world.probers["a:1"]
     world.probers["b:1"].seconds = 1e9
     prober.views = (WorkerView(alive=True, ready=frozenset({"m", "new"})),)
-    looking = asyncio.create_task(world.probes.look())
-    await world.probes.look(["a"])
+    refresh = asyncio.create_task(world.probes.probe())
+    await world.probes.probe(["a"])
     assert "new" in world.probes.summaries()["a"].ready
     await asyncio.sleep(1)
-    assert not looking.done()
+    assert not refresh.done()
     world.watch("a")
-    await looking
+    await refresh
 
 
 def test_a_probe_that_fails_unexpectedly_is_made_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -185,11 +185,11 @@ def test_a_probe_that_fails_unexpectedly_is_made_again(caplog: pytest.LogCapture
         for _ in range(2):
             prober.error = KeyError("device")
             async with asyncio.timeout(5):
-                await world.probes.look()
+                await world.probes.probe()
                 assert world.probes.views() == {"a": DEAD}
-                await world.probes.look()
+                await world.probes.probe()
                 prober.error = None
-                await world.probes.look()
+                await world.probes.probe()
             assert world.probes.views() == {"a": (ALIVE,)}
 
     main()
@@ -223,10 +223,10 @@ async def test_a_server_keeps_its_devices_while_it_does_not_name_them(world: Wor
     await world.sees()
     prober = world.probers["a:1"]
     prober.views = tuple(figures)
-    await world.probes.look()
+    await world.probes.probe()
     for alone, alive in ((DEAD, False), ((ALIVE,), True)):
         prober.views = alone
-        await world.probes.look()
+        await world.probes.probe()
         shown = world.probes.views()["a"]
         assert [(view.device, view.alive, view.instance) for view in shown] == [
             (0, alive, None),

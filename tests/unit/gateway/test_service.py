@@ -195,7 +195,7 @@ async def test_without_workers_nothing_is_packed(tmp_path: Path) -> None:
     """Without workers, a repack is refused at once."""
     async with served(tmp_path, PACKED, a=worker("m")) as gateway:
         gateway.world.ready.clear()
-        await gateway.world.gateway.probes.look()
+        await gateway.world.gateway.probes.probe()
         code, text = await gateway.refused("Repack", pb.RepackRequest(wait=True))
         assert (code, "no worker answers" in text) == (grpc.StatusCode.UNAVAILABLE, True)
 
@@ -218,7 +218,7 @@ async def test_a_client_is_told_which_workers_to_ask(tmp_path: Path) -> None:
         code, _ = await gateway.refused("Locate", pb.LocateRequest(model="x"))
         assert code is grpc.StatusCode.NOT_FOUND
         del gateway.world.ready["a"]
-        await gateway.world.gateway.probes.look()
+        await gateway.world.gateway.probes.probe()
         await gateway.world.gateway.round()
         code, _ = await gateway.refused("Locate", pb.LocateRequest(model="new"))
         assert code is grpc.StatusCode.UNAVAILABLE

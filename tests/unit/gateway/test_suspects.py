@@ -182,15 +182,15 @@ async def test_a_worker_has_died_if_it_served_and_nothing_listens_now() -> None:
         for stopping in (False, True):
             worker.does |= {"ServerReady": ready, "RepositoryIndex": index}
             prober = GrpcProber(worker.worker, ChannelFactory(GatewaySection()), 60)
-            assert (await prober.look())[0].alive
+            assert (await prober.probe())[0].alive
             assert not prober.has_died("m")
             if stopping:
                 worker.does["ServerReady"] = stops
-                await prober.look()
+                await prober.probe()
                 assert not prober.has_died("m")
             await worker.kill()
             while not prober._vanished:
-                await prober.look()
+                await prober.probe()
             assert prober.has_died("m") is not stopping
             assert not prober.has_died("other")
             await prober.close()

@@ -25,30 +25,30 @@ from tests.waiting import PATIENCE_S
 class FakePlanner(Planner):
     """Returns `steps` with the next plan, or fails if `broken`.
 
-    A look ends when `gate` is set; only one may run.
+    A plan is made when `gate` is set. Only one call may run at a time.
     """
 
     def __init__(self, section: PlannerOptions) -> None:
         super().__init__(section)
         self.steps: tuple[WeightAction, ...] = ()
         self.broken = False
-        self.looks = 0
+        self.plans = 0
         self.gate = threading.Event()
         self.gate.set()
-        self._looking = threading.Lock()
+        self._planning = threading.Lock()
 
     @property
-    def looking(self) -> bool:
-        return self._looking.locked()
+    def planning(self) -> bool:
+        return self._planning.locked()
 
-    def look(self, views: Mapping[str, WorkerView], now: float) -> Plan:
-        self.looks += 1
-        if self.broken or self.looking:
+    def plan(self, views: Mapping[str, WorkerView], now: float) -> Plan:
+        self.plans += 1
+        if self.broken or self.planning:
             raise RuntimeError("no plan")
-        with self._looking:
+        with self._planning:
             assert self.gate.wait(PATIENCE_S), "the gate was not opened"
             steps, self.steps = self.steps, ()
-            return replace(super().look(views, now), steps=steps)
+            return replace(super().plan(views, now), steps=steps)
 
 
 class FakePlane(Proxy):
@@ -87,8 +87,8 @@ class WorldProber:
         self._world = world
         self._name = worker.name
 
-    async def look(self) -> tuple[WorkerView, ...]:
-        self._world.looks.append(self._name)
+    async def probe(self) -> tuple[WorkerView, ...]:
+        self._world.probed.append(self._name)
         await asyncio.sleep(self._world.seconds)
         ready = self._world.ready.get(self._name.removesuffix(":8001"))
         if ready is None:
@@ -128,7 +128,7 @@ class World:
     ) -> None:
         self.ready = ready
         self.addresses = sorted(ready)
-        self.looks: list[str] = []
+        self.probed: list[str] = []
         self.acts: list[str] = []
         self.placements: list[tuple[str, ModelDevices]] = []
         #: The metrics of the workers' control services.

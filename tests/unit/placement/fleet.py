@@ -12,8 +12,8 @@ from rsrv.placement.planner import Plan, Planner
 from rsrv.placement.routing import Router
 from rsrv.placement.status import PlannerStatus
 
-#: Seconds between two looks.
-LOOK_S = 0.5
+#: Seconds between two plans.
+ROUND_S = 0.5
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Fleet:
         self.misses: list[tuple[float, str, str]] = []
         self._due: dict[str, float] = {}
         self._fronts = 0
-        self._looks = 0
+        self._rounds = 0
 
     def copy(self, worker: str, model: str) -> Copy:
         return self.servers[worker].copies.setdefault(model, Copy())
@@ -83,7 +83,7 @@ class Fleet:
         return {name for name, copy in copies.items() if copy.weights is WeightsView.RESIDENT}
 
     def views(self) -> dict[str, WorkerView]:
-        self._looks += 1
+        self._rounds += 1
         return {name: self._view(server) for name, server in self.servers.items()}
 
     def _view(self, server: Server) -> WorkerView:
@@ -120,7 +120,7 @@ class Fleet:
             models=models,
             calls=server.calls,
             aliases=server.aliases,
-            measurement=self._looks,
+            measurement=self._rounds,
         )
 
     def do(self, steps: Iterable[WeightAction]) -> None:
@@ -139,10 +139,10 @@ class Fleet:
         server.alive = True
 
     def run(self, routers: Sequence[Router]) -> None:
-        """Let LOOK_S pass: requests come, by turns through the gateways, and the devices work."""
-        self.now += LOOK_S
+        """Let ROUND_S pass: requests come, by turns through the gateways, and the devices work."""
+        self.now += ROUND_S
         for name, model in self.models.items():
-            self._due[name] = self._due.get(name, 0.0) + model.rate * LOOK_S
+            self._due[name] = self._due.get(name, 0.0) + model.rate * ROUND_S
             while self._due[name] >= 1.0:
                 self._due[name] -= 1.0
                 self._fronts += 1
@@ -171,7 +171,7 @@ class Fleet:
         for copy in server.copies.values():
             if copy.weights is WeightsView.LOADING and copy.until <= self.now:
                 copy.weights = WeightsView.RESIDENT
-        left = LOOK_S
+        left = ROUND_S
         busy = [
             (n, c) for n, c in server.copies.items() if c.weights is WeightsView.RESIDENT and c.queued >= 1
         ]
@@ -244,15 +244,15 @@ def options(**changes: object) -> PlannerOptions:
 
 
 class Scene:
-    """A planner that looks at a fleet, whose steps the test may carry out."""
+    """The planner of a fleet, whose steps the test may carry out."""
 
     def __init__(self, fleet: Fleet, script: Script, **changes: object) -> None:
         self.fleet = fleet
         self.script = script
         self.planner = Planner(options(**changes), pack=script)
 
-    def look(self, *, do: bool = True) -> Plan:
-        plan = self.planner.look(self.fleet.views(), self.fleet.now)
+    def plan(self, *, do: bool = True) -> Plan:
+        plan = self.planner.plan(self.fleet.views(), self.fleet.now)
         if do:
             self.fleet.do(plan.steps)
         self.fleet.run([])
@@ -264,6 +264,6 @@ class Scene:
         return status
 
     def settle(self, seconds: float = 5.0) -> Plan:
-        for _ in range(round(seconds / LOOK_S)):
-            plan = self.look()
+        for _ in range(round(seconds / ROUND_S)):
+            plan = self.plan()
         return plan

@@ -119,7 +119,7 @@ def test_views_that_say_nothing_new_do_not_count() -> None:
 
 
 def test_long_executions_are_no_peaks() -> None:
-    """Executions of 1.8 s are smoothed: looks every 0.2 s give a utilisation of 0.9, not of nine."""
+    """Executions of 1.8 s are smoothed: plans every 0.2 s have a utilisation of 0.9, not of nine."""
     costs = Costs(20.0)
     for n in range(300):
         costs.observe({"w": worker(m=shown(n // 10 * 1.8))}, n * 0.2)

@@ -15,7 +15,7 @@ from rsrv.placement.options import PlannerOptions
 from rsrv.placement.planner import Planner
 from rsrv.placement.routing import Router
 from tests.builders import FEW_EXAMPLES
-from tests.unit.placement.fleet import LOOK_S, Fleet, Model, homes
+from tests.unit.placement.fleet import ROUND_S, Fleet, Model, homes
 
 
 class Gateway:
@@ -32,11 +32,11 @@ class Gateway:
         self.planner = Planner(self.options)
         self.router = Router(self.options.mode)
         self.table: Table = {}
-        #: Looks at which a model's placement changed, by model.
+        #: Plans that changed a model's placement, by model.
         self.changes: Counter[str] = Counter()
 
-    def look(self) -> None:
-        plan = self.planner.look(self.fleet.views(), self.fleet.now)
+    def plan(self) -> None:
+        plan = self.planner.plan(self.fleet.views(), self.fleet.now)
         for name, routes in plan.table.items():
             if name in self.table and self.table[name].placed != routes.placed:
                 self.changes[name] += 1
@@ -46,9 +46,9 @@ class Gateway:
 
 
 def play(fleet: Fleet, gateways: list[Gateway], seconds: float) -> None:
-    for _ in range(round(seconds / LOOK_S)):
+    for _ in range(round(seconds / ROUND_S)):
         for gateway in gateways:
-            gateway.look()
+            gateway.plan()
         fleet.run([gateway.router for gateway in gateways])
 
 
@@ -124,13 +124,13 @@ def test_old_homes_are_freed() -> None:
 
 
 def test_a_worker_that_dies_and_returns() -> None:
-    """The worker's models are served elsewhere from the next look on, and work is even again after it has returned."""
+    """The worker's models are served elsewhere from the next plan on, and work is even again after it has returned."""
     fleet = Fleet(["u", "v", "w"], mixed(4, 12))
     gateway = Gateway(fleet)
     play(fleet, [gateway], 60.0)
     stayed = {name: at for name, at in homes(gateway.table).items() if at != ("u",)}
     fleet.servers["u"].alive = False
-    gateway.look()
+    gateway.plan()
     placed = homes(gateway.table)
     assert all(at and "u" not in at for at in placed.values())
     assert {name: placed[name] for name in stayed} == stayed
@@ -199,7 +199,7 @@ def test_no_move_makes_a_warm_model_cold(seed: int) -> None:
             gateway.planner.repack()
         if random.random() < 0.2:
             fleet.models[random.choice(sorted(models))].rate = random.choice([0, 1, 10, 40])
-        play(fleet, [gateway], LOOK_S)
+        play(fleet, [gateway], ROUND_S)
         for worker, server in fleet.servers.items():
             loading = [name for name, copy in server.copies.items() if copy.weights is WeightsView.LOADING]
             assert len(loading) <= MOVES_AT_ONCE, (worker, loading)
@@ -217,7 +217,7 @@ def test_models_return_to_a_restarted_device_one_after_the_other() -> None:
     fleet.restart("u")
     fleet.misses.clear()
     for _ in range(40):
-        play(fleet, [gateway], LOOK_S)
+        play(fleet, [gateway], ROUND_S)
         loading = [copy for copy in fleet.servers["u"].copies.values() if copy.weights is WeightsView.LOADING]
         assert len(loading) <= MOVES_AT_ONCE
 
@@ -230,7 +230,7 @@ def test_models_return_to_a_restarted_device_one_after_the_other() -> None:
 def test_models_are_served_through_any_events(seed: int) -> None:
     """Workers crash, return empty, join and leave; control services vanish; models come and go; loads shift.
 
-    At every look, each model that a worker serves has a live home, and a moving model stays where its weights
+    In every plan, each model that a worker serves has a live home, and a moving model stays where its weights
     are until they are at its new home.
     """
     random = Random(seed)
@@ -246,7 +246,7 @@ def test_models_are_served_through_any_events(seed: int) -> None:
             name: {w for w in fleet.servers if fleet.copy(w, name).weights is WeightsView.RESIDENT}
             for name in fleet.models
         }
-        gateway.look()
+        gateway.plan()
         for name in fleet.models:
             alive = {w for w, server in fleet.servers.items() if server.alive and name in server.ready}
             routes = gateway.table.get(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rsrv.placement.contract import Act, WeightAction, WeightsView
 from rsrv.placement.moves import ASK_AGAIN_S, MOVE_LIMIT_S, MOVES_AT_ONCE
-from tests.unit.placement.fleet import LOOK_S, Fleet, Model, Scene, Script, homes
+from tests.unit.placement.fleet import ROUND_S, Fleet, Model, Scene, Script, homes
 
 
 def moving(fleet: Fleet | None = None) -> Scene:
@@ -21,7 +21,7 @@ def test_a_moved_model_is_warm_before_traffic_moves() -> None:
     scene = moving()
     seen = []
     for _ in range(12):
-        plan = scene.look()
+        plan = scene.plan()
         seen.append((plan.table["a"].placed, scene.fleet.copy("w", "a").weights, plan.steps))
         if plan.table["a"].placed == ("v",):
             assert scene.status().models[0].moving_to == ("w",)
@@ -39,8 +39,8 @@ def test_weights_that_do_not_come_are_asked_for_again_and_then_given_up() -> Non
     """Prefetches are repeated, and after the limit the model stays at its home, where it is warm."""
     scene = moving()
     asked = 0
-    for _ in range(round(MOVE_LIMIT_S / LOOK_S) + 2):
-        plan = scene.look(do=False)
+    for _ in range(round(MOVE_LIMIT_S / ROUND_S) + 2):
+        plan = scene.plan(do=False)
         asked += len(plan.steps)
         assert plan.table["a"].placed == ("v",)
 
@@ -51,11 +51,11 @@ def test_weights_that_do_not_come_are_asked_for_again_and_then_given_up() -> Non
 def test_weights_that_do_not_come_to_a_first_home_are_asked_for_again() -> None:
     """Requests go there meanwhile, but none may come, so the first prefetch must not be the only one."""
     scene = Scene(Fleet(["v", "w"], {"a": Model()}, load_s=3.0), Script(a=("v",)))
-    assert [scene.look(do=False).steps for _ in range(round(ASK_AGAIN_S / LOOK_S))] == [
+    assert [scene.plan(do=False).steps for _ in range(round(ASK_AGAIN_S / ROUND_S))] == [
         (WeightAction(Act.PREFETCH, "v", "a"),),
-        *[()] * (round(ASK_AGAIN_S / LOOK_S) - 1),
+        *[()] * (round(ASK_AGAIN_S / ROUND_S) - 1),
     ]
-    assert scene.look().steps == (WeightAction(Act.PREFETCH, "v", "a"),)
+    assert scene.plan().steps == (WeightAction(Act.PREFETCH, "v", "a"),)
     scene.settle()
     assert scene.fleet.resident("v") == {"a"}
 
@@ -67,16 +67,16 @@ def test_moves_to_one_worker_are_few_at_a_time() -> None:
     scene.settle()
     for n in range(8):
         scene.fleet.copy("v", "e").device_s = 0.1 * n
-        scene.look()
+        scene.plan()
     scene.script.placed.update(dict.fromkeys("abcdef", ("w",)))
     scene.planner.repack()
-    first = scene.look()
+    first = scene.plan()
     assert [step.model for step in first.steps] == ["e", "a"]
 
     for _ in range(40):
         loading = [n for n in models if scene.fleet.copy("w", n).weights is WeightsView.LOADING]
         assert len(loading) <= MOVES_AT_ONCE
-        plan = scene.look()
+        plan = scene.plan()
     assert set(homes(plan.table).values()) == {("w",)}
 
 
@@ -89,7 +89,7 @@ def test_a_move_waits_for_room() -> None:
     scene.planner.repack()
     seen = []
     for _ in range(20):
-        plan = scene.look()
+        plan = scene.plan()
         seen.append((homes(plan.table)["b"], fleet.copy("w", "a").weights is WeightsView.ABSENT))
 
     assert homes(plan.table) == {"a": ("w",), "b": ("u",)}
@@ -103,8 +103,8 @@ def test_two_full_workers_do_not_exchange_models() -> None:
     scene.settle()
     scene.script.placed.update(a=("w",), b=("v",))
     scene.planner.repack()
-    for _ in range(round(MOVE_LIMIT_S / LOOK_S) + 2):
-        assert homes(scene.look().table) == {"a": ("v",), "b": ("w",)}
+    for _ in range(round(MOVE_LIMIT_S / ROUND_S) + 2):
+        assert homes(scene.plan().table) == {"a": ("v",), "b": ("w",)}
         assert (fleet.resident("v"), fleet.resident("w")) == ({"a"}, {"b"})
 
     assert [one.moving_to for one in scene.status().models] == [(), ()]
@@ -119,13 +119,13 @@ def test_a_copy_that_is_not_placed_makes_room() -> None:
     scene.script.placed["a"] = ("w",)
     scene.planner.repack()
 
-    assert scene.look().steps == (WeightAction(Act.EVICT, "w", "b"),)
+    assert scene.plan().steps == (WeightAction(Act.EVICT, "w", "b"),)
     assert homes(scene.settle().table) == {"a": ("w",), "b": ("u",), "c": ("w",)}
     assert fleet.resident("w") == {"a", "c"}
 
 
 def test_copies_that_are_not_placed_make_room_for_several_models() -> None:
-    """Two moves that need room evict two copies in one look, and none of them twice."""
+    """Two moves that need room evict two copies in one plan, and none of them twice."""
     models = {name: Model() for name in "abcd"}
     fleet = Fleet(["v", "w"], models, budget=40)
     scene = Scene(fleet, Script(**dict.fromkeys("abcd", ("v",))))
@@ -136,17 +136,17 @@ def test_copies_that_are_not_placed_make_room_for_several_models() -> None:
     scene.script.placed.update(a=("w",), b=("w",))
     scene.planner.repack()
 
-    evicted = [step.model for step in scene.look(do=False).steps if step.act is Act.EVICT]
+    evicted = [step.model for step in scene.plan(do=False).steps if step.act is Act.EVICT]
     assert sorted(evicted) == sorted({*evicted}) != []
 
 
 def test_a_move_away_from_a_dead_worker_waits_for_nothing() -> None:
-    """Without its old home a model goes to the new one, cold, in the same look."""
+    """Without its old home a model goes to the new one, cold, in the same plan."""
     scene = moving()
-    scene.look()
+    scene.plan()
     scene.fleet.servers["v"].alive = False
 
-    assert homes(scene.look().table) == {"a": ("w",)}
+    assert homes(scene.plan().table) == {"a": ("w",)}
 
 
 def test_a_worker_with_the_weights_serves_in_between() -> None:
@@ -158,7 +158,7 @@ def test_a_worker_with_the_weights_serves_in_between() -> None:
     scene.script.placed["a"] = ("w",)
     fleet.servers["v"].alive = False
 
-    assert homes(scene.look().table) == {"a": ("u",)}
+    assert homes(scene.plan().table) == {"a": ("u",)}
     assert homes(scene.settle(4.0).table) == {"a": ("w",)}
     scene.settle(2.0)
     assert fleet.resident("u") == set()
@@ -173,31 +173,31 @@ def test_replicas_are_added_when_they_are_warm() -> None:
     scene.fleet.copy("w", "a").weights = WeightsView.RESIDENT
     scene.planner.repack()
 
-    assert homes(scene.look().table) == {"a": ("v", "w")}
+    assert homes(scene.plan().table) == {"a": ("v", "w")}
     assert homes(scene.settle(3.0).table) == {"a": ("u", "w")}
 
 
 def test_the_old_home_keeps_the_weights_while_it_works() -> None:
-    """Nothing is freed while requests wait or execute there, nor in the look at which the table changes."""
+    """Nothing is freed while requests wait or execute there, nor by the plan that changes the table."""
     scene = moving()
     copy = scene.fleet.copy("v", "a")
     copy.weights = WeightsView.LOADING
     copy.until, copy.queued = 1e9, 3
     for _ in range(40):
-        plan = scene.look()
+        plan = scene.plan()
         assert Act.EVICT not in {step.act for step in plan.steps}
 
     assert homes(plan.table) == {"a": ("w",)}
     copy.queued = 0
-    assert scene.look().steps == (WeightAction(Act.EVICT, "v", "a"),)
+    assert scene.plan().steps == (WeightAction(Act.EVICT, "v", "a"),)
 
 
 def test_an_old_home_that_others_use_is_left_to_them() -> None:
     """An old home to which another gateway's requests still go keeps its weights."""
     scene = moving()
-    for _ in range(round(2 * MOVE_LIMIT_S / LOOK_S)):
+    for _ in range(round(2 * MOVE_LIMIT_S / ROUND_S)):
         scene.fleet.copy("v", "a").requests += 1
-        plan = scene.look()
+        plan = scene.plan()
 
         assert Act.EVICT not in {step.act for step in plan.steps}
 
@@ -208,14 +208,14 @@ def test_a_model_that_comes_back_is_not_freed() -> None:
     busy = scene.fleet.copy("v", "a")
     busy.queued = 0.6
     for _ in range(8):
-        plan = scene.look()
+        plan = scene.plan()
     assert homes(plan.table) == {"a": ("w",)}
     scene.script.placed["a"] = ("v",)
     scene.planner.repack()
-    assert homes(scene.look().table) == {"a": ("v",)}
+    assert homes(scene.plan().table) == {"a": ("v",)}
     busy.queued = 0
 
-    assert [step for _ in range(10) for step in scene.look().steps] == [WeightAction(Act.EVICT, "w", "a")]
+    assert [step for _ in range(10) for step in scene.plan().steps] == [WeightAction(Act.EVICT, "w", "a")]
 
 
 def test_what_cannot_stay_is_not_fetched() -> None:
@@ -225,14 +225,14 @@ def test_what_cannot_stay_is_not_fetched() -> None:
     scene.settle()
     for n in range(8):
         fleet.copy("v", "a").device_s = 0.1 * n
-        scene.look()
+        scene.plan()
     scene.script.placed.update(a=("w",))
     scene.planner.repack()
-    plan = scene.look(do=False)
+    plan = scene.plan(do=False)
     assert WeightAction(Act.PREFETCH, "w", "a") in plan.steps
     scene.script.placed.update(a=("v",), b=("v",))
     scene.planner.repack()
-    plan = scene.look(do=False)
+    plan = scene.plan(do=False)
 
     assert homes(plan.table) == {"a": ("v",), "b": ("v",)}
     assert plan.steps == ()
@@ -245,11 +245,11 @@ def test_what_was_done_at_the_old_home_does_not_count() -> None:
     scene = moving()
     before = []
     for n in range(20):
-        placed = homes(scene.look().table)["a"]
+        placed = homes(scene.plan().table)["a"]
         scene.fleet.copy(placed[0], "a").device_s += 0.5
         if n in (2, 19):
             scene.planner.repack()
-            scene.look()
+            scene.plan()
             before.append((placed, scene.script.asked[-1][2]["a"]))
 
     assert before == [(("v",), ("w",)), (("w",), ("w",))]
@@ -272,7 +272,7 @@ def test_a_model_that_was_warm_at_the_start_and_left_is_not_prefetched() -> None
     scene.settle()
     scene.fleet.copy("v", "a").weights = WeightsView.ABSENT
 
-    assert all(scene.look().steps == () for _ in range(40))
+    assert all(scene.plan().steps == () for _ in range(40))
 
 
 def test_a_planner_that_starts_prefetches_only_models_without_requests() -> None:
@@ -280,7 +280,7 @@ def test_a_planner_that_starts_prefetches_only_models_without_requests() -> None
     scene = Scene(Fleet(["v"], {"a": Model(), "b": Model()}), Script())
     scene.fleet.copy("v", "a").requests = 7
 
-    plans = [scene.look() for _ in range(40)]
+    plans = [scene.plan() for _ in range(40)]
     assert {step for plan in plans for step in plan.steps} == {WeightAction(Act.PREFETCH, "v", "b")}
 
 
@@ -291,10 +291,10 @@ def test_traffic_does_not_wait_where_weights_are_swapped() -> None:
     scene.settle()
     for n in range(8):
         fleet.copy("v", "a").device_s = 0.1 * n
-        scene.look()
+        scene.plan()
     scene.script.placed.update(a=("w",))
     scene.planner.repack()
-    plan = scene.look(do=False)
+    plan = scene.plan(do=False)
 
     assert WeightAction(Act.PREFETCH, "w", "a") in plan.steps
     assert homes(plan.table) == {"a": ("w",), "b": ("w",)}

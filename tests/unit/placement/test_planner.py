@@ -11,7 +11,7 @@ from rsrv.placement.contract import Act, ModelView, WeightAction, WeightsView, W
 from rsrv.placement.options import ModelOptions
 from rsrv.placement.planner import SETTLE_S, Planner
 from rsrv.placement.routing import Router
-from tests.unit.placement.fleet import LOOK_S, Fleet, Model, Scene, Script, homes, options
+from tests.unit.placement.fleet import ROUND_S, Fleet, Model, Scene, Script, homes, options
 
 
 def devices(*names: str) -> Fleet:
@@ -28,7 +28,7 @@ def test_other_modes_have_a_table_only(mode: str) -> None:
     fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()})
     fleet.servers["w"].ready.discard("b")
 
-    plan = Planner(options(mode=mode)).look(fleet.views(), 0.0)
+    plan = Planner(options(mode=mode)).plan(fleet.views(), 0.0)
 
     assert {name: routes.ready for name, routes in plan.table.items()} == {"a": ("v", "w"), "b": ("v",)}
     assert set(homes(plan.table).values()) == {()}
@@ -36,7 +36,7 @@ def test_other_modes_have_a_table_only(mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "basis", "charge", "per_item", "looks"),
+    ("mode", "basis", "charge", "per_item", "reads_rows"),
     [
         ("round_robin", "compute", 1.0, False, False),
         ("least_outstanding", "requests", 1.0, False, False),
@@ -46,17 +46,19 @@ def test_other_modes_have_a_table_only(mode: str) -> None:
         ("lpt_packing", "compute", 0.5, True, True),
     ],
 )
-def test_what_a_request_charges(mode: str, basis: str, charge: float, per_item: bool, looks: bool) -> None:
+def test_what_a_request_charges(
+    mode: str, basis: str, charge: float, per_item: bool, reads_rows: bool
+) -> None:
     """The work basis decides what a request counts, and bodies are read only if that needs it."""
     fleet = Fleet(["v", "w"], {"a": Model()})
     views = fleet.views()
     shown = views["v"].models["a"]
     views["v"] = replace(views["v"], models={"a": replace(shown, item_s=0.5)})
 
-    routes = Planner(options(mode=mode, work_basis=basis)).look(views, 0.0).table["a"]
+    routes = Planner(options(mode=mode, work_basis=basis)).plan(views, 0.0).table["a"]
 
     assert (routes.charge, routes.per_item) == (charge, per_item)
-    assert (routes.batch_input is not None) == looks
+    assert (routes.batch_input is not None) == reads_rows
 
 
 @pytest.mark.parametrize("mode", ["round_robin", "lpt_packing"])
@@ -67,11 +69,11 @@ def test_requests_go_where_the_model_has_started(mode: str) -> None:
     for cold in "vx":
         views[cold] = replace(views[cold], models={})
 
-    table = Planner(options(mode=mode)).look(views, 0.0).table
+    table = Planner(options(mode=mode)).plan(views, 0.0).table
     assert (table["a"].placed, table["a"].ready) == (("w",), ("v", "w", "x"))
 
     views["w"] = replace(views["w"], models={})
-    assert Planner(options(mode=mode)).look(views, 0.0).table["a"].placed == ()
+    assert Planner(options(mode=mode)).plan(views, 0.0).table["a"].placed == ()
 
 
 def test_costs_that_hardly_change_leave_the_table_alone() -> None:
@@ -82,7 +84,7 @@ def test_costs_that_hardly_change_leave_the_table_alone() -> None:
 
     def table(item_s: float) -> object:
         models = {**views.models, "a": replace(views.models["a"], item_s=item_s)}
-        return planner.look({"v": replace(views, models=models, instance=str(item_s))}, 0.0).table
+        return planner.plan({"v": replace(views, models=models, instance=str(item_s))}, 0.0).table
 
     first = table(0.5)
     assert table(0.52) is first
@@ -95,49 +97,49 @@ def test_models_of_workers_that_do_not_answer_are_known() -> None:
     """A model whose workers do not answer stays in the table without a worker."""
     fleet = Fleet(["v"], {"a": Model()})
     planner = Planner(options())
-    planner.look(fleet.views(), 0.0)
+    planner.plan(fleet.views(), 0.0)
     fleet.servers["v"].alive = False
 
-    assert planner.look(fleet.views(), 1.0).table["a"].ready == ()
-    assert planner.look({}, 2.0).table == {}
+    assert planner.plan(fleet.views(), 1.0).table["a"].ready == ()
+    assert planner.plan({}, 2.0).table == {}
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_has_not_changed_is_decided_as_before(seed: int) -> None:
-    """A planner that looks at all models anew, as after a change of its settings, has the same plans."""
+    """A planner that checks all models anew, as after a change of its settings, has the same plans."""
     random = Random(seed)
     fleet = Fleet(
         "vw", {name: Model(10 * (1 + number)) for number, name in enumerate("abcdefgh")}, budget=300
     )
     fleet.servers["v"].calls = fleet.servers["w"].calls = {"meta": frozenset("ab")}
     keen, fresh = Planner(options(work_basis="requests")), Planner(options(work_basis="requests"))
-    for look in range(60):
+    for number in range(60):
         fleet.now += 1.0
         name, worker = random.choice("abcdefgh"), random.choice("vw")
         copy = fleet.copy(worker, name)
         if random.random() < 0.6:
             copy.device_s += random.random()
             copy.requests += 1
-        elif look > 9:
+        elif number > 9:
             copy.weights = random.choice([*WeightsView])
-        if look % 13 == 12:
+        if number % 13 == 12:
             fleet.servers[worker].alive = not fleet.servers[worker].alive
         views = fleet.views()
         fresh.change(fresh.options)
-        plan = keen.look(views, fleet.now)
-        assert plan == fresh.look(views, fleet.now)
+        plan = keen.plan(views, fleet.now)
+        assert plan == fresh.plan(views, fleet.now)
         fleet.do(plan.steps)
 
 
 def test_homes_from_the_start() -> None:
-    """After the first look at all workers, each model has a home, whose weights are prefetched once."""
+    """After the first plan with all workers, each model has a home, whose weights are prefetched once."""
     scene = Scene(Fleet(["v", "w"], {"a": Model(), "b": Model()}), Script(a=("v",), b=("w",)))
 
-    plan = scene.look()
+    plan = scene.plan()
 
     assert homes(plan.table) == {"a": ("v",), "b": ("w",)}
     assert set(plan.steps) == {WeightAction(Act.PREFETCH, "v", "a"), WeightAction(Act.PREFETCH, "w", "b")}
-    assert scene.look().steps == ()
+    assert scene.plan().steps == ()
     assert scene.status().repacks.last == "start"
 
 
@@ -145,13 +147,13 @@ def test_a_start_with_missing_workers_waits_a_moment() -> None:
     """Until all have answered, or nothing has changed for a while, models go wherever they are ready."""
     scene = Scene(Fleet(["u", "v", "w"], {"a": Model()}), Script(a=("v",)))
     scene.fleet.servers["u"].alive = False
-    plan = scene.look()
+    plan = scene.plan()
     assert homes(plan.table) == {"a": ()}
     assert any("not all workers" in warning for warning in scene.status().warnings)
 
-    plan = scene.settle(SETTLE_S - LOOK_S)
+    plan = scene.settle(SETTLE_S - ROUND_S)
     assert homes(plan.table) == {"a": ()}
-    assert homes(scene.look().table) == {"a": ("v",)}
+    assert homes(scene.plan().table) == {"a": ("v",)}
 
 
 def test_models_stay_where_their_weights_are() -> None:
@@ -161,7 +163,7 @@ def test_models_stay_where_their_weights_are() -> None:
         fleet.copy(worker, model).weights = WeightsView.RESIDENT
     scene = Scene(fleet, Script(a=("v",), b=("v",), c=("v",)))
 
-    plan = scene.look()
+    plan = scene.plan()
 
     asked = scene.script.asked[0][0]
     both = frozenset("vw")
@@ -173,7 +175,7 @@ def test_pinned_weights_take_their_part_of_the_budget() -> None:
     """Models that stay on every device need no room of the packing, and leave it less."""
     fleet = Fleet(["v", "w"], {"a": Model(bytes=7, pinned=True), "b": Model(bytes=5)}, budget=20)
     scene = Scene(fleet, Script())
-    scene.look()
+    scene.plan()
 
     loads, workers, _ = scene.script.asked[0]
     assert {name: load.bytes for name, load in loads.items()} == {"a": 0, "b": 5}
@@ -193,12 +195,12 @@ def test_a_meta_model_and_what_it_calls_are_together() -> None:
 
     scene.script.placed["a"] = ("w",)
     scene.planner.repack()
-    scene.look(do=False)
+    scene.plan(do=False)
     for model in "ab":
         fleet.copy("w", model).weights = WeightsView.RESIDENT
-    assert homes(scene.look(do=False).table)["m"] == ("v",)
+    assert homes(scene.plan(do=False).table)["m"] == ("v",)
     fleet.copy("w", "c").weights = WeightsView.RESIDENT
-    assert homes(scene.look().table) == dict.fromkeys("abcdmn", ("w",))
+    assert homes(scene.plan().table) == dict.fromkeys("abcdmn", ("w",))
 
 
 def test_a_meta_model_whose_callees_are_apart_is_warned_of() -> None:
@@ -209,7 +211,7 @@ def test_a_meta_model_whose_callees_are_apart_is_warned_of() -> None:
     fleet.servers["v"].calls = {"m": frozenset("ab")}
     scene = Scene(fleet, Script())
 
-    plan = scene.look()
+    plan = scene.plan()
 
     assert homes(plan.table) == {"a": ("v",), "b": ("w",), "m": ("v",)}
     assert any(warning.startswith("no worker serves m together with") for warning in scene.status().warnings)
@@ -223,7 +225,7 @@ def test_a_meta_model_charges_what_it_calls() -> None:
     view = fleet.views()["v"]
     models = {name: replace(view.models[name], item_s=s) for name, s in (("a", 0.1), ("b", 0.3))}
 
-    table = Planner(options()).look({"v": replace(view, models=models)}, 0.0).table
+    table = Planner(options()).plan({"v": replace(view, models=models)}, 0.0).table
 
     assert table["m"].charge == pytest.approx(0.4)
 
@@ -240,9 +242,9 @@ def test_an_alias_goes_where_the_model_is_that_gets_most_of_its_requests() -> No
     assert [one.reason for one in scene.status().models if one.name == "fraud"] == ["an alias, mainly of a"]
     for server in fleet.servers.values():
         server.aliases = {"fraud": "b"}
-    assert homes(scene.look().table)["fraud"] == ("w",)
+    assert homes(scene.plan().table)["fraud"] == ("w",)
     fleet.servers["w"].ready -= {"fraud"}
-    table = scene.look().table
+    table = scene.plan().table
     assert (table["fraud"].ready, table["fraud"].placed) == (("v",), ())
 
 
@@ -251,7 +253,7 @@ def test_models_of_other_backends_are_not_packed() -> None:
     fleet = Fleet(["v", "w"], {"a": Model()})
     for server in fleet.servers.values():
         server.ready.add("onnx")
-    plan = Scene(fleet, Script()).look()
+    plan = Scene(fleet, Script()).plan()
 
     assert (plan.table["onnx"].ready, plan.table["onnx"].placed) == (("v", "w"), ())
 
@@ -262,13 +264,13 @@ def test_consumed_device_seconds_trigger_a_repack() -> None:
     scene = Scene(fleet, Script(), first_rebalance_device_s=10, rebalance_device_s=30)
     at = []
     for n in range(400):
-        fleet.copy("v", "a").device_s = n * LOOK_S
+        fleet.copy("v", "a").device_s = n * ROUND_S
         if n == 200:
             scene.planner.repack()
-        scene.look()
+        scene.plan()
         repacks = scene.status().repacks
-        if repacks.last_at == fleet.now - LOOK_S and repacks.last != "start":
-            at.append((repacks.last, n * LOOK_S))
+        if repacks.last_at == fleet.now - ROUND_S and repacks.last != "start":
+            at.append((repacks.last, n * ROUND_S))
 
     assert at == [
         ("work", 10.0),
@@ -297,9 +299,9 @@ def test_a_model_is_where_it_executed_since_the_last_repack() -> None:
         for _ in range(10):
             fleet.copy("v", "a").device_s += v
             fleet.copy("w", "a").device_s += w
-            scene.look()
+            scene.plan()
         scene.planner.repack()
-        scene.look()
+        scene.plan()
         before.append(scene.script.asked[-1][2]["a"])
 
     assert before == [("v",), ("w",), ("w",), ("v",), ("w",)]
@@ -315,7 +317,7 @@ def test_a_worker_that_joins_is_used_when_it_has_settled() -> None:
     fleet.servers["w"] = late
     for name in "abc":
         late.ready.add(name)
-        scene.look()
+        scene.plan()
     joined = len(scene.script.asked)
     scene.script.placed["b"] = ("w",)
     plan = scene.settle(SETTLE_S + 3.0)
@@ -333,7 +335,7 @@ def test_only_models_without_a_home_move_when_a_worker_dies() -> None:
     scene.script.placed.update(a=("w",), b=("w",))
     scene.fleet.servers["u"].alive = False
 
-    plan = scene.look()
+    plan = scene.plan()
 
     assert homes(plan.table) == {"a": ("w",), "b": ("v",)}
     assert scene.script.asked[-1][0]["b"].allowed == frozenset("v")
@@ -351,10 +353,10 @@ def test_a_worker_that_misses_a_probe_gets_its_models_back() -> None:
     before = homes(scene.settle(10.0).table)
     assert {len(fleet.resident(worker)) for worker in "vw"} == {4}
     fleet.servers["v"].alive = False
-    assert set(homes(scene.look().table).values()) == {("w",)}
+    assert set(homes(scene.plan().table).values()) == {("w",)}
     fleet.servers["v"].alive = True
 
-    plan = scene.look()
+    plan = scene.plan()
     assert homes(plan.table) == before
     assert not scene.status().workers[0].oversubscribed
     plan = scene.settle(10.0)
@@ -372,7 +374,7 @@ def test_a_worker_that_is_away_for_long_gets_no_models_back() -> None:
     scene.script.placed["a"] = ("v",)
     scene.fleet.servers["u"].alive = True
 
-    assert homes(scene.look().table) == {"a": ("v",)}
+    assert homes(scene.plan().table) == {"a": ("v",)}
 
 
 def test_a_control_service_that_is_away_moves_nothing() -> None:
@@ -425,12 +427,12 @@ def test_replicas_and_quanta_follow_the_settings() -> None:
     assert [(r.quantum, r.fill) for r in (plan.table["a"], plan.table["b"])] == [(8, "least"), (1, "least")]
 
     scene.planner.set_placement("a", replicas=1, fill="rr", fill_factor=1.5)
-    plan = scene.look()
+    plan = scene.plan()
     assert (plan.table["a"].quantum, plan.table["a"].fill) == (12, "rr")
     assert (scene.status().models[0].replicas, plan.table["a"].placed) == (1, ("u", "v"))
     assert scene.status().generation == 1
     scene.planner.change(options(route="spread"))
-    assert scene.look().table["a"].quantum == 1
+    assert scene.plan().table["a"].quantum == 1
 
 
 def test_a_pinned_model_stays_on_its_devices() -> None:
@@ -439,15 +441,15 @@ def test_a_pinned_model_stays_on_its_devices() -> None:
     assert homes(scene.settle().table) == {"a": ("v",), "b": ("u",)}
 
     scene.fleet.servers["v"].alive = False
-    assert homes(scene.look().table)["a"] == ("w",)
+    assert homes(scene.plan().table)["a"] == ("w",)
     scene.fleet.servers["w"].alive = False
-    assert homes(scene.look().table)["a"] == ("u",)
+    assert homes(scene.plan().table)["a"] == ("u",)
     scene.fleet.servers["w"].alive = True
     assert homes(scene.settle(10.0).table)["a"] == ("w",)
 
 
 def test_a_model_that_is_pinned_by_a_change_of_the_settings_moves() -> None:
-    """The models are looked at again, although nothing about them has changed."""
+    """The models are checked again, although nothing about them has changed."""
     scene = Scene(devices("u", "v"), Script(a=("u",)))
     assert homes(scene.settle().table)["a"] == ("u",)
 
@@ -530,7 +532,7 @@ def test_the_largest_figures_that_are_believed(mode: str) -> None:
     """The largest accepted figures cause no overflow."""
     planner, router = Planner(options(mode=mode)), Router(mode)  # type: ignore[arg-type]
     most = 2**64 - 1
-    for look in range(4):
+    for number in range(4):
         shown = ModelView(
             most,
             WeightsView.RESIDENT,
@@ -538,14 +540,14 @@ def test_the_largest_figures_that_are_believed(mode: str) -> None:
             1e9,
             most,
             most,
-            look,
-            look,
-            1e9 * look / 4,
+            number,
+            number,
+            1e9 * number / 4,
             most,
             ("x", 0),
         )
-        view = WorkerView(True, frozenset("m"), "1", most, 1e9, {"m": shown}, measurement=look)
-        plan = planner.look({"v": view, "w": view}, 2.5 * look)
+        view = WorkerView(True, frozenset("m"), "1", most, 1e9, {"m": shown}, measurement=number)
+        plan = planner.plan({"v": view, "w": view}, 2.5 * number)
         router.update(plan.table)
         planner.repack()
 
@@ -567,7 +569,7 @@ def test_a_server_that_is_named_twice_is_warned_of(mode: str) -> None:
     fleet.servers["v"].instance = "w"
 
     planner = Planner(options(mode=mode))
-    planner.look(fleet.views(), 0.0)
+    planner.plan(fleet.views(), 0.0)
     status = planner.status()
 
     assert status is not None
@@ -578,10 +580,10 @@ def test_nothing_is_served() -> None:
     """Without members, answers or models, the table is empty."""
     planner = Planner(options())
 
-    assert planner.look({}, 0.0).table == {}
-    assert planner.look({"v": WorkerView(alive=False)}, 100.0).table == {}
-    assert planner.look({"v": WorkerView(alive=True, instance="i")}, 200.0).table == {}
-    assert planner.look({"v": WorkerView(alive=True)}, 300.0).table == {}
+    assert planner.plan({}, 0.0).table == {}
+    assert planner.plan({"v": WorkerView(alive=False)}, 100.0).table == {}
+    assert planner.plan({"v": WorkerView(alive=True, instance="i")}, 200.0).table == {}
+    assert planner.plan({"v": WorkerView(alive=True)}, 300.0).table == {}
     status = planner.status()
     assert status is not None
     assert status.repacks.counts == {}

@@ -6,7 +6,7 @@ import pytest
 
 from rsrv.placement.contract import WeightsView
 from rsrv.placement.replication import COOL_S
-from tests.unit.placement.fleet import LOOK_S, Fleet, Model, homes
+from tests.unit.placement.fleet import ROUND_S, Fleet, Model, homes
 from tests.unit.placement.test_fleet_over_time import Gateway, play
 
 
@@ -24,7 +24,7 @@ def test_a_hot_model_has_both_devices_within_two_seconds() -> None:
     """A model whose demand exceeds one device gets the other one, also if the devices were idle before."""
     fleet, gateway = hot()
     play(fleet, [gateway], 2.0)
-    gateway.look()
+    gateway.plan()
 
     assert homes(gateway.table)["hot"] == ("0", "1")
     assert len(homes(gateway.table)["quiet"]) == 1
@@ -36,7 +36,7 @@ def test_a_server_with_several_devices_does_the_work_of_several() -> None:
     for server in fleet.servers.values():
         server.devices = 8
     play(fleet, [gateway], 2.0)
-    gateway.look()
+    gateway.plan()
 
     assert len(homes(gateway.table)["hot"]) == 1
 
@@ -116,8 +116,8 @@ def test_replicas_stay_within_the_devices(devices: int) -> None:
     """A model with endless demand gets every device once, and is warm on each that has its requests."""
     fleet = Fleet([str(n) for n in range(devices)], {"hot": Model(rate=10_000.0)}, load_s=0.5)
     gateway = Gateway(fleet, replicas="auto")
-    for _ in range(round(20.0 / LOOK_S)):
-        gateway.look()
+    for _ in range(round(20.0 / ROUND_S)):
+        gateway.plan()
         fleet.run([gateway.router])
         if len(home := homes(gateway.table)["hot"]) > 1:
             assert all(fleet.copy(worker, "hot").weights is WeightsView.RESIDENT for worker in home)

@@ -123,7 +123,7 @@ class Placing:
             if views == self._views and not self._unfinished and now - self._decided < _IDLE_S:
                 return False
             # Run the planner on a thread, because with thousands of models it takes longer than an operator should wait.
-            plan = await asyncio.to_thread(self._planner.look, views, now)
+            plan = await asyncio.to_thread(self._planner.plan, views, now)
             self._views, self._decided, self._unfinished = views, now, plan.moving or plan.settling
             try:
                 if plan.table is not self._table:

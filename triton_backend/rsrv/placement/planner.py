@@ -1,6 +1,6 @@
 """Placement of all models, decided again after every round of probes.
 
-`look` takes the last views of all workers and the time. It returns the whole routing table and the prefetches
+`plan` takes the last views of all workers and the time. It returns the whole routing table and the prefetches
 and evictions to request now. It has no clock and no effects.
 
 With `lpt_packing`, all models are repacked (`packing.pack`)
@@ -68,7 +68,7 @@ class Plan:
 class Planner:
     """Decides the placement. No method waits.
 
-    A planner only reads its arguments and never changes its results, so `look` may run in a thread. Meanwhile, no other
+    A planner only reads its arguments and never changes its results, so `plan` may run in a thread. Meanwhile, no other
     method may run, but `options` may be read.
     """
 
@@ -111,7 +111,7 @@ class Planner:
         """Use other settings, which must be valid. `mode` does not change.
 
         The thresholds in device seconds apply at once. `work_basis`, `fill`, `route`, `fill_factor` and the half-life apply
-        from the next look on. `replicas`, `hysteresis` and `forbid_memory_oversubscription` apply from the next repack on.
+        from the next plan on. `replicas`, `hysteresis` and `forbid_memory_oversubscription` apply from the next repack on.
         """
         self.options = options.model_copy(update={"mode": self.options.mode})
         self._surveyed = frozenset()
@@ -135,7 +135,7 @@ class Planner:
         self.change(self.options.model_copy(update={"models": {**self.options.models, model: section}}))
 
     def resume(self, placed: Mapping[str, tuple[str, ...]], now: float) -> None:
-        """Continue with the places that an earlier planner chose, by model. Call this before the first look."""
+        """Continue with the places that an earlier planner chose, by model. Call this before the first plan."""
         self._moves.resume(placed, now)
 
     def targets(self) -> Mapping[str, tuple[str, ...]]:
@@ -150,15 +150,15 @@ class Planner:
         trial = deepcopy(self)
         trial._costs.assume(assumed)
         trial.repack()
-        trial.look(views, now)
+        trial.plan(views, now)
         return trial
 
     def repack(self) -> int:
-        """Repack with the next look. Return the value of `PlannerStatus.repacks.done` after that repack."""
+        """Repack with the next plan. Return the value of `PlannerStatus.repacks.done` after that repack."""
         self._asked += 1
         return self._asked
 
-    def look(self, views: Mapping[str, WorkerView], now: float) -> Plan:
+    def plan(self, views: Mapping[str, WorkerView], now: float) -> Plan:
         """Return the plan for the latest views of all workers, by name.
 
         `now` is in seconds of a monotonic clock.
@@ -366,7 +366,7 @@ class Planner:
     # --- status --------------------------------------------------------------------------------------------
 
     def status(self) -> PlannerStatus | None:
-        """Describe the state after the last `look`. None: there was no look yet. Takes as long as a look."""
+        """Describe the state after the last plan. None: there was no plan yet. Takes as long as `plan`."""
         views, fleet = self._views, self._fleet
         if fleet is None:
             return None

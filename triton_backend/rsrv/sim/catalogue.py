@@ -99,7 +99,7 @@ class Catalogue:
         self._host = TensorMemory(record.host)
         #: Models with a host copy.
         self._copies: set[str] = set()
-        #: Models that got or lost a copy since the device last looked, in order. Only the keys count.
+        #: Models that got or lost a copy since the device last read them, in order. Only the keys count.
         self.changed: dict[str, None] = {}
         #: Number of unended requests of each model.
         self._unended: Counter[str] = Counter()
@@ -110,7 +110,7 @@ class Catalogue:
         self._times: list[tuple[float, int, str | tuple[Request, Outcome]]] = []
         self._sequence = count()
         #: Time of each model's next check for falling back. Entries of `_times` with another time are stale.
-        self._looks: dict[str, float] = {}
+        self._checks: dict[str, float] = {}
 
     # --- events of the device --------------------------------------------------------------------------
 
@@ -166,9 +166,9 @@ class Catalogue:
             return self._started(self._building, now)
         at, _, event = heappop(self._times)
         if isinstance(event, str):
-            if self._looks.get(event) != at:
+            if self._checks.get(event) != at:
                 return []
-            del self._looks[event]
+            del self._checks[event]
             return self._fall_back(event, now)
         request, outcome = event
         if self._waiting.get(request.model, {}).pop(request.id, None) is None:
@@ -240,11 +240,11 @@ class Catalogue:
         """Schedule the check of an idle model for the time of its first idle limit, or for `now` if that time has passed."""
         limit = min(self._lives[model].idle.host, self._lives[model].idle.executable)
         if limit < inf and not self._unended[model]:
-            self._look(model, max(now, instant(self._used[model] + limit)))
+            self._schedule_check(model, max(now, instant(self._used[model] + limit)))
 
-    def _look(self, model: str, at: float) -> None:
-        if at < self._looks.get(model, inf):
-            self._looks[model] = at
+    def _schedule_check(self, model: str, at: float) -> None:
+        if at < self._checks.get(model, inf):
+            self._checks[model] = at
             self._push(at, model)
 
     def _fall_back(self, model: str, now: float) -> list[Event | Finish]:
@@ -254,13 +254,13 @@ class Catalogue:
         idle, used = self._lives[model].idle, self._used[model]
         host, cold = instant(used + idle.host), instant(used + idle.executable)
         if coming := [at for at in (host, cold) if now < at < inf]:
-            self._look(model, min(coming))
+            self._schedule_check(model, min(coming))
         if host <= now:
             self._drop_copy(model, now)
         if cold > now or self._programs[model].pinned:
             return []
         if self._loading(model):
-            self._look(model, instant(now + idle.executable))
+            self._schedule_check(model, instant(now + idle.executable))
             return []
         self._drop_copy(model, now)
         self.started.remove(model)

@@ -41,14 +41,14 @@ class SimulatedGateway:
         self.names = (
             servers if each == 1 else [f"{server}/{number}" for server in servers for number in range(each)]
         )
-        #: Time of the next check of the devices. The first check comes before all other events.
-        self.next_look = 0.0
+        #: Time of the next round. The first round comes before all other events.
+        self.next_round = 0.0
         self.steps: list[tuple[float, WeightAction]] = []
         #: Whole repacks by trigger.
         self.repacks: dict[str, int] = {}
         #: Changes of a packed model's home.
         self.moves = 0
-        self._looks = 0
+        self._rounds = 0
         self._pause = options.probe_s
         self._budget = scenario.settings.weight_budget_bytes
         self._devices = devices
@@ -83,7 +83,7 @@ class SimulatedGateway:
         items = request.rows if self._router.measured(model) else 1
         choice = self._router.select(model, items)
         assert choice is not None, (
-            "all devices serve all models, and the first look is before the first request"
+            "all devices serve all models, and the first round comes before the first request"
         )
         self._choices[request.id] = choice
         return self._device(choice.worker, model, now)
@@ -105,10 +105,10 @@ class SimulatedGateway:
     def ended(self, request: int) -> None:
         self._router.release(self._choices.pop(request))
 
-    def look(self, now: float) -> list[tuple[int, Event]]:
+    def round(self, now: float) -> list[tuple[int, Event]]:
         """Read all devices, apply the planner's table, and return the events for devices."""
-        self._looks += 1
-        plan = self._planner.look(self._views(now), now)
+        self._rounds += 1
+        plan = self._planner.plan(self._views(now), now)
         if plan.table is not self._table:
             self._table = plan.table
             self._router.update(routes_to_servers(plan.table, self._workers))
@@ -117,7 +117,7 @@ class SimulatedGateway:
         self.repacks = {str(trigger): times for trigger, times in repacks.counts.items()}
         if repacks.last_at == now:
             self.moves += repacks.moved
-        self.next_look = instant(now + self._pause)
+        self.next_round = instant(now + self._pause)
         return [self._carry_out(step, now) for step in plan.steps]
 
     def _views(self, now: float) -> dict[str, WorkerView]:
@@ -168,12 +168,12 @@ class SimulatedGateway:
             free_bytes=None if self._budget is None else max(self._budget - snapshot.weight_bytes, 0),
             backlog_s=device.scheduler.backlog_seconds(now),
             models=_Models(seen, self._unseen),
-            measurement=self._looks,
+            measurement=self._rounds,
         )
 
 
 class _Models(Mapping[str, ModelView]):
-    """All models of a worker. Iteration yields only models with a request. All other models look alike."""
+    """All models of a worker. Iteration yields only models with a request. All other models are alike."""
 
     __slots__ = ("_seen", "_unseen")
 

@@ -1,6 +1,6 @@
 """The simulation: the scheduler in virtual time, on one device, or on several devices behind a gateway.
 
-The events of one instant have this order: the gateway's look at the devices, if one is due, then the arrivals of requests, as one
+The events of one instant have this order: the gateway's round of probes, if one is due, then the arrivals of requests, as one
 event for each device. Then follow the other events of one device after the other: first ends of loads, then ends of executions,
 then a tick if one is due.
 """
@@ -142,8 +142,8 @@ class _Simulation:
         t = heap[0][0] if heap else inf
         t = min(t, self._next_sent())
         if self.gateway is not None and t < inf:
-            # The gateway looks at the devices only while further events follow.
-            t = min(t, self.gateway.next_look)
+            # The gateway probes the devices only while further events follow.
+            t = min(t, self.gateway.next_round)
         return t
 
     def _next_sent(self) -> float:
@@ -152,8 +152,8 @@ class _Simulation:
 
     def _happen(self) -> None:
         """Carry out the first event of this instant."""
-        if self.gateway is not None and self.gateway.next_look == self.now:
-            for index, event in self.gateway.look(self.now):
+        if self.gateway is not None and self.gateway.next_round == self.now:
+            for index, event in self.gateway.round(self.now):
                 self._tell(index, event)
         elif self._next_sent() == self.now:
             self._arrive()

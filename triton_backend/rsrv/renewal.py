@@ -20,7 +20,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 #: Seconds between two checks of the files.
-LOOK_S = 5.0
+CHECK_S = 5.0
 #: The log warns this many seconds before a certificate ends.
 WARN_S = 14 * 86400.0
 _CERTIFICATE = re.compile(b"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
@@ -69,7 +69,7 @@ class Renewed(Generic[T]):
     def state(self) -> FileState:
         return FileState(self.setting, self.ends_at, self.problem)
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Read the files if they have changed. `now` is Unix time. Only one thread at a time may call this."""
         state = self._stat()
         if state != self._state:
@@ -137,23 +137,23 @@ class Renewals:
         renewed = self._all.get(setting)
         if renewed is None:
             renewed = self._all[setting] = Renewed(setting, files, read, certificate)
-            renewed.look(time.time())
+            renewed.check(time.time())
         return renewed
 
     def __iter__(self) -> Iterator[Renewed[Any]]:
         return iter(list(self._all.values()))
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Check all files. `now` is Unix time."""
         for renewed in self:
-            renewed.look(now)
+            renewed.check(now)
 
     async def run(self) -> None:
         """Check all files regularly, until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
             # Use a thread, because a file system may hang.
-            await asyncio.to_thread(self.look, time.time())
+            await asyncio.to_thread(self.check, time.time())
 
 
 class RenewedTls(ssl.SSLContext):

@@ -69,14 +69,14 @@ def test_the_first_end_of_a_chain_counts() -> None:
 
 
 def test_a_renewed_certificate_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A new certificate is used at the next look, and the log says until when."""
+    """A new certificate is used at the next check, and the log says until when."""
     caplog.set_level("INFO")
     first = issue(tmp_path, datetime(2031, 1, 1, tzinfo=UTC))
     renewed = certificate(tmp_path)
     before = renewed.value
     second = issue(tmp_path, datetime(2032, 1, 1, tzinfo=UTC))
     assert (renewed.value, renewed.ends_at) == (before, first)
-    renewed.look(first - 100 * DAY)
+    renewed.check(first - 100 * DAY)
     assert renewed.value != before
     assert (renewed.ends_at, renewed.problem) == (second, "")
     assert "gateway.tls_certificate was renewed, until 2032-01-01 00:00 UTC" in caplog.text
@@ -111,20 +111,20 @@ def test_a_file_that_cannot_be_used_leaves_the_last_good_one(
     for change in (broken, missing, unmatched, ended):
         change()
         for _ in range(3):
-            renewed.look(now)
+            renewed.check(now)
         assert renewed.value == good
         problems.append(renewed.problem)
     assert ["PEM" in problems[0], "No such file" in problems[1], "ended on" in problems[3]] == [True] * 3
     errors = [record for record in caplog.records if record.levelname == "ERROR"]
     assert len(errors) == 4
     issue(tmp_path, datetime(2033, 1, 1, tzinfo=UTC))
-    renewed.look(now)
+    renewed.check(now)
     assert renewed.problem == ""
     assert renewed.value != good
 
 
 def test_a_read_that_failed_is_repeated(tmp_path: Path) -> None:
-    """A new file that could not be read for a moment, as without descriptors, is used at the next look, unchanged as it is."""
+    """A new file that could not be read for a moment, as without descriptors, is used at the next check, unchanged as it is."""
     path = tmp_path / "token"
     replace(path, b"first")
     failures: list[OSError] = []
@@ -137,9 +137,9 @@ def test_a_read_that_failed_is_repeated(tmp_path: Path) -> None:
     renewed = Renewed("gateway.token_file", [path], read)
     replace(path, b"second")
     failures.append(OSError(errno.EMFILE, "Too many open files"))
-    renewed.look(0)
+    renewed.check(0)
     assert (renewed.value, "Too many" in renewed.problem) == (b"first", True)
-    renewed.look(0)
+    renewed.check(0)
     assert (renewed.value, renewed.problem) == (b"second", "")
 
 
@@ -150,8 +150,8 @@ def test_a_certificate_that_ends_soon_is_announced(tmp_path: Path, caplog: pytes
 
     def lines(days: float) -> list[str]:
         caplog.clear()
-        renewed.look(ends - days * DAY)
-        renewed.look(ends - days * DAY + 1)
+        renewed.check(ends - days * DAY)
+        renewed.check(ends - days * DAY + 1)
         return [record.getMessage() for record in caplog.records]
 
     assert lines(15) == []
@@ -176,5 +176,5 @@ def test_a_file_behind_links_is_watched(tmp_path: Path) -> None:
     assert token.value == "one"
     (tmp_path / "new").symlink_to("two")
     os.replace(tmp_path / "new", tmp_path / "data")
-    renewals.look(0.0)
+    renewals.check(0.0)
     assert token.value == "two"

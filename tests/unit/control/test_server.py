@@ -322,13 +322,13 @@ async def test_renewed_files_are_used_and_broken_ones_are_not(
         tls["tls_certificate"].write_bytes(issued.cert_chain_pems[0].bytes())
         tls["tls_key"].write_bytes(issued.private_key_pem.bytes())
         token.write_text("another")
-        renewals.look(time.time())
+        renewals.check(time.time())
         assert await admitted(authority, old) is grpc.StatusCode.UNAVAILABLE
         assert await admitted(other, old) is grpc.StatusCode.UNAUTHENTICATED
         assert await admitted(other, "another") is grpc.StatusCode.OK
         for file in (tls["tls_key"], token):
             file.write_text("")
-        renewals.look(time.time())
+        renewals.check(time.time())
         assert await admitted(other, "another") is grpc.StatusCode.OK
         assert sum(bool(renewed.problem) for renewed in renewals) == 2
 

@@ -320,7 +320,7 @@ async def test_the_end_of_certificates_and_failed_renewals_are_metrics(tmp_path:
     async with world.running(), watched(world, renewals=renewals) as url:
         for content, failed in ((issued, 0.0), (b"broken", 1.0)):
             certificate.write_bytes(content)
-            renewals.look(ends.timestamp() - 86400)
+            renewals.check(ends.timestamp() - 86400)
             lines = (await get(f"{url}/metrics"))[1].splitlines()
             values = dict(line.rsplit(" ", 1) for line in lines if line.endswith(tuple("0123456789")))
             assert (

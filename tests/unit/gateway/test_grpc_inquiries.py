@@ -374,10 +374,10 @@ async def test_renewed_certificates_are_used_and_connections_stay(tmp_path: Path
             assert (await stream.read()).infer_response.id == "1"
             assert (await live(old, where), await live(new, where)) == ("live", "UNAVAILABLE")
             _issue(tmp_path, new, "localhost")
-            house.proxy.renewals.look(time.time())
+            house.proxy.renewals.check(time.time())
             assert (await live(old, where), await live(new, where)) == ("UNAVAILABLE", "live")
             (tmp_path / "cert").write_text("broken")
-            house.proxy.renewals.look(time.time())
+            house.proxy.renewals.check(time.time())
             assert await live(new, where) == "live"
             await stream.write(pb.ModelInferRequest(model_name="m", id="2"))
             assert (await stream.read()).infer_response.id == "2"
@@ -401,10 +401,10 @@ async def test_a_renewed_token_replaces_the_old_one(tmp_path: Path) -> None:
 
         assert await admitted() == ["old"]
         secret.write_text("new!")
-        house.proxy.renewals.look(time.time())
+        house.proxy.renewals.check(time.time())
         assert await admitted() == ["new!"]
         secret.write_text("")
-        house.proxy.renewals.look(time.time())
+        house.proxy.renewals.check(time.time())
         assert await admitted() == ["new!"]
 
 
@@ -435,7 +435,7 @@ async def test_workers_get_the_gateways_renewed_certificate(tmp_path: Path) -> N
         assert (await house.infer("m")).model_version == "a"
         assert (await refusal(house.infer("n")))[0] == "UNAVAILABLE"
         _issue(tmp_path, new, "gateway")
-        house.proxy.renewals.look(time.time())
+        house.proxy.renewals.check(time.time())
         assert (await house.infer("n")).model_version == "b"
         assert (await refusal(house.infer("m")))[0] == "UNAVAILABLE"
         for ended in (one, two):

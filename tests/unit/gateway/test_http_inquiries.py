@@ -405,7 +405,7 @@ async def test_renewed_certificates_are_used_and_connections_stay(tmp_path: Path
         assert (await fresh(old), await fresh(new)) == (200, 0)
         issue(new)
         worker_tls.load_cert_chain(tmp_path / "cert", tmp_path / "key")
-        house.proxy.renewals.look(time.time())
+        house.proxy.renewals.check(time.time())
         assert (await fresh(old), await fresh(new)) == (0, 200)
         assert (await house.infer()).status == 200
 
@@ -418,7 +418,7 @@ async def test_a_renewed_token_replaces_the_old_one(tmp_path: Path) -> None:
     secret.chmod(0o600)
     async with serving(1, token_file=secret) as house:
         secret.write_text("new!")
-        house.proxy.renewals.look(time.time())
+        house.proxy.renewals.check(time.time())
         headers = [{"Authorization": f"Bearer {token}"} for token in ("old", "new!")]
         assert [(await house.infer(headers=each)).status for each in headers] == [401, 200]
 

@@ -95,10 +95,10 @@ class World:
         names = {name for one in self.devices for name in one.weights.loads}
         return {name: PlacementReader(self.path, name).mask(0.0) for name in sorted(names)}
 
-    async def look(self, times: int = 1, **device_s: float) -> None:
-        """Look each second. `device_s`: what a model executes at each of its devices meanwhile."""
+    async def rounds(self, times: int = 1, **device_s: float) -> None:
+        """Run a round each second. `device_s`: what a model executes at each of its devices meanwhile."""
         for _ in range(times):
-            await self.placing.look()
+            await self.placing.round()
             self.now += 1.0
             for name, seconds in device_s.items():
                 mask = self.masks()[name]
@@ -129,7 +129,7 @@ async def placed(
 async def test_models_are_spread_over_the_devices(tmp_path: Path) -> None:
     """Each model gets one device, where its weights are loaded; stubs and prefetches find it there."""
     async with placed(tmp_path, "abcd") as world:
-        await world.look(2)
+        await world.rounds(2)
 
         assert sorted(world.masks().values()) == [1, 1, 2, 2]
         for number, one in enumerate(world.devices):
@@ -141,19 +141,19 @@ async def test_models_are_spread_over_the_devices(tmp_path: Path) -> None:
 
 @looped
 async def test_only_what_changes_is_asked_for(tmp_path: Path) -> None:
-    """After the first look, the runtimes tell the loads that have changed; the placement knows the others all the same."""
+    """After the first round, the runtimes report only the loads that have changed, and the placement still knows the others."""
     async with placed(tmp_path, "abcd") as world:
-        await world.look(4)
+        await world.rounds(4)
         assert all(one.weights.known[0] == 0 and all(one.weights.known[1:]) for one in world.devices)
-        await world.look(2, a=0.5)
+        await world.rounds(2, a=0.5)
         assert [{*one.weights.told} for one in world.devices if one.weights.told] == [{"a"}]
         one = world.devices[0].weights
         one.loads["new"] = new("new")
-        await world.look()
+        await world.rounds()
         assert (one.known[-1], one.told) == (0, {*one.loads})
 
         world.now += 10.0
-        await world.look()
+        await world.rounds()
         status = (await world.placing.trial([], [], [])).status
         assert {model.name: model.bytes for model in status.models} == dict.fromkeys([*"abcd", "new"], 10)
 
@@ -162,11 +162,11 @@ async def test_only_what_changes_is_asked_for(tmp_path: Path) -> None:
 async def test_a_hot_model_gets_both_devices(tmp_path: Path) -> None:
     """A model that fills its device is on both after two seconds, and the table changes only then."""
     async with placed(tmp_path) as world:
-        await world.look(3)
+        await world.rounds(3)
         generation = world.placing.generation
         assert generation == 1
-        await world.look(2, a=1.0)
-        await world.look(2)
+        await world.rounds(2, a=1.0)
+        await world.rounds(2)
 
         assert world.masks()["a"] == 3
         assert "a" in world.devices[0].weights.resident & world.devices[1].weights.resident
@@ -177,29 +177,29 @@ async def test_a_hot_model_gets_both_devices(tmp_path: Path) -> None:
 async def test_a_device_that_has_become_idle_leaves_room_for_a_hot_model(tmp_path: Path) -> None:
     """A load that does not change is a measurement, too: of a device that does nothing."""
     async with placed(tmp_path) as world:
-        await world.look(3)
-        await world.look(4, b=0.9)
-        await world.look(20, a=1.0)
+        await world.rounds(3)
+        await world.rounds(4, b=0.9)
+        await world.rounds(20, a=1.0)
 
         assert world.masks()["a"] == 3
 
 
 @looped
 async def test_the_other_device_takes_the_models_of_a_dead_one(tmp_path: Path) -> None:
-    """After the next look all models are at the device that lives; when the other is back, they return to it."""
+    """After the next round all models are at the device that lives; when the other is back, they return to it."""
     async with placed(tmp_path, "abcd") as world:
-        await world.look(2)
+        await world.rounds(2)
         before = world.masks()
         world.devices[1].die()
         await until(world.runtimes, lambda: len(world.runtimes.live) == 1)
-        await world.look()
+        await world.rounds()
         assert set(world.masks().values()) == {1}
         assert world.devices[0].weights.resident == set("abcd")
 
         path = world.devices[1]._path
         world.devices[1] = Device(path, 3, "abcd", None)
         await until(world.runtimes, lambda: len(world.runtimes.live) == 2)
-        await world.look(4)
+        await world.rounds(4)
         assert world.masks() == before
         commands = [one["command"] for one in world.devices[1].commands]
         assert commands.count("prefetch") == 2
@@ -230,7 +230,7 @@ async def test_a_meta_model_is_with_the_models_that_it_calls(tmp_path: Path) -> 
             one.weights.calls = {"m": ["a", "d"]}
             one.change("m@1", {**entry("m"), "kind": "meta", "weights": None})
         await until(world.runtimes, lambda: all("m@1" in link.state.entries for link in world.runtimes.links))
-        await world.look(2)
+        await world.rounds(2)
 
         table = world.runtimes.placement
         assert table["m"] == table["a"] == table["d"]
@@ -247,17 +247,17 @@ async def test_models_that_arrive_on_one_device_first_are_spread(tmp_path: Path)
         await until(
             world.runtimes, lambda: all(one["state"] == "loading" for one in second.state.entries.values())
         )
-        await world.look(2)
+        await world.rounds(2)
         assert set(world.masks().values()) == {0}
 
         for name in "abc":
             world.devices[1].change(f"{name}@1", entry(name))
         await until(world.runtimes, lambda: second.state.entries["c@1"]["state"] == "ready")
-        await world.look(2)
+        await world.rounds(2)
         masks = world.masks()
         assert masks["d"] == 0
         assert {masks[name] for name in "abc"} == {1, 2}
-        await world.look(5)
+        await world.rounds(5)
         assert world.masks()["d"] == 1
 
 
@@ -267,7 +267,7 @@ async def test_a_card_without_memory_gets_no_models(tmp_path: Path) -> None:
     async with placed(tmp_path, "abc") as world:
         first, second = (one.weights for one in world.devices)
         first.budget, second.budget = 0, 100
-        await world.look(4)
+        await world.rounds(4)
         assert {*world.masks().values()} == {2}
         assert first.resident == set()
 
@@ -285,7 +285,7 @@ async def test_a_server_that_starts_without_a_device_places_its_models_soon(tmp_
     async with placed(tmp_path) as world:
         world.devices[1].die()
         await until(world.runtimes, lambda: len(world.runtimes.live) == 1)
-        await world.look(5)
+        await world.rounds(5)
         assert {*world.masks().values()} == {1}
 
 
@@ -293,7 +293,7 @@ async def test_a_server_that_starts_without_a_device_places_its_models_soon(tmp_
 async def test_a_trial_changes_nothing(tmp_path: Path) -> None:
     """A dry run says where models would be without a device or a model, and with a further one."""
     async with placed(tmp_path, "abc", budget=100) as world:
-        await world.look(2)
+        await world.rounds(2)
         before, generation = world.masks(), world.placing.generation
 
         trial = await world.placing.trial([1], [], [])
@@ -309,7 +309,7 @@ async def test_a_trial_changes_nothing(tmp_path: Path) -> None:
         with pytest.raises(StatusError, match="no model 'x'"):
             await world.placing.trial([], ["x"], [])
 
-        await world.look(2)
+        await world.rounds(2)
         assert (world.masks(), world.placing.generation) == (before, generation)
 
 
@@ -318,7 +318,7 @@ async def test_pins_hold(tmp_path: Path) -> None:
     """A pinned model is on its device, and one with replicas on as many as its setting says."""
     text = "models: {a: {devices: [1]}, b: {replicas: all}}"
     async with placed(tmp_path, settings=text) as world:
-        await world.look(3)
+        await world.rounds(3)
 
         assert world.masks() == {"a": 2 | PINNED, "b": 3}
 
@@ -358,7 +358,7 @@ async def test_the_command_shows_places_and_a_dry_run(
         for number, one in enumerate(server.all):
             one.answers = Weights(str(number), "ab", 1000)
         for _ in range(2):
-            await server.placing.look()
+            await server.placing.round()
         page = await rsrv()
         assert "placement lpt_packing, table 1" in page
         assert page.count("least busy device with room") == 2

@@ -28,18 +28,18 @@ from rsrv.wire.placement_table import PlacementWriter
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two looks at the runtimes' loads.
-_LOOK_S = 1.0
-#: Seconds between two looks while a model moves to another device.
+#: Seconds between two rounds.
+_ROUND_S = 1.0
+#: Seconds between two rounds while a model moves to another device.
 _MOVING_S = 0.25
 #: Longest time without a decision if no load changes.
 _IDLE_S = 10.0
-#: Longest time that the first look waits for further runtimes.
+#: Longest time that the first round waits for further runtimes.
 _JOIN_S = 2.0
 #: Seconds for a new model to become ready on all devices. Without this pause, the first ready device would get all
 #: models.
 _ARRIVAL_S = 5.0
-#: Shortest pause between two looks if runtimes or models change.
+#: Shortest pause between two rounds if runtimes or models change.
 _HURRY_S = 0.1
 
 _DEAD = WorkerView(alive=False)
@@ -88,7 +88,7 @@ class Placing:
         self._written: Mapping[str, int] = {}
         #: The planner's table that was written last.
         self._table: Table = {}
-        self._looking = asyncio.Lock()
+        self._planning = asyncio.Lock()
         #: True if the planner waits for the load of weights, or until a change of the models has settled.
         self._unfinished = False
         #: New models that are not ready on all devices yet, with the time when this was first seen.
@@ -97,7 +97,7 @@ class Placing:
 
     async def change(self, settings: Settings) -> None:
         """Use the settings of an rsrv.yaml that was read again. The mode does not change."""
-        async with self._looking:
+        async with self._planning:
             self._pinned = _pinned(settings)
             options = PlannerOptions.of(settings.placement, settings.models, work_basis="requests")
             self._planner.change(options)
@@ -109,17 +109,17 @@ class Placing:
         await self._resume()
         while True:
             try:
-                moving = await self.look()
+                moving = await self.round()
             except Exception:
-                # Keep the last table. The next look tries again.
+                # Keep the last table. The next round tries again.
                 log.exception("the placement of models was not updated")
                 moving = False
-            await self._pause(_MOVING_S if moving else _LOOK_S)
+            await self._pause(_MOVING_S if moving else _ROUND_S)
 
-    async def look(self) -> bool:
+    async def round(self) -> bool:
         """Make a plan for the present loads, and carry it out. Return True while a model moves to another device."""
-        async with self._looking:
-            views, now = await self._look_at_all(), self._clock()
+        async with self._planning:
+            views, now = await self._read_views(), self._clock()
             if views == self._views and not self._unfinished and now - self._decided < _IDLE_S:
                 return False
             # Run the planner on a thread, because with thousands of models it takes longer than an operator should wait.
@@ -168,7 +168,7 @@ class Placing:
                 raise InvalidArgument(
                     f"{model.name or 'a model without a name'}: a model to add has a name, bytes and device seconds per second"
                 )
-        async with self._looking:
+        async with self._planning:
             return await asyncio.to_thread(self._try, {str(number) for number in dead}, without, added)
 
     def _try(self, dead: Collection[str], without: Collection[str], added: Sequence[pb.AddedModel]) -> Trial:
@@ -195,7 +195,7 @@ class Placing:
 
     # --- the runtimes ---------------------------------------------------------------------------------------
 
-    async def _look_at_all(self) -> dict[str, WorkerView]:
+    async def _read_views(self) -> dict[str, WorkerView]:
         try:
             records = await self._runtimes.read_records(self._positions)
         except StatusError:

@@ -24,7 +24,7 @@ from rsrv.control import find
 from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.grpc_server import listen
 from rsrv.control.grpc_service import word
-from rsrv.control.presence import StubLook
+from rsrv.control.presence import StubPoll
 from rsrv.control.sentences import clock_time
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.settings import ControlSection
@@ -287,7 +287,7 @@ async def test_cold_models_are_counted_and_listed_on_request(
 ) -> None:
     """A thousand cold models are one line; those that a pattern names have a line each, with what their start waits for."""
     async with shell(tmp_path, capsys) as rsrv:
-        rsrv.server.runtimes.see_stubs(StubLook({f"cold-{number}" for number in range(1000)}))
+        rsrv.server.runtimes.see_stubs(StubPoll({f"cold-{number}" for number in range(1000)}))
         rsrv.server.runtime.record.starting["cold-7"] = "waits for its turn"
 
         said = await rsrv("status")

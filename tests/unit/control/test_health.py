@@ -8,7 +8,7 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from rsrv.control.bundle_states import BundleFailure
-from rsrv.control.presence import StubLook
+from rsrv.control.presence import StubPoll
 from tests.unit.control.peers import (
     FakeRuntime,
     Served,
@@ -302,7 +302,7 @@ async def test_a_model_that_falls_back_to_cold_serves_all_the_time(tmp_path: Pat
         assert (await check(server), await check(server, "a")) == (SERVING, SERVING)
         assert server.runtimes.cold == {"a"}
 
-        server.runtimes.see_stubs(StubLook({"a"}))
+        server.runtimes.see_stubs(StubPoll({"a"}))
         server.runtime.change("a@1", entry("a", state="loading"))
         await settled(server, 8)
         assert await check(server, "a") == SERVING
@@ -315,7 +315,7 @@ async def test_a_model_that_falls_back_to_cold_serves_all_the_time(tmp_path: Pat
 
 @looped
 async def test_a_cold_model_serves_although_its_start_is_reported_at_once(tmp_path: Path) -> None:
-    """A model falls back to cold and starts again before anybody looks: it accepts requests all the time."""
+    """A model falls back to cold and starts again before anybody asks: it accepts requests all the time."""
     async with served(tmp_path, models=["a"]) as server:
         server.runtime.change("a@1", entry("a", state="cold", stubs=[]))
         server.runtime.change("a@1", entry("a", state="loading"))
@@ -336,6 +336,6 @@ async def test_a_model_that_was_never_started_serves(tmp_path: Path) -> None:
         await settled(server, 6)
         assert await check(server, "a") == NOT_SERVING
 
-        server.runtimes.see_stubs(StubLook({"a"}))
+        server.runtimes.see_stubs(StubPoll({"a"}))
 
         assert (await check(server), await check(server, "a")) == (SERVING, SERVING)

@@ -15,7 +15,7 @@ from rsrv.control import live as module
 from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.card_memory import Cards
 from rsrv.control.live import Event, Live, OneServer, Troubles
-from rsrv.control.presence import StubLook
+from rsrv.control.presence import StubPoll
 from rsrv.control.runtimes import Runtimes
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.live.source import PageError
@@ -459,7 +459,7 @@ async def test_the_page_of_one_server_shows_panels_and_steers(tmp_path: Path) ->
         with pytest.raises(PageError, match="no model 'x'") as wrong:
             await source.panel("", "x")
         assert wrong.value.status == 404
-        server.runtimes.see_stubs(StubLook({"cold"}))
+        server.runtimes.see_stubs(StubPoll({"cold"}))
         server.lifecycle.failures["bad"] = BundleFailure("no manifest", since=0.0)
         for name, text in (("cold", "cold is cold: a request"), ("bad", "bad has failed: no manifest")):
             (line,) = (await source.panel("", name))["history"]

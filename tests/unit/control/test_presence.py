@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rsrv.control.presence import Presence, StubLook
+from rsrv.control.presence import Presence, StubPoll
 from tests.unit.control.peers import entry
 
 
@@ -20,7 +20,7 @@ def change(presence: Presence, name: str, device: int = 0, **differs: Any) -> No
 
 
 def dead(presence: Presence, names: set[str], now: float) -> frozenset[str]:
-    return presence.see(StubLook(without_process=names), now)[1]
+    return presence.see(StubPoll(without_process=names), now)[1]
 
 
 # --- models that serve ----------------------------------------------------------------------------------------
@@ -40,11 +40,11 @@ def test_a_model_serves_with_any_ready_version() -> None:
 def test_a_cold_model_serves_while_it_starts_and_not_after_a_failure() -> None:
     """A start of a model that was not cold does not accept requests."""
     presence = up()
-    presence.see(StubLook(unconnected={"a"}), 0.0)
+    presence.see(StubPoll(unconnected={"a"}), 0.0)
     assert (presence.cold, presence.serving) == ({"a"}, {"a"})
     change(presence, "a", state="loading")
     change(presence, "b", state="loading")
-    presence.see(StubLook(), 20.0)
+    presence.see(StubPoll(), 20.0)
     assert (presence.cold, presence.serving) == (set(), {"a"})
     change(presence, "a", state="failed", error="why", stubs=[])
     change(presence, "a", state="loading")
@@ -73,10 +73,10 @@ def test_a_lost_model_is_remembered_until_triton_has_loaded_it() -> None:
 
 
 def test_a_cold_model_whose_process_ends_is_lost() -> None:
-    """A look finds no process of it, so it serves only when Triton has loaded it again."""
+    """A poll finds no process of it, so it serves only when Triton has loaded it again."""
     presence = up()
-    presence.see(StubLook(unconnected={"a"}), 0.0)
-    presence.see(StubLook(), 1.0)
+    presence.see(StubPoll(unconnected={"a"}), 0.0)
+    presence.see(StubPoll(), 1.0)
     assert (presence.serving, presence.lost) == (set(), {"a"})
 
 
@@ -89,7 +89,7 @@ def test_a_model_of_another_device_serves_when_one_runtime_ends() -> None:
     presence.devices[0].go_down()
     assert (presence.serving, presence.attached, presence.returning) == ({"a"}, {"a"}, {"a", "b"})
     change(presence, "b", device=1, state="loading", stubs=[])
-    presence.see(StubLook(unconnected={"b"}, gone={"b"}), 1.0)
+    presence.see(StubPoll(unconnected={"b"}, gone={"b"}), 1.0)
     assert (presence.cold, presence.serving) == (set(), {"a"})
 
 
@@ -109,8 +109,8 @@ def test_models_serve_while_all_devices_sleep() -> None:
 # --- dead stubs ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_stub_is_dead_when_two_looks_agree() -> None:
-    """A stub is dead if two looks half a second apart find no process; a stub that had yet to start is not."""
+def test_a_stub_is_dead_when_two_polls_agree() -> None:
+    """A stub is dead if two polls half a second apart find no process; a stub that had yet to start is not."""
     presence = up()
     assert not dead(presence, {"b"}, 20.0)
     assert presence.suspicious

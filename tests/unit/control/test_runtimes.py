@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rsrv.control.grpc_service import StatusError
-from rsrv.control.presence import StubLook
+from rsrv.control.presence import StubPoll
 from rsrv.control.runtime_link import RuntimeDown
 from rsrv.control.runtime_state import StateChange, StateSnapshot
 from rsrv.control.runtimes import Runtimes, device_directories, merge, server_devices
@@ -118,15 +118,15 @@ async def test_stubs_that_only_a_dead_runtime_knew_return_however_long_that_take
         again = reborn(first)
         await until(runtimes, lambda: len(runtimes.live) == 2)
         runtimes.links[0].since -= 3600
-        runtimes.see_stubs(StubLook({"b"}))
+        runtimes.see_stubs(StubPoll({"b"}))
         assert (runtimes.presence.attached, runtimes.presence.returning, runtimes.cold) == (
             {"a"},
             {"a", "b"},
             set(),
         )
-        runtimes.see_stubs(StubLook(gone={"b"}))
+        runtimes.see_stubs(StubPoll(gone={"b"}))
         assert runtimes.presence.returning == {"a"}
-        runtimes.see_stubs(StubLook({"b"}))
+        runtimes.see_stubs(StubPoll({"b"}))
         assert runtimes.cold == {"b"}
 
         again.die()
@@ -202,7 +202,7 @@ async def test_the_name_of_a_meta_model_means_all_that_it_calls(tmp_path: Path) 
     runtime.entries = {"a@1": entry("a"), "meta@1": meta, "x@1": broken}
     async with linked(tmp_path, callees=lambda name: folders.get(name, [])) as runtimes:
         await until(runtimes, lambda: runtimes.up)
-        runtimes.see_stubs(StubLook(["cold", "e"]))
+        runtimes.see_stubs(StubPoll(["cold", "e"]))
 
         assert await runtimes.named("a") == ["a"]
         assert await runtimes.named("meta") == ["a", "b"]

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.grpc_service import StatusError
-from rsrv.control.presence import StubLook
+from rsrv.control.presence import StubPoll
 from rsrv.control.reconciler import STARTUP_POLL_S, ReloadError
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv_gen.config import CHOICE, MARK
@@ -36,7 +36,7 @@ async def test_a_cold_model_is_shown_without_a_version(tmp_path: Path) -> None:
     async with served(tmp_path, models=["a"]) as server:
         server.runtime.change("b@1", entry("b", state="failed", error="no room", weights="absent", stubs=[]))
         await until(server.runtimes, lambda: "b@1" in server.link.state.entries)
-        server.runtimes.see_stubs(StubLook({"b", "c"}))
+        server.runtimes.see_stubs(StubPoll({"b", "c"}))
 
         status = await server.control.GetStatus(pb.GetStatusRequest())
         a, b, c = status.models

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from rsrv.control.grpc_service import StatusError
-from rsrv.control.presence import StubLook
+from rsrv.control.presence import StubPoll
 from rsrv.control.runtimes import Runtimes
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.settings import load_settings
@@ -67,7 +67,7 @@ def drowsy(
 
 
 @looped
-async def test_a_device_that_sleeps_serves_and_is_not_woken_by_a_look(tmp_path: Path) -> None:
+async def test_a_device_that_sleeps_serves_and_is_not_woken_by_a_status(tmp_path: Path) -> None:
     """Status, metrics, health and the state of each model are there without a runtime; no connection reaches the spare."""
     async with served(tmp_path, models=["a"]) as server:
         woken = drowsy(server)
@@ -104,7 +104,7 @@ async def test_a_control_process_that_starts_while_the_device_sleeps_knows_the_c
         running = asyncio.create_task(second.run())
         await until(second, lambda: second.asleep)
 
-        second.see_stubs(StubLook({"a"}))
+        second.see_stubs(StubPoll({"a"}))
 
         assert second.cold == {"a"}
         assert not woken
@@ -172,14 +172,14 @@ async def test_wake_starts_a_runtime_if_the_spare_has_been_killed(tmp_path: Path
 
 @looped
 async def test_models_serve_on_after_a_long_sleep(tmp_path: Path) -> None:
-    """When the device wakes, a look at Triton's loaded models comes before the stub's request: the model stays cold."""
+    """When the device wakes, a poll of Triton's loaded models comes before the stub's request: the model stays cold."""
     async with served(tmp_path, models=["a"]) as server:
         drowsy(server)
         await server.control.Sleep(pb.SleepRequest(drain_s=30))
         server.link.presence._dismissed["a"] -= 3600
         await server.control.Wake(pb.WakeRequest())
 
-        server.runtimes.see_stubs(StubLook({"a"}))
+        server.runtimes.see_stubs(StubPoll({"a"}))
 
         assert server.runtimes.cold == {"a"}
         assert server.health.serving("a")

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from unittest.mock import patch
 
-from rsrv.control.presence import Presence, StubLook
+from rsrv.control.presence import Presence, StubPoll
 from rsrv.control.protocols import ModelVersion
 from rsrv.control.triton import Mode, State, TritonError
 from rsrv.settings import dump_settings, load_settings
@@ -108,9 +108,9 @@ class FakeView:
     def other_changes(self) -> int:
         return self.changes
 
-    def see_stubs(self, look: StubLook) -> frozenset[str]:
-        self.cold = look.unconnected
-        return self.presence.see(look, asyncio.get_running_loop().time())[1]
+    def see_stubs(self, poll: StubPoll) -> frozenset[str]:
+        self.cold = poll.unconnected
+        return self.presence.see(poll, asyncio.get_running_loop().time())[1]
 
     def connected(self) -> set[str]:
         connected = self._triton.processes() - self._triton.cold

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 from rsrv.control.protocols import ModelVersion
 
-#: Seconds between the two looks that must agree on a dead stub.
+#: Seconds between the two polls that must agree on a dead stub.
 AGREE_S = 0.5
 #: `stub_monitor` needs at most this many seconds to see a dismissed stub alive without a connection.
 _SEEN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class StubLook:
-    """The result of one look at Triton and at the server's processes."""
+class StubPoll:
+    """The result of one poll of Triton and of the server's processes."""
 
     #: Models whose stubs live without a connection.
     unconnected: Collection[str] = ()
@@ -155,7 +155,7 @@ class Presence:
         self._started: set[str] = set()
         #: Models that stopped serving while a runtime answered. They may serve again.
         self.lost: set[str] = set()
-        #: Models that Triton calls ready and that have no process, with the time of the first look that found this.
+        #: Models that Triton calls ready and that have no process, with the time of the first poll that found this.
         self._suspects: dict[str, float] = {}
         #: Models whose stub starts, with the time until which it may have no process.
         self._new_stubs: dict[str, float] = {}
@@ -247,33 +247,33 @@ class Presence:
 
     # --- reports of `stub_monitor` --------------------------------------------------------------------------
 
-    def see(self, look: StubLook, now: float) -> tuple[bool, frozenset[str]]:
-        """Record the result of a look.
+    def see(self, poll: StubPoll, now: float) -> tuple[bool, frozenset[str]]:
+        """Record the result of a poll.
 
         Returns two values: True if properties of this object have changed, and the models whose stub is dead. For these, two
-        looks have found that Triton calls them ready and that they have no process.
+        polls have found that Triton calls them ready and that they have no process.
         """
         for device in self.devices:
-            device.forget(look.gone)
-        changed = bool(look.gone)
+            device.forget(poll.gone)
+        changed = bool(poll.gone)
         if self.up or self.asleep:
             before, known = self._waiting, self._unconnected
             for device in self.devices:
                 if device.up:
-                    device.see(look.unconnected, now)
-            self._unconnected = frozenset(look.unconnected) - self.returning
+                    device.see(poll.unconnected, now)
+            self._unconnected = frozenset(poll.unconnected) - self.returning
             changed |= known != self._unconnected
             if self.up:
                 self.lost |= {name for name in before - self._waiting if not self.serves(name)}
         self._new_stubs = {name: until for name, until in self._new_stubs.items() if until > now}
-        suspects = set(look.without_process) - self._new_stubs.keys()
+        suspects = set(poll.without_process) - self._new_stubs.keys()
         self._suspects = {name: self._suspects.get(name, now) for name in suspects}
         dead = frozenset(name for name, since in self._suspects.items() if now - since >= AGREE_S)
         return changed, dead
 
     @property
     def suspicious(self) -> bool:
-        """True if another look may soon find a dead stub."""
+        """True if another poll may soon find a dead stub."""
         return bool(self._suspects)
 
     def expect_start(self, name: str, until: float) -> None:

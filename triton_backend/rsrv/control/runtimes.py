@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from rsrv.control.desired_state import DesiredState
 from rsrv.control.grpc_service import InvalidArgument, StatusError
-from rsrv.control.presence import Presence, StubLook
+from rsrv.control.presence import Presence, StubPoll
 from rsrv.control.protocols import ModelVersion
 from rsrv.control.records import RuntimeRecords
 from rsrv.control.runtime_link import (
@@ -48,7 +48,7 @@ _WEIGHTS = ("resident", "loading", "absent", None)
 #: its modules.
 _GRACE_S = 90.0
 #: Seconds between two checks for models that do not return after a restart.
-_RETURN_LOOK_S = 0.25
+_RETURN_POLL_S = 0.25
 #: Seconds that stubs may take to start the next runtime after one was asked to end.
 _RESTART_S = 15.0
 #: Seconds that the runtime of a woken device has to answer.
@@ -199,9 +199,9 @@ class Runtimes:
         """A counter like `changes`, but without loads and evictions, which are frequent."""
         return self._changes.others
 
-    def see_stubs(self, look: StubLook) -> frozenset[str]:
-        """Record the result of a look at Triton and at the server's processes. Return the models whose stub is dead."""
-        changed, dead = self.presence.see(look, asyncio.get_running_loop().time())
+    def see_stubs(self, poll: StubPoll) -> frozenset[str]:
+        """Record the result of a poll of Triton and of the server's processes. Return the models whose stub is dead."""
+        changed, dead = self.presence.see(poll, asyncio.get_running_loop().time())
         if changed:
             self._changes.note()
         return dead
@@ -328,7 +328,7 @@ class Runtimes:
                     raise StatusError("UNAVAILABLE", text)
                 return RestartedDevice(number, 0.0, 0.0, [])  # The next model starts the runtime.
             with suppress(TimeoutError):
-                async with asyncio.timeout(_RETURN_LOOK_S):
+                async with asyncio.timeout(_RETURN_POLL_S):
                     await self.wait_change(seen)
 
     async def sleep(self, number: int, drain_s: float, *, force: bool) -> None:

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Collection
 from pathlib import Path
 
 from rsrv.control.bundle_states import BundleStates
-from rsrv.control.presence import AGREE_S, StubLook
+from rsrv.control.presence import AGREE_S, StubPoll
 from rsrv.control.runtimes import Runtimes
 from rsrv.control.triton import Triton, TritonError
 from rsrv_gen.known import SETTLED_NS
@@ -25,8 +25,8 @@ from rsrv_gen.write import carried, is_alias, our_models
 
 #: Even if all stubs are alive, ask Triton after this many seconds which models were unloaded by hand.
 _DISMISSED_S = 60.0
-#: Minimum number of seconds between two looks.
-_LOOK_MIN_S = 0.2
+#: Minimum number of seconds between two polls.
+_POLL_MIN_S = 0.2
 #: Seconds after a reload during which the stub does not count as dead, by Triton's mode. In the mode poll, Triton notices later
 #: that it has to load the model.
 _START_S = {"explicit": 10.0, "poll": 60.0, "none": 3600.0}
@@ -79,7 +79,7 @@ class _Listing:
         #: For each meta model or alias, the further names by which its stub connects.
         self.carried: dict[str, list[str]] = {}
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """List the models if the repository has changed. Thread-safe."""
         with contextlib.suppress(OSError):
             changed = self._path.stat().st_mtime_ns
@@ -133,7 +133,7 @@ class StubMonitor:
             seen = self._view.changes
             if self._now() - renewed >= self._poll_s:
                 renewed, idle = self._now(), set()
-                await asyncio.to_thread(self._listing.look)
+                await asyncio.to_thread(self._listing.refresh)
             attached = self._view.presence.attached
             alive = attached - self._listing.aliased
             without = self._listing.models - alive - self._states.busy
@@ -161,15 +161,15 @@ class StubMonitor:
                     self.dismissed = {name for name in without if states.get(name) == "dismissed"}
                     lost |= (returning & without) - loaded - self._states.busy
             unconnected = loaded & without - suspects - self._listing.aliases - attached
-            dead = self._view.see_stubs(StubLook(unconnected, lost, ready))
+            dead = self._view.see_stubs(StubPoll(unconnected, lost, ready))
             if not self._view.up:
-                # No stub counts as idle now, so that a stub that connects and dies before the next look is found.
+                # No stub counts as idle now, so that a stub that connects and dies before the next poll is found.
                 idle = set()
             for name in dead - self._states.busy:
                 yield name
-            await asyncio.sleep(_LOOK_MIN_S)
+            await asyncio.sleep(_POLL_MIN_S)
             with contextlib.suppress(TimeoutError):
-                wait = AGREE_S - _LOOK_MIN_S if self._view.presence.suspicious else self._poll_s
+                wait = AGREE_S - _POLL_MIN_S if self._view.presence.suspicious else self._poll_s
                 async with asyncio.timeout(wait):
                     await self._view.wait_change(seen)
 

@@ -44,7 +44,7 @@ def answer(server: Served, failed: dict[str, str] | None = None) -> None:
 
 def started(server: Served, device: int = 0) -> list[str]:
     commands = [one for one in server.all[device].commands if one["command"] == "start"]
-    return [name for one in commands if not one.get("look") for name in one["models"]]
+    return [name for one in commands if not one.get("poll") for name in one["models"]]
 
 
 @asynccontextmanager
@@ -98,18 +98,18 @@ async def next_runtime(server: Served, **entries: Any) -> FakeRuntime:
 
 
 @looped
-async def test_a_look_starts_what_a_runtimes_end_has_lost(tmp_path: Path) -> None:
-    """A look starts nothing twice, and a failure has its reason."""
+async def test_a_poll_starts_what_a_runtimes_end_has_lost(tmp_path: Path) -> None:
+    """A poll starts nothing twice, and a failure has its reason."""
     async with cold(tmp_path) as server:
         await server.control.Start(pb.StartRequest(models=["other"]))
         answer(server, {"other": "no such file"})
 
-        said = await server.control.Start(pb.StartRequest(models=["other"], look=True))
+        said = await server.control.Start(pb.StartRequest(models=["other"], poll=True))
 
         assert [(one.state, one.error) for one in said.models] == [("failed", "no such file")]
         assert started(server) == ["other"]
         await next_runtime(server)
-        await server.control.Start(pb.StartRequest(models=["other"], look=True))
+        await server.control.Start(pb.StartRequest(models=["other"], poll=True))
         assert started(server) == ["other"]
 
 
@@ -247,7 +247,7 @@ async def test_the_command_shows_what_became_warm(tmp_path: Path, capsys: pytest
         runtime = server.runtime
 
         def start(command: dict[str, Any]) -> dict[str, Any]:
-            if command["command"] == "start" and not command.get("look"):
+            if command["command"] == "start" and not command.get("poll"):
                 runtime.change("one@1", entry("one"))
             return {"failed": {"two": "no manifest"}} if command["command"] == "start" else {}
 

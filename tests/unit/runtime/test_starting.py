@@ -181,13 +181,13 @@ def test_a_model_that_cannot_be_built_is_kept_no_longer(runtime: Runtime, doubli
     runtime.device.fail = "told to"
     for _ in range(3):
         start({"a": doublings["a"]})
-        wait_until(lambda: "told to" in start({"a": doublings["a"]}, look=True).get("a", ""))
+        wait_until(lambda: "told to" in start({"a": doublings["a"]}, poll=True).get("a", ""))
     assert runtime.loop._registry._held == {}
 
     runtime.device.fail = None
     start({"a": doublings["a"]})
     wait_until(is_ready(runtime, "a"))
-    assert start({"a": doublings["a"]}, look=True) == {}
+    assert start({"a": doublings["a"]}, poll=True) == {}
 
 
 def test_a_model_for_whose_executables_no_mapping_is_left_is_refused(
@@ -197,27 +197,27 @@ def test_a_model_for_whose_executables_no_mapping_is_left_is_refused(
     left = iter([100, 30000])
     monkeypatch.setattr(model_builder, "spare_mappings", lambda: (next(left), 65530))
     start({"a": doublings["a"]})
-    wait_until(lambda: "vm.max_map_count: 65530" in start({"a": doublings["a"]}, look=True).get("a", ""))
+    wait_until(lambda: "vm.max_map_count: 65530" in start({"a": doublings["a"]}, poll=True).get("a", ""))
 
     for name in "abcd":
         start({name: doublings[name]})
         wait_until(is_ready(runtime, name))
 
 
-def test_a_connection_registers_without_a_look_at_the_others(
+def test_a_connection_registers_without_reading_the_others(
     runtime: Runtime, doublings: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a runtime's death thousands come back: a look at all of them for each took the loop seconds."""
-    monkeypatch.setattr(Transport, "connections", property(lambda self: pytest.fail("all were looked at")))
+    """After a runtime's death thousands come back: to read all of them for each one took the loop seconds."""
+    monkeypatch.setattr(Transport, "connections", property(lambda self: pytest.fail("all were read")))
     engine = make_engine(runtime, doublings["a"], name="a")
     monkeypatch.undo()
     engine.close()
 
 
 def test_a_bundle_that_cannot_be_read_is_a_reason(runtime: Runtime, tmp_path: Path) -> None:
-    """The reason is told to those who look, and looking does not start the model again."""
+    """The reason is told to those who poll, and a poll does not start the model again."""
     start({"a": tmp_path / "nowhere"})
 
-    wait_until(lambda: "a" in start({"a": tmp_path / "nowhere"}, look=True))
+    wait_until(lambda: "a" in start({"a": tmp_path / "nowhere"}, poll=True))
 
-    assert "nowhere" in start({"a": tmp_path / "nowhere"}, look=True)["a"]
+    assert "nowhere" in start({"a": tmp_path / "nowhere"}, poll=True)["a"]

@@ -27,7 +27,7 @@ from rsrv.text import one_line
 from rsrv.units import parse_size
 
 #: Seconds between two checks of models that start.
-_WARM_LOOK_S = 0.25
+_WARM_POLL_S = 0.25
 #: Seconds between two pages of `rsrv status --watch`.
 _WATCH_S = 2.0
 #: Exit statuses of `rsrv doctor`.
@@ -205,8 +205,8 @@ def _warm(server: Server) -> int:
                     progress.step(shown.name)
             if len(ended) >= len(answer.models):
                 break
-            time.sleep(_WARM_LOOK_S)
-            answer = server.ask("Start", pb.StartRequest(models=options.model, all=options.all, look=True))
+            time.sleep(_WARM_POLL_S)
+            answer = server.ask("Start", pb.StartRequest(models=options.model, all=options.all, poll=True))
     failed = [shown for shown in answer.models if shown.state == "failed"]
     for shown in failed:
         print(f"{shown.name}: {shown.error}", file=sys.stderr)

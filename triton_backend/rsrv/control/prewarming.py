@@ -26,7 +26,7 @@ from rsrv_gen.write import carried, our_models
 log = logging.getLogger(__name__)
 
 #: Seconds between two checks of the schedules.
-_LOOK_S: Final = 10.0
+_CHECK_S: Final = 10.0
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class Prewarming:
             except (StatusError, OSError) as error:
                 # If there is no runtime, the next check tries again.
                 log.debug("models were not started by their schedule: %s", error)
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_CHECK_S)
 
     async def follow_schedule(self) -> None:
         """Start the models whose scheduled time has passed since the last check."""
@@ -145,19 +145,19 @@ class Prewarming:
         """Return the names of the models that the runtimes have in these states."""
         return {entry["name"] for entry in self._runtimes.entries.values() if entry["state"] in states}
 
-    async def start(self, patterns: Collection[str], *, look: bool = False) -> list[pb.StartedModel]:
+    async def start(self, patterns: Collection[str], *, poll: bool = False) -> list[pb.StartedModel]:
         """Start cold models, and return the states of all matching models.
 
         Args:
             patterns: Names, or patterns with * and ?. Empty: all models.
-            look: If True, start only models that an earlier call started and that were lost since.
+            poll: If True, start only models that an earlier call started and that were lost since.
 
         Raises:
             LookupError: a name or a pattern matches no model.
             RuntimeDown: no runtime answers.
         """
         paths = await asyncio.to_thread(self._matching, patterns)
-        failed = await self._start(paths, look=look)
+        failed = await self._start(paths, poll=poll)
         versions = served(self._runtimes.entries.values())
         return [_started(name, versions.get(name), failed.get(name, "")) for name in sorted(paths)]
 
@@ -172,12 +172,12 @@ class Prewarming:
             matched |= matching
         return _bundles(repository, matched)
 
-    async def _start(self, paths: Mapping[str, Path], *, look: bool = False) -> dict[str, str]:
+    async def _start(self, paths: Mapping[str, Path], *, poll: bool = False) -> dict[str, str]:
         """Ask runtimes to start models that no runtime has. Return the models that cannot start, with the reasons."""
-        if paths and not look and self._runtimes.asleep:
+        if paths and not poll and self._runtimes.asleep:
             for number in range(len(self._runtimes.links)):
                 await self._runtimes.wake(number)
-        known = self._known("ready", "loading", "failed") if look else self._known("ready", "loading")
+        known = self._known("ready", "loading", "failed") if poll else self._known("ready", "loading")
         live, failed = self._runtimes.live, dict[str, str]()
         by_device: dict[int, list[str]] = {}
         for name in paths.keys() - known:
@@ -194,7 +194,7 @@ class Prewarming:
             link = live[device]
             for some in in_commands(sorted(names)):
                 missing = {name: paths[name] for name in some}
-                if look:
+                if poll:
                     # A model is not lost if the runtime still has it. A newer runtime does not know the models that its
                     # predecessor was asked to start.
                     started = {name: model.bundle for name, model in self._kept_by(link.state.instance)}
@@ -208,7 +208,7 @@ class Prewarming:
                     bundles = {name: str(path) for name, path in missing.items()}
                     await link.command({"command": "start", "models": bundles})
                 answer = await link.command(
-                    {"command": "start", "models": dict.fromkeys(some, ""), "look": True}
+                    {"command": "start", "models": dict.fromkeys(some, ""), "poll": True}
                 )
                 failed |= answer["failed"]
         return failed

@@ -340,7 +340,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         if bool(request.models) == request.all:
             raise InvalidArgument("give models, or all")
         try:
-            models = await self._server.prewarming.start(request.models, look=request.look)
+            models = await self._server.prewarming.start(request.models, poll=request.poll)
         except LookupError as error:
             raise StatusError("NOT_FOUND", str(error.args[0])) from None
         return pb.StartResponse(models=models)

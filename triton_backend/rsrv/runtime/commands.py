@@ -96,7 +96,7 @@ _COMMANDS: Mapping[str, Mapping[str, _Field]] = {
     },
     "start": {
         "models": _Field(dict, "a mapping from names to paths of bundles", required=True),
-        "look": _Field(bool, "true or false"),
+        "poll": _Field(bool, "true or false"),
     },
     "prefetch": _MODEL,
     "evict": _MODEL_OR_ALL,
@@ -426,7 +426,7 @@ class Commands:
             case "compact":
                 self._outbox.append(ev.Compact())
             case "start":
-                return self._start(command["models"], look=command.get("look", False))
+                return self._start(command["models"], poll=command.get("poll", False))
             case "prefetch":
                 self._prefetch(command["model"])
             case "evict":
@@ -478,12 +478,12 @@ class Commands:
         except SettingsError as error:
             raise CommandRefused("INVALID_ARGUMENT", str(error)) from None
 
-    def _start(self, models: Mapping[str, Any], *, look: bool) -> Answer:
+    def _start(self, models: Mapping[str, Any], *, poll: bool) -> Answer:
         """Start models without stubs. Return the models that could not be started, with the reasons.
 
-        `models` has the path of each bundle. None: stop keeping the model. If `look` is true, start nothing.
+        `models` has the path of each bundle. None: stop keeping the model. If `poll` is true, start nothing.
         """
-        for name, path in () if look else models.items():
+        for name, path in () if poll else models.items():
             if path is None:
                 self._registry.let_go(name)
             else:

@@ -414,14 +414,14 @@ class PrefetchResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StartRequest(_message.Message):
-    __slots__ = ("models", "all", "look")
+    __slots__ = ("models", "all", "poll")
     MODELS_FIELD_NUMBER: _ClassVar[int]
     ALL_FIELD_NUMBER: _ClassVar[int]
-    LOOK_FIELD_NUMBER: _ClassVar[int]
+    POLL_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedScalarFieldContainer[str]
     all: bool
-    look: bool
-    def __init__(self, models: _Optional[_Iterable[str]] = ..., all: bool = ..., look: bool = ...) -> None: ...
+    poll: bool
+    def __init__(self, models: _Optional[_Iterable[str]] = ..., all: bool = ..., poll: bool = ...) -> None: ...
 
 class StartResponse(_message.Message):
     __slots__ = ("models",)

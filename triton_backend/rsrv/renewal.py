@@ -20,7 +20,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 #: Seconds between two checks of the files.
-CHECK_S = 5.0
+_CHECK_S = 5.0
 #: The log warns this many seconds before a certificate ends.
 WARN_S = 14 * 86400.0
 _CERTIFICATE = re.compile(b"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
@@ -151,7 +151,7 @@ class Renewals:
     async def run(self) -> None:
         """Check all files regularly, until cancelled."""
         while True:
-            await asyncio.sleep(CHECK_S)
+            await asyncio.sleep(_CHECK_S)
             # Use a thread, because a file system may hang.
             await asyncio.to_thread(self.check, time.time())
 

@@ -69,27 +69,27 @@ CHANGEABLE: Final = tuple(key for key in SchedulerSection.model_fields if key !=
 _MODELS: Final = 200
 
 
-#: Seconds between two looks at a file of settings.
-LOOK_S: Final = 1.0
+#: Seconds between two checks of a file of settings.
+FILE_CHECK_S: Final = 1.0
 
 
-class FileLooks:
-    """Looks at a file to find out when it must be read again. A change counts when two looks agree."""
+class FileMonitor:
+    """Checks whether a file must be read again. A change counts when two checks agree."""
 
     def __init__(self, path: Path) -> None:
         """The present content of the file is no change."""
         self._path = path
-        self._known = self._latest = self._look()
+        self._known = self._latest = self._stat()
 
     def changed(self) -> bool:
-        """Look at the file. Return True once for each change."""
-        before, self._latest = self._latest, self._look()
+        """Check the file. Return True once for each change."""
+        before, self._latest = self._latest, self._stat()
         if self._latest != before or before == self._known:
             return False
         self._known = before
         return True
 
-    def _look(self) -> tuple[int, int, int] | None:
+    def _stat(self) -> tuple[int, int, int] | None:
         try:
             status = self._path.stat()
         except OSError:

@@ -31,13 +31,13 @@ class Scene:
             self.file, server.runtimes, server.placing, server.lifecycle, self.said.append
         )
 
-    async def look(self, text: str | None = None) -> list[dict[str, Any]]:
-        """Write the file, if a text is given, and look twice; return the changes that the runtime got."""
+    async def reread(self, text: str | None = None) -> list[dict[str, Any]]:
+        """Write the file, if a text is given, and check it twice; return the changes that the runtime got."""
         if text is not None:
             self.path.write_text(text)
         before = len(self.server.runtime.commands)
-        await self.rereading.look()
-        await self.rereading.look()
+        await self.rereading.check()
+        await self.rereading.check()
         await self.server.link.record()  # It is answered after the changes.
         return self.server.runtime.commands[before:]
 
@@ -56,33 +56,33 @@ async def scene(tmp_path: Path, text: str = "") -> AsyncIterator[Scene]:
 async def test_a_policy_of_the_file_reaches_the_runtime_at_once(tmp_path: Path) -> None:
     """A changed weight and a changed limit are sent once; a section that goes is sent as empty."""
     async with scene(tmp_path) as here:
-        await here.look()
+        await here.reread()
 
-        (change,) = await here.look("runtime: {idle: {host: 1h}}\nmodels: {a: {weight: 3, start: lazy}}")
+        (change,) = await here.reread("runtime: {idle: {host: 1h}}\nmodels: {a: {weight: 3, start: lazy}}")
 
         assert change["runtime"]["idle"]["host"] == 3600
         assert change["models"] == {"a": {"settings": {"weight": 3.0, "start": "lazy"}}}
-        assert await here.look() == []
+        assert await here.reread() == []
         assert "changed at once: runtime.idle, models.a.weight, models.a.start" in here.said[0]
         status = await here.server.control.GetStatus(pb.GetStatusRequest())
         assert status.models[0].policy.weight == 3
 
-        assert (await here.look(""))[0]["models"] == {"a": None}
+        assert (await here.reread(""))[0]["models"] == {"a": None}
 
 
 @looped
 async def test_aliases_of_the_file_are_followed(tmp_path: Path) -> None:
     """An alias that comes, changes or goes in the file is served so, also if an operator has changed it before."""
     async with scene(tmp_path) as here:
-        await here.look("aliases: {fraud: a, mine: b}")
+        await here.reread("aliases: {fraud: a, mine: b}")
         assert "changed at once: aliases.fraud, aliases.mine" in here.said[0]
         here.server.runtimes.desired.set_aliases({"mine": {"a": 1.0}, "fraud": None})
 
-        await here.look("aliases: {fraud: a, mine: b, more: a}")
+        await here.reread("aliases: {fraud: a, mine: b, more: a}")
         assert here.server.lifecycle.aliases == {"mine": {"a": 1.0}, "more": {"a": 1.0}}
-        await here.look("aliases: {fraud: b, mine: b}")
+        await here.reread("aliases: {fraud: b, mine: b}")
         assert here.server.lifecycle.aliases == {"mine": {"a": 1.0}, "fraud": {"b": 1.0}}
-        await here.look("")
+        await here.reread("")
         assert here.server.lifecycle.aliases == {}
 
 
@@ -90,12 +90,12 @@ async def test_aliases_of_the_file_are_followed(tmp_path: Path) -> None:
 async def test_a_file_that_a_restart_reads_first_is_followed_as_well(tmp_path: Path) -> None:
     """An alias of a file that `rsrv restart` reads right after its edit takes the place of an operator's alias."""
     async with scene(tmp_path) as here:
-        await here.look("aliases: {mine: a}")
+        await here.reread("aliases: {mine: a}")
         here.server.runtimes.desired.set_aliases({"mine": {"b": 1.0}})
         here.path.write_text("aliases: {mine: c}\nmodels: {a: {weight: 3}}")
         await here.file.read()
 
-        await here.look()
+        await here.reread()
         assert here.server.lifecycle.aliases == {"mine": {"c": 1.0}}
         assert "changed at once: models.a.weight, aliases.mine" in here.said[-1]
 
@@ -104,12 +104,12 @@ async def test_a_file_that_a_restart_reads_first_is_followed_as_well(tmp_path: P
 async def test_what_operators_set_wins_over_the_file(tmp_path: Path) -> None:
     """Keys that an operator has set are sent with the operator's values."""
     async with scene(tmp_path) as here:
-        await here.look()
+        await here.reread()
         await here.server.control.SetPolicy(pb.SetPolicyRequest(model="a", policy=pb.Policy(weight=5)))
         scheduler = pb.Scheduler(discipline=pb.DISCIPLINE_EDF)
         await here.server.control.SetScheduler(pb.SetSchedulerRequest(scheduler=scheduler))
 
-        (change,) = await here.look(
+        (change,) = await here.reread(
             "scheduler: {discipline: fifo, meta_concurrency: 3}\nmodels: {a: {weight: 2, max_delay_us: 7}}"
         )
 
@@ -118,14 +118,14 @@ async def test_what_operators_set_wins_over_the_file(tmp_path: Path) -> None:
 
 
 @looped
-async def test_a_command_before_the_first_look_at_the_file_stays(tmp_path: Path) -> None:
+async def test_a_command_before_the_first_check_of_the_file_stays(tmp_path: Path) -> None:
     """A new discipline that comes while the control process still begins is not set back to rsrv.yaml's."""
     async with scene(tmp_path, "scheduler: {discipline: fifo}") as here:
-        look = asyncio.create_task(here.rereading.look())
+        check = asyncio.create_task(here.rereading.check())
         scheduler = pb.Scheduler(discipline=pb.DISCIPLINE_EDF)
         await here.server.control.SetScheduler(pb.SetSchedulerRequest(scheduler=scheduler))
-        await look
-        await here.look()
+        await check
+        await here.reread()
 
         assert here.server.runtime.document["scheduler"]["discipline"] == "edf"
 
@@ -134,27 +134,27 @@ async def test_a_command_before_the_first_look_at_the_file_stays(tmp_path: Path)
 async def test_a_broken_file_changes_nothing(tmp_path: Path) -> None:
     """The status and the log have the reason, until the file is valid again."""
     async with scene(tmp_path) as here:
-        await here.look()
+        await here.reread()
 
-        assert await here.look("models: {a: {weight: heavy}}") == []
+        assert await here.reread("models: {a: {weight: heavy}}") == []
 
         assert ["not used: " in one and "models.a.weight: " in one for one in await here.notes()] == [True]
         assert "is not used" in here.said[0]
-        await here.look("")
+        await here.reread("")
         assert await here.notes() == []
 
 
 @looped
-async def test_a_half_written_file_waits_for_the_next_look(tmp_path: Path) -> None:
-    """A file that changes between two looks is not read."""
+async def test_a_half_written_file_waits_for_the_next_check(tmp_path: Path) -> None:
+    """A file that changes between two checks is not read."""
     async with scene(tmp_path) as here:
-        await here.look()
+        await here.reread()
         for weight in range(2, 5):
             here.path.write_text(f"models: {{a: {{weight: {weight}}}}}" + " " * weight)
-            await here.rereading.look()
+            await here.rereading.check()
         assert here.file.settings.for_model("a").weight == 1
 
-        await here.rereading.look()
+        await here.rereading.check()
 
         assert here.file.settings.for_model("a").weight == 4
 
@@ -163,17 +163,17 @@ async def test_a_half_written_file_waits_for_the_next_look(tmp_path: Path) -> No
 async def test_what_needs_a_restart_is_named_until_then(tmp_path: Path) -> None:
     """Keys that wait for a restart, and those that wait for a server, are named; setting them back ends that."""
     async with scene(tmp_path) as here:
-        await here.look("runtime: {memory_fraction: 0.5}\ncontrol: {listen: null}\nmetrics: {listen: null}")
+        await here.reread("runtime: {memory_fraction: 0.5}\ncontrol: {listen: null}\nmetrics: {listen: null}")
         assert await here.notes() == [
             "runtime.memory_fraction: run `rsrv restart`",
             "metrics.listen: wait for the next tritonserver",
         ]
 
         here.server.link.state.instance = "the next runtime"
-        await here.rereading.look()
+        await here.rereading.check()
 
         assert await here.notes() == ["metrics.listen: wait for the next tritonserver"]
-        await here.look("runtime: {memory_fraction: 0.5}")
+        await here.reread("runtime: {memory_fraction: 0.5}")
         assert await here.notes() == []
 
 

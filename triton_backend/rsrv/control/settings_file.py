@@ -14,7 +14,7 @@ from rsrv.control.placing import Placing
 from rsrv.control.protocols import Reconciling
 from rsrv.control.runtimes import Runtimes
 from rsrv.settings import Settings, SettingsError, read_settings
-from rsrv.settings_changes import LOOK_S, Effect, FileLooks, differences
+from rsrv.settings_changes import FILE_CHECK_S, Effect, FileMonitor, differences
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Rereading:
         """`note` adds a line to the live page's log."""
         self._file, self._runtimes, self._placing, self._note = file, runtimes, placing, note
         self._lifecycle = lifecycle
-        self._looks = FileLooks(file.path)
+        self._monitor = FileMonitor(file.path)
         #: The settings that the server follows. They may differ from `file.settings`, because a restart also reads the file.
         self._followed = file.settings
         #: The instance of each device's latest runtime.
@@ -98,13 +98,13 @@ class Rereading:
     async def run(self) -> NoReturn:
         """Check the file regularly until cancelled."""
         while True:
-            await self.look()
-            await asyncio.sleep(LOOK_S)
+            await self.check()
+            await asyncio.sleep(FILE_CHECK_S)
 
-    async def look(self) -> None:
-        """Apply the file if it has changed and two readings agree. Record the runtimes that have read it."""
+    async def check(self) -> None:
+        """Apply the file if it has changed and two checks agree. Record the runtimes that have read it."""
         # Use a thread, because a disk may block for ever.
-        if await asyncio.to_thread(self._looks.changed):
+        if await asyncio.to_thread(self._monitor.changed):
             await self._read_again()
         aliases = self._runtimes.desired.merged_aliases(self._file.settings.aliases)
         if aliases != self._lifecycle.aliases:

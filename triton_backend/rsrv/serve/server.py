@@ -28,7 +28,7 @@ from rsrv.serve.orderly_end import end_in_order
 from rsrv.serve.plan import REPOSITORY, ServeError, ServerPlan, plan
 from rsrv.serve.supervise import IDLE_S, RestartReason, StopSignals, SupervisorHooks, supervise
 from rsrv.settings import RuntimeSection, Settings, SettingsError, dump_settings, read_settings
-from rsrv.settings_changes import LOOK_S, FileLooks
+from rsrv.settings_changes import FILE_CHECK_S, FileMonitor
 from rsrv.settings_fleet import GatewaySection
 from rsrv.triton_command_line import ask_flags
 from rsrv.wire.paths import RuntimeDirectoryError, base_directory, hold, make_private, write_whole
@@ -332,10 +332,10 @@ def _idle_s(planned: ServerPlan) -> float:
 
 async def _follow_settings(options: Namespace, repository: Path) -> None:
     """Update the settings in the repository, from where the server reads them, whenever the operator's file changes."""
-    looks = FileLooks(options.config)
+    monitor = FileMonitor(options.config)
     while True:
-        await asyncio.sleep(LOOK_S)
-        if await asyncio.to_thread(looks.changed):
+        await asyncio.sleep(FILE_CHECK_S)
+        if await asyncio.to_thread(monitor.changed):
             take_settings(options, repository)
 
 

@@ -20,7 +20,7 @@ from rsrv.settings import (
 )
 from rsrv.wire.paths import write_whole
 
-#: When a change takes effect: at once, after `rsrv restart` (restart), with the next tritonserver (server; after rsrv-gen, if
+#: When a change takes effect: at once, after `rsrv restart` (restart), after a restart of the server (server; after rsrv-gen, if
 #: the setting's description says so), or with the next rsrv-gateway (gateway).
 Effect = Literal["at once", "restart", "server", "gateway"]
 
@@ -33,7 +33,7 @@ _SECTIONS: Final[Mapping[str, Effect]] = {
     "models": "at once",
 }
 #: Exceptions: keys whose changes take effect at another time than those of their section. Sections that are not in _SECTIONS
-#: wait for the next server.
+#: wait for a restart of the server.
 _KEYS: Final[Mapping[str, Effect]] = {
     "runtime.platform": "server",
     "runtime.devices": "server",

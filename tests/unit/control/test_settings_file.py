@@ -166,13 +166,13 @@ async def test_what_needs_a_restart_is_named_until_then(tmp_path: Path) -> None:
         await here.reread("runtime: {memory_fraction: 0.5}\ncontrol: {listen: null}\nmetrics: {listen: null}")
         assert await here.notes() == [
             "runtime.memory_fraction: run `rsrv restart`",
-            "metrics.listen: wait for the next tritonserver",
+            "metrics.listen: wait for a restart of the server",
         ]
 
         here.server.link.state.instance = "the next runtime"
         await here.rereading.check()
 
-        assert await here.notes() == ["metrics.listen: wait for the next tritonserver"]
+        assert await here.notes() == ["metrics.listen: wait for a restart of the server"]
         await here.reread("runtime: {memory_fraction: 0.5}")
         assert await here.notes() == []
 

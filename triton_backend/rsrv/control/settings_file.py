@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _MAX_KEYS: Final = 10
 _REMEDIES: Final[dict[Effect, str]] = {
     "restart": "run `rsrv restart`",
-    "server": "wait for the next tritonserver",
+    "server": "wait for a restart of the server",
 }
 
 

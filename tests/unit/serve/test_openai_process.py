@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from local_triton import free_ports
-from rsrv.openai.port import TaskLooks, closed_reason
+from rsrv.openai.port import TaskScanner, closed_reason
 from rsrv.serve.openai_process import keep_openai, log_lines
 from rsrv.settings import load_settings
 from tests.unit.serve.test_plan import planned
@@ -50,14 +50,14 @@ def write_model(repository: Path, name: str, text: str, time: int) -> None:
 
 def test_a_task_is_found_when_a_model_gets_it_or_loses_it(tmp_path: Path) -> None:
     """A changed configuration is read again, and folders without one do not matter."""
-    looks = TaskLooks(tmp_path)
+    scanner = TaskScanner(tmp_path)
     (tmp_path / "empty").mkdir()
     write_model(tmp_path, "plain", 'parameters { key: "rsrv_axes" }', 1)
-    assert not looks.found()
+    assert not scanner.found()
     write_model(tmp_path, "plain", 'parameters { key: "task" }', 2)
-    assert looks.found()
+    assert scanner.found()
     write_model(tmp_path, "plain", "", 3)
-    assert not looks.found()
+    assert not scanner.found()
 
 
 @looped

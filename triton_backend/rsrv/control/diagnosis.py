@@ -27,7 +27,7 @@ from rsrv.control.server_findings import DEVICE_RULES, SERVER_RULES
 from rsrv.control.settings_file import SettingsFile
 from rsrv.control.shm_usage import measure_shm
 from rsrv.control.triton import TritonError
-from rsrv.openai.port import TaskLooks, closed_reason
+from rsrv.openai.port import TaskScanner, closed_reason
 from rsrv.renewal import Renewed
 from rsrv.settings import OpenaiSection
 from rsrv.text import by_number, some
@@ -103,7 +103,7 @@ class Diagnosis:
         self._runtimes, self._file = runtimes, file
         self._lifecycle, self._health, self._spans, self._queues = lifecycle, health, spans, queues
         self._renewals = renewals
-        self._tasks = TaskLooks(file.path.parent)
+        self._tasks = TaskScanner(file.path.parent)
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self._looks: deque[ServerFigures] = deque(maxlen=_LOOKS)

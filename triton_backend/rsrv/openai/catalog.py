@@ -12,7 +12,7 @@ from rsrv.openai.inference import Backend, TaskModel
 log = logging.getLogger(__name__)
 
 #: Seconds between two requests for the list of models.
-LOOK_S = 5.0
+_REFRESH_S = 5.0
 #: Maximum number of configurations that are requested at a time.
 _AT_ONCE = 8
 
@@ -36,10 +36,10 @@ class TaskCatalog:
     async def follow(self) -> None:
         """Update the list of models until the task is cancelled."""
         while True:
-            await self.look()
-            await asyncio.sleep(LOOK_S)
+            await self.refresh()
+            await asyncio.sleep(_REFRESH_S)
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Request the list of models, and the configurations of new models and of models with a task."""
         try:
             names, problem = set(await self._backend.names()), ""

@@ -29,8 +29,8 @@ def closed_reason(listen: str, keys_file: Path | None) -> str:
     return ""
 
 
-class TaskLooks:
-    """Looks for models with a task in a repository. Each configuration is read once, and again when it changes."""
+class TaskScanner:
+    """Scans a repository for models with a task. Each configuration is read once, and again when it changes."""
 
     def __init__(self, repository: Path) -> None:
         self._repository = repository

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
 from rsrv.address import parse_address
-from rsrv.openai.port import OPERATOR, TaskLooks, closed_reason
+from rsrv.openai.port import OPERATOR, TaskScanner, closed_reason
 from rsrv.serve.child_probes import bind_error
 from rsrv.serve.child_process import EXEC_BOUND
 from rsrv.serve.plan import ServerPlan
@@ -21,7 +21,7 @@ from rsrv.triton_command_line import Options, restrictions
 log = logging.getLogger(__name__)
 
 #: Seconds between two checks that a model has a task, that the keys can be read, and that the port is free.
-_LOOK_S = 5.0
+_CHECK_S = 5.0
 #: Longest pause before the process starts again, in seconds.
 _LONGEST_S = 30.0
 
@@ -41,9 +41,9 @@ async def keep_openai(
     section = settings.openai
     if section.listen is None:
         return
-    looks, logged, pause = TaskLooks(planned.repository), "", 1.0
+    scanner, logged, pause = TaskScanner(planned.repository), "", 1.0
     while not end.is_set():
-        if await asyncio.to_thread(looks.found):
+        if await asyncio.to_thread(scanner.found):
             reason = await asyncio.to_thread(_closed, section, section.listen)
             if reason and reason != logged:
                 log.error("OpenAI's endpoints are off: %s. Everything else is served", reason)
@@ -61,7 +61,7 @@ async def keep_openai(
                     pause,
                 )
         with suppress(TimeoutError):
-            await asyncio.wait_for(end.wait(), pause if not logged else _LOOK_S)
+            await asyncio.wait_for(end.wait(), pause if not logged else _CHECK_S)
 
 
 def _closed(section: OpenaiSection, listen: str) -> str:

@@ -483,8 +483,8 @@ class FakeRequest:
         self._id = id
         self._sequence = sequence
         self._flags = flags
-        #: Whether its trace was read.
-        self.looked = False
+        #: True once its trace was read.
+        self.trace_read = False
         self.cancelled = False
         self.answers: queue.SimpleQueue[FakeResponse] = queue.SimpleQueue()
 
@@ -507,7 +507,7 @@ class FakeRequest:
         return self._flags
 
     def trace(self) -> "FakeRequest":
-        self.looked = True
+        self.trace_read = True
         return self
 
     def get_context(self) -> str | None:

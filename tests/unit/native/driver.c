@@ -248,7 +248,7 @@ static void execute(TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request
     if (TRITONBACKEND_ModelInstanceExecute(instance, batch, count)) fail("execute() returned an error");
 }
 
-// By its path: a look at the descriptor itself, which the front may be closing, is a data race to ThreadSanitizer.
+// By its path: reading the descriptor itself, which the front may be closing, is a data race to ThreadSanitizer.
 static bool is_socket(int fd) {
     char path[32];
     struct stat found;

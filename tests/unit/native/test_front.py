@@ -243,7 +243,7 @@ def test_a_deadline_holds_without_the_runtime(program: Path, tmp_path: Path) -> 
         front.ask("close")
 
 
-def test_a_model_that_was_idle_is_looked_after_again(program: Path, tmp_path: Path) -> None:
+def test_deadlines_of_a_model_that_was_idle_are_checked_again(program: Path, tmp_path: Path) -> None:
     """When nothing waits any more, and the figures are reported, the deadline of the next request still holds."""
     reported = threading.Event()
 

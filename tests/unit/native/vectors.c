@@ -179,7 +179,7 @@ int main(void) {
         }
         clock_ns = values[1];
         pass_time();
-        if (models) look_at_all();
+        if (models) check_waiting();
         struct link* link = &links[(uint64_t)values[2] % MAX_DEVICES];
         struct device* device = &link->device;
         bool is_known = true;
@@ -218,7 +218,7 @@ int main(void) {
             is_known = false;
         if (!is_known) printf("this event is not known, or the device's state does not allow it\n");
         note_ready();
-        if (models) look_at_all();
+        if (models) check_waiting();
         replicas_soonest(model);
         printf(".\n");
         fflush(stdout);

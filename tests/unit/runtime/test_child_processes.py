@@ -16,7 +16,7 @@ from tests.waiting import PATIENCE_S
 _HANGS = "import signal; print(flush=True); signal.pause()"
 #: A server of this test's own: a process that has ended, whose stubs have another parent.
 _SERVER = 4194302
-#: Fills the place of a word that is not looked at.
+#: Fills the place of a word that is not read.
 _ANY = "1048576"
 
 

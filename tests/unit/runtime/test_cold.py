@@ -164,7 +164,7 @@ def dismiss(runtime: Runtime, key: str) -> None:
 def test_a_lazy_model_is_loaded_without_its_bundle(
     lazy: Runtime, start_stub: StartStub, tmp_path: Path
 ) -> None:
-    """The runtime answers at once, without a look at the bundle, and keeps nothing: no model and no connection."""
+    """The runtime answers at once, without reading the bundle, and keeps nothing: no model and no connection."""
     stub = start_stub(lazy, tmp_path / "not there yet", lambda: pytest.fail("hooks were imported"))
 
     assert stub.is_cold
@@ -380,18 +380,18 @@ def test_an_idle_model_falls_back_and_starts_again(
         wait_until(lambda: stub.is_cold)
 
 
-def look_for_idle(runtime: Runtime, after: float) -> float:
-    """Have the runtime look for idle models that many seconds from now; return the seconds until its next look."""
-    looked: list[float] = []
+def check_idle(runtime: Runtime, after: float) -> float:
+    """Make the runtime check for idle models as if `after` seconds had passed. Return the seconds until its next check."""
+    next_checks: list[float] = []
     now = time.monotonic() + after
 
-    def look() -> None:
+    def check() -> None:
         registry = runtime.loop._registry
-        looked.append(registry.dismiss_idle(now))
+        next_checks.append(registry.dismiss_idle(now))
 
-    runtime.loop._inbox.post(look)
-    wait_until(lambda: bool(looked))
-    return looked[0] - now
+    runtime.loop._inbox.post(check)
+    wait_until(lambda: bool(next_checks))
+    return next_checks[0] - now
 
 
 def test_models_fall_back_when_no_request_has_used_them_for_long(
@@ -409,12 +409,12 @@ def test_models_fall_back_when_no_request_has_used_them_for_long(
         stub.ask()
     wait_until(lambda: all(stub.engine.idle for stub in stubs.values()))
 
-    assert 0 < look_for_idle(runtime, 300.0) <= 300
+    assert 0 < check_idle(runtime, 300.0) <= 300
     assert models() == dict.fromkeys("abcd", "ready")
     runtime.device.gate.clear()
     request = stubs["c"].send(1.0)
     runtime.device.gate.wait_until_held()
-    look_for_idle(runtime, 700.0)
+    check_idle(runtime, 700.0)
 
     wait_until(lambda: models() == dict.fromkeys("bcd", "ready"))
     runtime.device.gate.set()
@@ -444,12 +444,12 @@ def test_a_change_of_what_may_fall_back_applies_at_once(
     settings: str,
     change: Callable[[Operator], object],
 ) -> None:
-    """An idle model falls back within seconds of the change, not a minute after the last look."""
+    """An idle model falls back within seconds of the change, not a minute after the last check."""
     runtime = start_runtime(load_settings(settings))
     stub = start_stub(runtime, doublings["a"])
     stub.ask()
     wait_until(lambda: stub.engine.idle)
-    before = look_for_idle(runtime, 0.0)
+    before = check_idle(runtime, 0.0)
     assert before > 30
 
     with Operator(runtime) as operator:
@@ -458,12 +458,12 @@ def test_a_change_of_what_may_fall_back_applies_at_once(
     wait_until(lambda: models() == {}, timeout=before - 10)
 
 
-def test_a_model_that_starts_between_two_looks_for_idle_models_falls_back_in_time(
+def test_a_model_that_starts_between_two_checks_for_idle_models_falls_back_in_time(
     start_runtime: StartRuntime, start_stub: StartStub, doublings: dict[str, Path]
 ) -> None:
-    """The runtime plans a look for it. The look before found no model, and planned the next one a minute later."""
+    """The runtime plans a check for it. The check before found no model, and planned the next one a minute later."""
     runtime = start_runtime(load_settings("runtime: {start: lazy, idle: {executable: 20s}}"))
-    before = look_for_idle(runtime, 0.0)
+    before = check_idle(runtime, 0.0)
     assert before > 30
     stub = start_stub(runtime, doublings["a"])
     stub.ask()
@@ -480,7 +480,7 @@ def test_of_many_idle_models_some_fall_back_at_a_time(
     start_stub: StartStub,
     doublings: dict[str, Path],
 ) -> None:
-    """So the loop serves others between the unloads; the next look is soon, until all are cold."""
+    """So the loop serves others between the unloads; the next check is soon, until all are cold."""
     monkeypatch.setattr("rsrv.runtime.idle_models._FALLS", 3)
     runtime = start_runtime(load_settings("runtime: {start: lazy, idle: {executable: 10m}}"))
     stubs = [start_stub(runtime, doublings[name]) for name in "abcd"]
@@ -488,20 +488,20 @@ def test_of_many_idle_models_some_fall_back_at_a_time(
         stub.ask()
     wait_until(lambda: all(stub.engine.idle for stub in stubs))
 
-    assert look_for_idle(runtime, 700.0) < 1
+    assert check_idle(runtime, 700.0) < 1
     wait_until(lambda: len(models()) == 1)
-    assert look_for_idle(runtime, 700.0) >= 1
+    assert check_idle(runtime, 700.0) >= 1
     wait_until(lambda: models() == {})
 
 
 def test_a_meta_model_without_calls_stays(
     start_runtime: StartRuntime, start_stub: StartStub, tmp_path: Path
 ) -> None:
-    """The runtime has nothing of it, and the look for idle models goes on."""
+    """The runtime has nothing of it, and the checks for idle models go on."""
     runtime = start_runtime(load_settings("runtime: {idle: {executable: 10m}}"))
     start_stub(runtime, write_meta(tmp_path / "meta", "def run(inputs): ...", "", "other"), calls={})
 
-    assert look_for_idle(runtime, 700.0) > 1
+    assert check_idle(runtime, 700.0) > 1
     assert not relieve(runtime)
 
 

@@ -61,7 +61,7 @@ def test_a_copy_fits_within_the_limit_and_beside_everything_else() -> None:
 
 
 def test_copies_give_back_what_exceeds_the_limit_or_what_others_need() -> None:
-    """While memory is scarce, until an eighth of it is free, so that the next look finds nothing to do."""
+    """While memory is scarce, until an eighth of it is free, so that the next check finds nothing to do."""
     limit = MemoryLimit(copies=4 * GIB, total=16 * GIB)
 
     assert limit.excess(5 * GIB, 8 * GIB) == GIB
@@ -623,7 +623,7 @@ def test_a_read_that_fails_fails_its_own_requests(
 def test_weights_that_no_request_needs_any_more_do_not_stay_read(
     house: House, disk: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was read for a request that is cancelled meanwhile is freed at the next look at host memory."""
+    """What was read for a request that is cancelled meanwhile is freed at the next check of host memory."""
     monkeypatch.setattr(host_copies, "REVIEW_S", 0.01)
     slow = stall(house, disk)
     slow.cancelled = True

@@ -244,7 +244,7 @@ def test_left_tensors_leave_when_memory_is_needed(shm: Path, bundle: Bundle, tmp
     killed(store)
     after = start(shm)
     back = after.open(bundle, keep=True)
-    assert after.left == 0  # nothing was looked at yet
+    assert after.left == 0  # nothing was read yet
     after.sweep()
     assert after.left == large(9).nbytes
 

@@ -57,7 +57,7 @@ def test_the_inspector_ends_when_nothing_is_built(
     client.lane.close()
 
 
-def test_a_module_that_is_exchanged_while_it_is_looked_at_is_not_compiled(
+def test_a_module_that_is_exchanged_while_it_is_read_is_not_compiled(
     start_runtime: StartRuntime, inspector: Inspector, doubling: Path, tmp_path: Path
 ) -> None:
     """The runtime compiles exactly the inspected module, or rejects the bundle."""

@@ -376,7 +376,7 @@ def test_only_an_error_that_ends_the_context_loses_the_device(name: str, ends: b
 
 
 def test_an_upload_that_the_host_has_no_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, the kernel would kill a process. Few bytes are not worth a look at the memory."""
+    """On a CPU, the kernel would kill a process. Few bytes are not worth a check of the memory."""
     device = JaxDevice("cpu")
     monkeypatch.setattr("rsrv.runtime.device_transfers.spare_memory", lambda: 1 << 20)
 

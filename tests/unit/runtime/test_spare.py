@@ -186,12 +186,12 @@ def test_a_spare_that_replaced_another_one_is_the_only_one(tmp_path: Path) -> No
         keeping = threading.Thread(target=keeper.keep, daemon=True)
         keeping.start()
         wait_until(lambda: set(mine.children()) - before)
-        looks = [*pauses]
+        first = [*pauses]
 
         assert renewed(keeper) == ""
 
-        wait_until(lambda: len(pauses) >= 2 * len(looks))
-        assert pauses == 2 * looks
+        wait_until(lambda: len(pauses) >= 2 * len(first))
+        assert pauses == 2 * first
         (fresh,) = set(mine.children()) - before
         assert keeper._spare is not None
         assert keeper._spare.process.pid == fresh.pid

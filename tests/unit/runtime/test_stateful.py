@@ -286,26 +286,26 @@ def test_state_stays_where_memory_is_not_plentiful_again(
     start_five: Callable[..., tuple[Runtime, Client]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences end while memory is scarce, and no longer until twice as much is free: others may have it for days."""
-    spare, looks = 8 << 30, 0
+    spare, reads = 8 << 30, 0
 
-    def look() -> int:
-        nonlocal looks
-        looks += 1
+    def read() -> int:
+        nonlocal reads
+        reads += 1
         return spare
 
     monkeypatch.setattr("rsrv.runtime.idle_models._NEXT_FALLS_S", 0.0)
     monkeypatch.setattr("rsrv.runtime.host_memory.total_memory", lambda: 16 << 30)
-    monkeypatch.setattr("rsrv.runtime.weight_mover.spare_memory", look)
+    monkeypatch.setattr("rsrv.runtime.weight_mover.spare_memory", read)
     runtime, client = start_five()
     spare = 512 << 20
     wait_until(lambda: counts()["stored"] == 0 and runtime.loop._weights.copies.is_short)
 
-    spare, seen = 1536 << 20, looks
-    wait_until(lambda: looks > seen + 2)
+    spare, seen = 1536 << 20, reads
+    wait_until(lambda: reads > seen + 2)
     for id in (6, 7):
         client.step(id, START)
-    seen = looks
-    wait_until(lambda: looks > seen + 10)
+    seen = reads
+    wait_until(lambda: reads > seen + 10)
 
     assert counts()["stored"] == 2
     assert client.step(3) == (2.0, 2)

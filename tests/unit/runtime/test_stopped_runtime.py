@@ -232,7 +232,7 @@ def test_a_connection_detects_that_its_socket_was_closed_by_others(runtime: Runt
         lane.close()
 
 
-def test_a_connection_that_is_closed_while_it_is_looked_at_was_not_robbed(
+def test_a_connection_that_is_closed_while_it_is_checked_was_not_robbed(
     start_runtime: StartRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connection that one thread closes while another checks it does not count as closed by others."""

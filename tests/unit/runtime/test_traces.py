@@ -348,7 +348,7 @@ def test_a_runtime_without_a_collector_keeps_nothing(start_runtime: StartRuntime
     engine._attachment.direct.mark([Mark(number, TRACE, PARENT) for number in range(100)])
     ask(engine, request)
 
-    assert not request.looked
+    assert not request.trace_read
     assert engine.meters.spans.take() == ([], 0)
     assert command(os.getpid(), {"command": "traces"})["end"] == 0
     engine.close()

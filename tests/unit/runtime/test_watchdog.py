@@ -37,10 +37,10 @@ class Watch:
         self.found.append((task, seconds))
         place.mark_hung()
 
-    def passes(self, seconds: float, looks: int | None = None) -> list[str]:
-        """Advance the clock in `looks` checks, or at the usual interval; return the models found."""
+    def passes(self, seconds: float, checks: int | None = None) -> list[str]:
+        """Advance the clock in `checks` checks, or at the usual interval; return the models found."""
         self.found.clear()
-        count = round(seconds / self._dog.interval_s) if looks is None else looks
+        count = round(seconds / self._dog.interval_s) if checks is None else checks
         for _ in range(count):
             self.now += seconds / count
             self._dog.check()
@@ -101,7 +101,7 @@ def test_a_process_that_was_stopped_does_not_hang(activity: Activity, watch: Wat
     assert watch.passes(10) == []
 
     for _ in range(4):
-        assert watch.passes(600, looks=1) == []
+        assert watch.passes(600, checks=1) == []
 
     assert watch.passes(20) == ["m@1"]
 
@@ -188,7 +188,7 @@ def test_a_task_younger_than_the_limit_is_never_found(
             began[place.begin(Phase.EXECUTING, name)] = watch.now
         else:
             place.end()
-        watch.passes(passing, looks=1)
+        watch.passes(passing, checks=1)
         for task, seconds in watch.found:
             assert watch.now - began[task.number] >= seconds > 60
 

@@ -97,7 +97,7 @@ def test_nothing_to_plan_is_an_error() -> None:
 
 
 def test_reads_no_more_than_the_largest_size_holds() -> None:
-    """With 32 as the largest size, the 34th waiting request and those behind it are never looked at."""
+    """With 32 as the largest size, the 34th waiting request and those behind it are never read."""
     numbers = count()
 
     plan_batch((1 for _ in numbers), [1, 32], [0.001, 0.004])

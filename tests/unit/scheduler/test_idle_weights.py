@@ -16,7 +16,7 @@ from rsrv.scheduler.events import (
     PolicyChanged,
     Prefetch,
 )
-from rsrv.scheduler.residency import IDLE_LOOK_S
+from rsrv.scheduler.residency import IDLE_CHECK_S
 from rsrv.scheduler.settings import SchedulerSettings
 from rsrv.scheduler.statistics import Cause
 from tests.unit.scheduler.driver import Driver, program
@@ -124,14 +124,14 @@ def test_a_limit_changes_while_the_scheduler_runs(driver: Driver) -> None:
 
 
 def test_a_limit_of_zero_evicts_at_once_and_does_not_spin(driver: Driver) -> None:
-    """What is in use is looked at again after a while."""
+    """Weights in use are checked again after a while."""
     driver.arrive(driver.request("a"))
     driver.send(PolicyChanged("a", idle_seconds=0.0))
-    assert driver.scheduler.next_wakeup() == IDLE_LOOK_S
+    assert driver.scheduler.next_wakeup() == IDLE_CHECK_S
 
     driver.finish(seconds=0.01)
 
-    assert evicted(driver, IDLE_LOOK_S) == ["a"]
+    assert evicted(driver, IDLE_CHECK_S) == ["a"]
 
 
 def test_a_limit_below_zero_is_refused() -> None:

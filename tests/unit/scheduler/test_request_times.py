@@ -160,7 +160,7 @@ def offer(kept: SlowestRequests, ended: float, seconds: float) -> bool:
 
 
 def test_the_slowest_hundred_are_kept() -> None:
-    """A request that is faster than all of a hundred is not even looked at; a slower one replaces the fastest."""
+    """A request that is faster than all of a hundred is not even read; a slower one replaces the fastest."""
     kept = SlowestRequests()
     for second in range(KEPT):
         assert offer(kept, second, 0.5 + second / 1000)

@@ -56,7 +56,7 @@ def test_without_a_server_the_user_is_asked_and_no_ends_it() -> None:
     assert not default_folder().exists()
 
 
-def test_bundles_that_are_missing_are_named_before_a_server_is_looked_for(
+def test_bundles_that_are_missing_are_named_before_a_server_is_searched_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A user should not install a server first, and read then that the folder is misspelt."""

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("short_times")
 @pytest.fixture
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orderly_end, "_QUIET_S", 0.01)
-    monkeypatch.setattr(orderly_end, "_LOOK_S", 0.001)
+    monkeypatch.setattr(orderly_end, "_POLL_S", 0.001)
     monkeypatch.setattr(orderly_end, "_ANSWER_S", 60.0)
 
 

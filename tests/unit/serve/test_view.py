@@ -48,7 +48,7 @@ def failures(**failed: str) -> pb.WatchStateResponse:
 
 
 def said(changes: Changes, update: pb.WatchStateResponse, **lives: str) -> list[str]:
-    """Return the lines that follow from an update, after the look that takes it."""
+    """Return the lines that follow from an update, after the poll that takes it."""
     changes.take(update)
     assert list(changes.lines(lives)) == []
     return list(changes.lines(lives))
@@ -218,7 +218,7 @@ def test_without_a_control_service_no_models_are_counted(
     """The server may serve any number of models: the line must not say that there are none."""
     (tmp_path / "cats").mkdir()
     monkeypatch.setattr(view, "CONTROL_S", 0.0)
-    monkeypatch.setattr(view, "LOOK_S", 0.01)
+    monkeypatch.setattr(view, "POLL_S", 0.01)
 
     async def first() -> view.Line:
         with socket.create_server(("127.0.0.1", 0)) as http:
@@ -236,7 +236,7 @@ def test_the_reason_why_no_runtime_starts_is_shown_at_once(
     """There is no control process then, and the models are not called cold."""
     (tmp_path / "models" / "cats").mkdir(parents=True)
     (tmp_path / FAILURE).write_text("the runtime did not start: no\nXLA\n")
-    monkeypatch.setattr(view, "LOOK_S", 0.01)
+    monkeypatch.setattr(view, "POLL_S", 0.01)
     monkeypatch.setattr(view, "runtime_directory", lambda pid, gpu: tmp_path)
 
     async def lines() -> list[str]:
@@ -274,7 +274,7 @@ def test_a_model_is_ready_when_its_model_py_is_imported(
     for name in ("plain", "hooked"):
         (tmp_path / name / BUNDLE_FOLDER).mkdir(parents=True)
     (tmp_path / "hooked" / BUNDLE_FOLDER / "model.py").touch()
-    monkeypatch.setattr(view, "LOOK_S", 0.01)
+    monkeypatch.setattr(view, "POLL_S", 0.01)
     monkeypatch.setattr(view, "runtime_directory", lambda pid, gpu: tmp_path)
     plan = replace(planned(), repository=tmp_path, ports={"http": Address("127.0.0.1", 1)})
 
@@ -302,7 +302,7 @@ def test_a_control_service_is_asked_often_until_it_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may come long after the server, and models become ready then: no attempt waits for longer than the one before."""
-    monkeypatch.setattr(view, "LOOK_S", 0.05)
+    monkeypatch.setattr(view, "POLL_S", 0.05)
     monkeypatch.setattr(view, "runtime_directory", lambda pid, gpu: tmp_path)
     attempts = asyncio.Queue[None]()
 
@@ -363,7 +363,7 @@ def test_what_a_start_waits_for(
 def test_a_server_that_gets_nowhere_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It listens at no port, and has neither a process of a model nor a runtime."""
     (tmp_path / "cats").mkdir()
-    monkeypatch.setattr(view, "LOOK_S", 0.01)
+    monkeypatch.setattr(view, "POLL_S", 0.01)
     monkeypatch.setattr(view, "QUIET_S", 0.05)
     monkeypatch.setattr(view, "runtime_directory", lambda pid, gpu: tmp_path)
     plan = replace(planned(), repository=tmp_path, ports={"http": Address("127.0.0.1", 1)})

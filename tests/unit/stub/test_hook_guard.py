@@ -34,13 +34,13 @@ SOON = PATIENCE_S
 
 @given(st.lists(st.tuples(st.sampled_from(["same", "new", "none"]), st.integers(1, CHECKS + 2)), max_size=8))
 def test_a_thread_hangs_if_too_many_checks_in_a_row_find_it_in_one_interval(
-    looks: list[tuple[str, int]],
+    checks: list[tuple[str, int]],
 ) -> None:
     """A hook that has ended, or begun again, is not blamed for the one before."""
     seen: Seen = {}
     interval = None
     in_a_row = 0
-    for kind in (kind for kind, times in looks for _ in range(times)):
+    for kind in (kind for kind, times in checks for _ in range(times)):
         if kind == "none":
             interval = None
         elif kind == "new" or interval is None:
@@ -219,7 +219,7 @@ def test_a_fork_of_the_process_ends_with_its_hook() -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_a_look_at_a_thread_leaves_garbage_collection_as_it_was(enabled: bool) -> None:
+def test_reading_a_frame_leaves_garbage_collection_as_it_was(enabled: bool) -> None:
     """A hook or an import may have switched it off."""
     before = gc.isenabled()
     (gc.enable if enabled else gc.disable)()

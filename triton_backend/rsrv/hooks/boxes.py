@@ -244,9 +244,9 @@ def _shares(start: Array, extent: Array, bins: int, sampling: int | None, cells:
         (same,) = np.nonzero(counts == count)
         points = bins * int(count)
         # If a region is far larger than the map, use only the points near the map. Points are at least half a cell apart.
-        looked = min(points, 2 * cells + 8)
+        used = min(points, 2 * cells + 8)
         first = np.floor((-1 - start[same]) / extent[same] * points).astype(np.int64) - 1
-        numbers = first.clip(0, points - looked)[:, None] + np.arange(looked)
+        numbers = first.clip(0, points - used)[:, None] + np.arange(used)
         shares = _linear(start[same, None] + _places(numbers, points, extent[same]), cells)
         bin_of = (numbers // count)[:, None] == np.arange(bins)[:, None]
         weights[same] = bin_of.astype(start.dtype) @ shares / count

@@ -141,7 +141,7 @@ void resubmission_wake(void) {
 // Starts the model if necessary. Moves requests that need not wait any more to `failed` or `ready`. Only one suspect of the model
 // is submitted at a time. So if a suspect ends the next runtime, no other suspect of the model is blamed. The caller holds the
 // lock.
-static void look(struct replicas* all, int64_t now, struct queue* failed, struct queue* ready) {
+static void check_model(struct replicas* all, int64_t now, struct queue* failed, struct queue* ready) {
     struct outage outage;
     struct demand demand = {0};
     if (all->waiting.first) replicas_start(all, now);
@@ -200,14 +200,14 @@ static void each(struct queue* queue, void (*act)(struct pending*)) {
 }
 
 // Submits parts, resubmits requests that have a runtime, and answers requests that cannot wait longer.
-static void look_at_all(void) {
+static void check_waiting(void) {
     struct queue failed = {0}, ready = {0}, submitted;
     int64_t now = now_ns();
     pthread_mutex_lock(&lock);
     submitted = parts;
     parts = (struct queue){0};
     for (struct replicas **at = &models, *all; (all = *at);) {
-        look(all, now, &failed, &ready);
+        check_model(all, now, &failed, &ready);
         if (all->waiting.first)
             at = &all->next_waiting;
         else
@@ -222,7 +222,7 @@ static void look_at_all(void) {
 static void* resubmit_all(void* nothing) {
     (void)nothing;
     for (;;) {
-        look_at_all();
+        check_waiting();
         pthread_mutex_lock(&lock);
         int64_t until_ns = now_ns() + TICK_NS;
         struct timespec until = {until_ns / NS_PER_S, until_ns % NS_PER_S};

@@ -101,7 +101,7 @@ class AppliedState:
             keys = self._catalog.compiled(name for name in paused if policy.paused(name) is mode)
             self._sequences.accept(keys)
             self._outbox.append(ev.Paused(keys, mode))
-        self._registry.look_for_idle()
+        self._registry.check_idle_soon()
         if changed or paused:
             self._registry.tell_all()
 

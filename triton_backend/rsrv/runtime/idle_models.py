@@ -12,8 +12,8 @@ from rsrv.runtime.catalog import Catalog
 from rsrv.runtime.host_copies import WarmModel, choose_cold
 from rsrv.scheduler.scheduler import Scheduler
 
-#: Minimum and maximum seconds between two searches for idle models.
-_MIN_LOOK_S, _MAX_LOOK_S = 1.0, 60.0
+#: Minimum and maximum seconds between two checks for idle models.
+_MIN_CHECK_S, _MAX_CHECK_S = 1.0, 60.0
 #: Maximum number of models that fall back at one check. Each unload blocks the loop for milliseconds.
 _FALLS = 16
 #: Minimum number of seconds until further models fall back.
@@ -37,11 +37,11 @@ class IdleModels:
     def limit_ends(self, name: str, now: float) -> float:
         """Return the earliest time when a model that serves from now on may reach its idle limit."""
         limit = self._catalog.policy.settings.idle_limits(name).executable
-        return now + max(limit, _MIN_LOOK_S)
+        return now + max(limit, _MIN_CHECK_S)
 
     def find_idle(self, registered: RegisteredModels, now: float) -> tuple[list[WarmModel], float]:
-        """Return a few models that no request has used for `idle.executable`, and the time of the next search."""
-        again, idle = now + _MAX_LOOK_S, list[WarmModel]()
+        """Return a few models that no request has used for `idle.executable`, and the time of the next check."""
+        again, idle = now + _MAX_CHECK_S, list[WarmModel]()
         limits = self._catalog.policy.settings.idle_limits
         for model in self._warm(registered, lambda name: limits(name).executable < inf):
             limit = max(model.limit, model.least)
@@ -53,7 +53,7 @@ class IdleModels:
                     idle.append(model)
                 due = now + limit
             again = min(again, due)
-        return idle, max(again, now + _MIN_LOOK_S)
+        return idle, max(again, now + _MIN_CHECK_S)
 
     def choose_for_shortage(self, registered: RegisteredModels, now: float) -> list[WarmModel] | None:
         """Return models that fall back because memory is short, the least recently used first. None: earlier ones still leave.

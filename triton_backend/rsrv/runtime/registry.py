@@ -84,7 +84,7 @@ class Registry:
         self._timers = timers
         self._clock = clock
         self._idle = IdleModels(catalog, scheduler)
-        self.look_for_idle()
+        self.check_idle_soon()
         #: Time when waiting connections were last sent their places in the queue.
         self._places_sent = -inf
         #: Models of the previous runtime.
@@ -201,11 +201,11 @@ class Registry:
         if key in self.catalog.entries:
             self.let_go(self.catalog.entries[key].name)
 
-    def look_for_idle(self) -> None:
+    def check_idle_soon(self) -> None:
         """Check for idle models soon, because the limits or the pinned models have changed."""
         self._timers.set(self.dismiss_idle, -inf)
 
-    def _look_after_limit(self, name: str) -> None:
+    def _check_after_limit(self, name: str) -> None:
         """Schedule a check for idle models at the time when a model that serves from now on may reach its idle limit."""
         self._timers.advance(self.dismiss_idle, self._idle.limit_ends(name, self._clock()))
 
@@ -528,7 +528,7 @@ class Registry:
 
     def _serve(self, entry: ModelEntry) -> None:
         self._advance(entry.key, LifecycleEvent.WARMED_UP)
-        self._look_after_limit(entry.name)
+        self._check_after_limit(entry.name)
         for connection in list(entry.connections.values()):
             if connection.group is not None and self.catalog.ready(connection.group):
                 self._tell(connection.group)
@@ -592,7 +592,7 @@ class Registry:
 
     def _send_registered(self, connection: PeerConnection, group: Registration) -> None:
         """Send REGISTERED to a stub: its models are ready."""
-        self._look_after_limit(group.name)
+        self._check_after_limit(group.name)
         if connection.flat:
             self._send_flat(connection, group)
             return

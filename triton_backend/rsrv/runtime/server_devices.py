@@ -88,7 +88,7 @@ def resolve(
     devices: Literal["all"] | Sequence[int | str],
     platform: str,
     environment: Mapping[str, str],
-    look: Callable[[], Sequence[InstalledGpu]] = read_gpus,
+    list_gpus: Callable[[], Sequence[InstalledGpu]] = read_gpus,
 ) -> list[str]:
     """Return the devices of a server: values of CUDA_VISIBLE_DEVICES, or cpu. There is at least one. Raises DevicesError.
 
@@ -96,11 +96,13 @@ def resolve(
         devices: `runtime.devices`. Numbers count the visible GPUs.
         platform: `runtime.platform`.
         environment: variables of the server. The numbers in CUDA_VISIBLE_DEVICES are nvidia-smi's.
-        look: returns the GPUs as `read_gpus` does. It is called only if needed.
+        list_gpus: returns the GPUs as `read_gpus` does. It is called only if needed.
     """
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     chosen = (
-        _all(platform, environment, look) if devices == "all" else _listed(devices, platform, visible, look)
+        _all(platform, environment, list_gpus)
+        if devices == "all"
+        else _listed(devices, platform, visible, list_gpus)
     )
     for index, device in enumerate(chosen):
         if device != _CPU and device in chosen[:index]:
@@ -115,7 +117,7 @@ def _listed(
     listed: Sequence[int | str],
     platform: str,
     visible: str | None,
-    look: Callable[[], Sequence[InstalledGpu]],
+    list_gpus: Callable[[], Sequence[InstalledGpu]],
 ) -> list[str]:
     if platform == "cpu":
         for device in listed:
@@ -126,7 +128,7 @@ def _listed(
     gpus: Sequence[InstalledGpu] = ()
     if any(device != _CPU for device in listed):
         try:
-            gpus = look()
+            gpus = list_gpus()
         except GpusUnknown:
             gpus = ()  # Use the names as they are listed, because only CUDA can resolve them.
     chosen: list[str] = []
@@ -139,13 +141,13 @@ def _listed(
 
 
 def _all(
-    platform: str, environment: Mapping[str, str], look: Callable[[], Sequence[InstalledGpu]]
+    platform: str, environment: Mapping[str, str], list_gpus: Callable[[], Sequence[InstalledGpu]]
 ) -> list[str]:
     card = find_card(environment)
     if platform == "cpu" or (platform == "auto" and card is None):
         return [_CPU]
     try:
-        gpus = look()
+        gpus = list_gpus()
     except GpusUnknown as error:
         if card is None:
             return [_CPU]  # The runtime explains why there is no GPU.
@@ -228,15 +230,15 @@ def _numbers(count: int) -> str:
     return {0: "no GPU", 1: "one GPU, number 0"}.get(count, f"GPUs 0 to {count - 1}")
 
 
-def keep_devices(directory: Path, look: Callable[[], list[str]]) -> list[str]:
-    """Return the devices with which the server began. If none are recorded, record the devices that `look` returns now.
+def keep_devices(directory: Path, find: Callable[[], list[str]]) -> list[str]:
+    """Return the devices with which the server began. If none are recorded, record the devices that `find` returns now.
 
-    `directory` is the directory of device 0. Raises OSError, and the errors of `look`.
+    `directory` is the directory of device 0. Raises OSError, and the errors of `find`.
     """
     try:
         return read_devices(directory)
     except FileNotFoundError:
-        devices = look()
+        devices = find()
     write_whole(directory / DEVICES, json.dumps(devices))
     return devices
 

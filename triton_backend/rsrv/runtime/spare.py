@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 #: A spare starts after this many seconds without a build.
 _QUIET_S = 2.0
 #: Seconds between two checks for builds.
-_LOOK_S = 0.5
+_CHECK_S = 0.5
 #: Seconds between a spare's end and the start of the next one.
 _PAUSE_S = 30.0
 #: Bytes of memory that a spare takes.
@@ -118,8 +118,8 @@ class SpareKeeper(Successor):
         while True:
             quiet_s = 0.0
             while quiet_s < _QUIET_S:
-                self._rest(_LOOK_S)
-                quiet_s = 0.0 if self._is_building() else quiet_s + _LOOK_S
+                self._rest(_CHECK_S)
+                quiet_s = 0.0 if self._is_building() else quiet_s + _CHECK_S
             try:
                 with self._lock:
                     spare = self._spare = self._spare or self._start(self._command)

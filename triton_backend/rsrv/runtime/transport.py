@@ -34,7 +34,7 @@ from rsrv.wire.traces import Mark
 #: Seconds that peers have to read the last frames of a runtime that ends as planned.
 _SETTLE_S = 0.05
 #: Seconds between two checks whether the peers have read these frames.
-_SETTLE_LOOK_S = 0.001
+_SETTLE_POLL_S = 0.001
 #: Limits of the backlog of a stub that does not read: frames, bytes and descriptors. If one is exceeded, the connection is
 #: closed.
 _MAX_BACKLOG = 4096
@@ -307,7 +307,7 @@ class Transport:
         """Wait briefly until the peers have read all frames. Otherwise the end of a connection may overtake them."""
         until = time.monotonic() + _SETTLE_S
         while any(connection.has_unread() for connection in self.connections) and time.monotonic() < until:
-            time.sleep(_SETTLE_LOOK_S)
+            time.sleep(_SETTLE_POLL_S)
 
     def close(self) -> None:
         """Close all connections without a message, as the end of the process would."""

@@ -62,7 +62,7 @@ from rsrv.scheduler.events import DEFAULT_PRIORITY, Execute, InvariantError, Pau
 from rsrv.scheduler.fair import Fair
 from rsrv.scheduler.load_queue import evictable
 from rsrv.scheduler.model import ModelState
-from rsrv.scheduler.residency import IDLE_LOOK_S, CompactionState
+from rsrv.scheduler.residency import IDLE_CHECK_S, CompactionState
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.statistics import Stage
 from rsrv.scheduler.variant_queue import LiveRequest
@@ -314,8 +314,8 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
     _require(accounts.pinned_bytes == pinned, f"{accounts.pinned_bytes} bytes counted, {pinned} pinned (8)")
     for state in scheduler._models.values():
         if state.weights.state in ON_DEVICE and scheduler.settings.on_demand:
-            latest = scheduler._now + max(state.program.idle_seconds, IDLE_LOOK_S)
-            _require(scheduler._residency.idle_at <= latest, "nothing looks whether it is idle (17)", state)
+            latest = scheduler._now + max(state.program.idle_seconds, IDLE_CHECK_S)
+            _require(scheduler._residency.idle_at <= latest, "nothing checks whether it is idle (17)", state)
     present = [state for state in states if state.weights.state in TAKING_BYTES]
     unpinned = [state for state in present if not state.weights.pinned]
     for state in states:

@@ -33,7 +33,7 @@ from rsrv.scheduler.weight_states import ON_DEVICE, RUNNABLE, TAKING_BYTES, Weig
 from rsrv.scheduler.weights import WeightAccounts
 
 #: Seconds until the next check of weights that reached their idle limit but cannot be evicted.
-IDLE_LOOK_S = 0.1
+IDLE_CHECK_S = 0.1
 
 
 class CompactionState(Enum):
@@ -528,7 +528,7 @@ class DeviceResidency:
                 self.evict(model, Cause.IDLE, now, out)
                 self.loads.unblock()
             else:
-                self.idle_at = min(self.idle_at, now + max(limit, IDLE_LOOK_S))
+                self.idle_at = min(self.idle_at, now + max(limit, IDLE_CHECK_S))
 
     def _evict_requested(self, now: float, out: list[Instruction]) -> None:
         """Carry out requested evictions of models that execute nothing and need not execute first."""

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 #: Without a request for this many seconds, the clients with open connections count as idle.
 _QUIET_S = 1.0
 #: Seconds between two checks of the models that are being unloaded.
-_LOOK_S = 0.1
+_POLL_S = 0.1
 #: Seconds that the server has to answer on the connection that is kept open.
 _ANSWER_S = 2.0
 
@@ -110,4 +110,4 @@ async def _unload(server: RunningServer, callers: Collection[str]) -> None:
             name: ready for name, ready in (await server.remaining()).items() if name in callers or not first
         }:
             await asyncio.gather(*(server.dismiss(name) for name, ready in models.items() if ready))
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)

@@ -28,10 +28,10 @@ from rsrv.wire.stub_process import living_stubs
 from rsrv_gen.plan import BUNDLE_FOLDER
 from rsrv_gen.write import is_alias
 
-#: Seconds between two checks, and between attempts to reach the control service.
-LOOK_S = 0.25
-#: Checks until a model that is neither cold nor failed is shown as not loaded, for example because an operator has unloaded it.
-_UNCLEAR_LOOKS = 40
+#: Seconds between two polls, and between attempts to reach the control service.
+POLL_S = 0.25
+#: Polls until a model that is neither cold nor failed is shown as not loaded, for example because an operator has unloaded it.
+_UNCLEAR_POLLS = 40
 #: Seconds that the control service has to start after the server.
 CONTROL_S = 15.0
 #: Seconds that the control service has to answer a request.
@@ -145,7 +145,7 @@ class Changes:
         word, before = lives.get(name, "").partition(",")[0], self._shown.get(name)
         if name in models and word not in ("cold", "asleep"):
             self._unclear[name] += 1
-            if self._unclear[name] < _UNCLEAR_LOOKS:
+            if self._unclear[name] < _UNCLEAR_POLLS:
                 # Wait: in a few seconds, the control service will report that the model is cold or has failed.
                 self._touched.add(name)
                 return
@@ -326,7 +326,7 @@ async def follow(
     directory, shown = runtime_directory(pid, "0"), ""
     # By default, gRPC waits longer after each failed attempt, so ready models could be shown up to two minutes late.
     options = [
-        (f"grpc.{which}_reconnect_backoff_ms", int(LOOK_S * 1000)) for which in ("min", "initial", "max")
+        (f"grpc.{which}_reconnect_backoff_ms", int(POLL_S * 1000)) for which in ("min", "initial", "max")
     ]
     # The status of thousands of models is larger than gRPC's limit of 4 MiB.
     options.append(("grpc.max_receive_message_length", -1))
@@ -358,7 +358,7 @@ async def follow(
                 known = changes.known or not models
                 # The control process starts concurrently with the models, and may be ready later than they are. A server
                 # without models has none.
-                patience -= LOOK_S
+                patience -= POLL_S
                 if known or shown or patience < 0:
                     serves = True
                     # Models that were ready when the server began to listen get their lines before the line about serving.
@@ -370,7 +370,7 @@ async def follow(
                     yield Line(_serving(counts) if known or shown else _UNKNOWN, "serves")
             elif not serves:
                 listening = await listens(planned.ports["http"])
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
     finally:
         watching.cancel()
         await channel.close()
@@ -412,7 +412,7 @@ async def _watch(control: control_pb2_grpc.ControlStub, changes: Changes) -> NoR
         with suppress(grpc.RpcError):
             async for update in control.WatchState(pb.WatchStateRequest()):
                 changes.take(update)
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
 
 
 async def _lives(control: control_pb2_grpc.ControlStub) -> dict[str, str]:

@@ -372,7 +372,7 @@ class DirectRun:
             call.values.clear()  # A call that failed may be repeated.
         call.resolve()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Check whether the runtime is gone, without waiting."""
         with suppress(TimeoutError, RequestFailure):
             self._receive(0)
@@ -412,5 +412,5 @@ class DirectRun:
         """Receive the runtime's frames while the event loop runs."""
         if self._listening is None or self._listening[0] is not loop:
             fd = self._connection.sock.fileno()
-            loop.add_reader(fd, self.look)
+            loop.add_reader(fd, self.poll)
             self._listening = loop, fd

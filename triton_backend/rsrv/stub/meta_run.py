@@ -111,10 +111,10 @@ class RunPlace:
         """True if a device was executing one of the run's calls when its runtime died."""
         return any(run.suspect for run in self._runs)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Check whether runtimes are gone."""
         for run in self._runs:
-            run.look()
+            run.poll()
 
     def leave(self, status: Status) -> None:
         """End the run on these devices, after its calls there."""
@@ -184,7 +184,7 @@ class PlacedRun:
         """
         if failure.status not in (Status.RUNTIME_DOWN, Status.NOT_FOUND):
             return False
-        place.look()
+        place.poll()
         return place is not self._place or place.down
 
     def renew(self) -> RunPlace | None:

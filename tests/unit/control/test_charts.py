@@ -19,7 +19,7 @@ def work(*values: float, misses: int = 0, device_s: float = 0.0) -> Work:
 
 
 def test_a_point_has_the_figures_of_its_interval() -> None:
-    """A point has the rate, percentiles, device time and hits of the looks since the point before."""
+    """A point has the rate, percentiles, device time and hits of the updates since the point before."""
     charts = Charts()
     assert charts.add(100.0, work(1.0, 1.0), 2) == {}  # nothing is known of the time before
     assert charts.add(102.0, work(*[0.002] * 9, misses=2, device_s=3.0), 2) == {}
@@ -32,7 +32,7 @@ def test_a_point_has_the_figures_of_its_interval() -> None:
     assert charts.all()["5 min"] == [point, idle]
 
 
-def test_a_time_without_looks_is_a_gap() -> None:
+def test_a_time_without_updates_is_a_gap() -> None:
     """After a minute without answers, the next point is of the time after it, and the earlier ones stay."""
     charts = Charts()
     charts.add(0.0, work(), 1)
@@ -43,11 +43,11 @@ def test_a_time_without_looks_is_a_gap() -> None:
 
 
 @given(st.floats(0.2, 5.0), st.integers(1, 60_000))
-def test_the_points_are_bounded(every: float, looks: int) -> None:
+def test_the_points_are_bounded(every: float, updates: int) -> None:
     """For any pace, a range has at most its points, whose intervals have about its seconds, and no work is lost."""
-    charts, looks = Charts(), min(looks, int(3_000 / every))
-    for look in range(looks):
-        charts.add(look * every, work(0.1), 1)
+    charts, updates = Charts(), min(updates, int(3_000 / every))
+    for number in range(updates):
+        charts.add(number * every, work(0.1), 1)
     for name, seconds, most in RANGES:
         points = charts.all().get(name, [])
         assert len(points) <= most

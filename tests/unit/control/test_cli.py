@@ -91,19 +91,19 @@ def test_commands_need_no_settings_reader_and_no_numpy() -> None:
 async def test_a_watched_status_goes_on_through_a_runtimes_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is shown again and again; a look without an answer is a line, and Ctrl-C ends it."""
-    looks = 0
+    """It is shown again and again; a poll without an answer is a line, and Ctrl-C ends it."""
+    polls = 0
     loop = asyncio.get_running_loop()
 
     def pause(seconds: float) -> None:
-        nonlocal looks
-        looks += 1
-        if looks == 2:
+        nonlocal polls
+        polls += 1
+        if polls == 2:
             loop.call_soon_threadsafe(server.runtime.die)
             asyncio.run_coroutine_threadsafe(until(server.runtimes, lambda: not server.link.up), loop).result(
                 30
             )
-        if looks == 4:
+        if polls == 4:
             raise KeyboardInterrupt
 
     monkeypatch.setattr("rsrv.cli.server_commands.time.sleep", pause)
@@ -587,13 +587,18 @@ async def test_a_followed_history_has_each_record_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A followed history goes on with the records that are new, and with another obstacle of the weights."""
-    looks: list[tuple[int, str]] = [(1, ""), (1, ""), (2, "queued: waits for a"), (2, "queued: waits for a")]
+    answers: list[tuple[int, str]] = [
+        (1, ""),
+        (1, ""),
+        (2, "queued: waits for a"),
+        (2, "queued: waits for a"),
+    ]
     monkeypatch.setattr("rsrv.cli.history._FOLLOW_S", 0.0)
 
     def answer(command: dict[str, Any]) -> dict[str, Any]:
-        if not looks:
+        if not answers:
             return {"error": "there is no model 'a'", "code": "NOT_FOUND"}
-        records, waits_for = looks.pop(0)
+        records, waits_for = answers.pop(0)
         history = {"records": RECORDS[:records], "waits_for": waits_for}
         return {"unix_s": 1e9, "histories": {"a@1": history}}
 
@@ -753,7 +758,7 @@ async def test_a_profile_of_a_while(
         rsrv.server.runtime.answers = answer
         said = await rsrv("profile", "--seconds", "0.01")
 
-        # On a slow machine, the live page looks meanwhile.
+        # On a slow machine, the live page asks meanwhile.
         first, second = (one for one in rsrv.server.runtime.commands if one["command"] == "profile")
         assert said.out == first["directory"] + "\n"
         assert second == {"command": "profile"}

@@ -1,4 +1,4 @@
-"""The looks of the control process at a runtime's figures, and the findings that follow."""
+"""The control process's snapshots of a runtime's figures, and the findings that follow."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -57,17 +57,17 @@ async def diagnosed(tmp_path: Path) -> AsyncIterator[Diagnosed]:
 
 
 @looped
-async def test_findings_are_those_of_the_latest_look(tmp_path: Path) -> None:
-    """Each look finds again, from counters, failures of bundles, and what the status says of the models."""
+async def test_findings_are_those_of_the_latest_update(tmp_path: Path) -> None:
+    """Each update finds again, from counters, failures of bundles, and what the status says of the models."""
     async with diagnosed(tmp_path) as server:
-        figures, _ = await server.diagnosis.look()
+        figures, _ = await server.diagnosis.update()
         assert server.names == []
         (shared,) = figures.devices[0].records.shared
         assert (shared.bytes, [*shared.models]) == (500, ["a", "b"])
 
         server.fail()
         server.failures["b"] = BundleFailure("no manifest", since=0.0)
-        await server.diagnosis.look()
+        await server.diagnosis.update()
         assert server.names == ["model_failed", "requests_fail"]
 
 
@@ -78,11 +78,11 @@ async def test_a_model_that_could_not_start_is_no_finding_once_it_is_removed(tmp
         server.runtime.change("b@", entry("b", state="failed", error="torn", digest="", stubs=[]))
         (bundle := tmp_path / "b" / BUNDLE_FOLDER).mkdir(parents=True)
         await until(server.runtimes, lambda: "b@" in server.runtimes.entries)
-        await server.diagnosis.look()
+        await server.diagnosis.update()
         assert server.names == ["model_failed"]
 
         bundle.rmdir()
-        await server.diagnosis.look()
+        await server.diagnosis.update()
         assert server.names == []
 
 
@@ -92,14 +92,14 @@ async def test_without_a_runtime_there_is_what_is_known(tmp_path: Path) -> None:
     async with diagnosed(tmp_path) as server:
         server.runtime.die()
         server.failures["b"] = BundleFailure("no manifest", since=0.0)
-        await server.diagnosis.look()
+        await server.diagnosis.update()
         assert server.names == ["model_failed"]
 
 
 @looped
 async def test_trouble_is_forgotten_after_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Failures are a finding while a kept look is from before them, and idle models are kept once."""
-    monkeypatch.setattr(module, "_LOOK_S", 0.001)
+    """Failures are a finding while a kept snapshot is from before them, and idle models are kept once."""
+    monkeypatch.setattr(module, "_SNAPSHOT_S", 0.001)
     async with diagnosed(tmp_path) as server:
         running = asyncio.create_task(server.diagnosis.run())
         try:
@@ -109,9 +109,9 @@ async def test_trouble_is_forgotten_after_the_window(tmp_path: Path, monkeypatch
             await server.runtime.came(lambda: len(asked) > 3)
             assert server.names == ["requests_fail"]
             seen = len(asked)
-            await server.runtime.came(lambda: len(asked) > seen + 2 * module._LOOKS)
+            await server.runtime.came(lambda: len(asked) > seen + 2 * module._SNAPSHOTS)
             assert server.names == []
-            first, *others = server.diagnosis._looks
+            first, *others = server.diagnosis._snapshots
             assert all(
                 one.devices[0].records.models["a"] is first.devices[0].records.models["a"] for one in others
             )

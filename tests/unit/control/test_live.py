@@ -39,12 +39,12 @@ class Watched:
     aliases: dict[str, Shares]
 
     @property
-    def looks(self) -> int:
+    def updates(self) -> int:
         return len(self.runtime.asked)
 
 
 class Spans:
-    """Answers of a runtime to the commands of a look; `spans` are all spans so far."""
+    """Answers of a runtime to the commands of an update; `spans` are all spans so far."""
 
     def __init__(self, instance: str) -> None:
         self.instance = instance
@@ -140,7 +140,7 @@ async def test_a_watcher_gets_what_there_is_and_then_what_happens(tmp_path: Path
 
 
 @looped
-async def test_a_look_tells_only_of_models_that_changed(tmp_path: Path) -> None:
+async def test_an_update_has_only_models_that_changed(tmp_path: Path) -> None:
     """After the whole state come changes; a later watcher gets the whole state, the memory and the charts."""
     async with watched(tmp_path) as server, aclosing(server.live.watch()) as events:
         server.runtime.change("b@1", entry("b"))
@@ -162,15 +162,15 @@ async def test_a_look_tells_only_of_models_that_changed(tmp_path: Path) -> None:
 
 @looped
 async def test_busy_models_are_told_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state with many changed models is followed by looks at the timeline only, and says when the next one comes."""
-    monkeypatch.setattr(module, "_CHANGES_A_LOOK", 1)
+    """A state with many changed models is followed by updates of the timeline only, and says when the next one comes."""
+    monkeypatch.setattr(module, "_CHANGES_AN_UPDATE", 1)
     async with watched(tmp_path) as server:
         for name in "bc":
             server.runtime.change(f"{name}@1", entry(name))
-        spans, looks = Spans(server.runtime.instance), count(1)
+        spans, updates = Spans(server.runtime.instance), count(1)
 
         def status(since: int) -> pb.DeviceRecord:
-            busy = histogram(*[0.002] * next(looks))
+            busy = histogram(*[0.002] * next(updates))
             return pb.DeviceRecord(
                 instance=server.runtime.instance, models=[model(busy, name) for name in "abc"]
             )
@@ -188,7 +188,7 @@ async def test_busy_models_are_told_less_often(tmp_path: Path, monkeypatch: pyte
 
 @looped
 async def test_charts_have_what_was_served(tmp_path: Path) -> None:
-    """Five seconds of looks make a point of the shortest range, which watchers get."""
+    """Five seconds of updates make a point of the shortest range, which watchers get."""
     async with watched(tmp_path) as server, aclosing(server.live.watch()) as events:
         await find(events, "state")
         server.now[0] += 5
@@ -317,16 +317,16 @@ async def test_the_runtime_is_seldom_asked_without_watchers(
     async with watched(tmp_path) as server:
         for _ in range(20):
             await server.runtimes.command({"command": "compact"})
-        assert server.looks == 0
+        assert server.updates == 0
         for _ in range(2):
             async with aclosing(server.live.watch()) as events:
                 await find(events, "log", server.runtime.instance)
                 await find(events, "state")
-            # A look that has begun ends.
-            before = server.looks
+            # An update that has begun ends.
+            before = server.updates
             for _ in range(20):
                 await server.runtimes.command({"command": "compact"})
-            assert server.looks <= before + 1
+            assert server.updates <= before + 1
 
 
 @looped
@@ -335,8 +335,8 @@ async def test_the_charts_go_on_without_watchers(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(module, "_REST_S", 0.005)
     async with watched(tmp_path) as server:
         for _ in range(2):
-            before = server.looks
-            while server.looks < before + 2:  # one that began before, and one after
+            before = server.updates
+            while server.updates < before + 2:  # one that began before, and one after
                 await server.runtimes.command({"command": "compact"})
             server.now[0] += 5
         async with aclosing(server.live.watch()) as events:
@@ -407,12 +407,12 @@ async def test_a_watcher_that_does_not_read_is_disconnected(
 async def test_figures_that_cannot_be_read_end_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If figures cannot be read, the log says so, and the next look reads them again."""
+    """If figures cannot be read, the log says so, and the next update reads them again."""
     async with watched(tmp_path) as server, aclosing(server.live.watch()) as events:
         await anext(events)
         sound = server.runtime.answers
         server.runtime.answers = lambda command: {"models": 3}
-        while "a look for the live page failed" not in caplog.text:
+        while "an update of the live page failed" not in caplog.text:
             await server.runtimes.command({"command": "compact"})
         server.runtime.answers = sound
         await find(events, "state", '"up": true')

@@ -161,9 +161,9 @@ def test_the_99th_percentile_is_of_the_last_ten_seconds() -> None:
 def test_a_clock_that_is_set_back_begins_the_window_again() -> None:
     """Requests from before the clock was set back leave the percentile, and memory, as others do."""
     overview, entries = Overview(), {"a@1": entry("a")}
-    looks = [(1000.0, (0.002,)), (1001.0, (0.002,) * 2), (1002.0, (2.0,)), (10.0, ()), (30.0, (0.002,))]
+    samples = [(1000.0, (0.002,)), (1001.0, (0.002,) * 2), (1002.0, (2.0,)), (10.0, ()), (30.0, (0.002,))]
     seen: tuple[float, ...] = ()
-    for now, new in looks:
+    for now, new in samples:
         seen += new
         shown = overview.take(figures(model(histogram(*seen))), entries, {}, {}, now)
     assert shown["a"]["p99_s"] < 0.01
@@ -180,31 +180,31 @@ def test_counters_that_restart_are_taken_as_they_are() -> None:
 
 
 def test_only_models_that_changed_are_made_again() -> None:
-    """An idle model is the same object at the next look; what the others did is the work between the looks."""
+    """An idle model is the same object at the next update; what the others did is the work between the updates."""
     overview, entries = Overview(), {"a@1": entry("a"), "b@1": entry("b")}
     idle = model(histogram(), "b")
 
-    def look(now: float, *values: float, requests: int) -> dict[str, Any]:
+    def update(now: float, *values: float, requests: int) -> dict[str, Any]:
         busy: dict[str, Any] = {"answered": requests, "device_seconds": 0.1 * requests}
         return overview.take(figures(model(histogram(*values), **busy), idle), entries, {}, {}, now)
 
-    first = look(0.0, 0.002, requests=3)
+    first = update(0.0, 0.002, requests=3)
     assert overview.work.requests == 0
-    second = look(1.0, 0.002, 0.02, 0.02, requests=5)
+    second = update(1.0, 0.002, 0.02, 0.02, requests=5)
     assert overview.work.requests == 2
     assert overview.work.device_s == pytest.approx(0.2)
     assert 0.01 < (overview.work.request.quantile(0.5) or 0) <= 0.025
     assert second["a"] is not first["a"]
     assert second["b"] is first["b"]
-    look(2.0, 0.002, requests=1)
+    update(2.0, 0.002, requests=1)
     assert overview.work.requests == 1  # a new runtime counts from 0
 
 
 @given(st.lists(st.lists(st.floats(0.0, 50.0), max_size=5), min_size=1, max_size=30))
-def test_a_percentile_lies_where_the_window_has_values(looks: list[list[float]]) -> None:
+def test_a_percentile_lies_where_the_window_has_values(samples: list[list[float]]) -> None:
     """For any requests, the percentile lies within the bucket of the window's largest value."""
     overview, total, came = Overview(), Histogram(SECONDS), []
-    for second, values in enumerate(looks):
+    for second, values in enumerate(samples):
         for value in values:
             total.observe(value)
         came.append(values)

@@ -99,13 +99,13 @@ async def test_a_server_that_ends_leaves_its_scenario(
 
 @looped
 @pytest.mark.parametrize("end", [KeyboardInterrupt, Terminated])
-async def test_ctrl_c_and_sigterm_take_what_came_since_the_last_look(
+async def test_ctrl_c_and_sigterm_take_what_came_since_the_last_poll(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     end: type[KeyboardInterrupt],
 ) -> None:
-    """Requests that come between the last look and the end are in the trace, and the scenario is written."""
+    """Requests that come between the last poll and the end are in the trace, and the scenario is written."""
     interrupts: list[float] = []
 
     def interrupted(seconds: float) -> None:

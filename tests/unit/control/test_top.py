@@ -87,7 +87,7 @@ def test_programs_get_whole_states(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_models_are_sorted_by_their_share_of_the_device() -> None:
-    """Models are sorted by their share of the device between two looks; a new one has no rates yet."""
+    """Models are sorted by their share of the device between two states; a new one has no rates yet."""
     top = Top()
     assert not top.take("begin", "null")
     assert top.take("state", state(10.0, shown("a"), shown("b"), shown("c")))

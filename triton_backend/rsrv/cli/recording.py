@@ -21,8 +21,8 @@ from rsrv.progress import steps
 
 #: Columns of a trace. `rsrv.sim.schema.RequestKeys` has the same names.
 COLUMNS = ("t", "model", "rows", "variant", "deadline_s", "priority", "committed")
-#: Seconds between two questions to the server, which keeps the latest 32,768 requests of each device.
-_LOOK_S = 0.5
+#: Seconds between two polls of the server, which keeps the latest 32,768 requests of each device.
+_POLL_S = 0.5
 #: After this many seconds without an answer, the server counts as gone.
 _GONE_S = 60.0
 #: Seconds between two lines about the progress if the output is not a terminal.
@@ -93,19 +93,19 @@ def run_record(server: Server) -> int:
     for output in (path, scenario):
         if output.exists():
             raise CommandLineError(f"{output} is there already: name another file, or remove it")
-    before, recording = _look(server), Recording()
+    before, recording = _read_state(server), Recording()
     while not recording.begin(server.ask("GetArrivals", recording.question)):
         pass
     with path.open("x", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
-        with suppress(KeyboardInterrupt), steps(f"recording {path}, looks", every=_LINE_S) as progress:
+        with suppress(KeyboardInterrupt), steps(f"recording {path}, polls", every=_LINE_S) as progress:
             for answer in _answers(server, recording, server.options.seconds):
                 writer.writerows(recording.take(answer))
                 file.flush()
                 progress.step(f"{recording.counts.total()} requests")
     try:
-        served = _look(server)
+        served = _read_state(server)
     except grpc.RpcError:
         print("the server has gone: its figures are those of the record's start", file=sys.stderr)
         served = before
@@ -124,13 +124,13 @@ def run_record(server: Server) -> int:
         print(f"{recording.lost} requests are missing: they came faster than they were read", file=sys.stderr)
     if recording.replaced:
         print(
-            f"requests of about {recording.replaced * 2 * _LOOK_S:g} s are missing: runtimes were replaced {recording.replaced} times",
+            f"requests of about {recording.replaced * 2 * _POLL_S:g} s are missing: runtimes were replaced {recording.replaced} times",
             file=sys.stderr,
         )
     return 0
 
 
-def _look(server: Server) -> "ServedState":
+def _read_state(server: Server) -> "ServedState":
     return ServedState(
         server.ask("GetStatus", pb.GetStatusRequest()),
         server.ask("GetMemory", pb.GetMemoryRequest()),
@@ -158,7 +158,7 @@ def _answers(server: Server, recording: Recording, seconds: float | None) -> Ite
         if over:
             return
         try:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         except KeyboardInterrupt:
             end = answered  # Check once more, for the requests since the last check.
 

@@ -35,9 +35,9 @@ from rsrv.text import by_number, some
 log = logging.getLogger(__name__)
 
 #: Seconds between two snapshots of the figures.
-_LOOK_S = 15.0
+_SNAPSHOT_S = 15.0
 #: Number of snapshots that are kept. They span the last minute, which findings are about.
-_LOOKS = 5
+_SNAPSHOTS = 5
 
 
 def find(before: ServerFigures, now: ServerFigures) -> list[ServerFinding]:
@@ -106,7 +106,7 @@ class Diagnosis:
         self._tasks = TaskScanner(file.path.parent)
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
-        self._looks: deque[ServerFigures] = deque(maxlen=_LOOKS)
+        self._snapshots: deque[ServerFigures] = deque(maxlen=_SNAPSHOTS)
         #: For each model that should serve and does not, the time when this was first seen. It is empty until Triton has loaded
         #: its first models.
         self._missing_since: dict[str, float] = {}
@@ -116,17 +116,17 @@ class Diagnosis:
         """Run until cancelled."""
         while True:
             try:
-                now, _ = await self.look()
-                self._looks.append(now)
+                now, _ = await self.update()
+                self._snapshots.append(now)
             except Exception:
                 # A fault of the diagnosis must not end the control process.
-                log.exception("a look at the server's figures failed")
-            await asyncio.sleep(_LOOK_S)
+                log.exception("reading the server's figures failed")
+            await asyncio.sleep(_SNAPSHOT_S)
 
-    async def look(self) -> tuple[ServerFigures, float]:
+    async def update(self) -> tuple[ServerFigures, float]:
         """Update the findings. Return the figures, and the seconds that the findings cover."""
         now = await self._figures()
-        before = self._looks[0] if self._looks else replace(now, t=self._began, devices={})
+        before = self._snapshots[0] if self._snapshots else replace(now, t=self._began, devices={})
         self.findings = find(before, now)
         return now, now.t - before.t
 

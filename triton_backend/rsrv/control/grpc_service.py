@@ -18,7 +18,7 @@ Service = TypeVar("Service")
 M = TypeVar("M", bound=Message)
 
 #: Seconds between two checks for changes of health that no event announces.
-_HEALTH_LOOK_S = 0.25
+_HEALTH_POLL_S = 0.25
 
 
 class StatusError(Exception):
@@ -104,7 +104,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                 if status != last:
                     last = status
                     yield health_pb2.HealthCheckResponse(status=status)
-                await asyncio.wait({changed}, timeout=_HEALTH_LOOK_S)
+                await asyncio.wait({changed}, timeout=_HEALTH_POLL_S)
             finally:
                 changed.cancel()
 

@@ -32,12 +32,12 @@ from rsrv.settings import Shares
 log = logging.getLogger(__name__)
 
 #: Seconds between two updates from the runtimes while somebody watches.
-_LOOK_S = 1.0
+_UPDATE_S = 1.0
 #: Seconds between two updates while nobody watches. The charts need updates even then.
 _REST_S = RANGES[0].seconds
-#: After a state with n changed models, the next state is sent n / _CHANGES_A_LOOK looks later, and at most _MAX_LOOKS later. A
-#: state with a thousand changed models takes 35 ms, so the page takes 1 % of a core.
-_CHANGES_A_LOOK, _MAX_LOOKS = 250, 4
+#: After a state with n changed models, the next state is sent n / _CHANGES_AN_UPDATE updates later, and at most _MAX_UPDATES
+#: later. A state with a thousand changed models takes 35 ms, so the page takes 1 % of a core.
+_CHANGES_AN_UPDATE, _MAX_UPDATES = 250, 4
 #: Seconds between two updates of the bytes of models, which the runtime needs longer to compute.
 _MEMORY_S = 5.0
 #: Number of lines in the event log, all of which a new watcher gets.
@@ -46,7 +46,7 @@ _LOG_LINES = 200
 _TIMELINE_S = 30.0
 #: Maximum number of lines about loads and evictions in a second.
 _MAX_MOVES_A_SECOND = 5
-#: Maximum number of answers about the timeline that are read at a look. The next look reads further ones.
+#: Maximum number of answers about the timeline that are read in an update. The next update reads further ones.
 _MAX_ANSWERS = 5
 #: Maximum number of events that wait for a slow watcher. If there are more, its stream ends.
 _MAX_PENDING_EVENTS = 1024
@@ -81,7 +81,7 @@ class Live:
         troubles: Callable[[], Troubles],
         aliases: Callable[[], Mapping[str, Shares]],
         clock: Callable[[], float] = time.time,
-        every: float = _LOOK_S,
+        every: float = _UPDATE_S,
     ) -> None:
         """Create the live page's state.
 
@@ -113,8 +113,8 @@ class Live:
         self._memory, self._cold = Event("memory", "{}"), Event("cold", "[]")
         #: The runtimes' count of changes and the time when the bytes of models were last read.
         self._memory_of, self._memory_at = -1, 0.0
-        #: Number of looks at the runtimes until the next state is sent.
-        self._looks_left = 0
+        #: Number of updates from the runtimes until the next state is sent.
+        self._updates_left = 0
         #: The runtime's instance and the number of its next span, by device.
         self._positions: dict[int, tuple[str, int]] = {}
         #: The second of the latest load or eviction, and the number of loads and evictions in it.
@@ -126,7 +126,7 @@ class Live:
         """Run until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_log())
-            group.create_task(self._look())
+            group.create_task(self._update())
 
     async def watch(self) -> AsyncGenerator[Event, None]:
         """Yield the present state, then each event. The stream ends if the watcher is too slow. It may then watch again."""
@@ -239,28 +239,28 @@ class Live:
 
     # --- the state --------------------------------------------------------------------------------------
 
-    async def _look(self) -> None:
+    async def _update(self) -> None:
         while True:
             watched = bool(self._watchers)
             if not watched:
                 self._watched.clear()
                 self._spans.clear()
                 # Without watchers, forget what was sent, so that the next watcher gets everything.
-                self._state, self._models, self._memory_of, self._looks_left = {}, {}, -1, 0
+                self._state, self._models, self._memory_of, self._updates_left = {}, {}, -1, 0
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_REST_S):
                         await self._watched.wait()
             try:
-                if self._looks_left == 0:
+                if self._updates_left == 0:
                     await self._tell_state()
-                self._looks_left = max(0, self._looks_left - 1)
+                self._updates_left = max(0, self._updates_left - 1)
                 if self._watchers:
                     with suppress(StatusError):
                         await self._tell_memory()
                         await self._read_timeline()
             except Exception:
                 # A fault of the page must not end the control process.
-                log.exception("a look for the live page failed")
+                log.exception("an update of the live page failed")
             if self._watchers:
                 await asyncio.sleep(self._every)
 
@@ -307,8 +307,8 @@ class Live:
         changed = [model for name, model in models.items() if model is not self._models.get(name)]
         removed = {} if first else {"gone": [name for name in self._models if name not in models]}
         # Send the second state soon, because the page needs two states to show rates.
-        self._looks_left = 0 if first else min(_MAX_LOOKS, -(-len(changed) // _CHANGES_A_LOOK))
-        state["next_s"] = max(1, self._looks_left) * self._every
+        self._updates_left = 0 if first else min(_MAX_UPDATES, -(-len(changed) // _CHANGES_AN_UPDATE))
+        state["next_s"] = max(1, self._updates_left) * self._every
         aliases = alias_messages(self._aliases(), failures, records.values())
         state["aliases"] = [alias_picture(alias) for alias in aliases]
         same = ("aliases",) if state["aliases"] == self._state.get("aliases") else ()

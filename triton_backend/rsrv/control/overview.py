@@ -70,13 +70,13 @@ class Work:
 class _Shown:
     """The latest picture of a model, and the histograms of its requests within the window."""
 
-    __slots__ = ("json", "looks", "seen", "source")
+    __slots__ = ("json", "samples", "seen", "source")
 
     def __init__(self) -> None:
         #: Latest record of each device.
         self.seen: dict[int, _CountedRecord] = {}
         #: Times and new values of changes of the histogram. The first entry has the value at the beginning of the window.
-        self.looks: deque[tuple[float, Histogram]] = deque()
+        self.samples: deque[tuple[float, Histogram]] = deque()
         self.source: Any = None
         self.json: dict[str, Any] = {}
 
@@ -126,17 +126,17 @@ class Overview:
                 number: there.models[name] for number, there in records.items() if name in there.models
             }
             changed = self._read(shown, devices, now)
-            while len(shown.looks) > 1 and shown.looks[1][0] <= now - _WINDOW_S:
-                shown.looks.popleft()
+            while len(shown.samples) > 1 and shown.samples[1][0] <= now - _WINDOW_S:
+                shown.samples.popleft()
             # An idle model's percentile disappears when its window has passed.
-            changed |= len(shown.looks) == 1 and shown.json.get("p99_s") is not None
+            changed |= len(shown.samples) == 1 and shown.json.get("p99_s") is not None
             source = (entry, failures.get(name), on.get(name), starting.get(name), list(devices), asleep)
             if changed or source != shown.source:
                 shown.source = source
                 shown.json = {
                     **_state(entry, starting.get(name, ""), broken=name in failures, asleep=asleep),
                     **_picture([*devices.values()]),
-                    "p99_s": _p99(shown.looks, now),
+                    "p99_s": _p99(shown.samples, now),
                     "error": failures.get(name) or entry["error"],
                     "on": on.get(name, []),
                 }
@@ -155,15 +155,15 @@ class Overview:
         Empty intervals at both ends are left out.
         """
         shown = self._shown.get(model)
-        counts = shown.looks[-1][1].counts if shown is not None and shown.looks else []
+        counts = shown.samples[-1][1].counts if shown is not None and shown.samples else []
         there = [at for at, count in enumerate(counts) if count]
         pairs = list(zip((*SECONDS, None), counts, strict=bool(counts)))
         return pairs[there[0] : there[-1] + 1] if there else []
 
     def _read(self, shown: _Shown, devices: Mapping[int, pb.ModelRecord], now: float) -> bool:
         """Read a model's records of all devices. Return True if any has changed."""
-        if shown.looks and shown.looks[-1][0] > now:
-            shown.looks.clear()  # The clock was set back.
+        if shown.samples and shown.samples[-1][0] > now:
+            shown.samples.clear()  # The clock was set back.
         changed = False
         for number, record in devices.items():
             before = shown.seen.get(number)
@@ -172,12 +172,12 @@ class Overview:
                 shown.seen[number] = seen = _CountedRecord(record, Histogram.of(SECONDS, record.request))
                 if self._began:
                     self.work.count(before, seen)
-        if changed or not shown.looks:
+        if changed or not shown.samples:
             several = [seen.request for seen in shown.seen.values()]
             total = several[0] if len(several) == 1 else Histogram(SECONDS)
             for histogram in several if len(several) > 1 else ():
                 total.add(histogram)
-            shown.looks.append((now, total))
+            shown.samples.append((now, total))
         return changed
 
 
@@ -267,12 +267,12 @@ def _picture(devices: Sequence[pb.ModelRecord]) -> dict[str, Any]:
     }
 
 
-def _p99(looks: Sequence[tuple[float, Histogram]], now: float) -> float | None:
+def _p99(samples: Sequence[tuple[float, Histogram]], now: float) -> float | None:
     """Return the 99th percentile of the requests in the window. At the first update, it covers all requests so far."""
-    latest = looks[-1][1]
-    if len(looks) == 1:
-        return latest.quantile(0.99) if looks[0][0] == now else None
-    return latest.since(looks[0][1]).quantile(0.99)
+    latest = samples[-1][1]
+    if len(samples) == 1:
+        return latest.quantile(0.99) if samples[0][0] == now else None
+    return latest.since(samples[0][1]).quantile(0.99)
 
 
 def describe(before: ModelVersion | None, after: ModelVersion | None, serving: str = "") -> str | None:

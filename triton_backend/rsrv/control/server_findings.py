@@ -45,7 +45,7 @@ def _runtime_down(case: Case) -> Iterator[ServerFinding]:
 def _runtime_restarts(case: Case) -> Iterator[ServerFinding]:
     for number, device in case.now.devices.items():
         old = case.before.devices.get(number)
-        times = 0 if old is None else device.lives - max(1, old.lives)  # None: this is the first look
+        times = 0 if old is None else device.lives - max(1, old.lives)  # None: this is the first snapshot
         if times > 0:
             # The number of restarts rises when the old runtime ends, and the number of lives when the next one answers. So
             # there may be more restarts than lives.

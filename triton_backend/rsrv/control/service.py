@@ -37,7 +37,7 @@ from rsrv.text import by_number
 from rsrv_gen.write import front_of
 
 #: Seconds between two checks for failures of bundles.
-_FAILURES_LOOK_S = 0.25
+_FAILURES_POLL_S = 0.25
 #: Folder of the runtimes' profiles.
 PROFILES = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "rsrv/profiles")
 
@@ -205,7 +205,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @answers
     async def Diagnose(self, request: pb.DiagnoseRequest) -> pb.DiagnoseResponse:
         diagnosis = self._monitoring.diagnosis
-        _, seconds = await diagnosis.look()
+        _, seconds = await diagnosis.update()
         return pb.DiagnoseResponse(findings=map(messages.finding, diagnosis.findings), seconds=seconds)
 
     @answers
@@ -294,7 +294,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             while True:
                 if clock() >= due:
                     # Read the failures again after some time, because no event announces them.
-                    due = clock() + _FAILURES_LOOK_S
+                    due = clock() + _FAILURES_POLL_S
                     failures_shown = self._lifecycle.failures
                     failures = pb.Failures(
                         failures=[

@@ -157,8 +157,8 @@ def _place(value: Any, kind: Any, narrow: Any, scale: Any, *, but: Any = None) -
                 operation.operands[place] = stablehlo.convert(kind, narrow)
                 if scale is not None:
                     _scale_result(operation, scale, axes)
-            elif _looks_up(operation, place):
-                _look_up(operation, narrow, scale)
+            elif _is_lookup(operation, place):
+                _narrow_lookup(operation, narrow, scale)
             else:
                 wide = stablehlo.convert(kind, narrow)
                 operation.operands[place] = _multiplied(wide, scale, range(kind.rank))
@@ -176,7 +176,7 @@ def _shared(value: Any) -> Iterator[frozenset[int]]:
                 yield from _shared(region.blocks[0].arguments[place])
         elif (axes := _result_axes(operation, place)) is not None:
             yield frozenset(range(value.type.rank)) - set(axes)
-        elif _looks_up(operation, place):
+        elif _is_lookup(operation, place):
             yield frozenset(range(1, value.type.rank))
 
 
@@ -251,7 +251,7 @@ def _multiplied(value: Any, scale: Any, axes: Sequence[int]) -> Any:
     return stablehlo.convert(kind, stablehlo.multiply(stablehlo.convert(f32, value), spread))
 
 
-def _looks_up(operation: Any, place: int) -> bool:
+def _is_lookup(operation: Any, place: int) -> bool:
     """Return whether an operation gathers whole rows of this operand, as an embedding does."""
     from jaxlib.mlir.dialects import stablehlo
 
@@ -267,7 +267,7 @@ def _looks_up(operation: Any, place: int) -> bool:
     )
 
 
-def _look_up(operation: Any, narrow: Any, scale: Any) -> None:
+def _narrow_lookup(operation: Any, narrow: Any, scale: Any) -> None:
     """Look up rows of the narrow table and of the scales, and widen only these rows."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo

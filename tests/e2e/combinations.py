@@ -1,7 +1,7 @@
 """Records which states of a model's machines go together beside a test, and compares them with the known ones.
 
-A combination that is unknown fails the test if a model stays in it. Looks are too rare to know every shorter one, so such
-a one is printed. Time is counted in looks: the processes that a model waits for are as slow as those that answer a look.
+A combination that is unknown fails the test if a model stays in it. Samples are too rare to show every shorter one, so such
+a one is printed. Time is counted in samples: the processes that a model waits for are as slow as those that answer.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rsrv.control.v1 import control_pb2_grpc
 from tests.combinations import ROWS, Combination
 from tests.e2e.harness import RunningTriton
 
-#: Seconds between two looks.
-_LOOK_S = 0.1
-#: Looks in turn that may find a model in an unknown combination.
+#: Seconds between two samples.
+_SAMPLE_S = 0.1
+#: Samples in turn that may find a model in an unknown combination.
 _PASSING = 10
 
 
@@ -33,31 +33,31 @@ def recorded(server: RunningTriton) -> Iterator[None]:
     longest: dict[Combination, int] = {}
     stop = threading.Event()
 
-    def look() -> None:
+    def sample() -> None:
         turns: dict[tuple[str, Combination], int] = {}
-        while not stop.wait(_LOOK_S):
+        while not stop.wait(_SAMPLE_S):
             try:
-                seen = _look(server)
+                seen = _read(server)
             except (OSError, ValueError, grpc.RpcError):
                 continue  # the server, or its control process, is being replaced
             turns = {one: turns.get(one, 0) + 1 for one in seen.items()}
             for (_, combination), count in turns.items():
                 longest[combination] = max(longest.get(combination, 0), count)
 
-    watching = threading.Thread(target=look)
+    watching = threading.Thread(target=sample)
     watching.start()
     try:
         yield
     finally:
         stop.set()
         watching.join()
-    unknown = {one: looks for one, looks in longest.items() if not any(row.has(one) for row in ROWS)}
+    unknown = {one: samples for one, samples in longest.items() if not any(row.has(one) for row in ROWS)}
     print(f"{len(longest)} combinations of states met; unknown: {unknown}")
-    lasting = sorted(one for one, looks in unknown.items() if looks > _PASSING)
+    lasting = sorted(one for one, samples in unknown.items() if samples > _PASSING)
     assert not lasting, "tests/combinations.py lacks these:\n" + "\n".join(map(str, lasting))
 
 
-def _look(server: RunningTriton) -> dict[str, Combination]:
+def _read(server: RunningTriton) -> dict[str, Combination]:
     """Return each model's combination of now. Empty if Triton's part changes meanwhile."""
     address = server._control_address()
     if address is None:

@@ -633,7 +633,7 @@ def sleep(control: Control) -> str:
 
 
 def test_a_device_sleeps_until_a_request(control: Control) -> None:
-    """Asleep, no process holds the device, looks wake nothing, and all is shown as serving; all models return."""
+    """Asleep, no process holds the device, requests for the state wake nothing, and all is shown as serving; all models return."""
     server = control.server
     runtime = control.status().devices[0].record.pid
     assert sleep(control) == "device 0: asleep\n"

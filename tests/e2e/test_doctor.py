@@ -63,7 +63,7 @@ def run(inputs, call):
     return call("double", inputs)
 """
 SLOW_HOOKS = "import time\n\n\ndef preprocess(inputs):\n    time.sleep(0.03)\n    return inputs\n"
-#: Seconds until a look of a busy machine is sure to have the figures.
+#: Seconds until a snapshot of a busy machine is sure to have the figures.
 _SOON_S = 90.0
 
 

@@ -42,7 +42,7 @@ def test_directories_are_served(start_triton: StartTriton, tmp_path: Path) -> No
         "classifies": (bert(folder / "classifies", "BertForSequenceClassification", ("a", "b")), texts),
         "embeds": (sentence_transformer(folder / "embeds", "mean"), padded),
         "ranks": (bert(folder / "ranks", "BertForSequenceClassification", num_labels=1), texts),
-        "looks": (picture(folder / "looks", "ViTForImageClassification", "ViT", square, **PATCHES), quick),
+        "sees": (picture(folder / "sees", "ViTForImageClassification", "ViT", square, **PATCHES), quick),
         "hears": (
             listener(folder / "hears", "Wav2Vec2ForCTC"),
             HubOptions(batch_sizes=(2,), lengths=(1600,)),
@@ -54,7 +54,7 @@ def test_directories_are_served(start_triton: StartTriton, tmp_path: Path) -> No
         "classifies": {"text": TEXTS},
         "embeds": {"text": TEXTS},
         "ranks": {"text": TEXTS, "text_pair": TEXTS[::-1]},
-        "looks": {"image": PICTURES},
+        "sees": {"image": PICTURES},
         "hears": {"audio": SOUNDS},
     }
     expected = {}
@@ -71,12 +71,12 @@ def test_directories_are_served(start_triton: StartTriton, tmp_path: Path) -> No
                 assert_equal(call(name, request), expected[name])
             bad = {
                 "classifies": {"text": np.array([["a " * 100]], object)},
-                "looks": {"image": np.array([[file(10_000, 8_000)]], object)},
+                "sees": {"image": np.array([[file(10_000, 8_000)]], object)},
                 "hears": {"audio": np.array([[wav(bytes(4000))]], object)},
             }
             for name, request in bad.items():
                 refusal(partial(call, name, request)).assert_is("INVALID_ARG", protocol)
-    assert task(server, "looks")["labels"] == [f"class {n}" for n in range(5)]
+    assert task(server, "sees")["labels"] == [f"class {n}" for n in range(5)]
     assert task(server, "writes") == {
         "kind": "text-generation",
         "inputs": {"text": "text_input"},

@@ -103,7 +103,7 @@ async def show(page: Page, url: str, *, still: bool = True) -> None:
 def test_a_server_under_load_is_shown(tmp_path: Path) -> None:
     """The page shows ten models on a device for six: bars, rows, moving figures, the timeline, events and a history."""
 
-    async def look(url: str) -> None:
+    async def visit(url: str) -> None:
         async with browsing() as page:
             await show(page, url, still=False)
             await page.until(f"{ROWS} === {len(MODELS)}")
@@ -146,7 +146,7 @@ def test_a_server_under_load_is_shown(tmp_path: Path) -> None:
             assert page.errors == []
 
     with live_server(tmp_path) as (server, url), load(server):
-        asyncio.run(look(url))
+        asyncio.run(visit(url))
 
 
 #: the longest line of a generating model's panel
@@ -297,7 +297,7 @@ def test_a_thousand_models_cost_little(record_property: Callable[[str, object], 
     The measure is the time of a piece of work in the same browser, so the bounds hold for machines of any speed.
     """
 
-    async def look() -> tuple[float, float, float]:
+    async def visit() -> tuple[float, float, float]:
         async with browsing() as page, fake() as (source, url):
             source.tell("state", state(0, 1000))
             await show(page, url)
@@ -318,7 +318,7 @@ def test_a_thousand_models_cost_little(record_property: Callable[[str, object], 
             assert page.errors == []
             return first, each, tables
 
-    first, each, tables = asyncio.run(look())
+    first, each, tables = asyncio.run(visit())
     record_property("first_s", first)
     record_property("each_s", each)
     record_property("tables_s", tables)
@@ -329,7 +329,7 @@ def test_a_thousand_models_cost_little(record_property: Callable[[str, object], 
 def test_each_device_of_a_server_has_a_lane() -> None:
     """Several devices have a bar and a timeline each; models name the devices of their weights; a dead runtime shows."""
 
-    async def look() -> None:
+    async def visit() -> None:
         async with browsing() as page, fake() as (source, url):
             source.tell("state", state(0, 4, device(0, 0), device(1, 0)))
             source.tell("spans", spans(1, 4, 2))
@@ -391,13 +391,13 @@ def test_each_device_of_a_server_has_a_lane() -> None:
             assert await page.value("document.querySelectorAll('.device')[0].dataset.up") == "true"
             assert page.errors == []
 
-    asyncio.run(look())
+    asyncio.run(visit())
 
 
 def test_a_page_without_figures_says_so_and_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page never calls old figures well, connects again after an HTTP error, and forgets the servers of before."""
 
-    async def look() -> None:
+    async def visit() -> None:
         headline = "document.querySelector('#headline').textContent"
         connection = "document.querySelector('#connection')?.dataset.state"
         async with browsing() as page, fake() as (source, url):
@@ -426,13 +426,13 @@ def test_a_page_without_figures_says_so_and_tries_again(monkeypatch: pytest.Monk
             source.tell("state", state(0, 2), "w1")
             await page.until(f"{ROWS} === 2 && {headline} === 'all is well'")
 
-    asyncio.run(look())
+    asyncio.run(visit())
 
 
 def test_the_page_is_used_with_keys_and_heard() -> None:
     """Cold models keep the focus while the page changes; a screen reader hears of other findings, not of numbers."""
 
-    async def look() -> None:
+    async def visit() -> None:
         async with browsing() as page, fake() as (source, url):
             doors = {"HTTP": "10.0.0.1:8000"}
             source.tell("server", {"name": "n", "version": "1", "started": 990.0, "endpoints": doors})
@@ -458,14 +458,14 @@ def test_the_page_is_used_with_keys_and_heard() -> None:
             assert await page.value("document.activeElement.textContent") == "cold-a"
             assert page.errors == []
 
-    asyncio.run(look())
+    asyncio.run(visit())
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (390, "dark"), (1280, "dark")])
 def test_a_phone_and_a_dark_screen_show_the_whole_page(width: int, scheme: str) -> None:
     """The page is no wider than the screen, also with a model's panel, and texts stand out from their ground."""
 
-    async def look() -> None:
+    async def visit() -> None:
         async with browsing(width, 844, scheme) as page, fake() as (source, url):
             doors = {"HTTP": "10.0.0.1:8000", "gRPC": "10.0.0.1:8001"}
             source.tell("server", {"name": "n", "version": "1", "started": 990.0, "endpoints": doors})
@@ -494,13 +494,13 @@ def test_a_phone_and_a_dark_screen_show_the_whole_page(width: int, scheme: str) 
             assert faint == []
             assert page.errors == []
 
-    asyncio.run(look())
+    asyncio.run(visit())
 
 
 def test_the_page_sends_commands_with_the_token() -> None:
     """Rows are found and sorted; text from servers is never markup; the token is asked for once."""
 
-    async def look() -> list[tuple[str, str, str]]:
+    async def visit() -> list[tuple[str, str, str]]:
         async with browsing() as page, fake(b"s3cret") as (source, url):
             page.prompted = "s3cret"
             source.tell("state", state(1, 20))
@@ -560,4 +560,4 @@ def test_the_page_sends_commands_with_the_token() -> None:
             assert [one for one in page.errors if "live/try" not in one] == []
             return source.steered
 
-    assert asyncio.run(look()) == [("w0", "model-007", "pin"), ("w0", "model-007", "evict")]
+    assert asyncio.run(visit()) == [("w0", "model-007", "pin"), ("w0", "model-007", "evict")]

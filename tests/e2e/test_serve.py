@@ -363,7 +363,7 @@ def test_the_plain_command_of_triton_serves(folder: Path) -> None:
 
 
 def _listens(port: int) -> bool:
-    """Return whether a server listens on this port. A look that takes the port itself could keep the server from it."""
+    """Return whether a server listens on this port. A check that takes the port itself could keep the server from it."""
     with socket.socket() as probe:
         return probe.connect_ex((LOOPBACK, port)) == 0
 

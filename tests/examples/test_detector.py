@@ -182,7 +182,7 @@ def test_a_batch_is_answered_as_its_images_alone_are(detector: Detector) -> None
     assert together["count"].max() <= MOST_SHAPES + 2
 
 
-def test_any_number_of_regions_is_looked_at_and_none_is_mixed_up() -> None:
+def test_any_number_of_regions_is_classified_and_none_is_mixed_up() -> None:
     """Many regions of nine images take many calls of the head and are not mixed up."""
     anchors = steps.anchors(SIDE)
     cells = SIDE // steps.CELL

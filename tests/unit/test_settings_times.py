@@ -30,7 +30,7 @@ def at(text: str) -> float:
     ],
 )
 def test_a_time_of_the_week_is_due_once(times: list[str], last: str, now: str, expected: bool) -> None:
-    """A time is due at the first look after it, and not again at later ones."""
+    """A time is due at the first check after it, and not again at later ones."""
     assert due(times, at(last), at(now)) == expected
 
 

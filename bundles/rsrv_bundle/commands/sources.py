@@ -143,7 +143,7 @@ def named(target: str) -> Any:
         container = import_module(module)
     except ModuleNotFoundError as e:
         if e.name and f"{module}.".startswith(f"{e.name}."):
-            raise LoadError(f"{target}: {e}{_looked(module)}") from None
+            raise LoadError(f"{target}: {e}{_places(module)}") from None
         raise _missing(target, e) from None
     except Exception as e:
         raise LoadError(f"{target}: cannot be imported: {type(e).__name__}: {e}") from e
@@ -177,8 +177,8 @@ def _dotted(file: Path) -> str:
     return file.stem if outside else ".".join(file.with_suffix("").parts)
 
 
-def _looked(module: str) -> str:
-    """Return where a module was looked for, and the most similar one there."""
+def _places(module: str) -> str:
+    """Return the places where a module was searched, and the most similar module there."""
     files = Path(*module.split(".")[:-1]).glob("*.py")
     hint = nearest(module, map(_dotted, files))
     return f" in {os.getcwd()} or among the installed packages{hint if 'did you mean' in hint else ''}"

@@ -141,7 +141,7 @@ def _channels(numbers: Any) -> tuple[float, ...]:
     return tuple(numbers) if isinstance(numbers, list | tuple) else (float(numbers),) * 3
 
 
-class _Looker(nn.Module):
+class _ImageNetwork(nn.Module):
     """A network that reads pixels.
 
     `answer` takes the network's output, and the height and width of the pixels. It returns the bundle's outputs.
@@ -214,7 +214,7 @@ class Pictures:
         )
         return HubRecipe(
             kind=kind,
-            module=_Looker(network, answer).eval(),
+            module=_ImageNetwork(network, answer).eval(),
             axes={"pixel_values": "nchw"},
             hooks=hooks,
             inputs=("image",),

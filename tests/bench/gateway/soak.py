@@ -140,7 +140,7 @@ class _Director:
         """Run as long as the plan says, a little shorter than the load."""
         course = self._course
         end = course.begin + self._plan.seconds
-        self._look()
+        self._sample()
         endings = self._endings()
         while time.monotonic() < end - self._plan.pause_s:
             self._watch(min(time.monotonic() + self._plan.pause_s, end))
@@ -149,7 +149,7 @@ class _Director:
                 self._join(self._random.choice(gone))
             else:
                 self._end(next(endings), self._random.choice(self._everyone))
-            self._look()
+            self._sample()
         course.end = time.monotonic()
         course.repacks = dict(self._gateway.status().repacks.counts)
         return course
@@ -195,20 +195,20 @@ class _Director:
     def _watch(self, until: float) -> None:
         """Count moves."""
         while True:
-            self._look_where()
+            self._count_moves()
             left = until - time.monotonic()
             if left <= 0:
                 return
             time.sleep(min(0.5, left))
 
-    def _look_where(self) -> None:
+    def _count_moves(self) -> None:
         for model in self._gateway.status().models:
             placed = tuple(model.placed)
             self._course.moves += self._placed.get(model.name, placed) != placed
             self._placed[model.name] = placed
 
-    def _look(self) -> None:
-        self._look_where()
+    def _sample(self) -> None:
+        self._count_moves()
         self._course.held.append(Held.now(self._gateway))
 
 

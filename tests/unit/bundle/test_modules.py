@@ -321,7 +321,7 @@ def test_regions_nested_without_end_are_refused() -> None:
     assert "is nested more than 100 levels deep" in read(assembled(text))
 
 
-def test_a_module_is_what_it_was_when_it_was_looked_at(tmp_path: Path) -> None:
+def test_a_module_is_what_it_was_when_it_was_read(tmp_path: Path) -> None:
     """A module that is changed after its check is refused when it is read."""
     blob = returning(Y4, takes=(X4, W))
     bundle = bundle_of(tmp_path, {"model.mlir": blob})

@@ -238,7 +238,7 @@ def ragged() -> bytes:
     return bytes(exported.mlir_module_serialized)
 
 
-def test_a_ragged_product_is_pinned_where_the_compiler_looks() -> None:
+def test_a_ragged_product_is_pinned_where_the_compiler_reads_it() -> None:
     """A ragged product is pinned in its composite, whose precision the compiler uses."""
     blob, precision = applied(ragged(), "pin")
 

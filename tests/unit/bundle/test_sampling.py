@@ -69,7 +69,7 @@ def test_top_p_counts_what_top_k_has_left() -> None:
     assert draws(1, 2, 0.5) == {0: 1.0}
 
 
-#: more tokens than a draw looks at first, in no order of their probabilities
+#: more tokens than a draw reads first, in no order of their probabilities
 MANY = np.random.default_rng(3).permutation(np.log(np.linspace(1, 4, 600))).astype(np.float32)
 ROWS = 2000
 

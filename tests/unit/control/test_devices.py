@@ -92,7 +92,7 @@ async def test_a_dead_runtime_of_two_leaves_the_server_ready(
 async def test_a_device_that_is_not_found_has_its_reason_in_the_status(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its runtimes come and go, and each looks again: the reason stays until one has found the device."""
+    """Its runtimes come and go, and each searches again: the reason stays until one has found the device."""
     async with served(tmp_path, models=["a"], devices=2) as server:
         note = tmp_path / "device1" / NO_DEVICE
         note.write_text("the card is full")

@@ -156,7 +156,7 @@ async def test_a_subscriber_sees_every_change_in_order(tmp_path: Path) -> None:
 
 
 @looped
-async def test_a_subscriber_that_does_not_look_gets_a_snapshot_instead(tmp_path: Path) -> None:
+async def test_a_subscriber_that_does_not_read_gets_a_snapshot_instead(tmp_path: Path) -> None:
     """A subscriber that reads too slowly gets a snapshot in place of the changes."""
     runtime = FakeRuntime(tmp_path / "runtime.sock")
     async with linked(tmp_path) as runtimes:

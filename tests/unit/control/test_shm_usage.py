@@ -46,7 +46,7 @@ def test_each_byte_has_its_user(directory: Path, monkeypatch: pytest.MonkeyPatch
     assert usage.others == (256 - 8 - 64 - 128) * KB
 
 
-def test_nobody_is_looked_for_while_there_is_room(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_is_searched_while_there_is_room(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Maps of hundreds of processes would take long, and matter only when memory is short."""
     small(monkeypatch, free=100)
     monkeypatch.setattr("rsrv.control.shm_usage._mapped", None)

@@ -95,7 +95,7 @@ def meta_bundle(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> 
 
 def write_bundle(
     folder: Path,
-    module: str = "not looked into",
+    module: str = "not parsed",
     *,
     internal: bool = False,
     files: Mapping[str, str] | None = None,
@@ -114,7 +114,7 @@ def write_bundle(
     return folder
 
 
-def write_unsummed(folder: Path, module: str = "not looked into") -> Path:
+def write_unsummed(folder: Path, module: str = "not parsed") -> Path:
     """Write a directory that reads as a bundle of format 2.0, which has no checksums."""
     write_bundle(folder, module)
     text = MANIFEST.replace("format_version: 3", "format_version: 2.0").replace("shape: nc", "shape: cn")

@@ -70,7 +70,7 @@ def test_files_without_checksums_are_read_twice(tmp_path: Path) -> None:
     done = work.write(None, twice=True)
     assert (done.names(Written), done.names(Unsure)) == ({"new"}, {"old"})
     done.of(Written)["new"].replaced.forget()
-    (old / "model.b8.mlir").write_text("not looked into 9")
+    (old / "model.b8.mlir").write_text("not parsed 9")
     work.confirm(done)
     assert (done.names(Written), done.names(Later)) == ({"new"}, {"old"})
     done = work.write(None, twice=True)

@@ -143,7 +143,7 @@ def test_rows_have_room_for_the_marks_around_texts(path: Path, lengths: list[int
     assert Tokeniser(path, [3])(text, text).ids.tolist() == [[2, 3, 3]]
 
 
-def test_only_the_beginning_of_an_endless_text_is_looked_at(path: Path) -> None:
+def test_only_the_beginning_of_an_endless_text_is_read(path: Path) -> None:
     """Only 64 bytes of a long text are read for each token."""
     text = as_text(["north" + " " * (16 * 64) + "south", "north" + " " * (16 * 63) + "south"])
     assert Tokeniser(path, LENGTHS)(text).ids.tolist() == [[2, 4, 3, 7], [2, 4, 5, 3]]
@@ -164,7 +164,7 @@ def test_a_file_that_is_no_tokeniser_is_named(tmp_path: Path) -> None:
 
 
 def test_strings_need_no_zeros_behind_them(path: Path) -> None:
-    """Strings of clients, one a row, are texts as they are; what is beyond the limit is not looked at."""
+    """Strings of clients, one a row, are texts as they are; what is beyond the limit is not read."""
     texts = ["north south", "", "west" + " east" * 1000]
     strings = np.array([text.encode() for text in texts], object)
     assert from_text(strings) == from_text(strings.reshape(-1, 1)) == texts

@@ -200,7 +200,7 @@ def test_each_waiting_request_is_checked_for_cancellation(
     assert all(r.answers.get(timeout=PATIENCE_S).error is None for r in requests if not r.cancelled)
 
 
-def test_a_fault_in_looking_after_a_client_leaves_the_others_served(
+def test_a_fault_in_serving_a_client_leaves_the_others_served(
     runtime: Runtime, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that reads answers survives any exception of is_cancelled()."""

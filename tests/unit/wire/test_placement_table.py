@@ -61,13 +61,13 @@ def test_threads_share_a_reader(path: Path, writer: PlacementWriter, monkeypatch
     table = placement_table._MappedTable
     generation, others = table.generation, iter([reader])
 
-    def look(file: placement_table._MappedTable) -> int:
+    def read_generation(file: placement_table._MappedTable) -> int:
         for other in others:
             assert other.mask(0) == 7
         found: int = generation.__get__(file)
         return found
 
-    monkeypatch.setattr(table, "generation", property(look))
+    monkeypatch.setattr(table, "generation", property(read_generation))
 
     assert reader.mask(0) == 7
 

@@ -148,6 +148,7 @@ async def test_the_status_for_people(tmp_path: Path, capsys: pytest.CaptureFixtu
             *("7", "1", "3", "250", "ms", "system", "1"),
         ]
         assert head.index("STATE") == row.index("resident")
+        assert "DEVICE TIME" in head
         assert any(line.startswith("m ") for line in lines)
         assert lines[-1] == "c has failed, 3 tries: manifest.yaml: no such key"
 

@@ -128,7 +128,7 @@ def _print_load(device: pb.DeviceLoad) -> None:
             "SIZE": lambda model: amount(model.device_bytes),
             "COST PER ROW": lambda model: duration(model.cost_s) if model.HasField("cost_s") else "-",
             "MISSES": lambda model: str(model.misses),
-            "DEVICE": lambda model: duration(model.device_seconds),
+            "DEVICE TIME": lambda model: duration(model.device_seconds),
             "ROWS": lambda model: str(model.useful_rows),
         },
     )

@@ -92,7 +92,7 @@ def models_table(answer: pb.GetStatusResponse, models: Sequence[pb.ModelStatus])
                 sum(model.record.outcomes.values()) - model.record.outcomes.get("answered", 0)
             ),
             "MISSES": lambda model: str(model.record.misses),
-            "DEVICE": lambda model: duration(model.record.device_seconds),
+            "DEVICE TIME": lambda model: duration(model.record.device_seconds),
             "RESIDENCY": lambda model: word(pb.Residency, model.record.residency),
             "STUBS": _stubs,
         },
@@ -107,7 +107,7 @@ def models_table(answer: pb.GetStatusResponse, models: Sequence[pb.ModelStatus])
             "RUNNING": lambda meta: str(meta.record.executing),
             "ENDED": lambda meta: str(sum(meta.record.outcomes.values())),
             "CALLS": lambda meta: str(meta.record.calls),
-            "DEVICE": lambda meta: duration(meta.record.device_seconds),
+            "DEVICE TIME": lambda meta: duration(meta.record.device_seconds),
             "PAUSED": lambda meta: word(pb.Pause, meta.paused),
             "CALLS MODELS": lambda meta: ", ".join(meta.record.calls_models),
         },

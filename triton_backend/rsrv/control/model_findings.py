@@ -203,7 +203,7 @@ def _not_resident(case: Case, window: DeviceWindow, activity: ModelActivity) -> 
         "warning",
         f"{activity.name} refused {refused} of {activity.ended} requests: its weights are not on the device",
         "lifecycle.mode is explicit: requests load no weights",
-        f"the control plane must prefetch it first (`rsrv prefetch {activity.name}`)",
+        f"an operator must prefetch or pin it first (`rsrv prefetch {activity.name}`)",
     )
 
 

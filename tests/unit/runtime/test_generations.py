@@ -139,7 +139,7 @@ def test_each_token_is_due_by_the_rate_that_was_asked_for() -> None:
 @pytest.mark.parametrize(
     ("ask", "problem"),
     [
-        (Generate(1, []), "empty"), (Generate(1, [1] * 64), "at most 63"), (Generate(1, [1], 0), "max_tokens is 0"),
+        (Generate(1, []), "takes 1 to 63"), (Generate(1, [1] * 64), "has 64 tokens"), (Generate(1, [1], 0), "max_tokens is 0"),
         (Generate(1, [1], temperature=nan), "temperature"), (Generate(1, [1], temperature=-1.0), "temperature"),
         (Generate(1, [1], temperature=inf), "temperature"), (Generate(1, [1], top_p=0), "top_p"),
         (Generate(1, [1], top_p=1.5), "top_p"), (Generate(1, [1], top_p=nan), "top_p"),

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from rsrv.histogram import SECONDS, Histogram
 from rsrv.wire.frames import Status
-from rsrv.wire.generation import Generate
+from rsrv.wire.generation import Generate, find_length_problem
 from rsrv_bundle.spec import GenerateSpec
 
 #: Maximum seconds of a chunk of a prompt if other requests wait. This is about one execution of a small model.
@@ -149,14 +149,8 @@ class Chunks:
 
 def find_problem(ask: Generate, spec: GenerateSpec) -> str:
     """Return the reason why a generation is not possible, or "" if it is possible."""
-    tokens = len(ask.prompt)
-    if not tokens:
-        return "the prompt is empty; send at least one token"
-    if tokens >= spec.context:
-        return (
-            f"the prompt has {tokens} tokens; the model's context of {spec.context} has room for at most "
-            f"{spec.context - 1} of them and one token of the answer"
-        )
+    if problem := find_length_problem(len(ask.prompt), spec.context):
+        return problem
     if ask.max_tokens is not None and ask.max_tokens < 1:
         return f"max_tokens is {ask.max_tokens}; it must be at least 1"
     if not (isfinite(ask.temperature) and ask.temperature >= 0):

@@ -27,7 +27,7 @@ from rsrv.stub.request import ClientRequest, parse_parameters
 from rsrv.stub.session import Attachment, Session
 from rsrv.stub.tensors import Array
 from rsrv.wire.frames import Completion, ProtocolError, Status
-from rsrv.wire.generation import Generate, pack_generate
+from rsrv.wire.generation import Generate, find_length_problem, pack_generate
 from rsrv.wire.socket import Closed
 
 #: Seconds that an answer may take if its client sets no deadline. On plain HTTP, Triton does not notice that a client
@@ -167,12 +167,8 @@ class GenerationEngine(ModelReplica[AnswerStream]):
             if stream.params.tokenize:
                 stream.kept = json.dumps({"tokens": stream.prompt, "max_model_len": context})
                 return
-        if not 0 < len(stream.prompt) < context:
-            text = (
-                f"the prompt has {len(stream.prompt)} tokens, and this model takes 1 to {context - 1}, as {context} are for "
-                "prompt and answer together"
-            )
-            raise invalid(text)
+        if problem := find_length_problem(len(stream.prompt), context):
+            raise invalid(problem)
         request.deaths = max(request.deaths, self._process.front.check(stream.arrays))
         sampling = stream.params[:5]  # These are the parameters from max_tokens to seed.
         times = request.params.deadline_ns, request.params.priority

@@ -38,6 +38,16 @@ class Generate(NamedTuple):
     )
 
 
+def find_length_problem(tokens: int, context: int) -> str:
+    """Return the reason why a prompt of so many tokens does not fit into a model's context, or "" if it fits."""
+    if 0 < tokens < context:
+        return ""
+    return (
+        f"the prompt has {tokens} tokens, and this model takes 1 to {context - 1}, as {context} are for prompt and "
+        "answer together"
+    )
+
+
 def pack_generate(request: Generate) -> bytes:
     """Return a GENERATE frame. Raises ProtocolError if the prompt does not fit."""
     return pack_json(Kind.GENERATE, {**request._asdict(), "prompt": list(request.prompt)})

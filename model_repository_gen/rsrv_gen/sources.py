@@ -25,7 +25,7 @@ from rsrv_gen.plan import SourceBundle
 SETTINGS_FILE = "rsrv.yaml"
 #: Maximum number of new bundles that are kept in memory from their check to their plan. A bundle takes about 30 kB, and another
 #: 30 kB for each hundred weights.
-_KEPT = 2000
+_MAX_KEPT_BUNDLES = 2000
 
 
 @dataclass
@@ -71,7 +71,7 @@ def read_sources(paths: Iterable[Path], known: Known | None = None) -> Sources:
         for bundle in paths_here:
             if bundle not in places.setdefault(bundle.name, []):
                 places[bundle.name].append(bundle)
-    room = _KEPT
+    room = _MAX_KEPT_BUNDLES
     for name, same in sorted(places.items()):
         try:
             sources.good[name] = _read(name, same, known, room)

@@ -32,7 +32,7 @@ RESULTS = ROOT / "build" / "zoo-results.jsonl"
 SERVED = ROOT / "build" / "zoo-served.json"
 PAGE = ROOT / "docs" / "what-exports.md"
 #: Small bundles, to be served.
-KEPT = ROOT / "build" / "zoo-bundles"
+SMALL_BUNDLES = ROOT / "build" / "zoo-bundles"
 #: CPU seconds and seconds for one architecture
 CPU_SECONDS, SECONDS = 240, 900
 
@@ -211,7 +211,7 @@ def _keep(name: str, bundle: Any, made: Made) -> None:
     inputs = dict(zip(names, random_inputs(bundle, 0, 2, taken, first=4), strict=True))
     found = eager(**inputs)
     outputs = dict(zip(found.names, found.values, strict=True))
-    target = KEPT / re.sub("[^a-z0-9]+", "_", name.lower())
+    target = SMALL_BUNDLES / re.sub("[^a-z0-9]+", "_", name.lower())
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(bundle.path, target)
     np.savez(

@@ -10,12 +10,12 @@ import numpy as np
 
 from tests.e2e.calls import caller
 from tests.e2e.harness import make_repository, running_triton
-from tests.zoo.__main__ import KEPT, SERVED
+from tests.zoo.__main__ import SERVED, SMALL_BUNDLES
 
 
 def main(count: int = 24) -> None:
     """Serve the first bundles by name, and write the largest error of each."""
-    files = sorted(KEPT.glob("*.npz"))[:count]
+    files = sorted(SMALL_BUNDLES.glob("*.npz"))[:count]
     errors = {}
     with tempfile.TemporaryDirectory() as folder:
         repository = make_repository(Path(folder), *(file.with_suffix("") for file in files))

@@ -28,9 +28,9 @@ _MAX_WAITING = 1000
 #: `flush` waits for at most this many seconds.
 _FLUSH_TIMEOUT_S = 2.0
 #: Maximum number of characters of a request's id in a line.
-ID = 200
+MAX_ID_LENGTH = 200
 #: Maximum number of characters of a text from outside in a line.
-TEXT = 500
+MAX_TEXT_LENGTH = 500
 #: Maximum number of characters of a message or traceback.
 _MAX_MESSAGE = 16_000
 #: Control characters and line ends of a terminal, without tabs and newlines.

@@ -327,7 +327,7 @@ def test_bundles_of_many_weights_take_the_room_of_several(
     for name in ("a", "b", "c"):
         (write_bundle(tmp_path / "many" / name) / "weights.safetensors").write_bytes(weights)
         seal(tmp_path / "many" / name)
-    monkeypatch.setattr(sources, "_KEPT", 5)
+    monkeypatch.setattr(sources, "_MAX_KEPT_BUNDLES", 5)
     found = sources.read_sources([tmp_path / "many"]).good
     assert [name for name, source in found.items() if source.checked is not None] == ["a", "b"]
 

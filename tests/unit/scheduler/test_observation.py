@@ -23,7 +23,7 @@ from rsrv.scheduler.events import (
     Tick,
     WeightsLoaded,
 )
-from rsrv.scheduler.history import LENGTH
+from rsrv.scheduler.history import MAX_RECORDS
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.driver import Driver, executions, program
@@ -231,13 +231,13 @@ def test_history_is_bounded() -> None:
     """Old records are dropped, but not with them the changes of the weights; long lists of ids are cut."""
     machine = Driver()
     machine.add(program("a"))
-    for _ in range(LENGTH):
+    for _ in range(MAX_RECORDS):
         machine.pause(Pause.HOLD, "a")
         machine.pause(None, "a")
     machine.arrive(*machine.requests_of(20))
 
     lines = lines_of(machine)
-    assert len(lines) == LENGTH + 1
+    assert len(lines) == MAX_RECORDS + 1
     assert lines[0] == "t=0.000000 weights resident why=adopt bytes=100"
     assert lines[-2:] == [
         f"t=0.000000 arrived requests=20 ids={[*range(1, 17)]}",

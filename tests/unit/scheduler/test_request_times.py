@@ -7,7 +7,7 @@ import pytest
 from rsrv.scheduler.batching import VariantCosts
 from rsrv.scheduler.events import Outcome, Pause, Request
 from rsrv.scheduler.settings import SchedulerSettings
-from rsrv.scheduler.slowest import KEPT, WINDOW_S, Ending, SlowestRequests, SlowRequest
+from rsrv.scheduler.slowest import MAX_SLOWEST, WINDOW_S, Ending, SlowestRequests, SlowRequest
 from rsrv.scheduler.variant_queue import LiveRequest, VariantQueue
 from tests.unit.scheduler.driver import Driver, program
 
@@ -162,19 +162,19 @@ def offer(kept: SlowestRequests, ended: float, seconds: float) -> bool:
 def test_the_slowest_hundred_are_kept() -> None:
     """A request that is faster than all of a hundred is not even read; a slower one replaces the fastest."""
     kept = SlowestRequests()
-    for second in range(KEPT):
+    for second in range(MAX_SLOWEST):
         assert offer(kept, second, 0.5 + second / 1000)
 
-    assert not offer(kept, KEPT, 0.25)
-    assert offer(kept, KEPT, 0.75)
-    seconds = [slow.seconds for slow in kept.read(KEPT)]
-    assert (len(seconds), seconds[0], seconds[-1]) == (KEPT, 0.75, 0.501)
+    assert not offer(kept, MAX_SLOWEST, 0.25)
+    assert offer(kept, MAX_SLOWEST, 0.75)
+    seconds = [slow.seconds for slow in kept.read(MAX_SLOWEST)]
+    assert (len(seconds), seconds[0], seconds[-1]) == (MAX_SLOWEST, 0.75, 0.501)
 
 
 def test_requests_are_dropped_after_an_hour() -> None:
     """An old request leaves, also where none is read; its place is free for any request."""
     kept = SlowestRequests()
-    for second in range(KEPT):
+    for second in range(MAX_SLOWEST):
         offer(kept, second, 10.0)
 
     assert not offer(kept, WINDOW_S - 1, 0.5)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 
 #: Variables of jax that the runtime keeps. Settings of rsrv.yaml replace all others.
-KEPT = frozenset({"JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"})
+_KEPT_VARIABLES = frozenset({"JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"})
 #: Makes XLA parse XLA_FLAGS. XLA ends the process at a flag that it does not know.
 _PARSE = "from jaxlib import xla_client; xla_client.CompileOptions()"
 #: Seconds for a process to import jaxlib on a busy machine.
@@ -22,7 +22,7 @@ class XlaFlagsError(Exception):
 
 def drop_jax_variables(environment: MutableMapping[str, str]) -> list[str]:
     """Remove variables of jax that are for debugging, for example JAX_DISABLE_JIT. Return their names."""
-    dropped = sorted(name for name in environment if name.startswith("JAX_") and name not in KEPT)
+    dropped = sorted(name for name in environment if name.startswith("JAX_") and name not in _KEPT_VARIABLES)
     for name in dropped:
         del environment[name]
     return dropped

@@ -18,9 +18,9 @@ Details = Execute | ExecutionFinished | LoadFailed | PolicyChanged | Sequence[in
 _MAX_IDS = 16
 
 #: Maximum number of records per model.
-LENGTH = 50
+MAX_RECORDS = 50
 #: Maximum number of state changes per model. They are stored separately, so that records of requests do not displace them.
-CHANGES_LENGTH = 30
+MAX_CHANGES = 30
 
 #: Changes of state after which requests can execute.
 _USABLE = ("weights resident", "weights evicting")
@@ -52,7 +52,7 @@ class History:
     def __init__(self) -> None:
         #: Number of records and changes so far. These numbers order the records of the same moment.
         self.count = 0
-        self._records: deque[tuple[int, float, str, Details]] = deque(maxlen=LENGTH)
+        self._records: deque[tuple[int, float, str, Details]] = deque(maxlen=MAX_RECORDS)
         # This is a list, because a short list takes 100 bytes, but a deque takes 760.
         self._changes: list[tuple[int, float, str, Details]] = []
 
@@ -64,7 +64,7 @@ class History:
         """Add a change of state."""
         self.count += 1
         self._changes.append((self.count, now, state, details))
-        del self._changes[:-CHANGES_LENGTH]
+        del self._changes[:-MAX_CHANGES]
 
     def absences(self, since: float) -> tuple[list[tuple[float, float]], HistoryRecord | None]:
         """Return the periods in which the weights were not usable, and the latest eviction that began one of them, or None.

@@ -1,7 +1,7 @@
 """The slowest requests of one model in the last hour, each with the parts of its time.
 
 Every request that ends is compared with the fastest kept request. Facts that are not available later are stored at once, in
-one `Ending` for all slow requests of an execution. New requests are ranked once there are `KEPT` of them, or when a reader
+one `Ending` for all slow requests of an execution. New requests are ranked once there are `MAX_SLOWEST` of them, or when a reader
 asks. The parts of their time are computed only for a reader.
 """
 
@@ -14,7 +14,7 @@ from rsrv.scheduler.history import HistoryRecord
 from rsrv.scheduler.variant_queue import LiveRequest
 
 #: Maximum number of stored requests per model.
-KEPT = 100
+MAX_SLOWEST = 100
 #: Seconds after which a stored request is dropped.
 WINDOW_S = 3600.0
 
@@ -102,7 +102,7 @@ def _overlap(periods: Periods, since: float, until: float) -> float:
 
 
 class SlowestRequests:
-    """The slowest requests of the last hour, at most `KEPT`."""
+    """The slowest requests of the last hour, at most `MAX_SLOWEST`."""
 
     __slots__ = ("_added", "_kept", "_new", "_new_count", "floor", "review_at")
 
@@ -135,7 +135,7 @@ class SlowestRequests:
         self._new.append((slow, ending))
         self._new_count += len(slow)
         self.review_at = min(self.review_at, at + WINDOW_S)
-        if self._new_count >= KEPT:
+        if self._new_count >= MAX_SLOWEST:
             self._rank()
 
     def add_front(self, slow: SlowRequest, before: float, after: float) -> None:
@@ -165,8 +165,8 @@ class SlowestRequests:
         self._new.clear()
         self._new_count = 0
         self._kept.sort(reverse=True)
-        del self._kept[KEPT:]
-        self.floor = -1.0 if len(self._kept) < KEPT else self._kept[-1].seconds
+        del self._kept[MAX_SLOWEST:]
+        self.floor = -1.0 if len(self._kept) < MAX_SLOWEST else self._kept[-1].seconds
 
     def _drop_old(self, now: float) -> None:
         self._rank()

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from rsrv.front.rules import UNLOADED
-from rsrv.logs import TEXT, of_request, request_name, shorten
+from rsrv.logs import MAX_TEXT_LENGTH, of_request, request_name, shorten
 from rsrv.stub.calls import Callee, Keep, Results, check_inputs, check_keep
 from rsrv.stub.direct import DirectRun
 from rsrv.stub.replies import RequestFailure, invalid, status_of, untag
@@ -361,7 +361,8 @@ class Bls:
             message = error.message()
             failure = failure_of(call.model, message, status_of(self._pb, error))
             if failure.status is Status.INTERNAL:
-                text = shorten(message, 4 * TEXT)  # The traceback also contains places in the callee's code.
+                # The traceback also contains places in the callee's code.
+                text = shorten(message, 4 * MAX_TEXT_LENGTH)
                 log.error(
                     "%s: calling model %r: %s",
                     request_name(call.client_id),

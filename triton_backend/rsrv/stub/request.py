@@ -9,7 +9,7 @@ from dataclasses import InitVar, dataclass
 from typing import Any, NamedTuple
 
 from rsrv.front.rules import CLIENT_FAULTS, NO_INTEGER, NO_RUN, NOT_HANDLED, NOT_UTF8, UNKNOWN_PARAMETER
-from rsrv.logs import ID, TEXT, fields, of_request, request_name, shorten
+from rsrv.logs import MAX_ID_LENGTH, MAX_TEXT_LENGTH, fields, of_request, request_name, shorten
 from rsrv.stub.metrics import Meters
 from rsrv.stub.replies import PartReply, Reply, RequestFailure, Responses, invalid
 from rsrv.stub.tensors import size_of
@@ -116,7 +116,7 @@ class ClientRequest:
         try:
             id = self.triton.request_id()
             if id:
-                self.id, self.tag = shorten(id, ID), request_tag(id)
+                self.id, self.tag = shorten(id, MAX_ID_LENGTH), request_tag(id)
             text, timeout_us = self.triton.parameters(), self.triton.timeout()
             parameters = parse_parameters(text) if len(text) > 2 else {}
             if spans is not None:
@@ -258,7 +258,7 @@ class FailureLog:
             log.error(
                 "%s failed: %s",
                 request_name(request),
-                shorten(text, TEXT),
+                shorten(text, MAX_TEXT_LENGTH),
                 extra=of_request(request, status="INTERNAL"),
             )
             return
@@ -269,7 +269,7 @@ class FailureLog:
                 "%s: %s: %s%s",
                 request_name(request),
                 status.name,
-                shorten(text, TEXT),
+                shorten(text, MAX_TEXT_LENGTH),
                 more(left_out),
                 extra=fields(request=request, status=status.name, more=left_out),
             )

@@ -40,7 +40,8 @@ def _loop(ctx: Context, count: Any, condition: Any, *carried: Any, body: Graph) 
     state = list(carried)
     scans = len(body.outputs) - 1 - len(state)
     limit = int(np.ravel(count)[0]) if count is not None and is_known(count) else None
-    goes_on: Any = np.array(True) if condition is None else condition
+    first: Any = np.array(True) if condition is None else condition
+    goes_on = first
     if (limit is not None and limit * len(body.nodes) <= _UNROLLED) or (
         limit is None and count is None and is_known(goes_on)
     ):
@@ -53,7 +54,6 @@ def _loop(ctx: Context, count: Any, condition: Any, *carried: Any, body: Graph) 
                 # a shape, or changes its shape.
                 with suppress(Exception):
                     arrays = [jnp.asarray(value) for value in carried]
-                    first = np.array(True) if condition is None else condition
                     rounds = _count(ctx, first, list(carried), limit, body) if scans else limit
                     return _traced_loop(ctx, count, rounds, first, arrays, scans, body, counted=True)
             if done > _UNROLLED:
@@ -69,13 +69,11 @@ def _loop(ctx: Context, count: Any, condition: Any, *carried: Any, body: Graph) 
             if not all(results):
                 raise Unsupported("it has no rounds, so the shapes of its results are not known")
             return (*state, *(jnp.stack(parts) for parts in results))
-        state = list(carried)
-        goes_on = np.array(True) if condition is None else condition
-    if any(isinstance(value, list) for value in state):
+    if any(isinstance(value, list) for value in carried):
         raise Unsupported(
             "its number of rounds depends on a request, which is not supported for a loop that carries a sequence"
         )
-    return _traced_loop(ctx, count, limit, goes_on, [jnp.asarray(value) for value in state], scans, body)
+    return _traced_loop(ctx, count, limit, first, [jnp.asarray(value) for value in carried], scans, body)
 
 
 def _count(ctx: Context, goes_on: Any, state: list[Any], limit: int | None, body: Graph) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from rsrv_bundle.onnx_import.operators import (
+    MICROSOFT,
     Context,
     Unsupported,
     axis_of,
@@ -26,6 +27,7 @@ from rsrv_bundle.onnx_import.operators import (
     whole_numbers,
     widened,
 )
+from rsrv_bundle.onnx_import.ops_shape import dtype_of
 
 # --- elementwise ------------------------------------------------------------------------------------------
 
@@ -181,7 +183,8 @@ def _hard_sigmoid(ctx: Context, x: Any, *, alpha: float = 0.2, beta: float = 0.5
 
 
 @op("Gelu")
-def _gelu(ctx: Context, x: Any, *, approximate: str = "none") -> Any:
+@op("Gelu", domain=MICROSOFT)
+def gelu(ctx: Context, x: Any, *, approximate: str = "none") -> Any:
     return in_f32(lambda v: jax.nn.gelu(v, approximate=approximate == "tanh"))(x)
 
 
@@ -192,7 +195,7 @@ def _shrink(ctx: Context, x: Any, *, bias: float = 0.0, lambd: float = 0.5) -> A
 
 
 @op("Swish")
-def _swish(ctx: Context, x: Any, *, alpha: float = 1.0) -> Any:
+def swish(ctx: Context, x: Any, *, alpha: float = 1.0) -> Any:
     return in_f32(lambda v: v * jax.nn.sigmoid(np.array(alpha, v.dtype) * v))(x)
 
 
@@ -355,7 +358,7 @@ def _mat_mul(ctx: Context, a: Any, b: Any) -> Any:
 
 
 @op("Gemm")
-def _gemm(
+def gemm(
     ctx: Context, a: Any, b: Any, c: Any = None, *, alpha: float = 1.0, beta: float = 1.0, transA: int = 0, transB: int = 0,
     broadcast: int = 0,
 ) -> Any:  # fmt: skip
@@ -434,12 +437,10 @@ def _stft(
 
 def _window(name: str, terms: tuple[float, ...]) -> None:
     def lowering(ctx: Context, size: Any, *, output_datatype: int = 1, periodic: int = 1) -> Any:
-        from onnx.helper import tensor_dtype_to_np_dtype
-
         [n] = whole_numbers(ctx, size, "size")
         angle = 2 * np.pi * jnp.arange(n) / (n if periodic else n - 1)
         window = sum(term * jnp.cos(index * angle) for index, term in enumerate(terms))
-        return jnp.asarray(window).astype(tensor_dtype_to_np_dtype(output_datatype))
+        return jnp.asarray(window).astype(dtype_of(output_datatype))
 
     op(name)(lowering)
 
@@ -453,8 +454,6 @@ _window("BlackmanWindow", (0.42, -0.5, 0.08))
 def _mel(
     ctx: Context, bins: Any, length: Any, rate: Any, low: Any, high: Any, *, output_datatype: int = 1
 ) -> Any:
-    from onnx.helper import tensor_dtype_to_np_dtype
-
     [count], [size], [hertz] = (
         whole_numbers(ctx, value, label)
         for value, label in ((bins, "bins"), (length, "length"), (rate, "rate"))
@@ -470,7 +469,7 @@ def _mel(
     falling = (upper - spectrum) / np.maximum(upper - centre, 1)
     inside = (spectrum >= lower) & (spectrum <= centre)
     weights = np.where(inside, rising, np.where((spectrum > centre) & (spectrum < upper), falling, 0))
-    return weights.astype(tensor_dtype_to_np_dtype(output_datatype))
+    return weights.astype(dtype_of(output_datatype))
 
 
 @op("NonMaxSuppression")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsrv_bundle.onnx_import.operators import MICROSOFT, Context, Unsupported, channels, in_f32, op
-from rsrv_bundle.onnx_import.ops_nn import convolved, scaled_by_rms, standardised
+from rsrv_bundle.onnx_import.operators import MICROSOFT, Context, Unsupported, in_f32, op
+from rsrv_bundle.onnx_import.ops_math import gelu, gemm, swish
+from rsrv_bundle.onnx_import.ops_nn import biased, convolved, scaled_by_rms, standardised
 from rsrv_bundle.onnx_import.ops_quantised import dequantised, dynamic_quantize_linear, quantised, shifted
 
 _ACTIVATIONS: dict[str, Callable[..., Any]] = {
@@ -18,6 +21,12 @@ _ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "LeakyRelu": lambda x, alpha=0.01: jnp.where(x < 0, x * alpha, x), "Clip": jnp.clip,
     "HardSigmoid": lambda x, alpha=0.2, beta=0.5: jnp.clip(x * alpha + beta, 0, 1),
 }  # fmt: skip
+
+
+def _sum(*parts: Any) -> Any:
+    """Return the sum of the parts that are not absent, or None."""
+    present = [part for part in parts if part is not None]
+    return functools.reduce(operator.add, present) if present else None
 
 
 def _activated(y: Any, activation: str, parameters: Sequence[float] = ()) -> Any:
@@ -31,13 +40,9 @@ def _activated(y: Any, activation: str, parameters: Sequence[float] = ()) -> Any
 @op("FusedConv", domain=MICROSOFT)
 def _fused_conv(
     ctx: Context, x: Any, w: Any, b: Any = None, more: Any = None, *, activation: str = "", activation_params: Any = (),
-    auto_pad: str = "NOTSET", dilations: Any = None, group: int = 1, kernel_shape: Any = None, pads: Any = None,
-    strides: Any = None,
+    **attributes: Any,
 ) -> Any:  # fmt: skip
-    y = convolved(x, w, auto_pad=auto_pad, dilations=dilations, group=group, pads=pads, strides=strides)
-    y = y if b is None else y + channels(b, y)
-    y = y if more is None else y + more
-    return _activated(y, activation, activation_params)
+    return _activated(_sum(biased(convolved(x, w, **attributes), b), more), activation, activation_params)
 
 
 @op("FusedMatMul", "TransposeMatMul", domain=MICROSOFT)
@@ -55,29 +60,22 @@ def _fused_gemm(
     ctx: Context, a: Any, b: Any, c: Any = None, *, activation: str = "", alpha: float = 1.0, beta: float = 1.0, transA: int = 0,
     transB: int = 0,
 ) -> Any:  # fmt: skip
-    y = jnp.matmul(a.T if transA else a, b.T if transB else b) * np.array(alpha, a.dtype)
-    y = y if c is None else y + c * np.array(beta, a.dtype)
-    return _activated(y, activation)
-
-
-@op("Gelu", domain=MICROSOFT)
-def _gelu(ctx: Context, x: Any) -> Any:
-    return in_f32(lambda v: jax.nn.gelu(v, approximate=False))(x)
+    return _activated(gemm(ctx, a, b, c, alpha=alpha, beta=beta, transA=transA, transB=transB), activation)
 
 
 @op("BiasGelu", domain=MICROSOFT)
 def _bias_gelu(ctx: Context, x: Any, b: Any) -> Any:
-    return in_f32(lambda v: jax.nn.gelu(v, approximate=False))(x + b)
+    return gelu(ctx, x + b)
 
 
 @op("FastGelu", domain=MICROSOFT)
 def _fast_gelu(ctx: Context, x: Any, b: Any = None) -> Any:
-    return in_f32(lambda v: jax.nn.gelu(v, approximate=True))(x if b is None else x + b)
+    return gelu(ctx, _sum(x, b), approximate="tanh")
 
 
 @op("QuickGelu", domain=MICROSOFT)
 def _quick_gelu(ctx: Context, x: Any, *, alpha: float = 1.702) -> Any:
-    return in_f32(lambda v: v * jax.nn.sigmoid(np.array(alpha, v.dtype) * v))(x)
+    return swish(ctx, x, alpha=alpha)
 
 
 def _centred(x: Any, epsilon: float, simplified: bool) -> Any:
@@ -97,22 +95,21 @@ def _simplified(
     return _centred(x, epsilon, True) * scale
 
 
-def _skip(simplified: bool) -> Callable[..., Any]:
-    def lowering(ctx: Context, x: Any, skip: Any, scale: Any, *more: Any, epsilon: float = 1e-12) -> Any:
-        shift, bias = (
-            (more[0] if more and not simplified else None),
-            (more[-1] if len(more) > (not simplified) else None),
-        )
-        total = x + skip if bias is None else x + skip + bias
-        y = _centred(total, epsilon, simplified) * scale
-        # The second and the third output are mean and variance, which only training uses.
-        return (y if shift is None else y + shift, None, None, total)[: ctx.outputs]
-
-    return lowering
+@op("SkipLayerNormalization", domain=MICROSOFT)
+def _skip_layer_normalization(
+    ctx: Context, x: Any, skip: Any, scale: Any, shift: Any = None, bias: Any = None, *, epsilon: float = 1e-12
+) -> Any:  # fmt: skip
+    total = _sum(x, skip, bias)
+    # The second and the third output are mean and variance, which only training uses.
+    return (_sum(_centred(total, epsilon, False) * scale, shift), None, None, total)[: ctx.outputs]
 
 
-op("SkipLayerNormalization", domain=MICROSOFT)(_skip(False))
-op("SkipSimplifiedLayerNormalization", domain=MICROSOFT)(_skip(True))
+@op("SkipSimplifiedLayerNormalization", domain=MICROSOFT)
+def _skip_simplified(
+    ctx: Context, x: Any, skip: Any, scale: Any, bias: Any = None, *, epsilon: float = 1e-12
+) -> Any:
+    total = _sum(x, skip, bias)
+    return (_centred(total, epsilon, True) * scale, None, None, total)[: ctx.outputs]
 
 
 @op("EmbedLayerNormalization", domain=MICROSOFT)
@@ -141,7 +138,7 @@ def _heads(x: Any, count: int) -> Any:
 def _attended(q: Any, k: Any, v: Any, added: Any, scale: float) -> Any:
     """Return softmax(q k^T scale + added) v of [n, heads, length, size], as [n, length, heads * size]."""
     scores = jnp.einsum("nhqd,nhkd->nhqk", q, k).astype(np.float32) * np.float32(scale)
-    weights = jax.nn.softmax(scores if added is None else scores + added).astype(q.dtype)
+    weights = jax.nn.softmax(_sum(scores, added)).astype(q.dtype)
     y = jnp.transpose(jnp.einsum("nhqk,nhkd->nhqd", weights, v), (0, 2, 1, 3))
     return jnp.reshape(y, (*y.shape[:2], -1))
 
@@ -172,14 +169,12 @@ def _attention(
     if mask is not None and mask.ndim == 1 and mask.shape[0] != x.shape[0]:
         raise Unsupported("its mask of start and end places is not supported")
     sizes = qkv_hidden_sizes or [w.shape[1] // 3] * 3
-    both = jnp.matmul(x, w) if b is None else jnp.matmul(x, w) + b
+    both = _sum(jnp.matmul(x, w), b)
     q, k, v = (_heads(part, num_heads) for part in jnp.split(both, np.cumsum(sizes)[:-1], -1))
-    added = _mask_of(mask, x.shape[1], mask_filter_value)
+    length, ahead = x.shape[1], None
     if unidirectional:
-        ahead = (1 - jnp.tril(jnp.ones((x.shape[1], x.shape[1]), np.float32))) * np.float32(mask_filter_value)
-        added = ahead if added is None else added + ahead
-    if bias is not None:
-        added = bias if added is None else added + bias
+        ahead = (1 - jnp.tril(jnp.ones((length, length), np.float32))) * np.float32(mask_filter_value)
+    added = _sum(_mask_of(mask, length, mask_filter_value), ahead, bias)
     return _attended(q, k, v, added, scale or q.shape[-1] ** -0.5)
 
 
@@ -202,9 +197,7 @@ def _multi_head_attention(
     if b is not None:
         first, second = q.shape[-1], q.shape[-1] + k.shape[-1]
         q, k, v = q + b[:first], k + b[first:second], v + b[second:]
-    added = _mask_of(mask, k.shape[1], mask_filter_value)
-    if bias is not None:
-        added = bias if added is None else added + bias
+    added = _sum(_mask_of(mask, k.shape[1], mask_filter_value), bias)
     size = q.shape[-1] // num_heads
     q, k, v = (_heads(part, num_heads) for part in (q, k, v))
     return _attended(q, k, v, added, scale or size**-0.5)
@@ -280,10 +273,8 @@ def _mat_mul_integer_to_float(
     b_zero: Any = None,
     bias: Any = None,
 ) -> Any:
-    y = jnp.matmul(shifted(a, a_zero, False), shifted(b, b_zero, False)).astype(np.float32) * (
-        a_scale * b_scale
-    )
-    return y if bias is None else y + bias
+    product = jnp.matmul(shifted(a, a_zero, False), shifted(b, b_zero, False))
+    return _sum(product.astype(np.float32) * (a_scale * b_scale), bias)
 
 
 @op("QGemm", domain=MICROSOFT)
@@ -294,8 +285,8 @@ def _q_gemm(
     left = a.astype(np.int32) - a_zero.astype(np.int32)
     # Subtract after the transposition: `b_zero` may have a number for each column of the product.
     right = (b.T if transB else b).astype(np.int32) - b_zero.astype(np.int32)
-    y = jnp.matmul(left.T if transA else left, right)
-    y = (y if c is None else y + c).astype(np.float32) * (np.float32(alpha) * a_scale * b_scale)
+    y = _sum(jnp.matmul(left.T if transA else left, right), c)
+    y = y.astype(np.float32) * (np.float32(alpha) * a_scale * b_scale)
     return y if y_scale is None else quantised(y, y_scale, y_zero, a.dtype)
 
 

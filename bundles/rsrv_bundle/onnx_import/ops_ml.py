@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -188,10 +188,6 @@ class _Forest:
             np.asarray(attributes[f"nodes_{column}"], np.int64) for column in ("treeids", "nodeids")
         )
         order = {tree: index for index, tree in enumerate(dict.fromkeys(trees.tolist()))}
-        self.places = {
-            (tree, node): (order[tree], node)
-            for tree, node in zip(trees.tolist(), nodes.tolist(), strict=True)
-        }
         self.shape = (len(order), int(nodes.max()) + 1)
         refuse_large(*self.shape, 16)
         self.order = order
@@ -199,13 +195,12 @@ class _Forest:
         modes = np.asarray(attributes["nodes_modes"])
         if unknown := sorted(set(modes.tolist()) - {*_COMPARISONS, "LEAF"}):
             raise Unsupported(f"its comparison '{unknown[0]}' is not supported")
-        self.leaf = self._filled(at, modes == "LEAF", True)
-        self.mode = self._filled(
-            at, [_COMPARISONS.index(mode) if mode != "LEAF" else 0 for mode in modes.tolist()], 0
-        )
+        leaf = modes == "LEAF"
+        self.leaf = self._filled(at, leaf, True)
+        numbers = {mode: number for number, mode in enumerate(_COMPARISONS)}
+        self.mode = self._filled(at, [numbers.get(mode, 0) for mode in modes.tolist()], 0)
         own = np.broadcast_to(np.arange(self.shape[1]), self.shape).copy()
         self.yes, self.no = own.copy(), own.copy()
-        leaf = modes == "LEAF"
         for target, name in ((self.yes, "nodes_truenodeids"), (self.no, "nodes_falsenodeids")):
             target[at] = np.where(leaf, nodes, np.asarray(attributes[name], np.int64))
         self.feature = self._filled(
@@ -227,7 +222,7 @@ class _Forest:
 
     def _depth(self) -> int:
         """Return the number of levels. Raises Unsupported for a tree that leads back to itself."""
-        here = np.zeros((self.shape[0], self.shape[1]), bool)
+        here = np.zeros(self.shape, bool)
         here[:, 0] = True
         for depth in range(self.shape[1] + 1):
             inner = here & ~self.leaf
@@ -248,7 +243,8 @@ class _Forest:
             value = jnp.take_along_axis(x, jnp.asarray(self.feature)[tree, at], 1)
             limit = jnp.asarray(self.limit)[tree, at]
             kinds = sorted(set(self.mode.ravel().tolist()))
-            results = [_compare(_COMPARISONS[kind], value, limit) for kind in kinds]
+            compare = list(_COMPARISONS.values())
+            results = [compare[kind](value, limit) for kind in kinds]
             mode = jnp.asarray(self.mode)[tree, at]
             holds = jnp.select([mode == kind for kind in kinds], results, False)
             if self.missing.any():
@@ -284,15 +280,10 @@ class _Forest:
         return jnp.where(inside.any(1), total, 0), inside.any(1)
 
 
-_COMPARISONS = ("BRANCH_LEQ", "BRANCH_LT", "BRANCH_GTE", "BRANCH_GT", "BRANCH_EQ", "BRANCH_NEQ")
-
-
-def _compare(mode: str, a: Any, b: Any) -> Any:
-    compare = {
-        "BRANCH_LEQ": jnp.less_equal, "BRANCH_LT": jnp.less, "BRANCH_GTE": jnp.greater_equal, "BRANCH_GT": jnp.greater,
-        "BRANCH_EQ": jnp.equal, "BRANCH_NEQ": jnp.not_equal,
-    }  # fmt: skip
-    return compare[mode](a, b)
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "BRANCH_LEQ": jnp.less_equal, "BRANCH_LT": jnp.less, "BRANCH_GTE": jnp.greater_equal, "BRANCH_GT": jnp.greater,
+    "BRANCH_EQ": jnp.equal, "BRANCH_NEQ": jnp.not_equal,
+}  # fmt: skip
 
 
 def _based(scores: Any, attributes: dict[str, Any]) -> Any:

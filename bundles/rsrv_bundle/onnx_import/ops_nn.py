@@ -66,10 +66,14 @@ def convolved(
     )
 
 
+def biased(y: Any, b: Any) -> Any:
+    """Add a bias, which has one value per channel or is absent."""
+    return y if b is None else y + channels(b, y)
+
+
 @op("Conv")
 def _conv(ctx: Context, x: Any, w: Any, b: Any = None, **attributes: Any) -> Any:
-    y = convolved(x, w, **attributes)
-    return y if b is None else y + channels(b, y)
+    return biased(convolved(x, w, **attributes), b)
 
 
 @op("ConvTranspose")
@@ -114,7 +118,7 @@ def _conv_transpose(
         rhs_dilation=dilations,
         feature_group_count=group,
     )
-    return y if b is None else y + channels(b, y)
+    return biased(y, b)
 
 
 @op("DeformConv")
@@ -142,8 +146,7 @@ def _deform_conv(
         taken = taken * jnp.reshape(mask, (n, offset_group, 1, kh, kw, oh, ow))
     parts = jnp.reshape(taken, (n, group, c // group, kh, kw, oh, ow))
     kernels = jnp.reshape(w, (group, w.shape[0] // group, c // group, kh, kw))
-    y = jnp.reshape(jnp.einsum("ngchwyx,gochw->ngoyx", parts, kernels), (n, w.shape[0], oh, ow))
-    return y if b is None else y + channels(b, y)
+    return biased(jnp.reshape(jnp.einsum("ngchwyx,gochw->ngoyx", parts, kernels), (n, w.shape[0], oh, ow)), b)
 
 
 @op("Col2Im")
@@ -221,8 +224,9 @@ class _Windows:
         return total
 
     def reduce(self, x: Any, first: Any, function: Any) -> Any:
+        """Reduce the windows of an array, or of a tuple of arrays."""
         return lax.reduce_window(
-            jnp.asarray(x),
+            x,
             first,
             function,
             (1, 1, *self.kernel),
@@ -238,7 +242,7 @@ def _max_pool(
     pads: Any = None, storage_order: int = 0, strides: Any = None,
 ) -> Any:  # fmt: skip
     windows = _Windows(x, kernel_shape, strides, dilations, auto_pad, pads, ceil_mode)
-    y = windows.reduce(x, lowest(x.dtype), lax.max)
+    y = windows.reduce(jnp.asarray(x), lowest(x.dtype), lax.max)
     if not ctx.wants(1):
         return y
     order = tuple(range(2)) + (
@@ -253,16 +257,7 @@ def _max_pool(
         return jnp.where(first, a[0], b[0]), jnp.where(first, a[1], b[1])
 
     start = (jnp.asarray(lowest(x.dtype)), jnp.asarray(np.int64(2**62)))
-    reduced = lax.reduce_window(
-        (jnp.asarray(x), places.astype(np.int64)),
-        start,
-        larger,
-        (1, 1, *windows.kernel),
-        (1, 1, *windows.strides),
-        [(0, 0), (0, 0), *windows.widths],
-        window_dilation=(1, 1, *windows.dilations),
-    )
-    return y, reduced[1]
+    return y, windows.reduce((jnp.asarray(x), places.astype(np.int64)), start, larger)[1]
 
 
 @op("AveragePool")
@@ -273,7 +268,9 @@ def _average_pool(
     windows = _Windows(x, kernel_shape, strides, dilations, auto_pad, pads, ceil_mode)
 
     def mean(x: Any) -> Any:
-        return windows.reduce(x, np.zeros((), x.dtype), lax.add) / windows.counts(x, bool(count_include_pad))
+        return windows.reduce(jnp.asarray(x), np.zeros((), x.dtype), lax.add) / windows.counts(
+            x, bool(count_include_pad)
+        )
 
     return in_f32(mean)(x)
 
@@ -550,17 +547,19 @@ def _grid_sample(
 
 
 def cubic_weights(t: Any, a: float = -0.75) -> tuple[Any, Any, Any, Any]:
-    """Return the weights of the four pixels around a place that is `t` after the second pixel.
-
-    This is the cubic convolution of Keys (1981).
-    """
+    """Return the weights of the four pixels around a place that is `t` after the second pixel."""
     u = 1 - t
-    return (
-        ((a * (t + 1) - 5 * a) * (t + 1) + 8 * a) * (t + 1) - 4 * a,
-        ((a + 2) * t - (a + 3)) * t * t + 1,
-        ((a + 2) * u - (a + 3)) * u * u + 1,
-        ((a * (u + 1) - 5 * a) * (u + 1) + 8 * a) * (u + 1) - 4 * a,
-    )
+    return cubic_far(t + 1, a), cubic_near(t, a), cubic_near(u, a), cubic_far(u + 1, a)
+
+
+def cubic_near(distance: Any, a: float) -> Any:
+    """Return the weight of a pixel at a distance of at most 1 in the cubic convolution of Keys (1981)."""
+    return ((a + 2) * distance - (a + 3)) * distance * distance + 1
+
+
+def cubic_far(distance: Any, a: float) -> Any:
+    """Return the weight of a pixel at a distance of 1 to 2."""
+    return ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
 
 
 @op("RoiAlign")

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from rsrv_bundle.onnx_import.operators import MICROSOFT, Context, axis_of, channels, is_float, limits, op
-from rsrv_bundle.onnx_import.ops_nn import convolved
+from rsrv_bundle.onnx_import.ops_nn import biased, convolved
 from rsrv_bundle.onnx_import.ops_shape import cast, dtype_of
 
 
@@ -122,7 +122,6 @@ def _q_linear_mat_mul(
     y_zero: Any,
 ) -> Any:
     product = jnp.matmul(shifted(a, a_zero, True), shifted(b, b_zero, False))
-
     factor = _per(a_scale, True).astype(np.float32) * _per(b_scale, False).astype(np.float32)
     return quantised(
         product.astype(np.float32) * factor, _per(y_scale, True).astype(np.float32), y_zero, y_zero.dtype
@@ -150,9 +149,7 @@ def _q_linear_conv(
     ctx: Context, x: Any, x_scale: Any, x_zero: Any, w: Any, w_scale: Any, w_zero: Any, y_scale: Any, y_zero: Any, b: Any = None,
     **attributes: Any,
 ) -> Any:  # fmt: skip
-    y = _integer_convolution(x, x_zero, w, w_zero, attributes)
-    if b is not None:
-        y = y + channels(b, y)
+    y = biased(_integer_convolution(x, x_zero, w, w_zero, attributes), b)
     factor = jnp.reshape(x_scale, ()) * w_scale / jnp.reshape(y_scale, ())
     scaled = y.astype(np.float32) * (channels(factor, y) if factor.ndim else factor)
     return quantised(scaled, np.ones((), np.float32), jnp.reshape(y_zero, ()), y_zero.dtype)

@@ -10,7 +10,7 @@ import numpy as np
 
 from rsrv_bundle.onnx_import.model import Array
 from rsrv_bundle.onnx_import.operators import Context, Unsupported, axis_of, op, refuse_large
-from rsrv_bundle.onnx_import.ops_nn import cubic_weights
+from rsrv_bundle.onnx_import.ops_nn import cubic_far, cubic_near, cubic_weights
 
 #: Longer axes are refused, because their weights are computed at export.
 _LONGEST = 2**20
@@ -138,9 +138,8 @@ def _narrowed(x: Any, axis: int, at: Array, factor: float, mode: str, a: float, 
     for tap in taps:
         distance = np.abs(tap - at) * factor
         if mode == "cubic":
-            near = ((a + 2) * distance - (a + 3)) * distance**2 + 1
-            far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
-            weights.append(np.where(distance <= 1, near, np.where(distance < 2, far, 0)))
+            far = np.where(distance < 2, cubic_far(distance, a), 0)
+            weights.append(np.where(distance <= 1, cubic_near(distance, a), far))
         else:
             weights.append(np.maximum(1 - distance, 0))
     total = sum(weights)

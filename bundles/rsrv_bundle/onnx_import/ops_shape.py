@@ -125,7 +125,7 @@ def _bit_cast(ctx: Context, x: Any, *, to: int) -> Any:
 # --- shapes -----------------------------------------------------------------------------------------------
 
 
-@op("Identity", control=True)
+@op("Identity", "OptionalGetElement", control=True)
 def _identity(ctx: Context, x: Any) -> Any:
     return x
 
@@ -418,11 +418,6 @@ def _split_to_sequence(ctx: Context, x: Any, split: Any = None, *, axis: int = 0
 
 @op("Optional", control=True)
 def _optional(ctx: Context, x: Any = None, *, type: Any = None) -> Any:
-    return (x,)
-
-
-@op("OptionalGetElement", control=True)
-def _optional_get_element(ctx: Context, x: Any) -> Any:
     return (x,)
 
 

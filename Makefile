@@ -118,8 +118,8 @@ bench: $(VENV) $(TRITON) ## measure rsrv beside a plain Triton model (docs/bench
 	$(BIN)/python -m tests.bench $(BENCH)
 
 # The others are parts of tests.bench by name: make bench-weights, bench-gateway, bench-gateway.soak, bench-real.
-bench-devices bench-weights bench-gateway bench-gateway.soak bench-real bench-openai: $(TRITON)
-bench-real bench-smollm2: $(FRAMEWORKS)
+bench-devices bench-weights bench-gateway bench-gateway.soak bench-real bench-openai bench-onnx: $(TRITON)
+bench-real bench-smollm2 bench-onnx: $(FRAMEWORKS)
 bench-%: $(VENV)
 	$(BIN)/python -m tests.bench.$* $(BENCH)
 

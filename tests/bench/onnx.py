@@ -109,8 +109,7 @@ def _encoder() -> tuple[Any, Arrays]:
     class Encoder(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            shape = {"hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536}
-            config = BertConfig(**shape)
+            config = BertConfig(hidden_size=384, num_hidden_layers=6, intermediate_size=1536)
             self.bert = BertModel(config, add_pooling_layer=False)
 
         def forward(self, input_ids: Any, attention_mask: Any) -> Any:

@@ -26,3 +26,19 @@ def test_first_is_the_smallest(changes: list[tuple[int, int | None]]) -> None:
         assert (set(ranking), len(ranking)) == (set(ranks), len(ranks))
         assert (name in ranking) is (name in ranks)
         assert len(ranking._heap) <= 80
+
+
+def test_names_leave_in_order_after_many_changes() -> None:
+    """Each of 50 names changes its rank nine times, which drops stale entries. The latest ranks then decide the order."""
+    ranking: Ranking[str] = Ranking()
+    for turn in range(10):
+        for number in range(50):
+            ranking.set(f"m{number}", (number * 37 + turn * 11) % 101)
+    expected = sorted(ranking, key=lambda name: (ranking[name], name))
+
+    order = []
+    while (first := ranking.first()) is not None:
+        order.append(first)
+        del ranking[first]
+
+    assert order == expected

@@ -201,6 +201,21 @@ def test_tick_expires_what_is_due(machine: Driver) -> None:
     assert machine.scheduler.next_wakeup() == 5.0
 
 
+def test_deadlines_are_kept_after_most_requests_left(machine: Driver) -> None:
+    """Of 200 requests, 150 are cancelled. Each of the others still ends exactly at its own deadline."""
+    machine.add(program("a"), resident=False)
+    requests = {1.0 + number * 37 % 200: machine.request() for number in range(200)}
+    requests = {deadline: request._replace(deadline=deadline) for deadline, request in requests.items()}
+    machine.arrive(*requests.values())
+    remaining = dict([*requests.items()][::4])
+    machine.cancel(*(request for deadline, request in requests.items() if deadline not in remaining))
+    machine.arrive(machine.request())
+
+    for deadline, request in sorted(remaining.items()):
+        assert machine.scheduler.next_wakeup() == deadline
+        assert machine.tick(at=deadline) == [Finish(request.id, Outcome.EXPIRED)]
+
+
 def test_no_wakeup_without_deadlines(machine: Driver) -> None:
     """Executing requests, and waiting ones without deadlines, need no tick."""
     machine.add(program("a"))

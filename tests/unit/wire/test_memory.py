@@ -74,6 +74,19 @@ def test_a_large_tensor_gets_a_segment_of_its_own_and_gives_it_back(arena: Arena
     arena.give(small)
 
 
+def test_idle_segments_together_take_no_more_than_may_stay(arena: Arena) -> None:
+    """None of three segments exceeds `keep`, but two of them do. So the first two that become idle are dropped."""
+    places = [arena.take(1 << 20) for _ in range(3)]
+    for _ in places:
+        arena.announced()
+
+    for place in places:
+        arena.give(place)
+
+    assert arena.nbytes == 1 << 20
+    assert arena.dropped == [place.segment for place in places[:2]]
+
+
 def test_a_segment_that_was_never_announced_is_not_announced_after_its_end(arena: Arena) -> None:
     """The descriptor of an unannounced segment is closed, and never sent."""
     arena.take(100)

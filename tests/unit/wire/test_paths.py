@@ -9,6 +9,7 @@ import pytest
 from rsrv.wire import paths
 from rsrv.wire.frames import MAX_FRAME, ProtocolError
 from rsrv.wire.socket import Closed, NoDescriptors, Receiver, connect, lacks_descriptors, listen, send
+from tests.held import open_files
 
 
 def test_the_directory_is_private(tmp_path: Path) -> None:
@@ -112,13 +113,16 @@ def test_frames_pass_the_socket_whole_with_their_descriptors(tmp_path: Path) -> 
     listener.close()
 
 
-def test_an_oversized_frame_is_a_protocol_error() -> None:
-    """A truncated frame must not be read as a short one."""
+@pytest.mark.parametrize(("nbytes", "descriptors"), [(MAX_FRAME + 1, 0), (MAX_FRAME + 1, 1), (1, 5)])
+def test_an_oversized_frame_is_a_protocol_error(nbytes: int, descriptors: int) -> None:
+    """A truncated frame must not be read as a short one, and its descriptors are closed."""
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with one, other:
-        one.send(b"x" * (MAX_FRAME + 1))
+        before = open_files()
+        socket.send_fds(one, [b"x" * nbytes], descriptors * [one.fileno()])
         with pytest.raises(ProtocolError, match="larger than"):
             Receiver(other).receive()
+        assert open_files() <= before
 
 
 def test_a_lack_of_descriptors_is_no_fault_of_the_peer(few_descriptors: list[int]) -> None:

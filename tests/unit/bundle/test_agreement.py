@@ -21,7 +21,7 @@ from rsrv_bundle.commands.agreement import Comparison, SourceError, agree
 from rsrv_bundle.commands.samples import read_samples, rows_of
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.modules import signature_of
-from rsrv_bundle.numerics import TOLERANCE, in_batches
+from rsrv_bundle.numerics import TOLERANCE, Judge, in_batches
 from tests.pages import ROOT
 from tests.unit.bundle.forge import GOOD, META, changed, make_bundle, tensor
 
@@ -275,6 +275,22 @@ def test_what_was_found_is_stored_on_request(exported: Path, tmp_path: Path) -> 
     with pytest.raises(BundleError):
         lines_of(after, Comparison(lambda x: 2 * (x @ KERNEL), store=True))
     assert read_bundle(copy).digest == after.digest
+
+
+def test_the_largest_error_of_several_comparisons_is_stored(exported: Path) -> None:
+    """A later comparison of a module with a smaller error does not replace a larger error."""
+    judge = Judge(read_bundle(exported), {"f32": 1.0})
+    expected = np.ones((1, 2), np.float32)
+    for error in (0.25, 0.5, 0.125):
+        judge.source((0, 1), [expected + error], [expected])
+        judge.bucket((0, 2), [expected + error], [expected], 1)
+
+    assert judge.numerics() == {
+        "max_abs_error": 0.5,
+        "max_rel_error": 0.5,
+        "source": {"model.b1": 0.5},
+        "buckets": {"model.b2": 0.5},
+    }
 
 
 @pytest.mark.parametrize("text", ["", "numerics:\n", "numerics: {rows: {model.b1: 1}, other: 2} # Kept.\n"])

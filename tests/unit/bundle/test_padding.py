@@ -60,6 +60,20 @@ def test_a_padded_axis_is_proven_at_export_and_written_into_the_manifest(tmp_pat
     assert document_of(bundle.manifest, {})["pad"] == {"t": {"values": {"ids": 7, "mask": 0}, "mask": "mask"}}
 
 
+def test_the_padded_axis_may_come_before_the_batch_axis(tmp_path: Path) -> None:
+    """Rows are padded and cut along the axis that the letters name."""
+
+    def time_first(params: Any, ids: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
+        return {"hidden": attend(params, ids.T, mask.T)["hidden"].swapaxes(0, 1)}
+
+    options = {"axes": {"ids": "tn", "mask": "tn"}, "input_shapes": [{"t": 2}, {"t": 4}], "batch_sizes": (2,)}
+    bundle = export(tmp_path, time_first, **options)
+
+    (hidden,) = bundle.manifest.outputs
+    assert (hidden.batch_axis, bundle.manifest.padded_axis(hidden)) == (1, 0)
+    assert max(bundle.manifest.numerics["padding"].values()) < 1e-5
+
+
 def test_the_padded_axis_is_shown_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`show` prints the values and the mask, and `diff` names another value."""
     export(tmp_path)

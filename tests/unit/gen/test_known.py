@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from rsrv_bundle import read_bundle as read_whole
-from rsrv_gen import known, plan, run, sources
+from rsrv_gen import known, plan, run, sources, update
 from rsrv_gen.cli import main
-from rsrv_gen.write import our_models
+from rsrv_gen.write import is_current, our_models
 from tests.unit.bundle.forge import safetensors_bytes, seal
 from tests.unit.gen.bundles_for_tests import MANIFEST, write_bundle, write_meta, write_unsummed
 
@@ -64,6 +64,12 @@ class Runs:
         self.complaints = said.err
         verbs = {line.split()[1]: line.split()[0] for line in said.out.splitlines()}
         return {name: verb for name, verb in verbs.items() if verb != "unchanged"}, set(self._read)
+
+    def lead_to(self, version: str) -> None:
+        """Make the bundle `linked` a link to a folder beside the bundles."""
+        new = self.bundles.with_name("new")
+        new.symlink_to(self.bundles.with_name(version))
+        new.replace(self.bundles / "linked")
 
 
 @pytest.fixture
@@ -340,11 +346,7 @@ def test_a_bundle_that_changes_back_is_served_as_it_is(
     write_bundle(tmp_path / "one", "one")
     wider = MANIFEST.replace("c: 2", "c: 3") + ("internal: true\n" if when == "check" else "")
     write_bundle(tmp_path / "two", "two", manifest=wider)
-
-    def lead_to(version: str) -> None:
-        (tmp_path / "new").symlink_to(tmp_path / version)
-        (tmp_path / "new").replace(runs.bundles / "linked")
-
+    lead_to = runs.lead_to
     lead_to("one")
     with monkeypatch.context() as patch:
         if when == "plan":
@@ -363,6 +365,29 @@ def test_a_bundle_that_changes_back_is_served_as_it_is(
     assert (runs.gen / "linked/1/bundle/model.b1.mlir").read_text() == "one 1"
     assert "dims: 2" in (runs.gen / "linked/config.pbtxt").read_text()
     assert runs.run() == ({}, set())
+
+
+def test_a_model_that_was_compared_with_another_version_is_compared_again(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A link leads to the version that the model has, but only while the two are compared."""
+    for version in ("one", "two"):
+        write_bundle(tmp_path / version, version)
+    runs.lead_to("two")
+    assert runs.run()[0] == {"linked": "new"}
+    runs.lead_to("one")
+
+    def change(*arguments: Any) -> bool:
+        runs.lead_to("two")
+        return is_current(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(update, "is_current", change)
+        assert runs.run()[0] == {}
+    runs.lead_to("one")
+
+    assert runs.run()[0] == {"linked": "changed"}
+    assert (runs.gen / "linked/1/bundle/model.b1.mlir").read_text() == "one 1"
 
 
 def after_checks(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.diagnosis import find
-from rsrv.control.figures import DeviceFigures, ServerFigures
+from rsrv.control.figures import DeviceFigures, ServerFigures, windows
 from rsrv.control.findings import ServerFinding
 from rsrv.control.metric_catalog import FAMILIES
 from rsrv.control.records import RuntimeRecords
@@ -735,6 +735,27 @@ def test_a_process_that_ended_in_the_window_is_told() -> None:
     assert one.evidence.startswith("the process of b in Triton ended 3 times in 1.0 min")
     assert one.evidence.endswith("; also a, c")
     assert found(replace(now, t=180.0), now) == {}
+
+
+def test_lost_spans_and_waits_before_the_window_are_forgotten() -> None:
+    """Both counters only grow, so a finding would never end."""
+    past = server(counts({}), spans={"failed": 9, "dropped": 4}, queues={"a": (1000, 900.0)})
+    now = replace(past, t=120.0, spans={"failed": 9, "dropped": 6})
+    (finding,) = found(now, past).values()
+    assert finding.evidence == (
+        "0 spans of traces were not taken by the collector, and 2 did not fit the buffer"
+    )
+    assert found(replace(now, t=180.0), now) == {}
+
+
+def test_the_window_of_a_new_runtime_begins_with_it() -> None:
+    """A device that has executed for 15 of the 20 s of its runtime is busy for 75 % of the time."""
+    past = server(counts({"a": model(device_seconds=50.0)}))
+    reborn = DeviceFigures(instance="2", since=100.0, records=counts({"a": model(device_seconds=15.0)}))
+
+    (window,) = windows(past, server(t=120.0, devices={0: reborn}))
+
+    assert (window.seconds, window.busy) == (20.0, 0.75)
 
 
 def test_padding_names_the_size_that_saves_most() -> None:

@@ -80,6 +80,21 @@ def test_a_cold_model_whose_process_ends_is_lost() -> None:
     assert (presence.serving, presence.lost) == (set(), {"a"})
 
 
+def test_a_model_whose_stub_has_not_returned_yet_is_not_cold() -> None:
+    """The stub lives and will connect by itself to the next runtime. Until then, its model does not serve."""
+    presence = up("a")
+    device = presence.devices[0]
+    device.go_down()
+    device.begin({}, 1.0)
+    device.come_up()
+
+    presence.see(StubPoll(unconnected={"a"}), 2.0)
+
+    assert (presence.cold, presence.serving, presence.returning) == (set(), set(), {"a"})
+    change(presence, "a")
+    assert (presence.serving, presence.returning) == ({"a"}, set())
+
+
 def test_a_model_of_another_device_serves_when_one_runtime_ends() -> None:
     """A model that only the ended runtime had is expected to return, and a model that the other one builds is not cold."""
     presence = up("a", "b", devices=2)

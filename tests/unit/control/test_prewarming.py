@@ -13,6 +13,7 @@ import grpc
 import pytest
 
 from rsrv.control.prewarming import Prewarming
+from rsrv.control.runtime_link import RuntimeDown
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.placement.device_choice import by_preference
 from tests.unit.control.peers import FakeRuntime, Served, entry, served, until
@@ -222,7 +223,7 @@ async def test_a_pattern_without_a_model_is_refused(tmp_path: Path) -> None:
 
 @looped
 async def test_models_start_at_their_times(tmp_path: Path) -> None:
-    """Each time starts the model once; a time that came while no runtime answered counts later."""
+    """Each time starts the model once."""
     settings = "models: {team-a: {warm_at: 08:55}, other: {warm_at: [08:50, 09:05]}}"
     async with cold(tmp_path, settings) as server:
         now = datetime(2025, 6, 2, 8, 56).timestamp()
@@ -236,6 +237,23 @@ async def test_models_start_at_their_times(tmp_path: Path) -> None:
         await prewarming.follow_schedule()
 
         assert sorted(started(server)) == ["other", "other", "team-a"]
+
+
+@looped
+async def test_a_time_that_comes_while_no_runtime_answers_counts_later(tmp_path: Path) -> None:
+    """The model starts as soon as a runtime answers."""
+    async with cold(tmp_path, "models: {other: {warm_at: 08:50}}") as server:
+        now = datetime(2025, 6, 2, 8, 56).timestamp()
+        prewarming = Prewarming(server.service._server.file, server.runtimes, lambda: now)
+        server.runtime.die()
+        await until(server.runtimes, lambda: not server.runtimes.up)
+        with pytest.raises(RuntimeDown):
+            await prewarming.follow_schedule()
+
+        await next_runtime(server)
+        await prewarming.follow_schedule()
+
+        assert started(server) == ["other"]
 
 
 @looped

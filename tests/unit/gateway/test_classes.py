@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -112,6 +113,29 @@ async def test_messages_of_a_stream_are_checked() -> None:
         await stream.done_writing()
         assert await stream.read() is grpc.aio.EOF
         assert house.proxy.counts().outstanding == {}
+
+
+@looped
+async def test_a_client_that_leaves_during_the_check_leaves_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message of a stream counts as in flight while its worker is asked for its outputs, and no longer than its stream."""
+    async with proxies.serving(1) as house:
+        asked, answered = asyncio.Event(), asyncio.Event()
+
+        async def string_outputs(worker: str, model: str, version: str) -> frozenset[str]:
+            asked.set()
+            await answered.wait()
+            return frozenset()
+
+        monkeypatch.setattr(house.brain, "string_outputs", string_outputs)
+        stream = house.stream()
+        await stream.write(request("text"))
+        await asked.wait()
+        assert house.proxy.counts().outstanding == {("m", "a"): 1}
+
+        stream.cancel()
+
+        while house.proxy.counts().outstanding:
+            await asyncio.sleep(0)
 
 
 @looped

@@ -1,5 +1,6 @@
 """Parts of jax's device: its memory, executions without room, and executables on a full device."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock
 from typing import Any, cast
@@ -10,17 +11,19 @@ import pytest
 
 from rsrv.runtime import device_executables
 from rsrv.runtime.compile_cache import CompileCache
-from rsrv.runtime.device import DeviceRows, Executable, OutOfMemory
+from rsrv.runtime.cuda import Driver
+from rsrv.runtime.device import Abandoned, Array, DeviceRows, Executable, OutOfMemory
 from rsrv.runtime.device_errors import ErrorExaminer
 from rsrv.runtime.device_executables import DeviceExecutables, ExecutableSources
 from rsrv.runtime.device_executions import DeviceExecutions
 from rsrv.runtime.device_memory import DeviceMemory
-from rsrv.runtime.device_transfers import CpuTransfers
+from rsrv.runtime.device_transfers import CpuTransfers, CudaTransfers
 from rsrv.runtime.jax_compiler import HelperPrograms
 from rsrv.runtime.stored_executables import CompileTarget, write_executables
 from rsrv_bundle import read_bundle
 from rsrv_bundle.modules import check_signatures, read_module
 from tests.logged import logged_here
+from tests.unit.runtime.fake_cuda import FakeCuda
 
 LIMIT = 256
 
@@ -91,6 +94,53 @@ def test_a_device_without_room_to_put_tensors_together_says_so() -> None:
 
     with pytest.raises(OutOfMemory, match="told to"):
         device.merge(np.zeros((4, 3), np.float32), 0, [DeviceRows(buffer, 0, 2, 0)])
+
+
+class CardArray:
+    """An array of jax on a card. `content` is its content when it was deleted."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+        self._memory = np.zeros(shape, dtype)
+        self.content: list[float] = []
+
+    def unsafe_buffer_pointer(self) -> int:
+        return self._memory.ctypes.data
+
+    def delete(self) -> None:
+        self.content = self._memory.tolist()
+
+    def __dlpack__(self, stream: int) -> None:
+        """Do nothing: no execution uses the array."""
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_an_upload_that_ends_early_waits_for_the_copies_in_flight(broken: bool) -> None:
+    """The caller may unmap the sources then, and the memory on the card may get another use."""
+    made: list[CardArray] = []
+
+    class Programs:
+        @staticmethod
+        def allocator(kinds: Any) -> Any:
+            made.extend(CardArray(*kind) for kind in kinds)
+            return lambda: [*made, CardArray((), np.uint8)]
+
+    def sources() -> Iterator[Array]:
+        yield from (np.full(2, number, np.float32) for number in (1, 2))
+        if broken:
+            raise OSError("told to")
+        yield np.full(2, 3, np.float32)
+
+    library, examiner = FakeCuda(), ErrorExaminer(lambda reason: None)
+    memory = DeviceMemory(Card(), "card", None, preallocates=False)
+    programs: Any = Programs
+    transfers = CudaTransfers(Driver(0, library), memory, programs, np.asarray, examiner)
+    answers = iter([False, False, True])
+
+    with pytest.raises(OSError if broken else Abandoned):
+        transfers.upload(sources(), lambda: next(answers), 3 * [((2,), np.dtype(np.float32))])
+
+    assert [array.content for array in made] == [[1, 1], [2, 2], [0, 0]]
+    assert library.events == 0
 
 
 def test_a_stored_executable_is_loaded_on_a_full_device(

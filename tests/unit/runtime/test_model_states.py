@@ -19,6 +19,7 @@ from rsrv.runtime.model_states import (
 )
 from rsrv.runtime.policy import Policy
 from rsrv.settings import load_settings
+from rsrv.wire.memory import BOARD_SLOTS
 
 
 class Feed:
@@ -68,3 +69,15 @@ def test_an_illegal_event_raises_with_the_models_history() -> None:
     history = "\n  t=.* model reading why=registered\n  t=.* model compiling why=modules read"
     with pytest.raises(LifecycleError, match=f"a@1 is compiling, and cannot be released now{history}"):
         catalog.advance("a@1", LifecycleEvent.RELEASED)
+
+
+def test_a_model_that_is_gone_gives_its_slot_to_another() -> None:
+    """Otherwise, models that come after some thousands of others would have no slot on the board."""
+    feed: Any = Feed()
+    catalog = Catalog(Policy(load_settings()), cast(StateFeed, feed))
+    others = {catalog.add(f"{name}@1", name, "digest").slot for name in "ab"}
+    for _ in range(BOARD_SLOTS):
+        slot = catalog.add("c@1", "c", "digest").slot
+        assert slot not in {0, *others}
+        catalog.advance("c@1", LifecycleEvent.FAILED)
+        catalog.advance("c@1", LifecycleEvent.RELEASED)

@@ -180,6 +180,24 @@ def test_a_hostile_request_ends_two_runtimes_and_fails_alone(server: Server) -> 
     assert [death["share"] for death in deaths] == [1.0]
 
 
+@pytest.mark.parametrize("rows", [1, 20])
+def test_inputs_that_were_answered_after_a_death_are_as_good_as_new(server: Server, rows: int) -> None:
+    """A later death counts as their first one, also if they are the inputs of a part of a large request."""
+    x = np.zeros((rows, 3), np.float32)
+    x[0] = HOSTILE
+    one, front = FakeRequest({"x": x}), server.hostile._process.front
+    assert server.hostile.execute([one]) is None
+    server.executing.get(timeout=PATIENCE_S)
+    server.crash()
+    server.executing.get(timeout=PATIENCE_S)
+    assert front.check({"x": x[:8]}) == 1
+
+    server.released.set()
+
+    np.testing.assert_array_equal(one.answers.get(timeout=PATIENCE_S).arrays["y"], 2 * x + 1)
+    wait_until(lambda: front.check({"x": x[:8]}) == 0)
+
+
 def test_a_client_that_repeats_its_hostile_request_ends_no_further_runtime(server: Server) -> None:
     """Requests with its inputs are refused, in place and later; other requests are answered."""
     one = request(HOSTILE)

@@ -264,6 +264,20 @@ def test_a_closed_connection_ends_its_sequences() -> None:
     house.check()
 
 
+def test_a_sequence_ends_with_the_connection_of_its_latest_request() -> None:
+    """A front may send the steps of one sequence on several connections, and close the earlier ones."""
+    house = House()
+    house.finish(house.ask(1, START, owner=1))
+    house.finish(house.ask(1, owner=2))
+
+    house.take(house.sequences.leave(1))
+    assert [one.id for one in house.live()] == [1]
+
+    house.take(house.sequences.leave(2))
+    assert not [*house.live()]
+    house.check()
+
+
 def test_lost_state_ends_every_sequence_that_had_some() -> None:
     """Requests that wait with a state, or are queued, end as lost; a start that waits gets a slot."""
     house = House(slots=1, when_full="host")

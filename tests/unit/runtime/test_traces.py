@@ -357,11 +357,12 @@ def test_a_runtime_without_a_collector_keeps_nothing(start_runtime: StartRuntime
 def test_marks_of_requests_that_are_refused_do_not_stay(
     runtime: Runtime, doubling: Path, start_meta: StartMeta
 ) -> None:
-    """Marks of refused requests and calls are removed."""
+    """Marks of refused requests and calls are removed, also of requests that the scheduler never gets."""
     engine = make_engine(runtime, doubling)
     ended = json.dumps({"rsrv_run": "1"})
     (answer,) = ask(engine, FakeRequest({"x": ramp(1)}, parameters=ended, traceparent=SAMPLED))
     assert answer.error is not None
+    assert not runtime.loop._traces.live
     calls = start_meta(runtime, lambda inputs, call: inputs).session.attachment
     assert calls is not None
     calls.direct.mark([Mark(1, TRACE, PARENT)])

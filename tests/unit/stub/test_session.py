@@ -3,13 +3,16 @@
 import os
 import socket
 import threading
+import time
 from contextlib import suppress
 
+import numpy as np
 import pytest
 
 from rsrv.stub.connection import Greeted, RuntimeConnection
 from rsrv.wire.calls import RunExit
 from rsrv.wire.frames import Kind, ProtocolError, Status, pack_json
+from rsrv.wire.memory import SILENT_S
 from rsrv.wire.socket import Receiver, send
 from tests.waiting import wait_until
 
@@ -46,3 +49,41 @@ def test_descriptors_of_a_runtime_that_misbehaves_are_closed(frame: bytes) -> No
         with pytest.raises(ProtocolError):
             connection.register({})
         wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files)
+
+
+def test_a_runtime_is_silent_only_after_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle runtime makes a round from time to time. A busy one must only notice the requests that were sent to it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        board = memoryview(bytearray(16)).cast("q")
+        connection = RuntimeConnection(Greeted(ours, Receiver(ours), board, 1))
+        now = 100.0
+        monkeypatch.setattr(time, "monotonic", lambda: now)
+
+        def unnoticed(round_at: float, *, busy: bool) -> float:
+            board[0] = int(1e9 * round_at) | busy
+            return round(connection.unnoticed_s(), 3)
+
+        assert unnoticed(now - SILENT_S / 2, busy=False) == 0
+        assert unnoticed(now - SILENT_S - 2, busy=False) == 2
+        assert unnoticed(now - SILENT_S - 2, busy=True) == 0
+        assert connection.submit([]) == 0
+        now += 3
+        assert round(connection.unnoticed_s(), 3) == 3
+        assert unnoticed(now, busy=True) == 0
+        assert unnoticed(now, busy=False) == 0
+        connection.close()
+
+
+def test_the_memory_of_a_collected_array_serves_the_next_one() -> None:
+    """A run that makes many arrays, one after another, needs memory for one."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        connection = RuntimeConnection(Greeted(ours, Receiver(ours), memoryview(bytes(16)).cast("q"), 1))
+        places = set()
+        for _ in range(3):
+            array = connection.array((1 << 20,), np.dtype(np.uint8))
+            places.add(connection.locate(array))
+            del array
+        assert len(places) == 1
+        connection.close()

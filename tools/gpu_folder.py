@@ -22,7 +22,7 @@ import native_front
 from rsrv import triton_install
 
 ROOT = Path(__file__).resolve().parent.parent
-#: The versions of the container, for Python 3.12.
+#: Versions of the packages in the container, for Python 3.12.
 PINS = ROOT / "docker" / "requirements.txt"
 PYTHON = "3.12"
 MODELS = ("resnet18", "vit_tiny", "minilm_encoder")

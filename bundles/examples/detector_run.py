@@ -23,7 +23,7 @@ CELL = 4
 #: A region's features are read at POOLED x POOLED points.
 POOLED = 7
 
-#: The largest batches that the networks are compiled for.
+#: The largest batch of each network.
 MOST_IMAGES = 8
 MOST_REGIONS = 32
 #: Number of boxes of an image that are considered, and number of boxes that are reported.

@@ -246,7 +246,7 @@ def _wrong_file(entry: os.DirEntry[str], relative: str, root: Path) -> tuple[str
 def _holes(path: str, size: int) -> int:
     """Return the number of bytes of holes in a file, counted up to the limit.
 
-    Holes are limited because they cost their writer nothing, but their reader as much as other bytes.
+    Holes are limited: writing them costs nothing, but reading them costs as much as reading other bytes.
     """
     holes = at = 0
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

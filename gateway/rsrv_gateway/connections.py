@@ -249,7 +249,7 @@ class WorkerChannels:
         return WorkerConnection(self._contacts.open(self._address, *_KEEPALIVE))
 
     def _retire(self, link: WorkerConnection) -> None:
-        """Close a connection after its calls have ended. Their deadlines end them, or the pings if the peer is gone."""
+        """Close a connection after its calls have ended. A call ends at its deadline, or when pings show that the peer is gone."""
         task = asyncio.get_running_loop().create_task(link.channel.close(inf))
         self._retiring[task] = link
         task.add_done_callback(self._retiring.pop)

@@ -194,7 +194,7 @@ class RepositoryWriter:
             parent.mkdir(parents=True, exist_ok=True)
         for file, content in files.items():
             self._write(file, content)
-        # Give config.pbtxt the time of the newest file, because linked files keep their times. A younger file was rewritten later.
+        # Linked files keep their old times. config.pbtxt gets the time of the newest file, so that a newer file has changed since.
         written = newest(new)
         os.utime(new / CONFIG_FILE, ns=(written, written))
         # Check this last. Copying may take minutes, in which a foreign folder may appear, and the exchange would remove it.

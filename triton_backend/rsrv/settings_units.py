@@ -1,4 +1,4 @@
-"""Types of the settings that are times and sizes: numbers in the unit of the key's name, or texts with any unit."""
+"""Types of settings for times and sizes. A value is a number in the unit that the key's name ends with, or a text with a unit."""
 
 from math import inf
 from typing import Annotated, Any, Final

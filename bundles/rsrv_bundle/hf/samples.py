@@ -11,7 +11,7 @@ from rsrv_bundle.hf.recipe import HubRecipe, Request, row
 
 
 def read_samples(files: Sequence[Path], recipe: HubRecipe) -> dict[str, Request]:
-    """Return requests of one row. Their names are the file, and for texts also the line. Raises BundleError, OSError."""
+    """Return requests of one row, by name: the name of the file, and for texts also the line. Raises BundleError, OSError."""
     if recipe.inputs == ("text",):
         return {name: row(text=text) for name, text in read_lines(files).items()}
     if recipe.inputs == ("text", "text_pair"):

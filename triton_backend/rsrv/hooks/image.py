@@ -170,10 +170,10 @@ def letterbox(
 
 
 def fit(images: Images, size: tuple[int, int], *, resample: Filter = "bilinear") -> tuple[Array, Array]:
-    """Fit each image into `size` with its proportions, at the upper left, zeros elsewhere: u8 [n, height, width, c].
+    """Resize each image to fit into `size`, put it at the upper left, and fill the rest with zeros: u8 [n, height, width, c].
 
-    The second result, i32 [n, 2], is the height and the width of each image there. Both are rounded down, as transformers'
-    detectors do.
+    Images keep their proportions. The second result, i32 [n, 2], is the height and the width of each resized image. Both are
+    rounded down, as transformers' detectors do.
     """
     extents = []
     pages = np.zeros((len(images), *size, images[0].shape[2] if len(images) else 3), np.uint8)

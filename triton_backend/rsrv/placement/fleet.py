@@ -252,7 +252,7 @@ def have_common_device(group: tuple[str, ...], pins: Mapping[str, Collection[int
 
 
 def _allowed(group: tuple[str, ...], models: Mapping[str, FleetModel], known: set[str]) -> tuple[str, ...]:
-    """Return the workers where every ready model of the group is ready.
+    """Return the workers on which all models of the group are ready. A model that is ready nowhere is left out.
 
     If some of these workers have a control service, return only those.
     """

@@ -27,10 +27,10 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 def aligned(nbytes: int, *, huge_pages: bool = False) -> Bytes:
-    """Allocate memory. A large allocation returns to the system with its last view. Raises OSError and MemoryError.
+    """Allocate memory. The system gets a large allocation back when its last view is deleted. Raises OSError and MemoryError.
 
-    malloc would return only the first large allocation. It would then raise its threshold and use a heap for later ones, and
-    other allocations prevent a heap from shrinking. With `huge_pages`, a very large allocation is filled faster. But neighbours
+    malloc is not used for large allocations: it would give back only the first one. It would then raise its threshold and use a
+    heap for later ones, and other allocations prevent a heap from shrinking. With `huge_pages`, a very large allocation is filled faster. But neighbours
     may share a page, which returns to the system only when both are free.
     """
     if nbytes < LARGE:

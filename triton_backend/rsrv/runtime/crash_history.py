@@ -150,8 +150,8 @@ class BlackBox:
 
     def __init__(self, directory: Path | None = None) -> None:
         """Read what the previous runtime left, and begin a new black box."""
-        #: Name of the server's device, under which other data outlives a runtime. Empty without a directory: no data then
-        #: outlives the runtime.
+        #: Name of the server's device. Data that outlives a runtime is stored under this name. Without a directory, the name is
+        #: empty, and no data outlives the runtime.
         self.owner = "" if directory is None else directory.name
         self.history = CrashHistory(None if directory is None else directory / paths.DEATHS)
         self.memory: Memory = bytearray(BYTES)

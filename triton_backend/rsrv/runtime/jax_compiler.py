@@ -33,7 +33,7 @@ _KERNEL = re.compile(r" = \S.* (?:fusion|custom-call|copy|sort|while|reduce|scat
 _PLACEHOLDERS = 8
 #: Maximum number of cached helper programs of each kind. Each takes 170 kB of host memory.
 _PROGRAMS = 256
-#: Additional array that is allocated last in the allocation of an upload's arrays.
+#: Additional array behind the arrays of an upload. It marks the end of their memory.
 ALLOCATION_END: ArrayKind = ((1,), np.dtype(np.uint8))
 
 

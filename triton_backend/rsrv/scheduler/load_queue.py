@@ -267,7 +267,7 @@ class LoadQueue:
     def note_evictable(self, model: ModelState) -> None:
         """Record that weights on the device may have become evictable.
 
-        It matters only while there is a `blocked_head`, or a model in the line of prefetches.
+        This matters only while there is a `blocked_head`, or a model in the line of prefetches.
         """
         if self.blocked_head is not None:
             self._newly_evictable[model] = None

@@ -46,7 +46,7 @@ class RunningServer(Protocol):
 async def end_in_order(
     server: RunningServer, terminate: Callable[[], None], callers: Collection[str], linger_s: float
 ) -> bool:
-    """Call `terminate`, which makes the server end, and unload its models. Return False if the models cannot be unloaded.
+    """Call `terminate`, which makes the server end. Then unload the models. Return False if they cannot be unloaded.
 
     Clients with open connections are served until they are idle, for `linger_s` seconds at most. `callers` are the models
     that call other models. They are unloaded first.

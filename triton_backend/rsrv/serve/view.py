@@ -66,7 +66,7 @@ class Changes:
         """`models` and `aliases` return the names of the models and of the aliases in the repository."""
         self._models, self._aliases = models, aliases
         present = models()
-        #: Bundles that were broken before the start, and whose earlier version still serves. They have already been shown.
+        #: Bundles that were broken before the start, and whose earlier version still serves. Their errors have already been printed.
         self._kept = {name: reason for name, reason in broken.items() if name in present}
         #: The last shown state of each model. Bundles that were broken before the start and do not serve are shown at the
         #: start.

@@ -88,6 +88,19 @@ def test_texts_files_and_pictures_are_rows(server: FakeServer, client: Client, t
     answers = [int(row["y"][0]) for _, row in client.map("m", rows)]
     assert answers[:3] == [7, 2, 5]
     assert server.requests[0][3].startswith(b"\x89PNG")
+    assert [int(row["y"][0]) for _, row in client.map("m", {"text": rows[3:]})] == answers[3:]
+
+
+def test_a_request_has_as_many_files_as_their_bytes_allow(
+    server: FakeServer, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size of a request counts the contents of files, and not their paths."""
+    monkeypatch.setattr("rsrv.client.rows.REQUEST_BYTES", 1000)
+    server.configuration = TEXTS
+    for number in range(4):
+        (tmp_path / str(number)).write_bytes(bytes(500))
+    assert client.map("m", tmp_path).arrays()["y"].reshape(-1).tolist() == [500] * 4
+    assert sorted(map(len, server.requests)) == [2, 2]
 
 
 def test_a_task_names_inputs_outputs_and_labels(server: FakeServer, client: Client) -> None:

@@ -28,20 +28,9 @@ class RowBatch:
 
 
 def batches(
-    signature: ModelSignature,
-    rows: Any,
-    rows_per_request: int | None,
-    first_row: int = 0,
+    signature: ModelSignature, rows: Any, rows_per_request: int | None, first_row: int
 ) -> Iterator[RowBatch]:
-    """Yield the requests of a data set. Raises InputError if the rows do not fit the model.
-
-    Args:
-        signature: the model's signature.
-        rows: columns (a mapping of arrays or lists, or a data frame), one array for the only input, the path of a file
-            for `read_columns`, or an iterable of rows. A row is a mapping, or the value of the only input.
-        rows_per_request: rows of a request; default: as many as the model takes, up to some megabytes.
-        first_row: leave out the rows of columns before this one.
-    """
+    """Yield the requests of a data set. `AsyncClient.map` describes the arguments. Raises InputError if the rows do not fit the model."""
     grouping = RowGrouping(signature, rows_per_request)
     columns = columns_of(signature, rows)
     if columns is not None:
@@ -77,7 +66,9 @@ def _column_batches(
 ) -> Iterator[RowBatch]:
     count = len(next(iter(columns.values())))
     if count and rows_per_request is None:
-        rows_per_request = _fitting(signature, {name: column[:1] for name, column in columns.items()})
+        rows_per_request = _fitting(
+            signature, {name: _contents(column[:1]) for name, column in columns.items()}
+        )
     for start in range(first_row, count, rows_per_request or 1):
         stop = min(start + (rows_per_request or 1), count)
         part = {name: _contents(column[start:stop]) for name, column in columns.items()}
@@ -140,7 +131,7 @@ def _row(signature: ModelSignature, row: Any, number: int) -> dict[str, Array]:
     values = row if isinstance(row, Mapping) else {_only_input(signature): row}
     try:
         return {
-            name: as_array(signature.inputs[name], content(value), has_rows=False)
+            name: as_array(signature.inputs[name], _content(value), has_rows=False)
             for name, value in signature.named(values).items()
         }
     except InputError as error:
@@ -148,22 +139,26 @@ def _row(signature: ModelSignature, row: Any, number: int) -> dict[str, Array]:
 
 
 def _contents(part: Any) -> Any:
-    """Return a part of a column with the contents of files in place of their paths."""
-    if len(part) and isinstance(part[0], os.PathLike):
-        return _objects([content(value) for value in part])
+    """Return a part of a column with the contents of files and pictures."""
+    if len(part) and (isinstance(part[0], os.PathLike) or _is_picture(part[0])):
+        return _objects([_content(value) for value in part])
     return part
 
 
-def content(value: Any) -> Any:
+def _content(value: Any) -> Any:
     """Return a value as the model takes it: the bytes of a file, or a picture as PNG."""
     if isinstance(value, os.PathLike):
         return Path(value).read_bytes()
-    if hasattr(value, "save") and hasattr(value, "getbands"):
-        # A picture of Pillow.
+    if _is_picture(value):
         buffer = BytesIO()
         value.save(buffer, "PNG")
         return buffer.getvalue()
     return value
+
+
+def _is_picture(value: Any) -> bool:
+    """Return whether a value is a picture of Pillow."""
+    return hasattr(value, "save") and hasattr(value, "getbands")
 
 
 def _only_input(signature: ModelSignature) -> str:

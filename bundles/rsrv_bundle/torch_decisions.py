@@ -49,8 +49,9 @@ Place = tuple[Any, ...]
 def constant_reads(call: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Mapping[Place, Any]:
     """Run `call(*inputs)` eagerly, and return the values that it reads from tensors which depend on no input, by place.
 
-    Values that the statement `assert` reads are among them, whatever they depend on. Values after the first read that depends on inputs are left out, because Python may have used that one. The result is empty if the call
-    fails: a trace has zeros as inputs, and a module may refuse them.
+    The result also has the values that the statement `assert` reads, whatever they depend on. After another read that depends on
+    inputs, Python may have used its value, so all later reads are left out. The result is empty if the call fails: a trace has
+    zeros as inputs, and a module may refuse them.
     """
     recorder = _Recorder(inputs)
     try:
@@ -76,7 +77,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _module_frames(first: FrameType) -> Iterator[tuple[FrameType, int]]:
-    """Yield the module's frames with their lines, innermost first. PyTorch's frames and those of this file are left out."""
+    """Yield the module's frames with their lines, innermost first. Frames of PyTorch and of this file are left out."""
     for frame, line in traceback.walk_stack(first):
         file = frame.f_code.co_filename
         if Path(file).parent == _HERE and file != __file__:
@@ -87,11 +88,12 @@ def _module_frames(first: FrameType) -> Iterator[tuple[FrameType, int]]:
 
 def _asserts(first: FrameType) -> bool:
     """Return whether the module's innermost frame executes a statement `assert`."""
-    for frame, _ in _module_frames(first):
-        line, _, column, _ = list(frame.f_code.co_positions())[frame.f_lasti // 2]
-        begin = (line or 0, column or 0)
-        return any(start <= begin < end for start, end in _assertions(frame.f_code.co_filename))
-    return False
+    frame = next((frame for frame, _ in _module_frames(first)), None)
+    if frame is None:
+        return False
+    line, _, column, _ = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+    begin = (line or 0, column or 0)
+    return any(start <= begin < end for start, end in _assertions(frame.f_code.co_filename))
 
 
 @functools.cache

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from itertools import chain
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -263,20 +262,14 @@ def _stride_in_memory_order(node: Any) -> None:
     """
     source, size, stride, *offset = node.args
     tensor = source.meta["val"]
-    axes = sorted(
-        (axis for axis, length in enumerate(tensor.shape) if length > 1),
-        key=lambda axis: -tensor.stride(axis),
-    )
-    lengths = [tensor.shape[axis] for axis in axes]
-    dense = [tensor.stride(axis) for axis in axes] == [prod(lengths[at + 1 :]) for at in range(len(axes))]
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     first = offset[0] - tensor.storage_offset() if offset and offset[0] is not None else 0
     last = first + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
-    if not dense or first < 0 or last >= tensor.numel():
+    if not tensor.permute(order).is_contiguous() or first < 0 or last >= tensor.numel():
         raise BundleError(
             f"module: {_where(node)}: {node.target} reads memory outside of a tensor, or a tensor with gaps; call contiguous()"
             " on the tensor before"
         )
-    order = axes + [axis for axis in range(tensor.ndim) if axis not in axes]
     with node.graph.inserting_before(node):
         permuted = node.graph.call_function(torch.ops.aten.permute.default, (source, order))
         ordered = node.graph.call_function(

@@ -161,12 +161,11 @@ def main() -> int:
     except (BenchFailed, ServerFailed, InstallError, RuntimeError) as error:
         print(f"onnx: {error}", file=sys.stderr)
         return 1
-    RESULT.write_text(
-        json.dumps({name: [asdict(one) for one in found] for name, found in samples.items()}, indent=1) + "\n"
-    )
+    document = {name: [asdict(sample) for sample in measured] for name, measured in samples.items()}
+    RESULT.write_text(json.dumps(document, indent=1) + "\n")
     print(_table(samples))
-    for name, found in samples.items():
-        print(f"{name}: {rounds_line(Rounds.of(found))}")
+    for name, measured in samples.items():
+        print(f"{name}: {rounds_line(Rounds.of(measured))}")
     return 0
 
 
@@ -280,17 +279,17 @@ def _largest_error(side: Side, case: Case) -> float:
 def _table(samples: dict[str, list[Sample]]) -> str:
     rows = []
     for case in CASES:
-        kept = Rounds.of(samples[case.name])
+        rounds = Rounds.of(samples[case.name])
         for clients in CLIENTS:
-            rows.append([case.title, str(clients), *map(str, _row(kept, clients))])
+            rows.append([case.title, str(clients), *_row(rounds, clients)])
     head = ["model", "clients", f"{ONNXRUNTIME}, /s", "p50 ms"]
     return table([*head, *(f"{side} / {ONNXRUNTIME}" for side in SIDES[:-1])], rows)
 
 
-def _row(kept: Rounds, clients: int) -> list[str]:
-    rate = kept.spread(ONNXRUNTIME, clients, _rate).median
-    p50: Spread = kept.spread(ONNXRUNTIME, clients, lambda sample: sample.p50_us / 1e3)
-    ratios = [spread_text(kept.ratio(side, ONNXRUNTIME, clients, _rate)) for side in SIDES[:-1]]
+def _row(rounds: Rounds, clients: int) -> list[str]:
+    rate = rounds.spread(ONNXRUNTIME, clients, _rate).median
+    p50: Spread = rounds.spread(ONNXRUNTIME, clients, lambda sample: sample.p50_us / 1e3)
+    ratios = [spread_text(rounds.ratio(side, ONNXRUNTIME, clients, _rate)) for side in SIDES[:-1]]
     return [f"{rate:.0f}", f"{p50.median:.1f}", *ratios]
 
 

@@ -1,6 +1,6 @@
 """An ONNX file as a user would serve it today with the Python backend: onnxruntime in the model's own process.
 
-It is copied into the plain side's model repository as model.py, with the file beside it as model.onnx.
+The benchmark copies this module to the plain side's model repository as model.py, and the ONNX file as model.onnx.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Requests of 500 rows beside single rows: how long the single rows wait.
+"""Measures how long single rows wait while another client sends requests of 500 rows.
 
     python -m tests.bench.rows
 

@@ -1,4 +1,4 @@
-"""Records which states of a model's machines go together beside a test, and compares them with the known ones.
+"""While a test runs, records which states of a model occur together, and compares them with the known combinations.
 
 A combination that is unknown fails the test if a model stays in it. Samples are too rare to show every shorter one, so such
 a one is printed. Time is counted in samples: the processes that a model waits for are as slow as those that answer.

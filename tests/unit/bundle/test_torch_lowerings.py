@@ -174,7 +174,7 @@ def test_recurrent_networks_return_what_pytorch_does(name: str, module: nn.RNNBa
     state = (hidden, random(cells, 2, module.hidden_size)) if isinstance(module, nn.LSTM) else hidden
     with torch.no_grad():
         output, last = module(x, state)
-    found = lowered(
+    results = lowered(
         name,
         x,
         state,
@@ -186,5 +186,7 @@ def test_recurrent_networks_return_what_pytorch_does(name: str, module: nn.RNNBa
         module.bidirectional,
         module.batch_first,
     )
-    for each, expected in zip(found, (output, *(last if isinstance(last, tuple) else [last])), strict=True):
-        close(each, expected)
+    for result, expected in zip(
+        results, (output, *(last if isinstance(last, tuple) else [last])), strict=True
+    ):
+        close(result, expected)

@@ -181,7 +181,7 @@ def test_wrong_rows_are_named(client: Client, rows: Any, error: str) -> None:
 
 
 def test_rows_before_the_first_one_are_left_out(server: FakeServer, client: Client) -> None:
-    """The answers have the numbers of their rows. Rows that are not in columns have to be sent from the first one on."""
+    """`first_row` leaves out earlier rows of columns. For an iterable of rows, it is refused."""
     rows = np.arange(11)
     assert [number for number, _ in client.map("m", rows, first_row=5)] == [5, 6, 7, 8, 9, 10]
     assert server.requests == [[5, 6, 7, 8], [9, 10]]

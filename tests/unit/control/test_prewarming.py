@@ -45,7 +45,7 @@ def answer(server: Served, failed: dict[str, str] | None = None) -> None:
 
 def started(server: Served, device: int = 0) -> list[str]:
     commands = [one for one in server.all[device].commands if one["command"] == "start"]
-    return [name for one in commands if not one.get("poll") for name in one["models"]]
+    return [name for command in commands if not command.get("poll") for name in command["models"]]
 
 
 @asynccontextmanager

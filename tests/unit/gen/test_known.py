@@ -66,7 +66,7 @@ class Runs:
         return {name: verb for name, verb in verbs.items() if verb != "unchanged"}, set(self._read)
 
     def lead_to(self, version: str) -> None:
-        """Make the bundle `linked` a link to a folder beside the bundles."""
+        """Replace the bundle `linked` by a link to a folder outside of the bundles."""
         new = self.bundles.with_name("new")
         new.symlink_to(self.bundles.with_name(version))
         new.replace(self.bundles / "linked")

@@ -164,7 +164,7 @@ def test_a_file_that_is_no_tokeniser_is_named(tmp_path: Path) -> None:
 
 
 def test_strings_need_no_zeros_behind_them(path: Path) -> None:
-    """Strings of clients, one a row, are texts as they are; what is beyond the limit is not read."""
+    """The one string of each row is a text. Its bytes beyond the limit are not read."""
     texts = ["north south", "", "west" + " east" * 1000]
     strings = np.array([text.encode() for text in texts], object)
     assert from_text(strings) == from_text(strings.reshape(-1, 1)) == texts

@@ -119,7 +119,7 @@ def test_views_that_say_nothing_new_do_not_count() -> None:
 
 
 def test_long_executions_are_no_peaks() -> None:
-    """Executions of 1.8 s are smoothed: plans every 0.2 s have a utilisation of 0.9, not of nine."""
+    """An execution of 1.8 s ends before one of ten plans, which are 0.2 s apart. All ten see a utilisation of 0.9."""
     costs = Costs(20.0)
     for n in range(300):
         costs.observe({"w": worker(m=shown(n // 10 * 1.8))}, n * 0.2)

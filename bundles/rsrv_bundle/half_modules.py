@@ -2,7 +2,8 @@
 
 Products and convolutions take and return the half type, and sum in f32. Operations that only move such values, or that combine them
 with weights and constants, also use the half type. All other operations and values stay in f32: reductions (and so softmax and
-norms), exponentials and other functions, products of two activations, the state of loops, inputs and outputs.
+norms), exponentials and other functions, products of two activations, products of complex numbers, the state of loops, inputs and
+outputs.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class _Rewriter:
                         self.rewrite(inner)
             elif all(value in self.static for value in operation.operands) and not len(operation.regions):
                 self.static.update(operation.results)
-            elif (name in _PRODUCTS and kind_of(operation) == "hardware") or self._follows(operation):
+            elif _is_product(operation) or self._follows(operation):
                 self._halve(operation)
 
     def _follows(self, operation: Any) -> bool:
@@ -128,6 +129,14 @@ class _Rewriter:
             if str(stored.type.element_type) in _NARROW:
                 source = stored
         return stablehlo.convert(ir.RankedTensorType.get(value.type.shape, self.half), source)
+
+
+def _is_product(operation: Any) -> bool:
+    """Return whether an operation is a product of f32 whose precision the module leaves to the hardware."""
+    if operation.name not in _PRODUCTS or kind_of(operation) != "hardware":
+        return False
+    # Complex numbers, and sums in f64, have no half type.
+    return all(map(_is_f32, [*operation.operands, *operation.results]))
 
 
 def _is_pooling(operation: Any) -> bool:

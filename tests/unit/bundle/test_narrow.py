@@ -424,6 +424,24 @@ def test_a_module_computes_in_half_precision(tmp_path: Path, compute: str, worst
     assert both.errors["model.b2"] < 0.05
 
 
+def test_complex_products_stay_in_f32(tmp_path: Path) -> None:
+    """Half precision has no complex numbers. A half product of them would lose the imaginary part."""
+
+    def waves(p: Any, x: Any) -> Any:
+        spectrum = jnp.fft.rfft(x @ p["in"])[:, :16]
+        return jnp.fft.irfft(spectrum @ jax.lax.complex(p["real"], p["imaginary"]), 64)
+
+    params = {"in": normal(64, 64), "real": normal(16, 16), "imaginary": normal(16, 16, seed=1)}
+    old = export(tmp_path / "wide", waves, params, batch_sizes=[2])
+    report = narrow_bundle(old.path, tmp_path / "half", compute="bf16")
+    assert 0 < report.errors["model.b2"] < 0.01
+    with parsed(report.bundle.modules[0, 2].read_bytes()) as module:
+        results = [
+            line.rpartition("-> ")[2] for line in str(module).splitlines() if "stablehlo.dot_general" in line
+        ]
+    assert results == ["tensor<2x64xbf16>", "tensor<2x16xcomplex<f32>>"]
+
+
 def test_text_of_types() -> None:
     """The text of --weights is parsed with every spelling of the types that the format knows."""
     wanted = WeightTypes.parse("int8, *.norm*=keep,head=float8_e4m3fn")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rsrv.sim.reference import FIGURES
+from rsrv.sim.reference import FIGURES, reference
 from rsrv.sim.scenario import load_scenario, parse_scenario
 from tests.pages import ROOT, blocks
 from tests.unit.sim.helpers import metrics
@@ -26,6 +26,13 @@ def test_every_metric_is_explained() -> None:
     result = metrics("models: {a: {cost: {1: 1}}}\narrivals: []")
     assert keys["both"] | keys["total"] == set(result["total"])
     assert keys["both"] | keys["models"] == set(result["models"]["a"])
+
+
+def test_the_reference_has_every_table() -> None:
+    """`python -m rsrv.sim.reference` prints one table for each mapping of a scenario, and one for metrics.json."""
+    text = reference()
+    assert "| `models` | required |" in text
+    assert "### metrics.json" in text
 
 
 def test_the_example_is_a_scenario() -> None:

@@ -120,7 +120,7 @@ def _table(title: str, model: type[BaseModel]) -> Iterator[str]:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    if field.default_factory or field.default in (None, []) or isinstance(field.default, BaseModel):
+    if field.default_factory or field.default in (None, [], {}) or isinstance(field.default, BaseModel):
         return ""
     if isinstance(field.default, bool | str):
         return str(field.default).lower()

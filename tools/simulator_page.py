@@ -1,8 +1,9 @@
-"""Make the tables and the pictures of docs/simulator.md about idle limits and about several devices.
+"""Make the tables and the pictures of docs/simulator.md about idle limits, narrow weights and several devices.
 
 python tools/simulator_page.py     # rewrites the tables in the page, docs/images/idle.png and simulator-fleet.png
 """
 
+from collections.abc import Sequence
 from math import inf
 
 from rsrv.sim.fleet import MODES, rows, summarize_fleet, with_mode
@@ -10,14 +11,15 @@ from rsrv.sim.plots import fleet_figure, save, write_sweep_plot
 from rsrv.sim.record import FleetRecord
 from rsrv.sim.scenario import load_scenario
 from rsrv.sim.simulate import simulate_fleet
-from rsrv.sim.sweep import IdleSweep, run_sweep, sweep_rows
+from rsrv.sim.sweep import WEIGHTS, IdleSweep, run_sweep, run_weights, sweep_rows
 from scheduler_page import DOCS, IMAGES, rewrite, table
 
 PAGE = DOCS / "simulator.md"
 PICTURE = IMAGES / "simulator-fleet.png"
 #: Columns of `rsrv-sim`'s table that the page leaves out.
 _OMITTED = ("missed", "loads", "rows", "fill", "max / mean")
-_OMITTED_IDLE = ("in time", "waited for one", "device memory")
+_OMITTED_IDLE = ("in time", "waited for one", "cold answer", "device memory")
+_OMITTED_WEIGHTS = ("in time", "starts", "waited for one", "its peak")
 
 
 class Comparison:
@@ -50,20 +52,31 @@ class Idleness:
 
     @property
     def table(self) -> str:
-        every = sweep_rows(self.sweep, self.runs)
-        shown = [column for column, title in enumerate(every[0]) if title not in _OMITTED_IDLE]
-        return table(iter([[row[column] for column in shown] for row in every]))
+        return _without(_OMITTED_IDLE, sweep_rows(f"idle.{self.sweep.tier}", self.runs))
 
 
-def rewritten(page: str, fleet: Comparison, idle: Idleness) -> str:
+def weights_table(name: str) -> str:
+    """Return the table of a scenario with each type of weights."""
+    runs = run_weights(load_scenario(DOCS / "scenarios" / f"{name}.yaml"), list(WEIGHTS))
+    return _without(_OMITTED_WEIGHTS, sweep_rows("weights", runs))
+
+
+def _without(omitted: Sequence[str], every: Sequence[Sequence[str]]) -> str:
+    """Return a table without some of its columns."""
+    shown = [column for column, title in enumerate(every[0]) if title not in omitted]
+    return table(iter([[row[column] for column in shown] for row in every]))
+
+
+def rewritten(page: str, fleet: Comparison, idle: Idleness, weights: str) -> str:
     """Return the page with its tables."""
-    return rewrite(page, {"fleet": fleet.table, "idle": idle.table})
+    return rewrite(page, {"fleet": fleet.table, "idle": idle.table, "weights": weights})
 
 
 def main() -> None:
     """Rewrite the page and its pictures."""
     fleet, idle = Comparison("fleet"), Idleness("catalogue")
-    PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8"), fleet, idle), encoding="utf-8")
+    text = rewritten(PAGE.read_text(encoding="utf-8"), fleet, idle, weights_table("catalogue"))
+    PAGE.write_text(text, encoding="utf-8")
     write_sweep_plot(idle.sweep, idle.runs, IMAGES)
     save(fleet_figure(fleet.records, fleet.summaries), PICTURE)
 

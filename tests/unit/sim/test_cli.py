@@ -140,15 +140,40 @@ def test_a_sweep_over_idle_limits(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (tmp_path / "out/idle.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_cold_starts_with_narrow_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A cold start reads and loads a half and a quarter of the bytes; only its other parts take as long."""
+    scenario = tmp_path / "scenario.yaml"
+    scenario.write_text(
+        """
+        device: {h2d_bytes_per_s: 1000, read_bytes_per_s: 100}
+        runtime: {start: lazy}
+        models: {a: {cost: {1: 0.5}, weight_bytes: 1000, start_s: 2}}
+        arrivals: [{t: 0, model: a}, {t: 100, model: a}]
+        """
+    )
+    command = [str(scenario), "--weights", "f32,bf16,i8", "--out", str(tmp_path / "out")]
+    assert main(command) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["weights", "f32", "bf16", "i8"]
+    runs = json.loads((tmp_path / "out/metrics.json").read_text())["weights"]
+    assert [run["total"]["cold_p50_s"] for run in runs.values()] == [13.5, 8.0, 5.25]
+    assert [run["total"]["read_bytes"] for run in runs.values()] == [1000, 500, 250]
+
+
 @pytest.mark.parametrize(
-    ("idle", "problem"),
-    [("disk=1m", "begin with one of device, host, executable"), ("host=soon", "give times such as 90s")],
+    ("option", "value", "problem"),
+    [
+        ("--idle", "disk=1m", "begin with one of device, host, executable"),
+        ("--idle", "host=soon", "give times such as 90s"),
+        ("--weights", "bf16,i4", "give some of f32,bf16,i8"),
+    ],
 )
 def test_a_sweep_that_cannot_be(
-    scenario: Path, idle: str, problem: str, capsys: pytest.CaptureFixture[str]
+    scenario: Path, option: str, value: str, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The message says what to write."""
     with pytest.raises(SystemExit):
-        main([str(scenario), "--idle", idle])
+        main([str(scenario), option, value])
 
     assert problem in capsys.readouterr().err

@@ -41,11 +41,18 @@ def parser() -> CommandParser:
         type=_modes,
         help="of several devices: compare these modes of the gateway (default: the scenario's alone)",
     )
-    top.add_argument(
+    compared = top.add_mutually_exclusive_group()
+    compared.add_argument(
         "--idle",
         metavar="TIER=LIMIT,LIMIT",
         type=_sweep,
         help="compare limits of idleness of all models, such as host=10m,1h,never; with --out, idle.png",
+    )
+    compared.add_argument(
+        "--weights",
+        metavar="TYPE,TYPE",
+        type=_weights,
+        help="compare types of the weights, which are f32 in the scenario, such as f32,bf16,i8",
     )
     top.add_argument(
         "--window",
@@ -83,6 +90,15 @@ def _sweep(text: str) -> "IdleSweep":
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: give times such as 90s, 10m, 1h, or never") from None
     return IdleSweep(tier, seconds)
+
+
+def _weights(text: str) -> list[str]:
+    from rsrv.sim.sweep import WEIGHTS
+
+    kinds = text.split(",")
+    if any(kind not in WEIGHTS for kind in kinds):
+        raise argparse.ArgumentTypeError(f"{text!r}: give some of {','.join(WEIGHTS)}")
+    return kinds
 
 
 def _modes(text: str) -> list[str]:

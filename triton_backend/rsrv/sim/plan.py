@@ -27,7 +27,7 @@ MOST_REQUESTS = 20_000
 #: Maximum number of copies of each model, and of cards, that a search tries.
 _MOST_COPIES, _MOST_CARDS = 16, 16
 #: For each type in which `rsrv-bundle narrow` stores f32 weights, the factor by which they become smaller.
-_NARROWER = {"bf16": 2, "i8": 4}
+NARROWER = {"bf16": 2, "i8": 4}
 #: A search does not distinguish budgets that differ by less than this share.
 _BUDGET_STEP = 0.02
 #: A size is worth compiling if at least this share of a model's executions uses it.
@@ -93,7 +93,7 @@ def plan(scenario: Scenario, goal_s: float, tell: Callable[[str], object]) -> It
     yield _budget(scenario, goal_s, attempt)
     yield _cards(scenario, goal_s, attempt)
     if any(program.load_seconds for program in scenario.programs.values()):
-        for kind, divisor in _NARROWER.items():
+        for kind, divisor in NARROWER.items():
             trial = attempt(f"weights in {kind}", with_narrow_weights(scenario, divisor))
             whole = amount(_tensor_bytes(scenario) // divisor)
             yield Answer("narrow weights", f"{kind}, {whole} if all are f32 now", trial)

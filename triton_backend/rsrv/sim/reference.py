@@ -60,6 +60,11 @@ FIGURES: tuple[tuple[str, str, str], ...] = (
     ("`hit_ratio`", "both", "share of requests that found their weights on the device when they arrived"),
     ("`loads`, `evictions`, `loaded_bytes`", "both", "loads and evictions of weights, and loaded bytes"),
     ("`starts`, `cold`", "both", "cold starts, and requests that waited for one"),
+    (
+        "`cold_p50_s`",
+        "both",
+        "median of the time from the arrival to the answer, over served requests that waited for a start",
+    ),
     ("`read_bytes`", "both", "weights read from the disk, by starts and loads"),
     (
         "`window_s`, `makespan_s`",

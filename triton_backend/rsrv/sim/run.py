@@ -18,7 +18,7 @@ from rsrv.sim.metrics import summarize
 from rsrv.sim.record import SimulationError
 from rsrv.sim.scenario import Scenario, ScenarioError, load_scenario
 from rsrv.sim.simulate import simulate, simulate_fleet
-from rsrv.sim.sweep import run_sweep, sweep_rows
+from rsrv.sim.sweep import run_sweep, run_weights, sweep_rows
 from rsrv.sim.table import aligned, table
 from rsrv.text import duration, os_error
 
@@ -78,6 +78,8 @@ def _run(options: argparse.Namespace) -> int:
             options.out.mkdir(parents=True, exist_ok=True)
         if options.idle is not None:
             lines, text = _run_sweep(scenario, options)
+        elif options.weights is not None:
+            lines, text = _run_weights(scenario, options)
         elif scenario.gateway is None:
             if options.modes:
                 raise ScenarioError(f"{options.scenario}: --modes compares gateways: say `devices` there")
@@ -132,8 +134,16 @@ def _run_sweep(scenario: Scenario, options: argparse.Namespace) -> tuple[Iterato
         _write_metrics(options.out, {"idle": runs})
         if plots := _plots():
             plots.write_sweep_plot(options.idle, runs, options.out)
-    text = _as_json({"idle": runs}) if options.json else aligned(sweep_rows(options.idle, runs))
-    return iter(()), text
+    lines = sweep_rows(f"idle.{options.idle.tier}", runs)
+    return iter(()), _as_json({"idle": runs}) if options.json else aligned(lines)
+
+
+def _run_weights(scenario: Scenario, options: argparse.Namespace) -> tuple[Iterator[str], str]:
+    """Simulate one device with several types of weights. Return no decisions, and the table."""
+    runs = run_weights(scenario, options.weights)
+    if options.out is not None:
+        _write_metrics(options.out, {"weights": runs})
+    return iter(()), _as_json({"weights": runs}) if options.json else aligned(sweep_rows("weights", runs))
 
 
 def _write_metrics(out: Path, metrics: dict[str, Any]) -> None:

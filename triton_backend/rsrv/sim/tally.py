@@ -31,6 +31,8 @@ class Tally:
     hits: int = 0
     waits: list[float] = field(default_factory=list)
     latencies: list[float] = field(default_factory=list)
+    #: Latencies of requests that waited for a start.
+    cold_latencies: list[float] = field(default_factory=list)
     device_seconds: float = 0.0
     dispatches: int = 0
     useful_rows: int = 0
@@ -61,6 +63,8 @@ class Tally:
             assert sent.started is not None
             self.waits.append(sent.started - sent.arrived)
             self.latencies.append(sent.ended - sent.arrived)
+            if sent.cold:
+                self.cold_latencies.append(sent.ended - sent.arrived)
 
     def ended(self) -> dict[str, int]:
         """Return the number of requests by outcome."""
@@ -92,6 +96,7 @@ class Tally:
             "evictions": self.evictions,
             "starts": self.starts,
             "cold": self.cold,
+            "cold_p50_s": percentile(sorted(self.cold_latencies), 0.5),
             "read_bytes": self.read_bytes,
         }
 

@@ -97,7 +97,6 @@ class FakeView:
         self._triton = triton
         self.up = True
         self.asleep = False
-        self.since = 0.0
         self.entries: Mapping[str, ModelVersion] = {}
         self.cold: Collection[str] = ()
         self.presence = FakePresence(self)

@@ -341,7 +341,7 @@ class RuntimeLink:
 
     async def command(self, command: Command) -> dict[str, Any]:
         """Send a COMMAND, and return its result. Raises RuntimeDown, StatusError."""
-        return _check(await self._ask(Kind.COMMAND, command, Kind.COMMANDED), "INTERNAL")
+        return _check(await self._ask(Kind.COMMAND, command, Kind.COMMANDED))
 
     def followed(self) -> Awaitable[bool]:
         """Wait until the runtime follows the present document, and return True. Return False if the runtime goes down first.
@@ -355,7 +355,7 @@ class RuntimeLink:
             await asyncio.wait({answer, self._down}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done() or answer.cancelled():
                 break
-            if self._document.is_reached(revision, _check(answer.result(), "INTERNAL")):
+            if self._document.is_reached(revision, _check(answer.result())):
                 return True
             # After a refusal of an earlier revision, the document was sent whole.
             before, answer = answer, self._document.answer
@@ -391,7 +391,7 @@ class RuntimeLink:
             await asyncio.wait({answer, self._down}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done() or answer.cancelled():
                 raise RuntimeDown
-            return _check(answer.result(), "INTERNAL")
+            return _check(answer.result())
         finally:
             connection.close()
 
@@ -526,8 +526,8 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _check(answer: dict[str, Any], code: str) -> dict[str, Any]:
-    """Return the answer. If it is an error, raise StatusError with the error's code, or with `code` if it has none."""
+def _check(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer. Raise StatusError if it is an error."""
     if "error" in answer:
-        raise StatusError(str(answer.get("code", code)), str(answer["error"]))
+        raise StatusError(str(answer.get("code", "INTERNAL")), str(answer["error"]))
     return answer

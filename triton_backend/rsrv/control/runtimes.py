@@ -17,12 +17,7 @@ from rsrv.control.grpc_service import InvalidArgument, StatusError
 from rsrv.control.presence import Presence, StubPoll
 from rsrv.control.protocols import ModelVersion
 from rsrv.control.records import RuntimeRecords
-from rsrv.control.runtime_link import (
-    Command,
-    LinkTiming,
-    RuntimeDown,
-    RuntimeLink,
-)
+from rsrv.control.runtime_link import Command, LinkTiming, RuntimeDown, RuntimeLink
 from rsrv.control.runtime_state import ChangeCounter, StateChange, StateUpdate
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.settings import Settings, SettingsError
@@ -61,7 +56,6 @@ _END_S = 10.0
 class RestartedDevice:
     """The result of a restart: seconds from the runtime's last answer until the first model and all models were ready."""
 
-    number: int
     first_s: float
     all_s: float
     #: Models that were ready before the restart and are not ready now.
@@ -150,11 +144,6 @@ class Runtimes:
         return self.presence.asleep
 
     @property
-    def since(self) -> float:
-        """The earliest time (of the event loop) at which the link to a runtime that now answers first connected to it."""
-        return min((link.since for link in self.live.values()), default=0.0)
-
-    @property
     def entries(self) -> Mapping[str, ModelVersion]:
         """Versions by key. While no runtime is up, these are the last known versions. A new runtime begins without versions."""
         if len(self.links) == 1:
@@ -215,8 +204,7 @@ class Runtimes:
     async def query(self, question: Command) -> Answers:
         """Ask all runtimes with a command that changes nothing. Raises RuntimeDown, StatusError if none answers."""
         links = self.live or dict(enumerate(self.links))
-        answers, _ = await self._ask(links, lambda _, link: link.command(question))
-        return answers
+        return await self._ask(links, lambda _, link: link.command(question))
 
     async def records(self, *, whole: bool = False) -> dict[int, RuntimeRecords]:
         """Return the records of the runtimes that answer, by the numbers of their devices.
@@ -228,8 +216,7 @@ class Runtimes:
             return {}
         if not self.up:
             raise RuntimeDown(next(filter(None, (link.obstacle for link in self.links)), ""))
-        answers, _ = await self._ask(self.live, lambda _, link: link.refresh(whole=whole))
-        return answers
+        return await self._ask(self.live, lambda _, link: link.refresh(whole=whole))
 
     async def read_records(self, since: Positions) -> dict[int, pb.DeviceRecord]:
         """Return the changes of the runtimes' records since these positions, in the form of `read_on`."""
@@ -238,16 +225,14 @@ class Runtimes:
             instance, known = since.get(number, ("", 0))
             return await link.record(known if instance == link.state.instance else 0)
 
-        answers, _ = await self._ask(self.live, ask)
-        return answers
+        return await self._ask(self.live, ask)
 
     async def command(self, command: Command, devices: Collection[int] | None = None) -> Answers:
         """Send a command to the runtimes of `devices` (default: all). Return the results of the runtimes that carried it out.
 
         Raises RuntimeDown or StatusError if none of them did.
         """
-        answers, _ = await self._ask(self.chosen(devices), lambda _, link: link.command(command))
-        return answers
+        return await self._ask(self.chosen(devices), lambda _, link: link.command(command))
 
     async def named(self, model: str) -> list[str]:
         """Return the models that a command for this name applies to: the callees of a meta model, or the model itself.
@@ -288,8 +273,7 @@ class Runtimes:
     async def slow_command(self, commands: Mapping[int, Command]) -> Answers:
         """Send each device's runtime a command that takes long. Raises RuntimeDown, StatusError if none succeeds."""
         chosen = {number: self.links[number] for number in commands}
-        answers, _ = await self._ask(chosen, lambda number, link: link.slow_command(commands[number]))
-        return answers
+        return await self._ask(chosen, lambda number, link: link.slow_command(commands[number]))
 
     async def last_records(self) -> dict[int, RuntimeRecords]:
         """Return the last records of the sleeping devices' runtimes. They have the counters and sizes of models."""
@@ -321,12 +305,12 @@ class Runtimes:
                 # Do not wait for the stub of a model that was unloaded in the meantime.
                 awaited = presence.loading | presence.returning
                 if not (before - back) & awaited:
-                    return RestartedDevice(number, first, now, sorted(before - back))
+                    return RestartedDevice(first, now, sorted(before - back))
             elif not link.up and (not presence.returning or link.down_s >= _RESTART_S):
                 if before:
                     text = f"no runtime of device {number} has come back; the server's log says why"
                     raise StatusError("UNAVAILABLE", text)
-                return RestartedDevice(number, 0.0, 0.0, [])  # The next model starts the runtime.
+                return RestartedDevice(0.0, 0.0, [])  # The next model starts the runtime.
             with suppress(TimeoutError):
                 async with asyncio.timeout(_RETURN_POLL_S):
                     await self.wait_change(seen)
@@ -387,27 +371,25 @@ class Runtimes:
     @staticmethod
     async def _ask(
         links: Mapping[int, RuntimeLink], ask: Callable[[int, RuntimeLink], Awaitable[T]]
-    ) -> tuple[dict[int, T], dict[int, StatusError]]:
-        """Ask all runtimes concurrently. Return the answers and the refusals. If none answers, raise the best refusal."""
+    ) -> dict[int, T]:
+        """Ask all runtimes concurrently, and return the answers. If none answers, raise the best refusal."""
         replies = await asyncio.gather(
             *(ask(number, link) for number, link in links.items()), return_exceptions=True
         )
         answers: dict[int, T] = {}
-        refusals: dict[int, StatusError] = {}
+        refusals: list[StatusError] = []
         for number, reply in zip(links, replies, strict=True):
             if isinstance(reply, StatusError):
-                refusals[number] = reply
+                refusals.append(reply)
             elif isinstance(reply, BaseException):
                 raise reply
             else:
                 answers[number] = reply
         if not answers:
             # The refusal of a runtime that is up says more than RuntimeDown.
-            down = next(iter(refusals.values()), RuntimeDown())
-            raise next(
-                (refusal for refusal in refusals.values() if not isinstance(refusal, RuntimeDown)), down
-            )
-        return answers, refusals
+            refusals.sort(key=lambda refusal: isinstance(refusal, RuntimeDown))
+            raise refusals[0] if refusals else RuntimeDown()
+        return answers
 
     async def read_on(self, command: str, since: Positions) -> Answers:
         """Return the answers to the command `timeline`, `arrivals` or `traces`.
@@ -422,8 +404,7 @@ class Runtimes:
                 {"command": command, "since": known if instance == link.state.instance else 0}
             )
 
-        answers, _ = await self._ask(self.live, ask)
-        return answers
+        return await self._ask(self.live, ask)
 
     # --- changes --------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from rsrv.control.findings import ServerFinding
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.metric_catalog import FAMILIES
 from rsrv.control.overview import states_of_models
-from rsrv.control.records import RuntimeRecords
+from rsrv.control.records import RuntimeRecords, starting
 from rsrv.control.runtimes import Runtimes
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.histogram import LONG_SECONDS, PADDING, ROWS, SECONDS, Histogram
@@ -86,11 +86,8 @@ class Metrics:
         except StatusError as error:
             log.error("no runtime returns its figures: %s", error)
         entries = runtimes.entries.values() if runtimes.up or runtimes.asleep else ()
-        starting = {
-            name: "importing model.py" for record in records.values() for name in record.device.importing
-        }
         states = states_of_models(
-            *(entries, self._failed(), runtimes.cold, starting),
+            *(entries, self._failed(), runtimes.cold, starting(records.values())),
             aliases=self._aliases(),
             asleep=runtimes.asleep,
         )

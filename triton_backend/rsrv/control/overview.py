@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rsrv.control.protocols import ModelVersion
-from rsrv.control.records import RuntimeRecords, total
+from rsrv.control.records import RuntimeRecords, starting, total
 from rsrv.control.sentences import failed_models, life
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.histogram import SECONDS, Histogram
@@ -117,9 +117,7 @@ class Overview:
             asleep: True if all devices sleep.
         """
         self.work, shown_models = Work(), {}
-        starting = {
-            name: step for record in records.values() for name, step in record.device.starting.items()
-        }
+        steps = starting(records.values())
         for name, entry in served(entries.values()).items():
             shown = self._shown.get(name) or _Shown()
             devices = {
@@ -130,11 +128,11 @@ class Overview:
                 shown.samples.popleft()
             # An idle model's percentile disappears when its window has passed.
             changed |= len(shown.samples) == 1 and shown.json.get("p99_s") is not None
-            source = (entry, failures.get(name), on.get(name), starting.get(name), list(devices), asleep)
+            source = (entry, failures.get(name), on.get(name), steps.get(name), list(devices), asleep)
             if changed or source != shown.source:
                 shown.source = source
                 shown.json = {
-                    **_state(entry, starting.get(name, ""), broken=name in failures, asleep=asleep),
+                    **_state(entry, steps.get(name, ""), broken=name in failures, asleep=asleep),
                     **_picture([*devices.values()]),
                     "p99_s": _p99(shown.samples, now),
                     "error": failures.get(name) or entry["error"],
@@ -223,15 +221,18 @@ def states_of_models(
     entries: Iterable[ModelVersion],
     failures: Iterable[str],
     cold: Collection[str],
-    starting: Mapping[str, str],
+    steps: Mapping[str, str],
     *,
     aliases: Collection[str],
     asleep: bool,
 ) -> dict[str, str]:
-    """Return the state of each model and meta model by name, in the words of docs/operating.md."""
+    """Return the state of each model and meta model by name, in the words of docs/operating.md.
+
+    `steps` has what each starting model waits for.
+    """
     broken, states = set(failed_models(failures, aliases)), {}
     for name, entry in served(entries).items():
-        weights, step = entry["weights"] or "", starting.get(name, "")
+        weights, step = entry["weights"] or "", steps.get(name, "")
         states[name] = life(entry["state"], weights, step, broken=name in broken, asleep=asleep)
     for name in {*broken, *cold} - states.keys():
         states[name] = life("cold" if name in cold else "", "", broken=name in broken, asleep=asleep)

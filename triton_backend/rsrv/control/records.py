@@ -1,6 +1,6 @@
 """The records of the runtimes in the control process: updates, sums over devices, and messages made from records. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
@@ -148,6 +148,11 @@ def _figures(kind: Descriptor, record: Descriptor) -> list[tuple[str, bool, bool
         for name, field in kind.fields_by_name.items()
         if name in fields
     ]
+
+
+def starting(records: Iterable[RuntimeRecords]) -> dict[str, str]:
+    """Return what each starting model waits for, over all devices."""
+    return {name: step for record in records for name, step in record.device.starting.items()}
 
 
 def early_failures(record: pb.ModelRecord) -> int:

@@ -22,7 +22,7 @@ from rsrv.control.placing import Placing
 from rsrv.control.prewarming import Prewarming
 from rsrv.control.protocols import Reconciling
 from rsrv.control.reconciler import STARTUP_POLL_S, ReloadError
-from rsrv.control.records import RuntimeRecords
+from rsrv.control.records import RuntimeRecords, starting
 from rsrv.control.runtime_link import RuntimeAsleep, RuntimeDown
 from rsrv.control.runtime_state import StateChange, StateSnapshot, StateUpdate, Subscription
 from rsrv.control.runtimes import Answers, Runtimes
@@ -111,16 +111,14 @@ class ControlService(control_pb2_grpc.ControlServicer):
             for kind in ("model", "meta")
         }
         # A cold model counts as a model, because only its start shows whether it is a meta model.
-        starting = {
-            name: step for record in records.values() for name, step in record.device.starting.items()
-        }
+        steps = starting(records.values())
         if awaited := runtimes.awaited:
             # A stub that is importing model.py notices the end of its runtime only after that, and then connects to the next
             # one.
             repository = self._server.repository.absolute()
             living = await asyncio.to_thread(stub_processes, self._server.pid, repository)
-            starting |= dict.fromkeys(awaited & living, "its process connects again")
-        names["model"] |= (runtimes.cold | starting.keys()) - names["meta"]
+            steps |= dict.fromkeys(awaited & living, "its process connects again")
+        names["model"] |= (runtimes.cold | steps.keys()) - names["meta"]
         aliases = self._lifecycle.aliases
         front = ""
         if request.model in names["model"] | names["meta"]:
@@ -171,7 +169,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
                     told(name),
                     versions(name),
                     messages.policy(self._server.file.settings, name, runtimes.desired.overridden(name)),
-                    starting.get(name, ""),
+                    steps.get(name, ""),
                     self._lifecycle.bundle_state(name),
                     front if name == request.model else "",
                 )
@@ -183,7 +181,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
                     told(name),
                     versions(name),
                     None,
-                    starting.get(name, ""),
+                    steps.get(name, ""),
                     self._lifecycle.bundle_state(name),
                     front if name == request.model else "",
                 )

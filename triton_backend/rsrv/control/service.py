@@ -136,11 +136,16 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
         known = {**await runtimes.last_records(), **records}
 
-        def told(name: str) -> dict[int, pb.ModelRecord]:
-            return {number: record.models[name] for number, record in known.items() if name in record.models}
-
-        def versions(name: str) -> dict[int, messages.Versions]:
-            return {number: models[name] for number, models in by_device.items() if name in models}
+        def status(name: str, policy: pb.Policy | None) -> pb.ModelStatus:
+            return messages.model_status(
+                name,
+                {number: record.models[name] for number, record in known.items() if name in record.models},
+                {number: models[name] for number, models in by_device.items() if name in models},
+                policy,
+                steps.get(name, ""),
+                self._lifecycle.bundle_state(name),
+                front if name == request.model else "",
+            )
 
         cards, now = await self._monitoring.cards.memory(), self._clock()
         return pb.GetStatusResponse(
@@ -164,29 +169,12 @@ class ControlService(control_pb2_grpc.ControlServicer):
             ],
             scheduler=self._scheduler(records),
             models=[
-                messages.model_status(
-                    name,
-                    told(name),
-                    versions(name),
-                    messages.policy(self._server.file.settings, name, runtimes.desired.overridden(name)),
-                    steps.get(name, ""),
-                    self._lifecycle.bundle_state(name),
-                    front if name == request.model else "",
+                status(
+                    name, messages.policy(self._server.file.settings, name, runtimes.desired.overridden(name))
                 )
                 for name in wanted(names["model"])
             ],
-            metas=[
-                messages.model_status(
-                    name,
-                    told(name),
-                    versions(name),
-                    None,
-                    steps.get(name, ""),
-                    self._lifecycle.bundle_state(name),
-                    front if name == request.model else "",
-                )
-                for name in wanted(names["meta"])
-            ],
+            metas=[status(name, None) for name in wanted(names["meta"])],
             failures=[messages.failure(name, failures[name]) for name in wanted(failures)],
             findings=map(messages.finding, () if request.model else self._monitoring.diagnosis.findings),
             aliases=alias_messages(

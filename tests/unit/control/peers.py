@@ -18,14 +18,14 @@ from rsrv.control.card_memory import Cards
 from rsrv.control.diagnosis import Diagnosis
 from rsrv.control.grpc_server import listen_locally
 from rsrv.control.health import Health
-from rsrv.control.live import Live, Troubles
+from rsrv.control.live import Live
 from rsrv.control.metrics import Metrics
 from rsrv.control.placing import Placing
 from rsrv.control.prewarming import Prewarming
-from rsrv.control.protocols import ModelVersion
 from rsrv.control.reconciler import ReloadError
 from rsrv.control.records import RuntimeRecords
 from rsrv.control.runtime_link import LinkTiming, RuntimeLink
+from rsrv.control.runtime_state import ModelVersion
 from rsrv.control.runtimes import Runtimes
 from rsrv.control.service import ControlledServer, ControlService, Monitoring
 from rsrv.control.settings_file import SettingsFile
@@ -374,6 +374,10 @@ class FakeLifecycle:
         self.asked = asyncio.Event()
         self.aliases: Mapping[str, Shares] = {}
 
+    @property
+    def reasons(self) -> dict[str, str]:
+        return {name: failure.text for name, failure in self.failures.items()}
+
     def bundle_state(self, name: str) -> str:
         return "served"
 
@@ -434,7 +438,7 @@ async def served(
         for one in found:
             one.entries[f"{name}@1"] = entry(name)
             one.models[name] = model_record(name)
-    lifecycle = FakeLifecycle()
+    lifecycle: Any = FakeLifecycle()
     async with linked(*folders, settings=settings) as runtimes:
         link = runtimes.links[0]
         cards = Cards(["cpu"] * len(runtimes.links))
@@ -443,31 +447,13 @@ async def served(
         placing = Placing(runtimes, parsed, tmp_path / "placement")
         file = SettingsFile(repository / "rsrv.yaml", parsed, len(runtimes.links))
         diagnosis = Diagnosis(runtimes, file, lifecycle, health, {}, no_queues)
-        live = Live(
-            runtimes,
-            cards,
-            {},
-            lambda: Troubles({}, diagnosis.findings),
-            lambda: lifecycle.aliases,
-            every=0.1,
-        )
+        live = Live(runtimes, cards, {}, lifecycle, diagnosis, every=0.1)
         service = ControlService(
             ControlledServer(os.getpid(), file, Prewarming(file, runtimes)),
             runtimes,
             lifecycle,
             placing,
-            Monitoring(
-                Metrics(
-                    runtimes,
-                    lambda: lifecycle.failures.keys(),
-                    {},
-                    lambda: diagnosis.findings,
-                    lambda: lifecycle.aliases,
-                ),
-                live,
-                cards,
-                diagnosis,
-            ),
+            Monitoring(Metrics(runtimes, lifecycle, diagnosis, {}), live, cards, diagnosis),
             clock=lambda: 0.0,
         )
         noticing = asyncio.create_task(health.run())

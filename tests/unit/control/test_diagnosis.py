@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,7 @@ async def diagnosed(tmp_path: Path) -> AsyncIterator[Diagnosed]:
     runtime.record.shared.add(bytes=500, models=["a", "b"], on_device=True)
     async with linked(tmp_path) as runtimes:
         await until(runtimes, lambda: runtimes.up)
-        bundles = FakeLifecycle()
+        bundles: Any = FakeLifecycle()
         file = SettingsFile(tmp_path / "rsrv.yaml", load_settings(""), 1)
         health = Health(runtimes, tmp_path, bundles, decides=False)
         diagnosis = Diagnosis(runtimes, file, bundles, health, {}, no_queues)

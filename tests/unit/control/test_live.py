@@ -7,6 +7,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,15 +15,14 @@ import pytest
 from rsrv.control import live as module
 from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.card_memory import Cards
-from rsrv.control.live import Event, Live, OneServer, Troubles
+from rsrv.control.live import Event, Live, OneServer
 from rsrv.control.presence import StubPoll
 from rsrv.control.runtimes import Runtimes
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.live.source import PageError
-from rsrv.settings import Shares
 from rsrv.wire.paths import ASLEEP
 from rsrv_gen.config import CHOICE, MARK
-from tests.unit.control.peers import FakeRuntime, entry, linked, served, slow_request, until
+from tests.unit.control.peers import FakeLifecycle, FakeRuntime, entry, linked, served, slow_request, until
 from tests.unit.control.test_overview import DEVICE, histogram, model
 from tests.waiting import looped
 
@@ -34,9 +34,7 @@ class Watched:
     live: Live
     #: Unix time, seconds.
     now: list[float]
-    #: Reasons why models are not as their bundles say.
-    failures: dict[str, str]
-    aliases: dict[str, Shares]
+    lifecycle: FakeLifecycle
 
     @property
     def updates(self) -> int:
@@ -89,20 +87,12 @@ async def watched(tmp_path: Path, every: float = 0.01) -> AsyncIterator[Watched]
         await until(runtimes, lambda: runtimes.up)
         now = [1000.0]
         facts = {"name": "here"}
-        failures: dict[str, str] = {}
-        aliases: dict[str, Shares] = {}
-        live = Live(
-            runtimes,
-            Cards(["cpu"]),
-            facts,
-            lambda: Troubles(failures, ()),
-            lambda: aliases,
-            lambda: now[0],
-            every,
-        )
+        lifecycle: Any = FakeLifecycle()
+        diagnosis: Any = SimpleNamespace(findings=[])
+        live = Live(runtimes, Cards(["cpu"]), facts, lifecycle, diagnosis, lambda: now[0], every)
         running = asyncio.create_task(live.run())
         try:
-            yield Watched(runtime, runtimes, live, now, failures, aliases)
+            yield Watched(runtime, runtimes, live, now, lifecycle)
         finally:
             running.cancel()
             with suppress(asyncio.CancelledError):
@@ -239,15 +229,16 @@ async def test_after_an_update_the_newest_event_says_what_serves(tmp_path: Path)
 async def test_failures_are_events(tmp_path: Path) -> None:
     """A model that cannot be loaded has no change of a version, so the failure and its end are lines."""
     async with watched(tmp_path) as server, aclosing(server.live.watch()) as events:
-        server.failures["b"] = "no manifest"
+        broken, failures = BundleFailure("no manifest", since=0.0), server.lifecycle.failures
+        failures["b"] = broken
         assert (await find(events, "log", "b "))["text"] == "b has failed: no manifest"
         assert "b" in [one["name"] for one in (await find(events, "state", '"failed"'))["models"]]
-        del server.failures["b"]
+        del failures["b"]
         assert (await find(events, "log", "b "))["text"] == "b is as it should be again"
         await find(events, "state", '"gone": ["b"]')
-        server.failures["a"] = "no manifest"
+        failures["a"] = broken
         assert (await find(events, "log", "a is"))["text"] == "a is served in an older version: no manifest"
-        server.failures["aliases.ab"] = "no model"
+        failures["aliases.ab"] = BundleFailure("no model", since=0.0)
         assert (await find(events, "log", "ab"))["text"] == "the alias ab has failed: no model"
 
 
@@ -255,7 +246,7 @@ async def test_failures_are_events(tmp_path: Path) -> None:
 async def test_aliases_are_told_with_their_shares_and_counts(tmp_path: Path) -> None:
     """A state has the aliases if any of their counts has changed, and a later watcher gets them as well."""
     async with watched(tmp_path) as server:
-        server.aliases["ab"] = {"a": 80.0, "b": 20.0, "c": "shadow"}
+        server.lifecycle.aliases = {"ab": {"a": 80.0, "b": 20.0, "c": "shadow"}}
         a, c = (server.runtime.models.setdefault(name, pb.ModelRecord(name=name)) for name in "ac")
         a.aliases["ab"].counts.update({"ok": 8, "cancelled": 1, "internal": 2})
         async with aclosing(server.live.watch()) as events:

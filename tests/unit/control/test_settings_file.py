@@ -27,9 +27,8 @@ class Scene:
         self.path.write_text(text)
         self.said: list[str] = []
         self.file: SettingsFile = server.service._server.file
-        self.rereading = Rereading(
-            self.file, server.runtimes, server.placing, server.lifecycle, self.said.append
-        )
+        lifecycle: Any = server.lifecycle
+        self.rereading = Rereading(self.file, server.runtimes, server.placing, lifecycle, self.said.append)
 
     async def reread(self, text: str | None = None) -> list[dict[str, Any]]:
         """Write the file, if a text is given, and check it twice; return the changes that the runtime got."""

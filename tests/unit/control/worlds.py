@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from rsrv.control.presence import Presence, StubPoll
-from rsrv.control.protocols import ModelVersion
+from rsrv.control.runtime_state import ModelVersion
 from rsrv.control.triton import Mode, State, TritonError
 from rsrv.settings import dump_settings, load_settings
 from rsrv_gen.cli import main as rsrv_gen

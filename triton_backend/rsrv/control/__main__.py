@@ -87,7 +87,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     from rsrv.control.diagnosis import Diagnosis
     from rsrv.control.grpc_server import ListenError, listen, listen_locally
     from rsrv.control.health import Health
-    from rsrv.control.live import Live, OneServer, Troubles
+    from rsrv.control.live import Live, OneServer
     from rsrv.control.metrics import Metrics
     from rsrv.control.placing import Placing
     from rsrv.control.prewarming import Prewarming
@@ -129,22 +129,8 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     renewals = Renewals()
     spans = {} if exporting is None else exporting.counts
     diagnosis = Diagnosis(runtimes, file, reconciler, health, spans, triton.queues, renewals)
-    metrics = Metrics(
-        runtimes,
-        lambda: reconciler.failures.keys(),
-        spans,
-        lambda: diagnosis.findings,
-        lambda: reconciler.aliases,
-    )
-    live = Live(
-        runtimes,
-        cards,
-        facts(options.server_pid),
-        lambda: Troubles(
-            {name: failure.text for name, failure in reconciler.failures.items()}, diagnosis.findings
-        ),
-        lambda: reconciler.aliases,
-    )
+    metrics = Metrics(runtimes, reconciler, diagnosis, spans)
+    live = Live(runtimes, cards, facts(options.server_pid), reconciler, diagnosis)
     prewarming = Prewarming(file, runtimes)
     served = ControlledServer(options.server_pid, file, prewarming)
     service = ControlService(

@@ -20,7 +20,7 @@ from rsrv.control.findings import SEVERITIES, Case, ServerFinding
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.health import Health
 from rsrv.control.model_findings import COMMON_RULES, MODEL_RULES, ModelRule
-from rsrv.control.protocols import Reconciling
+from rsrv.control.reconciler import Reconciler
 from rsrv.control.records import RuntimeRecords
 from rsrv.control.runtimes import Runtimes
 from rsrv.control.server_findings import DEVICE_RULES, SERVER_RULES
@@ -83,7 +83,7 @@ class Diagnosis:
         self,
         runtimes: Runtimes,
         file: SettingsFile,
-        lifecycle: Reconciling,
+        lifecycle: Reconciler,
         health: Health,
         spans: Mapping[str, int],
         queues: Callable[[], Awaitable[Mapping[str, tuple[int, float]]]],

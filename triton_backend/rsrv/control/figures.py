@@ -6,8 +6,8 @@ from functools import cached_property
 from typing import Any
 
 from rsrv.control.bundle_states import BundleFailure
-from rsrv.control.protocols import ModelVersion
 from rsrv.control.records import RuntimeRecords
+from rsrv.control.runtime_state import ModelVersion
 from rsrv.control.shm_usage import ShmUsage
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.histogram import ROWS, SECONDS, Histogram

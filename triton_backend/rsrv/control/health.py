@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rsrv.control.grpc_service import HealthService
-from rsrv.control.protocols import Reconciling
+from rsrv.control.reconciler import Reconciler
 from rsrv.control.runtimes import Runtimes
 from rsrv_gen.plan import BUNDLE_FOLDER
 from rsrv_gen.write import carried, is_alias
@@ -17,7 +17,7 @@ class Health(HealthService):
     and an added model counts once it is ready.
     """
 
-    def __init__(self, view: Runtimes, repository: Path, lifecycle: Reconciling, *, decides: bool) -> None:
+    def __init__(self, view: Runtimes, repository: Path, lifecycle: Reconciler, *, decides: bool) -> None:
         """`decides` is True if the repository determines which models are served.
 
         In explicit mode, an external control plane determines that, and only it knows these models.

@@ -5,7 +5,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -16,18 +16,17 @@ from rsrv.control import messages, page_calls
 from rsrv.control.aliases import alias_messages, alias_picture
 from rsrv.control.card_memory import Cards
 from rsrv.control.charts import RANGES, Charts
-from rsrv.control.findings import ServerFinding
+from rsrv.control.diagnosis import Diagnosis
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.overview import Overview, describe, device_picture, memory_picture, served
-from rsrv.control.protocols import ModelVersion
+from rsrv.control.reconciler import Reconciler
 from rsrv.control.records import RuntimeRecords
-from rsrv.control.runtime_state import StateChange, StateSnapshot
+from rsrv.control.runtime_state import ModelVersion, StateChange, StateSnapshot
 from rsrv.control.runtimes import Runtimes
 from rsrv.control.sentences import failed_how
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.live.source import PageError
-from rsrv.settings import Shares
 
 log = logging.getLogger(__name__)
 
@@ -63,13 +62,6 @@ class Event(NamedTuple):
 _BEGIN = Event("begin", "null")
 
 
-class Troubles(NamedTuple):
-    """Problems of a server: the failures of models and aliases by name, and the findings."""
-
-    failures: Mapping[str, str]
-    findings: Sequence[ServerFinding]
-
-
 class Live:
     """Reads the runtimes for the page's watchers. The event log and the charts are also updated without watchers."""
 
@@ -78,8 +70,8 @@ class Live:
         runtimes: Runtimes,
         cards: Cards,
         facts: Mapping[str, Any],
-        troubles: Callable[[], Troubles],
-        aliases: Callable[[], Mapping[str, Shares]],
+        lifecycle: Reconciler,
+        diagnosis: Diagnosis,
         clock: Callable[[], float] = time.time,
         every: float = _UPDATE_S,
     ) -> None:
@@ -89,13 +81,13 @@ class Live:
             runtimes: Runtimes of the server.
             cards: GPUs of the server.
             facts: Facts about the server that the page shows, as JSON.
-            troubles: Returns the present failures and findings.
-            aliases: Returns the shares of each alias that should serve.
+            lifecycle: Has the failures of models, and the aliases.
+            diagnosis: Has the findings.
             clock: Returns the Unix time.
             every: Seconds between two updates.
         """
         self._runtimes, self._cards = runtimes, cards
-        self._facts, self._troubles, self._aliases = Event("server", json.dumps(facts)), troubles, aliases
+        self._facts, self._lifecycle, self._diagnosis = Event("server", json.dumps(facts)), lifecycle, diagnosis
         self._clock, self._every = clock, every
         self._watchers: set[asyncio.Queue[Event | None]] = set()
         self._watched = asyncio.Event()
@@ -210,7 +202,7 @@ class Live:
     def _shown(self, name: str) -> str:
         """Return the name of a failed model or alias for the event log."""
         alias = name.removeprefix("aliases.")
-        return f"the alias {alias}" if alias != name or name in self._aliases() else name
+        return f"the alias {alias}" if alias != name or name in self._lifecycle.aliases else name
 
     def _has_room(self) -> bool:
         """Return True if the log can have one more line about weights now. Hundreds in a second would hide other lines."""
@@ -273,13 +265,13 @@ class Live:
         runtimes, now = self._runtimes, self._clock()
         # The page needs to know when any runtime is replaced, because the sums of counters then fall.
         instance = " ".join(link.state.instance for link in runtimes.live.values())
-        failures, findings = self._troubles()
+        failures, aliases = self._lifecycle.reasons, self._lifecycle.aliases
         self._note_failures(failures)
         state = {
             "t": now,
             "up": True,
             "instance": instance,
-            "findings": [asdict(finding) for finding in findings],
+            "findings": [asdict(finding) for finding in self._diagnosis.findings],
         }
         models, first, cold = self._models, not self._state, runtimes.cold
         records: dict[int, RuntimeRecords] = {}
@@ -292,7 +284,7 @@ class Live:
             models = self._overview.take(
                 *(records, runtimes.entries, failures, self._on(), now),
                 cold=cold,
-                aliases=self._aliases().keys(),
+                aliases=aliases.keys(),
                 asleep=asleep,
             )
             ended = self._charts.add(now, self._overview.work, len(records)) if records else {}
@@ -309,8 +301,9 @@ class Live:
         # Send the second state soon, because the page needs two states to show rates.
         self._updates_left = 0 if first else min(_MAX_UPDATES, -(-len(changed) // _CHANGES_AN_UPDATE))
         state["next_s"] = max(1, self._updates_left) * self._every
-        aliases = alias_messages(self._aliases(), failures, records.values())
-        state["aliases"] = [alias_picture(alias) for alias in aliases]
+        state["aliases"] = [
+            alias_picture(alias) for alias in alias_messages(aliases, failures, records.values())
+        ]
         same = ("aliases",) if state["aliases"] == self._state.get("aliases") else ()
         self._state, self._models = state, models
         names = Event("cold", json.dumps(sorted(cold)))

@@ -12,10 +12,9 @@ from rsrv.control.card_memory import CardMemory
 from rsrv.control.findings import ServerFinding
 from rsrv.control.grpc_service import copied, member, member_name
 from rsrv.control.placing import Trial
-from rsrv.control.protocols import ModelVersion
 from rsrv.control.records import RuntimeRecords, early_failures, total, without_histograms
 from rsrv.control.runtime_link import RuntimeLink
-from rsrv.control.runtime_state import StateChange, StateSnapshot, StateUpdate
+from rsrv.control.runtime_state import ModelVersion, StateChange, StateSnapshot, StateUpdate
 from rsrv.control.runtimes import merge
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.settings import Settings

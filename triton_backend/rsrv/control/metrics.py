@@ -3,14 +3,16 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import rsrv
+from rsrv.control.diagnosis import Diagnosis
 from rsrv.control.findings import ServerFinding
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.metric_catalog import FAMILIES
 from rsrv.control.overview import states_of_models
+from rsrv.control.reconciler import Reconciler
 from rsrv.control.records import RuntimeRecords, starting
 from rsrv.control.runtimes import Runtimes
 from rsrv.control.v1 import control_pb2 as pb
@@ -45,26 +47,15 @@ class Metrics:
     def __init__(
         self,
         runtimes: Runtimes,
-        failed: Callable[[], Collection[str]],
+        lifecycle: Reconciler,
+        diagnosis: Diagnosis,
         spans: Mapping[str, int],
-        findings: Callable[[], Collection[ServerFinding]],
-        aliases: Callable[[], Collection[str]],
     ) -> None:
-        """Make the metrics of a server.
-
-        Args:
-            runtimes: Runtimes of the server.
-            failed: Returns the names of failed models and aliases.
-            spans: As in `ServerFacts`. The numbers change.
-            findings: Returns the present findings.
-            aliases: Returns the names of the aliases.
-        """
+        """Make the metrics of a server. `spans` is as in `ServerFacts`, and its numbers change."""
         self._runtimes = runtimes
-        self._failed = failed
-        self._findings = findings
-        self._aliases = aliases
+        self._lifecycle = lifecycle
+        self._diagnosis = diagnosis
         self._spans = spans
-        self._version = rsrv.__version__
         self._running: asyncio.Task[str] | None = None
 
     async def text(self) -> str:
@@ -86,20 +77,21 @@ class Metrics:
         except StatusError as error:
             log.error("no runtime returns its figures: %s", error)
         entries = runtimes.entries.values() if runtimes.up or runtimes.asleep else ()
+        failed = frozenset(self._lifecycle.failures)
         states = states_of_models(
-            *(entries, self._failed(), runtimes.cold, starting(records.values())),
-            aliases=self._aliases(),
+            *(entries, failed, runtimes.cold, starting(records.values())),
+            aliases=self._lifecycle.aliases.keys(),
             asleep=runtimes.asleep,
         )
         server = ServerFacts(
             restarts={number: max(0, link.state.lives - 1) for number, link in enumerate(runtimes.links)},
             models=frozenset(entry["name"] for entry in entries if entry["state"] != "failed"),
-            failed=frozenset(self._failed()),
-            version=self._version,
+            failed=failed,
+            version=rsrv.__version__,
             spans=dict(self._spans),
             asleep=frozenset(n for n, link in enumerate(runtimes.links) if link.asleep_since is not None),
             states=Counter(state.partition(",")[0] for state in states.values()),
-            findings=self._findings(),
+            findings=self._diagnosis.findings,
         )
         # Use a thread, because with hundreds of models this takes longer than a health probe should wait.
         return await asyncio.to_thread(expose, records, server)

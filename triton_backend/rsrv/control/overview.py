@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rsrv.control.protocols import ModelVersion
 from rsrv.control.records import RuntimeRecords, starting, total
+from rsrv.control.runtime_state import ModelVersion
 from rsrv.control.sentences import failed_models, life
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.histogram import SECONDS, Histogram

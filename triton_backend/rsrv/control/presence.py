@@ -8,7 +8,7 @@ live.
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from rsrv.control.protocols import ModelVersion
+from rsrv.control.runtime_state import ModelVersion
 
 #: Seconds between the two polls that must agree on a dead stub.
 AGREE_S = 0.5

@@ -11,8 +11,7 @@ from typing import Final, NoReturn
 
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.overview import served
-from rsrv.control.protocols import ModelVersion
-from rsrv.control.runtime_state import StateChange, StateSnapshot
+from rsrv.control.runtime_state import ModelVersion, StateChange, StateSnapshot
 from rsrv.control.runtimes import Runtimes
 from rsrv.control.settings_file import SettingsFile
 from rsrv.control.v1 import control_pb2 as pb

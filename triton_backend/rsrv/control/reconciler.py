@@ -147,8 +147,13 @@ class Reconciler:
 
     @property
     def failures(self) -> Mapping[str, BundleFailure]:
-        """Reasons why models differ from their bundles, by model. An older version of such a model may be serving."""
+        """Why models and aliases differ from their bundles and settings, by name. An older version may be serving."""
         return self._states.failures
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """The texts of `failures`."""
+        return {name: failure.text for name, failure in self.failures.items()}
 
     def bundle_state(self, name: str) -> str:
         """Return the state of a model's bundle by its own name."""

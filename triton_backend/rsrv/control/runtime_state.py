@@ -4,13 +4,31 @@ import asyncio
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypedDict
 
-from rsrv.control.protocols import ModelVersion
 from rsrv.wire.frames import ProtocolError
 
 #: Maximum number of changes that a subscription holds. If more are pending, its reader gets a snapshot instead.
 _MAX_PENDING_CHANGES = 4096
+
+
+class ModelVersion(TypedDict):
+    """One version of a model, or of a meta model, as the runtime's STATE frames have it (`rsrv.runtime.catalog`)."""
+
+    name: str
+    kind: Literal["model", "meta"]
+    digest: str
+    #: In a frame, "cold" means that the runtime has asked the version's stubs to leave. `DevicePresence` changes it to
+    #: "leaving".
+    state: Literal["loading", "ready", "leaving", "failed", "cold"]
+    error: str | None
+    residency: Literal["unpinned", "system", "device"] | None
+    weights: Literal["absent", "loading", "resident"] | None
+    #: Pids of the connected stubs that have registered the version, or are registering it.
+    stubs: list[int]
+    #: Keys of the models that a meta model calls.
+    models: list[str]
+    paused: Literal["drain", "hold", "reject"] | None
 
 
 class ChangeCounter:

@@ -15,10 +15,9 @@ from typing import Any, TypeVar
 from rsrv.control.desired_state import DesiredState
 from rsrv.control.grpc_service import InvalidArgument, StatusError
 from rsrv.control.presence import Presence, StubPoll
-from rsrv.control.protocols import ModelVersion
 from rsrv.control.records import RuntimeRecords
 from rsrv.control.runtime_link import Command, LinkTiming, RuntimeDown, RuntimeLink
-from rsrv.control.runtime_state import ChangeCounter, StateChange, StateUpdate
+from rsrv.control.runtime_state import ChangeCounter, ModelVersion, StateChange, StateUpdate
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.settings import Settings, SettingsError
 from rsrv.wire import paths

@@ -20,8 +20,7 @@ from rsrv.control.live import Live
 from rsrv.control.metrics import Metrics
 from rsrv.control.placing import Placing
 from rsrv.control.prewarming import Prewarming
-from rsrv.control.protocols import Reconciling
-from rsrv.control.reconciler import STARTUP_POLL_S, ReloadError
+from rsrv.control.reconciler import STARTUP_POLL_S, Reconciler, ReloadError
 from rsrv.control.records import RuntimeRecords, starting
 from rsrv.control.runtime_link import RuntimeAsleep, RuntimeDown
 from rsrv.control.runtime_state import StateChange, StateSnapshot, StateUpdate, Subscription
@@ -70,7 +69,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self,
         server: ControlledServer,
         runtimes: Runtimes,
-        lifecycle: Reconciling,
+        lifecycle: Reconciler,
         placing: Placing,
         monitoring: Monitoring,
         clock: Callable[[], float] = time.time,
@@ -183,7 +182,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
                     for name, shares in aliases.items()
                     if request.model in ("", name) or request.model in shares
                 },
-                self._reasons(),
+                self._lifecycle.reasons,
                 known.values(),
             ),
         )
@@ -557,11 +556,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 except BaseException:
                     desired.set_aliases(before)
                     raise
-        return pb.SetAliasResponse(aliases=alias_messages(self._lifecycle.aliases, self._reasons()))
-
-    def _reasons(self) -> dict[str, str]:
-        """Return the reasons why models and aliases differ from their bundles and settings, by name."""
-        return {name: failure.text for name, failure in self._lifecycle.failures.items()}
+        return pb.SetAliasResponse(aliases=alias_messages(self._lifecycle.aliases, self._lifecycle.reasons))
 
     async def _until_tried(self, model: str) -> None:
         """Wait until no device is loading a version of the model.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from rsrv.control.placing import Placing
-from rsrv.control.protocols import Reconciling
+from rsrv.control.reconciler import Reconciler
 from rsrv.control.runtimes import Runtimes
 from rsrv.settings import Settings, SettingsError, read_settings
 from rsrv.settings_changes import FILE_CHECK_S, Effect, FileMonitor, differences
@@ -83,7 +83,7 @@ class Rereading:
         file: SettingsFile,
         runtimes: Runtimes,
         placing: Placing,
-        lifecycle: Reconciling,
+        lifecycle: Reconciler,
         note: Callable[[str], None],
     ) -> None:
         """`note` adds a line to the live page's log."""

@@ -118,14 +118,6 @@ def test_the_page_shows_metrics_that_exist() -> None:
     assert {*shown} <= {*re.findall(r"^\| `([^`]+)`", f"{table()}\n{gateway_table()}", re.MULTILINE)}
 
 
-def test_names_show_the_types() -> None:
-    """The docs give no type for each metric: the end of its name shows the type."""
-    kinds = {"_total": "counter", "_seconds": "histogram", "_rows": "histogram"}
-    for family in FAMILIES:
-        found = [kind for end, kind in kinds.items() if family.name.endswith(end)]
-        assert (found or ["gauge"]) == [family.kind], family.name
-
-
 def test_every_family_is_served_and_has_its_labels() -> None:
     """By Prometheus' own parser, exactly the metrics of the table are served, with their labels."""
     families = {

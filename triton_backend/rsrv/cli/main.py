@@ -158,6 +158,7 @@ def parser() -> CommandParser:
     def command(name: str, help: str, *aliases: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=help, description=help, aliases=aliases)
         _add_connection(added, "server", "control.listen", hidden=True)
+        # The command may be called by an alias.
         added.set_defaults(command=name, bare=False)
         return added
 
@@ -304,7 +305,6 @@ def parser() -> CommandParser:
     _add_openai(commands)
     help = "send the requests of a trace to a server at their times, and report what came of them"
     replay = commands.add_parser("replay", help=help, description=help)
-    replay.set_defaults(command="replay", json=False)
     replay.add_argument("trace", type=Path, metavar="TRACE.csv", help="of rsrv record; or t,model,rows,...")
     replay.add_argument(
         "--url", default="localhost:8001", metavar="HOST:PORT", help="Triton's gRPC; default: %(default)s"
@@ -331,7 +331,6 @@ def parser() -> CommandParser:
     replay.add_argument("--json", action="store_true", help="print the report as JSON, for programs")
     help = "how many more models, how small a budget, how few cards and which batch sizes meet a goal, by simulation"
     plan = commands.add_parser("plan", help=help, description=help)
-    plan.set_defaults(command="plan", json=False)
     plan.add_argument("trace", type=Path, metavar="TRACE.csv", help="of rsrv record, beside its TRACE.yaml")
     plan.add_argument(
         "--p99", type=_latency, required=True, metavar="TIME", help="of all requests' latency, as 50ms or 2s"
@@ -349,11 +348,9 @@ def parser() -> CommandParser:
     pip.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="of pip")
     for verb in (install, pip):
         verb.add_argument("--dir", type=Path, metavar="DIR", help="default: in the user's cache")
-    triton.set_defaults(command="triton")
     help = "check in a minute whether rsrv works with the tritonserver of this machine, on the CPU and without bundles"
     check_triton = commands.add_parser("check-triton", help=help, description=help)
     _add_tritonserver(check_triton)
-    check_triton.set_defaults(command="check-triton")
     help = "the GPU of this machine"
     gpu = commands.add_parser("gpu", help=help, description=help)
     verbs = gpu.add_subparsers(dest="verb", metavar="COMMAND", required=True, title="commands")
@@ -388,21 +385,17 @@ def parser() -> CommandParser:
     )
     check.add_argument("--cpu", action="store_true", help="use the CPU, with small amounts")
     check.add_argument("--json", metavar="FILE", help="also write all figures to FILE, after each of them")
-    gpu.set_defaults(command="gpu")
     help = "several servers behind one endpoint"
     gateway = commands.add_parser("gateway", help=help, description=help)
-    gateway.set_defaults(command="gateway")
     _add_gateway(gateway)
     help = 'print a script that completes all of rsrv\'s commands: eval "$(rsrv completion bash)"'
     completion = commands.add_parser("completion", help=help, description=help)
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
-    completion.set_defaults(command="completion")
     help = "the help of a command, as its --help"
     described = commands.add_parser("help", help=help, description=help)
     described.add_argument("words", nargs="*", metavar="COMMAND")
-    described.set_defaults(command="help")
     help = "rsrv's version, as --version"
-    commands.add_parser("version", help=help, description=help).set_defaults(command="version")
+    commands.add_parser("version", help=help, description=help)
     # Add these options last, so that their help is below the commands.
     _add_connection(top, "server", "control.listen")
     return top
@@ -449,7 +442,7 @@ def _add_data(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     map_.add_argument(
         "--in-flight", type=_positive, metavar="N", help="requests at a time; default: as many as help"
     )
-    for subcommand, name in ((infer, "infer"), (map_, "map")):
+    for subcommand in (infer, map_):
         subcommand.add_argument(
             "--url",
             default="localhost:8001",
@@ -466,13 +459,11 @@ def _add_data(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         subcommand.add_argument(
             "--tls-ca", type=Path, metavar="FILE", help="use TLS; trust these authorities (PEM)"
         )
-        subcommand.set_defaults(command=name)
 
 
 def _add_serve(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     help = "serve bundles on this machine, and follow their changes, until Ctrl-C"
     serve = commands.add_parser("serve", help=help, description=help)
-    serve.set_defaults(command="serve")
     sources = serve.add_mutually_exclusive_group(required=True)
     sources.add_argument(
         "bundles",
@@ -544,7 +535,6 @@ def _add_serve(commands: "argparse._SubParsersAction[CommandParser]") -> None:
 def _add_openai(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     help = "answer OpenAI's, Cohere's and vLLM's clients, in front of a server or a gateway, until Ctrl-C"
     openai = commands.add_parser("openai", help=help, description=help)
-    openai.set_defaults(command="openai")
     openai.add_argument(
         "--server",
         metavar="HOST:PORT",

@@ -63,19 +63,14 @@ def test_a_span_that_is_told_twice_is_the_same() -> None:
     assert len(set(ids(part("queue"), part("load"), part(id=OWN)))) == 3
 
 
-class Runtime:
-    """Fake runtime that keeps the latest three spans; `down` while it does not answer."""
+class Device:
+    """Fake runtime of a device that keeps the latest three spans; `down` while it does not answer."""
 
     def __init__(self, instance: str = "first") -> None:
         self.instance = instance
         self.told: list[Span] = []
         self.dropped = 0
         self.down = False
-
-    async def read_on(self, command: str, since: Positions) -> dict[int, dict[str, Any]]:
-        if self.down:
-            raise RuntimeDown
-        return {0: self.answer(*since.get(0, ("", 0)))}
 
     def answer(self, instance: str, since: int) -> dict[str, Any]:
         end = len(self.told)
@@ -89,15 +84,15 @@ class Runtime:
         self.instance, self.told, self.dropped = "second", [], 0
 
 
-class TwoRuntimes:
-    """Fake runtimes of two devices."""
-
-    def __init__(self) -> None:
-        self.both = [Runtime("first"), Runtime("other")]
+class FakeRuntimes:
+    def __init__(self, *devices: Device) -> None:
+        self._devices = devices
 
     async def read_on(self, command: str, since: Positions) -> dict[int, dict[str, Any]]:
-        live = [number for number, one in enumerate(self.both) if not one.down]
-        return {number: self.both[number].answer(*since.get(number, ("", 0))) for number in live}
+        live = {number: device for number, device in enumerate(self._devices) if not device.down}
+        if not live:
+            raise RuntimeDown
+        return {number: device.answer(*since.get(number, ("", 0))) for number, device in live.items()}
 
 
 class Sink:
@@ -113,6 +108,12 @@ class Sink:
         return self.well
 
 
+def export(sink: Sink, *devices: Device, pause: float = 1.0) -> Exporting:
+    """Return the export from these devices to a sink."""
+    runtimes: Any = FakeRuntimes(*devices)
+    return Exporting(runtimes, sink.send, pause=pause)
+
+
 async def all_of(exporting: Exporting) -> None:
     while await exporting.step():
         pass
@@ -121,8 +122,8 @@ async def all_of(exporting: Exporting) -> None:
 @looped
 async def test_spans_are_sent_once_and_losses_counted() -> None:
     """Each span is sent once; those lost in the runtime, in stubs or by the collector are counted."""
-    runtime, sink = Runtime(), Sink()
-    exporting = Exporting(runtime, sink.send)
+    runtime, sink = Device(), Sink()
+    exporting = export(sink, runtime)
     runtime.told = [part(name) for name in "ab"]
     await all_of(exporting)
     await all_of(exporting)
@@ -143,13 +144,13 @@ async def test_spans_are_sent_once_and_losses_counted() -> None:
 @looped
 async def test_a_new_control_process_counts_no_losses_of_the_time_before_it() -> None:
     """A new control process sends the kept spans again, and counts no losses from before its start."""
-    runtime, sink = Runtime(), Sink()
-    before = Exporting(runtime, sink.send)
+    runtime, sink = Device(), Sink()
+    before = export(sink, runtime)
     runtime.dropped = 4
     for name in "abcdefgh":
         runtime.told.append(part(name))
         await all_of(before)
-    after = Exporting(runtime, sink.send)
+    after = export(sink, runtime)
     await all_of(after)
     assert before.counts["exported"] == 8
     assert "".join(sink.names) == "abcdefgh" + "fgh"
@@ -164,8 +165,8 @@ async def test_a_new_control_process_counts_no_losses_of_the_time_before_it() ->
 @looped
 async def test_another_runtimes_spans_are_all_new() -> None:
     """All spans of another runtime are new, although its numbers restart; without one, nothing is sent."""
-    runtime, sink = Runtime(), Sink()
-    exporting = Exporting(runtime, sink.send, pause=0.001)
+    runtime, sink = Device(), Sink()
+    exporting = export(sink, runtime, pause=0.001)
     runtime.told = [part(name) for name in "abc"]
     running = asyncio.create_task(exporting.run())
 
@@ -189,9 +190,8 @@ async def test_another_runtimes_spans_are_all_new() -> None:
 @looped
 async def test_spans_of_all_devices_are_sent() -> None:
     """Each device is read on from its own position; another one's end loses nothing, and spans name their device."""
-    runtimes, sink = TwoRuntimes(), Sink()
-    first, second = runtimes.both
-    exporting = Exporting(runtimes, sink.send)
+    first, second, sink = Device("first"), Device("other"), Sink()
+    exporting = export(sink, first, second)
     first.told, second.told = [part(name) for name in "abc"], [part("x")]
     await all_of(exporting)
     first.down = True
@@ -210,7 +210,7 @@ def test_the_environment_names_the_service(monkeypatch: pytest.MonkeyPatch) -> N
     """OTEL_SERVICE_NAME names the service, which is otherwise called rsrv."""
 
     def name() -> object:
-        return Exporting(Runtime(), Sink().send)._resource.attributes["service.name"]
+        return export(Sink(), Device())._resource.attributes["service.name"]
 
     assert name() == "rsrv"
     monkeypatch.setenv("OTEL_SERVICE_NAME", "models")

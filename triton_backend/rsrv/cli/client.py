@@ -186,13 +186,10 @@ class Server:
 
     def done(self, answer: Message, text: str) -> int:
         """Print the text, or the answer as JSON. Return the exit status."""
-        if self.json:
-            print_json(answer)
-        else:
-            print(text)
-        return 0
+        return self.show(answer, lambda _: print(text))
 
     def show(self, answer: Any, page: Callable[[Any], None]) -> int:
+        """Print the answer with `page`, or as JSON. Return the exit status."""
         if self.json:
             print_json(answer)
         else:

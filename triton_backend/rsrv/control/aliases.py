@@ -86,7 +86,7 @@ def share(alias: pb.Alias, target: pb.AliasTarget) -> str:
 
 
 def answered(target: pb.AliasTarget) -> int:
-    return sum(count for status, count in target.responses.items() if status == "ok")
+    return int(target.responses.get("ok", 0))
 
 
 def errors(target: pb.AliasTarget) -> int:

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -20,7 +20,7 @@ from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags
 
 import rsrv
 from rsrv.control.grpc_service import StatusError
-from rsrv.control.runtimes import Answers, Positions
+from rsrv.control.runtimes import Runtimes
 from rsrv.wire.traces import Span
 
 log = logging.getLogger(__name__)
@@ -74,13 +74,6 @@ def _text(text: str) -> str:
 _POLL_S = 1.0
 
 
-class SpanSource(Protocol):
-    """The part of `Runtimes` that the export needs."""
-
-    async def read_on(self, command: str, since: Positions) -> Answers:
-        """Return the answers to a command by device. Each answer begins at the device's position. Raises StatusError."""
-
-
 class Collector:
     """The collector of spans. Only one thread may call `send`, which takes at most OTEL_EXPORTER_OTLP_TIMEOUT."""
 
@@ -132,7 +125,7 @@ class Exporting:
 
     def __init__(
         self,
-        runtimes: SpanSource,
+        runtimes: Runtimes,
         send: Callable[[Sequence[ReadableSpan]], bool],
         *,
         pause: float = _POLL_S,

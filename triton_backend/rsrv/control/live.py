@@ -87,7 +87,11 @@ class Live:
             every: Seconds between two updates.
         """
         self._runtimes, self._cards = runtimes, cards
-        self._facts, self._lifecycle, self._diagnosis = Event("server", json.dumps(facts)), lifecycle, diagnosis
+        self._facts, self._lifecycle, self._diagnosis = (
+            Event("server", json.dumps(facts)),
+            lifecycle,
+            diagnosis,
+        )
         self._clock, self._every = clock, every
         self._watchers: set[asyncio.Queue[Event | None]] = set()
         self._watched = asyncio.Event()

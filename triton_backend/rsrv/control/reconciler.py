@@ -113,8 +113,8 @@ class Reconciler:
         """`processes` returns the models that have a live stub process. It is called on a thread."""
         self._settings = settings
         self._lifecycle = settings.lifecycle
-        #: Aliases that should be served.
-        self._aliases: Mapping[str, Shares] = settings.aliases
+        #: Aliases that should be served, with their shares.
+        self.aliases: Mapping[str, Shares] = settings.aliases
         #: True if changes of bundles are followed. Otherwise, bundles are read only when an operator asks for a reload.
         self._follows = settings.lifecycle.mode == "dynamic"
         self._repository = repository.absolute()
@@ -139,11 +139,11 @@ class Reconciler:
         self._unusable: set[str] = set()
         #: Warnings about settings of models without a bundle that are in the log.
         self._unknown: set[str] = set()
-        #: Reason why no model can be loaded or unloaded. Empty if models can be.
-        self._barred = triton.trouble
-        if not self._barred and triton.mode == "none":
-            self._barred = f"tritonserver's models are fixed; {HOW_TO_START}"
-        self._policy = ServerPolicy(self._debounce, self._loader, self._lifecycle, may_write=not self._barred)
+        #: Reason why no model can be loaded or unloaded, with the remedy. Empty if models can be.
+        self.barred = triton.trouble
+        if not self.barred and triton.mode == "none":
+            self.barred = f"tritonserver's models are fixed; {HOW_TO_START}"
+        self._policy = ServerPolicy(self._debounce, self._loader, self._lifecycle, may_write=not self.barred)
 
     @property
     def failures(self) -> Mapping[str, BundleFailure]:
@@ -165,11 +165,6 @@ class Reconciler:
         return self._states.busy
 
     @property
-    def barred(self) -> str:
-        """Reason why no model can be loaded or unloaded, with the remedy. Empty if models can be."""
-        return self._barred
-
-    @property
     def load_threads(self) -> int:
         """Number of models that Triton loads at a time."""
         return self._triton.load_threads
@@ -183,9 +178,9 @@ class Reconciler:
         """Reconcile until cancelled."""
         await self._reach()
         self.reached = True
-        if self._barred:
+        if self.barred:
             log.warning(
-                "models can't be loaded or unloaded, and dead stubs are not replaced: %s", self._barred
+                "models can't be loaded or unloaded, and dead stubs are not replaced: %s", self.barred
             )
         elif self._triton.exits_on_error and self._lifecycle.mode != "explicit":
             log.warning(
@@ -202,14 +197,9 @@ class Reconciler:
         finally:
             self._loader.cancel()
 
-    @property
-    def aliases(self) -> Mapping[str, Shares]:
-        """Aliases that should be served, with their shares."""
-        return self._aliases
-
     def follow_aliases(self, aliases: Mapping[str, Shares]) -> None:
         """Serve these aliases from now on."""
-        before, self._aliases = self._aliases, aliases
+        before, self.aliases = self.aliases, aliases
         changed = {name for name in {*before, *aliases} if before.get(name) != aliases.get(name)}
         if changed:
             self._states.changed(changed, self._now())
@@ -220,12 +210,11 @@ class Reconciler:
 
         After a ReloadError, nothing has changed.
         """
-        if self._barred:
-            raise ReloadError("FAILED_PRECONDITION", f"{name} can't be changed: {self._barred}")
-        before = self._aliases
-        self._aliases = {alias: targets for alias, targets in before.items() if alias != name}
-        if shares is not None:
-            self._aliases[name] = shares
+        if self.barred:
+            raise ReloadError("FAILED_PRECONDITION", f"{name} can't be changed: {self.barred}")
+        before = self.aliases
+        others = {alias: targets for alias, targets in before.items() if alias != name}
+        self.aliases = others if shares is None else {**others, name: shares}
         await self._loader.wait({name})
         done = await self._update({name})
         await self._loader.wait({name})
@@ -244,8 +233,8 @@ class Reconciler:
 
         If the model is only a part of meta models, these are loaded again.
         """
-        if self._barred:
-            raise ReloadError("FAILED_PRECONDITION", f"{name} can't be loaded: {self._barred}")
+        if self.barred:
+            raise ReloadError("FAILED_PRECONDITION", f"{name} can't be loaded: {self.barred}")
         names = await asyncio.to_thread(self._models_of, name)
         if not names and not self._follows:
             async with self._writing:
@@ -329,7 +318,7 @@ class Reconciler:
 
     async def _reconcile(self) -> None:
         """Carry out the actions that are due, and wait for the next event or time."""
-        if not self._barred:
+        if not self.barred:
             async with self._writing:
                 await self._loader.resume(load_unknown=self._lifecycle.mode != "explicit")
         first, sightings = self._follows, 0
@@ -386,7 +375,7 @@ class Reconciler:
                 for meta in carriers
             )
         if is_alias(self._repository / name):
-            return name not in self._aliases
+            return name not in self.aliases
         if not self._debounce.gone(name):
             return False
         # If the bundle was never seen, it may be in a place that a running rsrv-gen has not recorded yet.
@@ -402,8 +391,8 @@ class Reconciler:
 
     def _replace(self, name: str) -> None:
         """Replace the dead stub of a model."""
-        if self._barred:
-            text = f"its stub process is dead, and the model can't be loaded again: {self._barred}"
+        if self.barred:
+            text = f"its stub process is dead, and the model can't be loaded again: {self.barred}"
             self._loader.fail(name, text, retry=False)
         elif self._loader.reload(name):
             log.warning(
@@ -448,8 +437,8 @@ class Reconciler:
         for name in done.of(Unchanged):
             self._follow_unchanged(name, expected=reload and name in named, named=names is not None)
         for name, result in done.of(Gone).items():
-            if self._barred:
-                text = f"its bundle or alias is gone, and it can't be unloaded: {self._barred}"
+            if self.barred:
+                text = f"its bundle or alias is gone, and it can't be unloaded: {self.barred}"
                 self._loader.fail(name, text, retry=False)
             else:
                 self._states.orphan(name, result.carriers, now)
@@ -464,7 +453,7 @@ class Reconciler:
             # The update has found neither a bundle nor a model in the repository. Either another rsrv-gen has removed the
             # model, or it never served, and Triton still knows that its load failed.
             loaded = name in self._loader.served or self._states.state(name) is BundleState.UNLOAD_PENDING
-            if (loaded or name in self.failures) and not self._barred:
+            if (loaded or name in self.failures) and not self.barred:
                 self._states.orphan(name, (), now)
             else:
                 self._states.forget(name, now)
@@ -484,7 +473,7 @@ class Reconciler:
         # If a model has failed although there is nothing to write, it has lost its stub.
         expected = expected or name in self.failures
         loaded = self._loader.served.get(name) == version_of(self._repository / name)
-        if not self._barred and (expected or not loaded):
+        if not self.barred and (expected or not loaded):
             self._loader.load(name, unchanged=named)
         else:
             self._states.conclude(name, BundleEvent.MATCHED, now)
@@ -506,7 +495,7 @@ class Reconciler:
 
     def _repository_update(self) -> RepositoryUpdate:
         repository_settings = replace(
-            RepositorySettings.of(self._settings, self._triton.program), aliases=self._aliases
+            RepositorySettings.of(self._settings, self._triton.program), aliases=self.aliases
         )
         return RepositoryUpdate(
             self._repository, self._sources.read(), repository_settings, self._policy, self._known
@@ -528,8 +517,8 @@ class Reconciler:
         for name, torn in done.of(Torn).items():
             self._loader.fail(name, f"its bundle is not taken: {torn.reason}")
         for name, failed in done.of(Failed).items():
-            text = f"{failed.reason}: {self._barred}" if self._barred else failed.reason
-            self._loader.fail(name, text, retry=not self._barred)
+            text = f"{failed.reason}: {self.barred}" if self.barred else failed.reason
+            self._loader.fail(name, text, retry=not self.barred)
         if self._follows:
             for name in reasons:
                 # While Triton is loading or unloading the model, its state does not show that the bundle is broken. Compare it

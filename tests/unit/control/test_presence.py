@@ -37,6 +37,27 @@ def test_a_model_serves_with_any_ready_version() -> None:
     assert (presence.serving, presence.lost) == (set(), {"a"})
 
 
+def test_the_stub_of_any_version_counts() -> None:
+    """A model with a stub of one of its versions is attached; one that failed without a stub is not."""
+    presence = up()
+    presence.devices[0].begin(
+        {
+            "a@1": entry("a", stubs=[1], state="leaving"),
+            "a@2": entry("a", stubs=[2]),
+            "b@1": entry("b", stubs=[], state="failed", error="why"),
+        },
+        0.0,
+    )
+    assert presence.attached == {"a"}
+
+
+def test_a_model_that_falls_back_as_the_link_begins_is_leaving_and_cold() -> None:
+    """A snapshot may have a version that its stubs were asked to leave, as a change may."""
+    presence, fallen = up(), entry("a", state="cold", stubs=[])
+    presence.devices[0].begin({"a@1": fallen}, 0.0)
+    assert (fallen["state"], presence.cold) == ("leaving", {"a"})
+
+
 def test_a_cold_model_serves_while_it_starts_and_not_after_a_failure() -> None:
     """A start of a model that was not cold does not accept requests."""
     presence = up()

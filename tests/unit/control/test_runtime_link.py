@@ -2,27 +2,41 @@
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from rsrv.control.grpc_service import StatusError
-from rsrv.control.runtime_link import RuntimeDown
+from rsrv.control.runtime_link import RuntimeDown, RuntimeLink
 from rsrv.control.runtime_state import StateChange, StateSnapshot
+from rsrv.control.runtimes import Runtimes
 from rsrv.wire.frames import Kind
 from tests.unit.control.peers import FakeRuntime, entry, impatient, linked, until
 from tests.waiting import looped
 
 
+@asynccontextmanager
+async def up(
+    tmp_path: Path, *models: str, settings: str = ""
+) -> AsyncIterator[tuple[FakeRuntime, Runtimes, RuntimeLink]]:
+    """Yield a runtime that has these models, the runtimes of its server, and the link to it, which is up."""
+    runtime = FakeRuntime(tmp_path / "runtime.sock")
+    runtime.entries = {f"{name}@1": entry(name) for name in models}
+    try:
+        async with linked(tmp_path, settings=settings) as runtimes:
+            await until(runtimes, lambda: runtimes.up)
+            yield runtime, runtimes, runtimes.links[0]
+    finally:
+        runtime.die()
+
+
 @looped
 async def test_the_snapshot_and_every_change_are_shown(tmp_path: Path) -> None:
     """The view has the snapshot and every change."""
-    runtime = FakeRuntime(tmp_path / "runtime.sock")
-    runtime.entries = {"a@1": entry("a")}
-    async with linked(tmp_path) as runtimes:
-        link = runtimes.links[0]
-        await until(runtimes, lambda: link.up)
+    async with up(tmp_path, "a") as (runtime, runtimes, link):
         assert set(link.state.entries) == {"a@1"}
 
         runtime.change("b@1", entry("b", state="loading", stubs=[7]))
@@ -31,47 +45,12 @@ async def test_the_snapshot_and_every_change_are_shown(tmp_path: Path) -> None:
 
         assert set(link.state.entries) == {"b@1"}
         assert link.presence.attached == {"b"}
-    runtime.die()
-
-
-@looped
-async def test_a_model_that_falls_back_as_the_link_begins_is_leaving_and_cold(tmp_path: Path) -> None:
-    """A snapshot may have a version that its stubs were asked to leave, as a change may."""
-    runtime = FakeRuntime(tmp_path / "runtime.sock")
-    runtime.entries = {"a@1": entry("a", state="cold", stubs=[])}
-    async with linked(tmp_path) as runtimes:
-        await until(runtimes, lambda: runtimes.up)
-
-        assert [one["state"] for one in runtimes.entries.values()] == ["leaving"]
-        assert runtimes.cold == {"a"}
-    runtime.die()
-
-
-@looped
-async def test_the_stub_of_any_version_counts(tmp_path: Path) -> None:
-    """A model with a stub of one of its versions is served; one that failed without a stub is not."""
-    runtime = FakeRuntime(tmp_path / "runtime.sock")
-    runtime.entries = {
-        "a@1": entry("a", stubs=[1], state="leaving"),
-        "a@2": entry("a", stubs=[2]),
-        "b@1": entry("b", stubs=[], state="failed", error="why"),
-    }
-    async with linked(tmp_path) as runtimes:
-        link = runtimes.links[0]
-        await until(runtimes, lambda: link.up)
-
-        assert link.presence.attached == {"a"}
-    runtime.die()
 
 
 @looped
 async def test_a_runtime_that_dies_is_down_at_once_and_the_next_one_is_found(tmp_path: Path) -> None:
     """When a runtime dies the link is down at once, and it finds the next one at the same path."""
-    first = FakeRuntime(tmp_path / "runtime.sock")
-    first.entries = {"a@1": entry("a")}
-    async with linked(tmp_path) as runtimes:
-        link = runtimes.links[0]
-        await until(runtimes, lambda: link.up)
+    async with up(tmp_path, "a") as (first, runtimes, link):
         since = link.since
 
         first.die()
@@ -91,11 +70,7 @@ async def test_a_runtime_that_dies_is_down_at_once_and_the_next_one_is_found(tmp
 @looped
 async def test_a_silent_runtime_is_down_until_it_answers(tmp_path: Path) -> None:
     """A stopped runtime is down until it answers again, and commands fail, also one that has been sent."""
-    runtime = FakeRuntime(tmp_path / "runtime.sock")
-    async with linked(tmp_path) as runtimes:
-        link = runtimes.links[0]
-        await until(runtimes, lambda: link.up)
-
+    async with up(tmp_path) as (runtime, runtimes, link):
         runtime.stop()
         with impatient(link), pytest.raises(RuntimeDown):
             await link.command({"command": "compact"})
@@ -109,22 +84,17 @@ async def test_a_silent_runtime_is_down_until_it_answers(tmp_path: Path) -> None
         assert set(link.state.entries) == {"a@1"}
         assert await link.command({"command": "compact"}) == {}
         assert link.silent_pid == 0
-    runtime.die()
 
 
 @looped
 async def test_a_wait_that_begins_after_the_change_returns(tmp_path: Path) -> None:
     """A wait for changes after a known revision returns if the change came before the wait."""
-    runtime = FakeRuntime(tmp_path / "runtime.sock")
-    async with linked(tmp_path) as runtimes:
-        link = runtimes.links[0]
-        await until(runtimes, lambda: link.up)
+    async with up(tmp_path) as (runtime, runtimes, link):
         seen = runtimes.changes
         runtime.change("a@1", entry("a"))
         await until(runtimes, lambda: link.state.revision == 6)
 
         await runtimes.wait_change(seen)
-    runtime.die()
 
 
 @looped
@@ -158,10 +128,7 @@ async def test_a_subscriber_sees_every_change_in_order(tmp_path: Path) -> None:
 @looped
 async def test_a_subscriber_that_does_not_read_gets_a_snapshot_instead(tmp_path: Path) -> None:
     """A subscriber that reads too slowly gets a snapshot in place of the changes."""
-    runtime = FakeRuntime(tmp_path / "runtime.sock")
-    async with linked(tmp_path) as runtimes:
-        link = runtimes.links[0]
-        await until(runtimes, lambda: link.up)
+    async with up(tmp_path) as (runtime, runtimes, link):
         subscription = link.state.subscribe()
         await subscription.next()
         for _ in range(50):
@@ -177,16 +144,12 @@ async def test_a_subscriber_that_does_not_read_gets_a_snapshot_instead(tmp_path:
         assert await subscription.next() == StateChange(
             link.state.instance, update.revision + 1, "m@1", None, update.entries["m@1"]
         )
-    runtime.die()
 
 
 @looped
 async def test_a_gap_in_the_revisions_is_noticed(tmp_path: Path) -> None:
     """If the revisions have a gap, the link takes a new snapshot."""
-    runtime = FakeRuntime(tmp_path / "runtime.sock")
-    async with linked(tmp_path) as runtimes:
-        link = runtimes.links[0]
-        await until(runtimes, lambda: link.up)
+    async with up(tmp_path) as (runtime, runtimes, link):
         runtime.entries["a@1"] = entry("a")
         runtime.revision = 9
         runtime.say(Kind.STATE, {"revision": 9, "key": "a@1", "entry": entry("a")})
@@ -194,32 +157,13 @@ async def test_a_gap_in_the_revisions_is_noticed(tmp_path: Path) -> None:
         await until(runtimes, lambda: link.up and link.state.revision == 9)
 
         assert set(link.state.entries) == {"a@1"}
-    runtime.die()
-
-
-@looped
-async def test_a_refusal_has_the_runtimes_code(tmp_path: Path) -> None:
-    """A refusal by the runtime keeps its code."""
-    runtime = FakeRuntime(tmp_path / "runtime.sock")
-    runtime.answers = lambda command: {"error": "there is no model 'x'", "code": "NOT_FOUND"}
-    async with linked(tmp_path) as runtimes:
-        link = runtimes.links[0]
-        await until(runtimes, lambda: link.up)
-
-        with pytest.raises(StatusError, match="no model 'x'") as refused:
-            await link.command({"command": "prefetch", "model": "x"})
-
-        assert refused.value.code == "NOT_FOUND"
-    runtime.die()
 
 
 @looped
 async def test_a_new_runtime_follows_what_operators_want(tmp_path: Path) -> None:
     """A runtime that follows changes and the one after it, which gets the whole document, have the same one."""
-    first = FakeRuntime(tmp_path / "runtime.sock")
-    async with linked(tmp_path, settings="models: {a: {weight: 3}}") as runtimes:
-        link, desired = runtimes.links[0], runtimes.desired
-        await until(runtimes, lambda: link.up)
+    async with up(tmp_path, settings="models: {a: {weight: 3}}") as (first, runtimes, link):
+        desired = runtimes.desired
         assert first.wants("a") == {"settings": {"weight": 3}}
         await runtimes.change(lambda: desired.pause(None, "hold"))
         await runtimes.change(lambda: desired.set_residency(["a"], "device"))
@@ -261,10 +205,7 @@ async def test_the_next_control_process_wants_what_the_last_one_wanted(tmp_path:
 @looped
 async def test_a_change_holds_although_its_client_has_gone(tmp_path: Path) -> None:
     """A silent runtime follows the change once it answers again, even if the client has hung up."""
-    runtime = FakeRuntime(tmp_path / "runtime.sock")
-    async with linked(tmp_path) as runtimes:
-        link = runtimes.links[0]
-        await until(runtimes, lambda: link.up)
+    async with up(tmp_path) as (runtime, runtimes, _):
         runtime.stop()
         asking = asyncio.create_task(runtimes.change(lambda: runtimes.desired.pause(["a"], "hold")))
         await asyncio.sleep(0)
@@ -273,44 +214,34 @@ async def test_a_change_holds_although_its_client_has_gone(tmp_path: Path) -> No
         runtime.go_on()
 
         await runtime.came(lambda: runtime.wants("a") == {"paused": "hold"})
-    runtime.die()
 
 
 @looped
 async def test_a_document_that_is_larger_than_a_frame_arrives(tmp_path: Path) -> None:
     """Settings of thousands of models travel in a memfd."""
-    runtime = FakeRuntime(tmp_path / "runtime.sock")
     names = [f"model{number}" for number in range(5000)]
-    async with linked(tmp_path) as runtimes:
-        await until(runtimes, lambda: runtimes.up)
-
+    async with up(tmp_path) as (runtime, runtimes, _):
         await runtimes.change(lambda: runtimes.desired.set_models(names, {"weight": 2.0}))
 
         assert len(runtime.document["models"]) == 5000
-    runtime.die()
 
 
 @looped
 async def test_a_runtime_that_refused_a_change_gets_the_whole_document(tmp_path: Path) -> None:
     """The refusal is the caller's error, and the next change comes with all of the document, also if it is the same one."""
-    runtime = FakeRuntime(tmp_path / "runtime.sock")
-    async with linked(tmp_path) as runtimes:
-        await until(runtimes, lambda: runtimes.up)
+    async with up(tmp_path) as (runtime, runtimes, _):
         runtime.refuses_next = {"error": "odd", "code": "INVALID_ARGUMENT"}
         with pytest.raises(StatusError, match="odd"):
             await runtimes.change(lambda: runtimes.desired.pause(["a"], "hold"))
 
         assert await runtimes.change(lambda: runtimes.desired.pause(["a"], "hold")) == [0]
         assert runtime.wants("a") == {"paused": "hold"}
-    runtime.die()
 
 
 @looped
 async def test_a_change_right_behind_a_refused_one_is_answered_when_it_holds(tmp_path: Path) -> None:
     """The runtime cannot follow it before it has the whole document, for which the caller waits."""
-    runtime = FakeRuntime(tmp_path / "runtime.sock")
-    async with linked(tmp_path) as runtimes:
-        await until(runtimes, lambda: runtimes.up)
+    async with up(tmp_path) as (runtime, runtimes, _):
         runtime.refuses_next = {"error": "odd", "code": "INVALID_ARGUMENT"}
 
         refused, followed = await asyncio.gather(
@@ -321,4 +252,3 @@ async def test_a_change_right_behind_a_refused_one_is_answered_when_it_holds(tmp
         assert isinstance(refused, StatusError)
         assert followed == [0]
         assert runtime.wants("a") == runtime.wants("b") == {"paused": "hold"}
-    runtime.die()

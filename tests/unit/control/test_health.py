@@ -14,7 +14,6 @@ from tests.unit.control.peers import (
     Served,
     add_model,
     entry,
-    impatient,
     served,
     until,
 )
@@ -65,25 +64,6 @@ async def test_a_model_that_failed_is_known(tmp_path: Path) -> None:
     async with served(tmp_path, models=["a"]) as server:
         server.lifecycle.failures["b"] = BundleFailure("no manifest", since=1.0)
         assert await check(server, "b") == NOT_SERVING
-
-
-@pytest.mark.parametrize(
-    "differs",
-    [{"state": "loading"}, {"state": "failed", "error": "why"}, {"state": "leaving"}],
-)
-@looped
-async def test_a_model_without_a_ready_version_does_not_serve(
-    tmp_path: Path, differs: dict[str, Any]
-) -> None:
-    """Without a ready version, a model is NOT_SERVING, and so is the server."""
-    async with served(tmp_path, models=["a", "b"]) as server:
-        server.runtime.change("a@1", entry("a", **differs))
-        await settled(server, 6)
-        assert [await check(server, service) for service in ("", "a", "b")] == [
-            NOT_SERVING,
-            NOT_SERVING,
-            SERVING,
-        ]
 
 
 @looped
@@ -152,21 +132,6 @@ async def test_a_dead_runtime_serves_nothing(tmp_path: Path) -> None:
         second.change("b@1", entry("b"))
         assert (await whole.read()).status == SERVING
         second.die()
-
-
-@looped
-async def test_a_stopped_runtime_serves_nothing_until_it_goes_on(tmp_path: Path) -> None:
-    """While the runtime's process is stopped, nothing serves; watchers see both changes."""
-    async with served(tmp_path, models=["a"]) as server:
-        whole = watch(server)
-        assert (await whole.read()).status == SERVING
-
-        server.runtime.stop()
-        with impatient(server.link):
-            assert (await whole.read()).status == NOT_SERVING
-
-        server.runtime.go_on()
-        assert (await whole.read()).status == SERVING
 
 
 @looped
@@ -240,19 +205,6 @@ async def test_a_model_that_fails_from_the_start_is_missed_until_it_is_removed(t
 
 
 @looped
-async def test_an_old_version_serves_while_the_new_one_loads(tmp_path: Path) -> None:
-    """The old version serves while the new one loads, and after the new one fails."""
-    async with served(tmp_path, models=["a"]) as server:
-        server.runtime.change("a@2", entry("a", state="loading", stubs=[2]))
-        await settled(server, 6)
-        assert (await check(server), await check(server, "a")) == (SERVING, SERVING)
-
-        server.runtime.change("a@2", entry("a", state="failed", error="why", stubs=[]))
-        await settled(server, 7)
-        assert (await check(server), await check(server, "a")) == (SERVING, SERVING)
-
-
-@looped
 async def test_a_model_that_only_meta_models_call_serves_as_they_do(tmp_path: Path) -> None:
     """A callee without an own stub serves while the stub of its meta model is alive."""
     async with served(tmp_path, models=["m"]) as server:
@@ -311,31 +263,3 @@ async def test_a_model_that_falls_back_to_cold_serves_all_the_time(tmp_path: Pat
         await settled(server, 9)
         assert await check(server, "a") == SERVING
         assert server.runtimes.cold == set()
-
-
-@looped
-async def test_a_cold_model_serves_although_its_start_is_reported_at_once(tmp_path: Path) -> None:
-    """A model falls back to cold and starts again before anybody asks: it accepts requests all the time."""
-    async with served(tmp_path, models=["a"]) as server:
-        server.runtime.change("a@1", entry("a", state="cold", stubs=[]))
-        server.runtime.change("a@1", entry("a", state="loading"))
-        await settled(server, 7)
-        assert (await check(server), await check(server, "a")) == (SERVING, SERVING)
-
-        server.runtime.change("a@1", entry("a", state="failed", error="why"))
-        server.runtime.change("a@1", entry("a", state="loading"))
-        await settled(server, 9)
-        assert (await check(server), await check(server, "a")) == (NOT_SERVING, NOT_SERVING)
-
-
-@looped
-async def test_a_model_that_was_never_started_serves(tmp_path: Path) -> None:
-    """Triton calls it ready and its stub's process lives: it is cold, and its next request starts it."""
-    async with served(tmp_path, models=["a"]) as server:
-        server.runtime.change("a@1", None)
-        await settled(server, 6)
-        assert await check(server, "a") == NOT_SERVING
-
-        server.runtimes.see_stubs(StubPoll({"a"}))
-
-        assert (await check(server), await check(server, "a")) == (SERVING, SERVING)

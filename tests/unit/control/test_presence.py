@@ -72,6 +72,14 @@ def test_a_cold_model_serves_while_it_starts_and_not_after_a_failure() -> None:
     assert not presence.serving
 
 
+def test_a_model_that_falls_back_and_starts_at_once_serves() -> None:
+    """It accepts requests all the time, although no poll has found it cold in between."""
+    presence = up("a")
+    change(presence, "a", state="cold", stubs=[])
+    change(presence, "a", state="loading")
+    assert (presence.serving, presence.lost) == ({"a"}, set())
+
+
 def test_a_runtime_that_is_out_of_sight_for_a_moment_loses_no_model() -> None:
     """A model that Triton reloads during an outage of the runtime serves once the runtime is back."""
     presence = up("a")

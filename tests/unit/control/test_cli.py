@@ -470,8 +470,9 @@ def test_json_is_protobufs_json() -> None:
     assert str(again) == str(message)
 
 
+#: The second key is of a newer runtime.
 RECORDS: list[dict[str, Any]] = [
-    {"at": 0.0, "what": "model ready", "why": "warmed up"},
+    {"at": 0.0, "new": 1, "what": "model ready", "why": "warmed up"},
     {"at": 2.5, "what": "weights absent", "why": "room", "model": "cats", "bytes": 6_500_000},
 ]
 
@@ -536,7 +537,7 @@ async def test_a_subcommand_is_one_command(
 ) -> None:
     """Each subcommand sends one command to the runtime and prints the result."""
     answers: dict[str, dict[str, Any]] = {
-        "evict": {"models": ["a", "b"]},
+        "evict": {"models": ["b", "a"]},
         "abort": {"aborted": 2, "executing": 1},
         "history": {"unix_s": 1e9, "histories": {"a@1": {"records": RECORDS, "waits_for": ""}}},
     }
@@ -563,15 +564,23 @@ async def test_an_eviction_of_pinned_weights_frees_nothing(
 @looped
 async def test_why_lists_all_requests_with_an_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`rsrv why` has a sentence per request; if none is found, it says which ones are kept, and fails."""
-    found = [slow_request(1.0, 0.25), slow_request(2.0, 0.5)]
+    found = [slow_request(2.0, 0.5), slow_request(1.0, 0.25)]
+
+    def answer(command: dict[str, Any]) -> dict[str, Any]:
+        asked = [{"command": "find", "request": "r"}, {"command": "slowest", "model": "a"}]
+        return {"unix_s": 1e9, "requests": list(found if command in asked else ())}
 
     async with shell(tmp_path, capsys) as rsrv:
-        rsrv.server.runtime.answers = lambda command: {"unix_s": 1e9, "requests": list(found)}
+        rsrv.server.runtime.answers = answer
         said = await rsrv("why", "r")
         evicted, first, second = said.out.splitlines()
         assert "a was evicted to make room for b" in evicted
         assert ("after 250 ms" in first, "after 500 ms" in second) == (True, True)
-        assert len((await rsrv("why", "r", "--json")).json["requests"]) == 2
+        requests = (await rsrv("why", "r", "--json")).json["requests"]
+        assert [(one["arrivedUnixS"], one["batchSize"]) for one in requests] == [
+            (1e9 + 1.0, 8),
+            (1e9 + 2.0, 8),
+        ]
         table = (await rsrv("why", "--slowest", "a")).out.splitlines()
         assert [line.split()[0] for line in table[:3]] == ["NUMBER", "3.17", "3.17"]
         assert "OTHERS (the device executed other requests)" in "".join(table[3:])
@@ -613,39 +622,44 @@ async def test_a_followed_history_has_each_record_once(
         )
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["what"],
-        ["pin"],
-        ["residency", "a", "gpu"],
-        ["pause"],
-        ["pause", "a", "--all"],
-        ["policy", "a"],
-        ["policy", "a", "--weight", "much"],
-        ["scheduler", "depth"],
-        ["scheduler", "dept=3"],
-        ["scheduler", "depth=many"],
-        ["scheduler", "discipline=lifo"],
-        ["profile"],
-        ["profile", "start", "--seconds", "1"],
-        ["profile", "--seconds", "0"],
-        ["why"],
-        ["why", "r", "--slowest", "a"],
-        ["status", "--timeout", "-1"],
-        ["status", "--tls-cert", "cert.pem"],
-    ],
-)
+WRONG = {
+    "stauts": "rsrv: unknown command 'stauts'; did you mean 'status'?",
+    "gateway repak": "rsrv gateway: unknown command 'repak'; did you mean 'repack'?",
+    "pin": "rsrv pin: ",
+    "pin a --wiat": "rsrv pin: unknown argument '--wiat'; did you mean '--wait'?",
+    "residency a gpu": "rsrv residency: ",
+    "pause": "rsrv pause: ",
+    "pause a --all": "rsrv pause: ",
+    "pause a --mode dran": "argument --mode: unknown value 'dran'; did you mean 'drain'?",
+    "policy a": "rsrv policy: give at least one of --weight, ",
+    "policy a --weight much": "argument --weight: ",
+    "scheduler depth": "rsrv scheduler: 'depth' is not KEY=VALUE",
+    "scheduler dept=3": "rsrv scheduler: unknown key 'dept'; did you mean 'depth'?",
+    "scheduler depth=many": "rsrv scheduler: depth cannot be 'many'",
+    "scheduler discipline=fiar": "discipline cannot be 'fiar'; did you mean 'fair'?",
+    "profile": "rsrv profile: give start or stop, or --seconds",
+    "profile start --seconds 1": "rsrv profile: give start or stop, or --seconds",
+    "profile --seconds 0": "argument --seconds: ",
+    "why": "rsrv why: name a request, or a model with --slowest",
+    "why r --slowest a": "rsrv why: name a request, or a model with --slowest",
+    "status --timeout x": "argument --timeout: 'x' is not a time above 0, such as 30, 500ms or 5m",
+    "status --timeout -1": "argument --timeout: ",
+    "status --tls-cert cert.pem": "rsrv status: --tls-cert needs --tls-key",
+}
+
+
 @looped
 async def test_a_wrong_command_line_sends_no_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A wrong command line exits 2 with a message on stderr, and no command is sent."""
+    """It exits 2. The error is before the usage, and names the nearest command, option, key or value."""
     async with shell(tmp_path, capsys) as rsrv:
-        said = await rsrv(*arguments)
-        assert (said.status, said.out) == (2, "")
-        assert said.err
-        assert "Traceback" not in said.err
+        for words, error in WRONG.items():
+            said = await rsrv(*words.split())
+            assert (said.status, said.out) == (2, ""), words
+            first, usage, *_ = said.err.splitlines()
+            assert error in first
+            assert usage.startswith("usage: rsrv")
         assert not rsrv.server.runtime.commands
 
 
@@ -747,7 +761,7 @@ def test_what_a_watch_says_of_failures_and_ends(capsys: pytest.CaptureFixture[st
 async def test_a_profile_of_a_while(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`rsrv profile` starts a profile and stops it when the time is over."""
+    """`rsrv profile` starts a profile in a private folder, and stops it when the time is over."""
     monkeypatch.setattr("rsrv.control.service.PROFILES", tmp_path / "profiles")
     async with shell(tmp_path, capsys) as rsrv:
 
@@ -762,6 +776,8 @@ async def test_a_profile_of_a_while(
         # On a slow machine, the live page asks meanwhile.
         first, second = (one for one in rsrv.server.runtime.commands if one["command"] == "profile")
         assert said.out == first["directory"] + "\n"
+        assert Path(first["directory"]).parent == tmp_path / "profiles"
+        assert (tmp_path / "profiles").stat().st_mode & 0o777 == 0o700
         assert second == {"command": "profile"}
 
 
@@ -996,33 +1012,6 @@ async def test_without_a_command_the_status_is_shown(
             line.split()[0] for line in bare.out.splitlines()[:-2] if line
         ]
         assert bare.out.endswith("\n\n`rsrv --help` lists the commands.\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["stauts"], "rsrv: unknown command 'stauts'; did you mean 'status'?"),
-        (["gateway", "repak"], "rsrv gateway: unknown command 'repak'; did you mean 'repack'?"),
-        (["pin", "a", "--wiat"], "rsrv pin: unknown argument '--wiat'; did you mean '--wait'?"),
-        (["pause", "a", "--mode", "dran"], "argument --mode: unknown value 'dran'; did you mean 'drain'?"),
-        (["scheduler", "dept=3"], "rsrv scheduler: unknown key 'dept'; did you mean 'depth'?"),
-        (["scheduler", "discipline=fiar"], "discipline cannot be 'fiar'; did you mean 'fair'?"),
-        (
-            ["status", "--timeout", "x"],
-            "argument --timeout: 'x' is not a time above 0, such as 30, 500ms or 5m",
-        ),
-    ],
-)
-@looped
-async def test_a_wrong_word_gets_a_hint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
-) -> None:
-    """The error names the nearest command, option, key or value, before the usage."""
-    async with shell(tmp_path, capsys) as rsrv:
-        said = await rsrv(*arguments)
-        assert said.status == 2
-        assert error in said.err.splitlines()[0]
-        assert said.err.splitlines()[1].startswith("usage: rsrv")
 
 
 @looped

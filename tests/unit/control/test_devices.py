@@ -116,19 +116,6 @@ async def test_a_device_that_is_not_found_has_its_reason_in_the_status(
 
 
 @looped
-async def test_a_model_is_on_the_disk_of_one_device_and_in_memory_for_another(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The status has the nearest place of its weights."""
-    async with served(tmp_path, models=["a"], devices=2) as server:
-        for one, place in zip(server.all, ("on disk", "absent"), strict=True):
-            one.models["a"].weights_state = place
-        status_page(await server.control.GetStatus(pb.GetStatusRequest()))
-        row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("a "))
-        assert row.split()[:3] == ["a", "warm", "0"]
-
-
-@looped
 async def test_pages_name_devices_where_there_are_several(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,11 +250,23 @@ async def test_a_timeline_has_the_spans_of_each_device(tmp_path: Path) -> None:
             runtime.answers = told(runtime, seconds)
         first = await server.control.GetTimeline(pb.GetTimelineRequest())
         assert [(span.device, span.seconds) for span in first.spans] == [(0, 1.0), (1, 2.0)]
+        assert first.spans[1] == pb.Span(
+            kind=pb.SPAN_KIND_EXECUTE,
+            model="a",
+            key="a@1",
+            start_unix_s=-1.5,
+            seconds=2.0,
+            rows=3,
+            size=4,
+            requests=2,
+            device=1,
+        )
         first.positions[1].instance = "the one before"
         second = await server.control.GetTimeline(pb.GetTimelineRequest(positions=first.positions))
-        assert [(one.device, one.instance, one.next) for one in second.positions] == [
-            (0, server.all[0].instance, 2),
-            (1, server.all[1].instance, 1),
+        instances = [runtime.instance for runtime in server.all]
+        assert list(second.positions) == [
+            pb.TimelinePosition(device=0, instance=instances[0], first=1, next=2, end=9),
+            pb.TimelinePosition(device=1, instance=instances[1], first=0, next=1, end=9),
         ]
 
 

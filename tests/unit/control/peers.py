@@ -486,5 +486,5 @@ async def served(
 
 
 def add_model(repository: Path, name: str) -> None:
-    """Add a model to the repository, as far as the health reads one."""
+    """Add a model to the repository, as far as the control process reads one."""
     (repository / name / "1" / "bundle").mkdir(parents=True)

@@ -236,6 +236,7 @@ async def test_requests_of_the_form_need_the_token(
         ("s3cret", 0o604, "every user can read"),
         ("", 0o600, "holds no token"),
         ("two words", 0o600, "holds no token"),
+        ("two\nlines\n", 0o600, "holds no token: one line of ASCII without spaces"),
         (None, 0, "No such file"),
     ],
 )

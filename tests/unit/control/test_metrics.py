@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from rsrv.histogram import LONG_SECONDS, PADDING, ROWS, SECONDS, Histogram
 from rsrv.live.routes import LivePage
 from rsrv_gateway.metrics import table as gateway_table
 from tests.unit.control.peers import records, served, trimmed, until
+from tests.unit.control.test_live_routes import FakeSource
 from tests.waiting import looped
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -232,31 +233,11 @@ async def test_the_service_gives_the_page_while_the_runtime_is_and_is_not_there(
 # --- HTTP ---------------------------------------------------------------------------------------------------
 
 
-class Unasked:
-    """Source that no request reaches here."""
-
-    async def events(self) -> AsyncGenerator[tuple[str, str, str], None]:
-        await asyncio.Event().wait()
-        yield "", "", ""
-
-    async def panel(self, server: str, model: str) -> dict[str, Any]:
-        raise AssertionError
-
-    async def trace(self, server: str) -> str:
-        raise AssertionError
-
-    async def infer(self, server: str, model: str, inputs: Any) -> tuple[int, str]:
-        raise AssertionError
-
-    async def steer(self, server: str, model: str, what: str) -> None:
-        raise AssertionError
-
-
 def server_of(text: str = "") -> HttpServer:
     async def make() -> str:
         return text
 
-    return HttpServer(make, LivePage(Unasked(), None))
+    return HttpServer(make, LivePage(FakeSource(), None))
 
 
 @asynccontextmanager

@@ -16,17 +16,11 @@ from rsrv.control.prewarming import Prewarming
 from rsrv.control.runtime_link import RuntimeDown
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.placement.device_choice import by_preference
-from tests.unit.control.peers import FakeRuntime, Served, entry, served, until
+from tests.unit.control.peers import FakeRuntime, Served, add_model, entry, served, until
 from tests.unit.control.test_cli import shell
 from tests.unit.control.test_service import refusal
 from tests.unit.control.test_sleep import drowsy
 from tests.waiting import looped
-
-
-def generated(repository: Path, *names: str) -> None:
-    """Make models in the repository as rsrv-gen does, as far as starting them needs that."""
-    for name in names:
-        (repository / name / "1" / "bundle").mkdir(parents=True)
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +46,8 @@ def started(server: Served, device: int = 0) -> list[str]:
 async def cold(tmp_path: Path, settings: str = "", **options: Any) -> AsyncIterator[Served]:
     """Serve a warm model `warm`, and cold ones `team-a`, `team-b` and `other`."""
     async with served(tmp_path, models=["warm"], settings=settings, **options) as server:
-        generated(server.repository, "team-a", "team-b", "other")
+        for name in ("team-a", "team-b", "other"):
+            add_model(server.repository, name)
         answer(server)
         yield server
 
@@ -261,7 +256,8 @@ async def test_the_command_shows_what_became_warm(tmp_path: Path, capsys: pytest
     """`rsrv prefetch --warm` returns when all have started, and fails if one has."""
     async with shell(tmp_path, capsys) as rsrv:
         server = rsrv.server
-        generated(server.repository, "one", "two")
+        for name in ("one", "two"):
+            add_model(server.repository, name)
         runtime = server.runtime
 
         def start(command: dict[str, Any]) -> dict[str, Any]:

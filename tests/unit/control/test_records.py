@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rsrv.control.records import RuntimeRecords
+from rsrv.control.records import RuntimeRecords, total
 from rsrv.control.v1 import control_pb2 as pb
 from tests.unit.control.peers import model_record
 
@@ -15,3 +15,9 @@ def test_an_answer_with_changes_keeps_the_other_models_and_no_meta_model_that_le
     assert [*after.models] == ["a", "b"]
     assert after.models["a"] is before.models["a"]
     assert after.models["b"].queued == 9
+
+
+def test_the_nearest_place_of_weights_counts() -> None:
+    """Weights that one device reads from disk are in host memory for another one."""
+    places = [model_record(weights_state=place) for place in ("on disk", "absent")]
+    assert total(places).weights_state == "absent"

@@ -307,22 +307,6 @@ async def test_cold_models_are_counted_and_listed_on_request(
 
 
 @looped
-async def test_a_model_waits_for_the_import_of_its_model_py(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It is not resident for clients, though its weights are on the device."""
-    async with shell(tmp_path, capsys) as rsrv:
-        rsrv.server.runtime.change("m@1", entry("m", kind="meta", weights=None, models=["a@1"]))
-        await until(rsrv.server.runtimes, lambda: "m@1" in rsrv.server.link.state.entries)
-        rsrv.server.runtime.record.starting.update(dict.fromkeys("am", "importing model.py"))
-
-        said = await rsrv("status", "a")
-        assert "state       starting, importing model.py" in said.out
-        lines = [line.split() for line in (await rsrv("status")).out.splitlines()]
-        assert ["m", "starting,", "importing", "model.py"] in [line[:4] for line in lines]
-
-
-@looped
 async def test_the_status_of_one_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`rsrv status MODEL` prints its versions, executables and policy."""
     async with shell(tmp_path, capsys) as rsrv:
@@ -1012,15 +996,6 @@ async def test_without_a_command_the_status_is_shown(
             line.split()[0] for line in bare.out.splitlines()[:-2] if line
         ]
         assert bare.out.endswith("\n\n`rsrv --help` lists the commands.\n")
-
-
-@looped
-async def test_a_model_name_gets_a_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A command about an unknown model names the nearest one that the server has."""
-    async with shell(tmp_path, capsys, models=("classify", "b")) as rsrv:
-        assert await rsrv("status", "clasify") == Said(
-            1, "", "rsrv status: there is no model 'clasify'; did you mean 'classify'?\n"
-        )
 
 
 def test_health_names_each_model_that_does_not_serve_and_why() -> None:

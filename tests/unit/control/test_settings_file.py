@@ -100,23 +100,6 @@ async def test_a_file_that_a_restart_reads_first_is_followed_as_well(tmp_path: P
 
 
 @looped
-async def test_what_operators_set_wins_over_the_file(tmp_path: Path) -> None:
-    """Keys that an operator has set are sent with the operator's values."""
-    async with scene(tmp_path) as here:
-        await here.reread()
-        await here.server.control.SetPolicy(pb.SetPolicyRequest(model="a", policy=pb.Policy(weight=5)))
-        scheduler = pb.Scheduler(discipline=pb.DISCIPLINE_EDF)
-        await here.server.control.SetScheduler(pb.SetSchedulerRequest(scheduler=scheduler))
-
-        (change,) = await here.reread(
-            "scheduler: {discipline: fifo, meta_concurrency: 3}\nmodels: {a: {weight: 2, max_delay_us: 7}}"
-        )
-
-        assert (change["scheduler"]["discipline"], change["scheduler"]["meta_concurrency"]) == ("edf", 3)
-        assert change["models"] == {"a": {"settings": {"weight": 5.0, "max_delay_us": 7}}}
-
-
-@looped
 async def test_a_command_before_the_first_check_of_the_file_stays(tmp_path: Path) -> None:
     """A new discipline that comes while the control process still begins is not set back to rsrv.yaml's."""
     async with scene(tmp_path, "scheduler: {discipline: fifo}") as here:

@@ -113,6 +113,11 @@ def server(*devices: RuntimeRecords, settings: str = "", **differs: Any) -> Serv
     return replace(figures, **differs)
 
 
+def serving(n: int = 1000, costs: Mapping[int, float] | None = None, **differs: Any) -> ServerFigures:
+    """Return the figures of a server with one model, `a`, as `model` makes it."""
+    return server(counts({"a": model(n, costs, **differs)}))
+
+
 def found(now: ServerFigures, before: ServerFigures | None = None) -> dict[str, ServerFinding]:
     """Return the findings of the minute, by name; without `before`, the counters began with it."""
     before = before or replace(now, t=0.0, unix_s=1000.0, devices={}, queues={})
@@ -249,32 +254,19 @@ def test_a_server_that_is_well_has_no_findings() -> None:
             "disk_loads",
             "warning",
             "weights of a were read from disk 9 times",
-            server(counts({"a": model(host_bytes=0, loads=9, load=times(9, 0.2))})),
+            serving(host_bytes=0, loads=9, load=times(9, 0.2)),
         ),
         (
             "padding",
             "note",
             "85.7% of the rows of a are padding (4850, beside 808 rows of requests)",
-            server(
-                counts(
-                    {
-                        "a": model(
-                            354,
-                            useful_rows=808,
-                            padded_rows=4850,
-                            batch_rows=times(354, 3, ROWS),
-                        )
-                    }
-                )
-            ),
+            serving(354, useful_rows=808, padded_rows=4850, batch_rows=times(354, 3, ROWS)),
         ),
         (
             "single_rows",
             "warning",
             "a executes one row at a time while requests wait 250 ms",
-            server(
-                counts({"a": model(7000, {1: 0.004}, device_seconds=50.0, queue_wait=times(7000, 0.25))}),
-            ),
+            serving(7000, {1: 0.004}, device_seconds=50.0, queue_wait=times(7000, 0.25)),
         ),
         (
             "starved",
@@ -314,50 +306,50 @@ def test_a_server_that_is_well_has_no_findings() -> None:
             "slow_hooks",
             "note",
             "a spends 50 ms of a request's 60 ms in preprocess and postprocess",
-            server(counts({"a": model(request=times(1000, 0.06), hooks={"pre": times(1000, 0.05)})})),
+            serving(request=times(1000, 0.06), hooks={"pre": times(1000, 0.05)}),
         ),
         (
             "slow_hooks",  # the others' hooks are what requests wait for
             "note",
             "a spends 50 ms of a request's 400 ms in preprocess and postprocess",
-            server(counts({"a": model(request=times(1000, 0.4), hooks={"pre": times(1000, 0.05)})})),
+            serving(request=times(1000, 0.4), hooks={"pre": times(1000, 0.05)}),
         ),
         (
             "requests_fail",
             "critical",
             "a: 30 of 1030 answers are failures of the server",
-            server(counts({"a": model(outcomes=outcomes(failed=30), responses={"ok": 1000, "internal": 30})})),
+            serving(outcomes=outcomes(failed=30), responses={"ok": 1000, "internal": 30}),
         ),
         (
             "queue_full",
             "warning",
             "a refused 100 of 1100 requests (QUEUE_FULL); 1024 may wait",
-            server(counts({"a": model(outcomes=outcomes(refused=100), refused={"queue_full": 100})})),
+            serving(outcomes=outcomes(refused=100), refused={"queue_full": 100}),
         ),
         (
             "no_memory",
             "critical",
             "10 MB of weights found no memory beside the 20 MB on the device (the budget is 100 MB)",
-            server(counts({"a": model(outcomes=outcomes(refused=2), refused={"no_memory": 2})})),
+            serving(outcomes=outcomes(refused=2), refused={"no_memory": 2}),
         ),
         (
             "not_resident",
             "warning",
             "its weights are not on the device",
-            server(counts({"a": model(outcomes=outcomes(refused=20), refused={"not_resident": 20})})),
+            serving(outcomes=outcomes(refused=20), refused={"not_resident": 20}),
         ),
         (
             "bad_requests",
             "note",
             "a answered 200 of 1200 requests with INVALID",
-            server(counts({"a": model(responses={"ok": 1000, "invalid": 200})})),
+            serving(responses={"ok": 1000, "invalid": 200}),
         ),
         *(
             (
                 f"deadlines_{stage}",
                 "warning",
                 "a missed the deadlines of 100 of 1100 requests",
-                server(counts({"a": model(outcomes=outcomes(expired=100), missed={stage: 100})})),
+                serving(outcomes=outcomes(expired=100), missed={stage: 100}),
             )
             for stage in ("arrival", "queue", "load", "execute")
         ),
@@ -617,23 +609,19 @@ def test_a_start_that_compiles_without_a_cache_names_the_setting(monkeypatch: py
 @pytest.mark.parametrize(
     ("name", "now"),
     [
-        ("weights_thrash", server(counts({"a": model(misses=1, evictions={"room": 1})}))),
+        ("weights_thrash", serving(misses=1, evictions={"room": 1})),
         ("certificate_ends", server(counts({}), renewals=[FileState("control.listen", 1e9, "")])),
         ("renewal_failed", server(counts({}), renewals=[FileState("control.token_file", None, "")])),
-        ("weights_thrash", server(counts({"a": model(misses=900, evictions={"idle": 900})}))),
+        ("weights_thrash", serving(misses=900, evictions={"idle": 900})),
         ("over_pinned", server(counts({}, pinned_bytes=100 * MB))),
         ("waits_in_triton", server(counts({"a": model()}), queues={"a": (1000, 50.0)})),
         ("waits_in_triton", server(counts({"a": model(9000)}), queues={"a": (9000, 900.0)})),
         ("weights_too_big", server(counts({"a": model()}, budget_bytes=None))),
-        ("overloaded", server(counts({"a": model(15000, queued=30, device_seconds=60.0)}))),
+        ("overloaded", serving(15000, queued=30, device_seconds=60.0)),
         ("uneven_devices", server(counts({"a": model(device_seconds=57.0)}), counts({"b": model(0)}))),
-        ("compiled_at_start", server(counts({"a": model()}))),
-        ("no_compilation_cache", server(counts({"a": model()}, cache_obstacle=""))),
         (
             "disk_loads",  # it has no weights
-            server(
-                counts({"a": model(host_bytes=0, device_bytes=0, loads=9, load=times(9, 0.2))}),
-            ),
+            serving(host_bytes=0, device_bytes=0, loads=9, load=times(9, 0.2)),
         ),
         (
             "disk_loads",
@@ -642,16 +630,14 @@ def test_a_start_that_compiles_without_a_cache_names_the_setting(monkeypatch: py
                 settings="models: {a: {residency: unpinned}}",
             ),
         ),
-        ("padding", server(counts({"a": model(useful_rows=5000, padded_rows=3000)}))),
+        ("padding", serving(useful_rows=5000, padded_rows=3000)),
         (
             "padding",  # a smaller size would cost as much
-            server(
-                counts({"a": model(1000, {1: 0.02, 16: 0.02}, padded_rows=15000)}),
-            ),
+            serving(1000, {1: 0.02, 16: 0.02}, padded_rows=15000),
         ),
-        ("single_rows", server(counts({"a": model(7000, device_seconds=50.0)}))),
+        ("single_rows", serving(7000, device_seconds=50.0)),
         ("starved", server(counts({name: model(5000, queue_wait=times(5000, 0.12)) for name in "abc"}))),
-        ("held_back", server(counts({"a": model(queue_wait=times(1000, 0.005))}))),
+        ("held_back", serving(queue_wait=times(1000, 0.005))),
         (
             "held_back",  # its requests share executions
             server(
@@ -659,18 +645,16 @@ def test_a_start_that_compiles_without_a_cache_names_the_setting(monkeypatch: py
                 settings="models: {a: {max_delay_us: 5000}}",
             ),
         ),
-        ("slow_hooks", server(counts({"a": model(hooks={"pre": times(1000, 0.0005)})}))),
-        ("requests_fail", server(counts({"a": model(10000, outcomes=outcomes(answered=10000, failed=3))}))),
-        ("queue_full", server(counts({"a": model(refused={"queue_full": 4})}))),
+        ("slow_hooks", serving(hooks={"pre": times(1000, 0.0005)})),
+        ("requests_fail", serving(10000, outcomes=outcomes(answered=10000, failed=3))),
+        ("queue_full", serving(refused={"queue_full": 4})),
         (
             "queue_full",  # one of 200
-            server(
-                counts({"a": model(outcomes=outcomes(answered=9950, refused=50), refused={"queue_full": 50})})
-            ),
+            serving(outcomes=outcomes(answered=9950, refused=50), refused={"queue_full": 50}),
         ),
-        ("not_resident", server(counts({"a": model(refused={"not_resident": 1})}))),
-        ("bad_requests", server(counts({"a": model(responses={"ok": 1000, "invalid": 9})}))),
-        ("deadlines_queue", server(counts({"a": model(missed={"queue": 4})}))),
+        ("not_resident", serving(refused={"not_resident": 1})),
+        ("bad_requests", serving(responses={"ok": 1000, "invalid": 9})),
+        ("deadlines_queue", serving(missed={"queue": 4})),
         ("meta_waits", server(counts({"m": model(50, meta=True, queued=2, executing=2, calls=9)}))),
         ("paused", server(counts({"a": model()}), entries={"a@1": entry("a", paused="hold")})),
         ("model_failed", server(counts({}), entries={"a@1": entry("a", state="loading")})),
@@ -696,14 +680,14 @@ def test_rates_are_of_the_window() -> None:
     well = model(2000, outcomes=outcomes(answered=2000, failed=30), responses={"ok": 2000, "internal": 30})
     assert found(server(counts({"a": well}), t=120.0), past) == {}
 
-    past = server(counts({"a": model(100_000)}))
+    past = serving(100_000)
     later = model(100_100, outcomes=outcomes(answered=100_100, failed=30))
     assert "30 of 130" in found(server(counts({"a": later}), t=120.0), past)["requests_fail"].evidence
 
 
 def test_a_new_runtime_and_a_model_that_came_back_count_from_zero() -> None:
     """Counters that began again are not subtracted from, and a runtime that was replaced is told."""
-    past = server(counts({"a": model(5000)}))
+    past = serving(5000)
     reborn = DeviceFigures(
         instance="2", since=100.0, records=counts({"a": model(outcomes=outcomes(failed=30))}), lives=3
     )
@@ -750,7 +734,7 @@ def test_lost_spans_and_waits_before_the_window_are_forgotten() -> None:
 
 def test_the_window_of_a_new_runtime_begins_with_it() -> None:
     """A device that has executed for 15 of the 20 s of its runtime is busy for 75 % of the time."""
-    past = server(counts({"a": model(device_seconds=50.0)}))
+    past = serving(device_seconds=50.0)
     reborn = DeviceFigures(instance="2", since=100.0, records=counts({"a": model(device_seconds=15.0)}))
 
     (window,) = windows(past, server(t=120.0, devices={0: reborn}))
@@ -761,13 +745,13 @@ def test_the_window_of_a_new_runtime_begins_with_it() -> None:
 def test_padding_names_the_size_that_saves_most() -> None:
     """For rows of 3 among the sizes 1 and 16, that is 4; its saving follows the measured costs."""
     rows: dict[str, Any] = {"batch_rows": times(1000, 3, ROWS), "useful_rows": 3000, "padded_rows": 13000}
-    cure = found(server(counts({"a": model(**rows)})))["padding"].cure
+    cure = found(serving(**rows))["padding"].cure
     # 4 costs 0.004 + 0.016 * 3 / 15 instead of 0.02.
     assert cure.startswith(
         "export batch size 4 as well, `rsrv-bundle export --batch-sizes 1,4,16` (saves up to 64% of"
     )
 
-    unknown = server(counts({"a": model(1000, {}, **rows)}))
+    unknown = serving(1000, {}, **rows)
     assert found(unknown)["padding"].cure.startswith("export batch size 4 as well (costs")
 
 

@@ -67,18 +67,16 @@ class Work:
             self.request.add(now.request if before is None else now.request.since(before.request))
 
 
+@dataclass(slots=True)
 class _Shown:
     """The latest picture of a model, and the histograms of its requests within the window."""
 
-    __slots__ = ("json", "samples", "seen", "source")
-
-    def __init__(self) -> None:
-        #: Latest record of each device.
-        self.seen: dict[int, _CountedRecord] = {}
-        #: Times and new values of changes of the histogram. The first entry has the value at the beginning of the window.
-        self.samples: deque[tuple[float, Histogram]] = deque()
-        self.source: Any = None
-        self.json: dict[str, Any] = {}
+    #: Latest record of each device.
+    seen: dict[int, _CountedRecord] = field(default_factory=dict)
+    #: Times and new values of changes of the histogram. The first entry has the value at the beginning of the window.
+    samples: deque[tuple[float, Histogram]] = field(default_factory=deque)
+    source: Any = None
+    json: dict[str, Any] = field(default_factory=dict)
 
 
 class Overview:

@@ -388,10 +388,7 @@ class RuntimeLink:
             raise RuntimeDown from None
         try:
             answer = connection.ask(pack_json(Kind.COMMAND, command), Kind.COMMANDED)
-            await asyncio.wait({answer, self._down}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done() or answer.cancelled():
-                raise RuntimeDown
-            return _check(answer.result())
+            return _check(await self._answered(answer, seconds))
         finally:
             connection.close()
 
@@ -407,9 +404,12 @@ class RuntimeLink:
             question = pack_json(kind, body)
         except ProtocolError as error:
             raise StatusError("INVALID_ARGUMENT", str(error)) from None
-        answer = self._connection.ask(question, answer_kind)
+        return await self._answered(self._connection.ask(question, answer_kind))
+
+    async def _answered(self, answer: Answer, seconds: float | None = None) -> Any:
+        """Return an answer. Raises RuntimeDown if the runtime goes down first, or after this time."""
         # If the caller is cancelled, do not cancel the answer, because it keeps its place in the order of answers.
-        await asyncio.wait({answer, self._down}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({answer, self._down}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done() or answer.cancelled():
             raise RuntimeDown
         return answer.result()

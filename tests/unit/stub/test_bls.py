@@ -1,9 +1,8 @@
 """Sub-calls through Triton, with a Triton whose models are functions."""
 
-import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -239,18 +238,6 @@ def test_a_call_that_raises_tells_the_log_why(
     assert error.status is Status.INTERNAL
     assert "concern" not in error.text
     assert "of no concern to clients" in caplog.text
-
-
-def test_calls_can_be_awaited(make: Callable[..., Bls]) -> None:
-    """Several calls can be awaited at once."""
-    bls = make()
-
-    async def both() -> Sequence[Arrays]:
-        calls = (bls.start("echo", {"x": X + number}) for number in range(2))
-        return await asyncio.gather(*map(asyncio.wrap_future, calls))
-
-    for number, answer in enumerate(asyncio.run(both())):
-        np.testing.assert_array_equal(answer["x"], X + number)
 
 
 # --- several calls ------------------------------------------------------------------------------------------------
@@ -490,15 +477,6 @@ def test_an_error_keeps_its_code_from_release_25_04_on(
     triton.models["m"] = lambda call: message
 
     assert failure(make().start("m", {"x": X})).status is status
-
-
-def test_a_failing_call_is_told_as_its_model_told_it(triton: FakeBls, make: Callable[..., Bls]) -> None:
-    """The code and the text of one of our models pass through unchanged."""
-    triton.models["full"] = lambda call: tag_failure(Status.QUEUE_FULL, "retry after 5 ms")
-
-    error = failure(make().start("full", {"x": X}))
-
-    assert (error.status, error.text) == (Status.QUEUE_FULL, "retry after 5 ms")
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,8 @@ def test_a_broken_pairing_is_noticed_and_worked_around(caplog: pytest.LogCapture
     assert f"Install numpy<2 into {sys.prefix}, or use Triton 24.11 or later" in warning
     array = np.arange(6, dtype=np.int64).reshape(2, 3)
 
+    with pytest.raises(BrokenPairing, match="exchange no text: install numpy<2"):
+        tensors.check_text()
     made = tensors.make("y", array, "i64")
     arrived = Numpy2UnderOldTriton("x", array, received=True)
 

@@ -24,7 +24,7 @@ from rsrv.stub.replica import StubProcess
 from rsrv.stub.replicas import Replicas
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import Attachment, Remote, Session
-from rsrv.stub.tensors import BrokenPairing, Tensors
+from rsrv.stub.tensors import Tensors
 from rsrv.wire.frames import (
     Completion,
     Kind,
@@ -433,15 +433,6 @@ def test_a_tokenizer_answers_without_the_runtime(model: Model) -> None:
     found = json.loads(text_of(next_of(model.ask("ab" * 10, tokenize=True))))
     assert found == {"tokens": [97, 98] * 10, "max_model_len": 16}
     assert text_of(next_of(model.ask("[97, 98]", detokenize=True))) == "ab"
-
-
-def test_text_needs_a_numpy_that_this_triton_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading a text would end the process; the load fails instead, and says what to install."""
-    tensors = Tensors(FakePbUtils)
-    tensors.check_text()
-    monkeypatch.setattr(tensors, "_numpy_works", False)
-    with pytest.raises(BrokenPairing, match="exchange no text: install numpy<2"):
-        tensors.check_text()
 
 
 def test_a_model_of_tokens_refuses_negative_ones_and_texts() -> None:

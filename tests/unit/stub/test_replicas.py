@@ -208,11 +208,10 @@ def home_of(replicas: Replicas) -> int:
 
 
 def test_models_have_homes_on_all_devices() -> None:
-    """On a quiet server the models are spread by their names, and each stays where it is."""
-    homes = [home_of(made(4, f"model{number}")[0]) for number in range(100)]
-    again = [home_of(made(4, f"model{number}")[0]) for number in range(100)]
-    assert homes == again
+    """On a quiet server the models are spread by their names."""
+    homes = [by_preference(f"model{number}", 4)[0] for number in range(100)]
     assert all(homes.count(device) >= 15 for device in range(4))
+    assert home_of(made(4, "model0")[0]) == homes[0]
 
 
 def test_a_batch_leaves_its_home_only_for_a_clearly_earlier_answer() -> None:
@@ -593,13 +592,6 @@ def test_one_device_costs_a_request_nothing() -> None:
     """With one device, Triton's call goes to its replica directly."""
     replicas, fakes = made(1)
     assert replicas.execute == fakes[0].execute
-
-
-def test_all_replicas_end_with_their_model() -> None:
-    """None keeps its connections or threads."""
-    replicas, fakes = made(3)
-    replicas.close()
-    assert all(one.closed for one in fakes.values())
 
 
 # --- cold models

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.stub.tracing import OpenSpan, Spans, end_call, end_request, read_traceparent
+from rsrv.stub.tracing import OpenSpan, Spans, end_request, read_traceparent
 from rsrv.wire.frames import Status
 from rsrv.wire.traces import MAX_SPANS, MAX_TEXT
 from tests.fakes import FakeRequest
@@ -119,18 +119,6 @@ def test_a_refused_request_says_why() -> None:
         "rsrv.status": "QUEUE_FULL",
     }
     assert 0 == span.start_ns < span.end_ns
-
-
-def test_a_call_of_a_run_by_stage_names_its_device() -> None:
-    """Calls of other runs have the device of the run."""
-    spans = Spans(ignored, Lock())
-    for device in (None, 1):
-        end_call(OpenSpan(spans, TRACE, PARENT), "a", 0.0, None, device)
-
-    assert [span.attributes for span in spans.take()[0]] == [
-        {"rsrv.model": "a"},
-        {"rsrv.model": "a", "rsrv.stage.device": 1},
-    ]
 
 
 def test_spans_that_are_not_reported_are_counted_and_dropped() -> None:

@@ -212,25 +212,6 @@ def test_suppression_of_many_boxes_is_the_same_in_blocks(spread: int) -> None:
     assert np.flatnonzero(found[0]).tolist() == greedy(given[0], scores[0], 0.5, classes[0], 0)
 
 
-@given(seeds, st.integers(1, 40), st.floats(0, 1))
-def test_what_is_kept_keeps_apart(seed: int, count: int, limit: float) -> None:
-    """No two kept boxes overlap by more than the limit, and each dropped one overlaps with a better one.
-
-    The best box stays, a second pass drops none, and another order keeps the same boxes.
-    """
-    rng = np.random.default_rng(seed)
-    given, scores = grid_boxes(rng, 1, count), rng.permutation(count)[None].astype(np.float32)
-    kept = boxes.nms(given, scores, limit)[0]
-    shares = boxes.iou(given[0], given[0])
-    assert not (shares[np.ix_(kept, kept)] > limit)[~np.eye(kept.sum(), dtype=bool)].any()
-    better = scores[0][:, None] > scores[0]
-    assert ((shares > limit) & better & kept[:, None]).any(0)[~kept].all()
-    assert kept[scores[0].argmax()]
-    assert boxes.nms(given[:, kept], scores[:, kept], limit).all()
-    order = rng.permutation(count)
-    assert (boxes.nms(given[:, order], scores[:, order], limit)[0] == kept[order]).all()
-
-
 def test_boxes_without_a_number_for_a_score_are_not_kept() -> None:
     """A box with a NaN score is not kept and suppresses none."""
     given = np.array([[[0, 0, 4, 4]] * 2], np.float32)
@@ -332,21 +313,6 @@ def test_regions_are_read_as_torch_samples_a_grid() -> None:
             padding_mode="border", align_corners=False,
         )  # fmt: skip
         np.testing.assert_allclose(region, wanted[0].numpy(), atol=1e-5)
-
-
-@given(seeds, st.integers(1, 4))
-def test_a_map_that_rises_evenly_is_read_exactly(seed: int, sampling: int) -> None:
-    """On a linear map, a bin has the value of its centre, because interpolation is exact."""
-    rng = np.random.default_rng(seed)
-    y, x = np.mgrid[:12, :16] + 0.5
-    a, b, c = rng.uniform(-2, 2, 3)
-    given = np.sort(rng.uniform(0.5, 11.5, (5, 2, 2)), 1).reshape(5, 4)
-    found = boxes.roi_align(
-        (a * x + b * y + c)[None, None], given, np.zeros(5, int), size=(2, 3), scale=1, sampling=sampling
-    )
-    centres_x = given[:, None, :1] + (np.arange(3) + 0.5) / 3 * (given[:, None, 2:3] - given[:, None, :1])
-    centres_y = given[:, 1, None] + (np.arange(2) + 0.5) / 2 * (given[:, 3, None] - given[:, 1, None])
-    np.testing.assert_allclose(found[:, 0], a * centres_x + b * centres_y[..., None] + c, atol=1e-9)
 
 
 @pytest.mark.parametrize("aligned", [True, False])

@@ -112,10 +112,3 @@ def test_without_a_template_the_files_own_marks_are_set(path: Path) -> None:
     assert PromptTokeniser(path).encode("the")[0] == 0
     assert PromptTokeniser(path, "Q: {text}\nA:").encode("the").count(0) == 1
     assert 0 not in PromptTokeniser(path, CHAT).encode("the")
-
-
-def test_a_file_that_is_no_tokeniser_is_refused(tmp_path: Path) -> None:
-    """The error names the file."""
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"tokenizer\.json is no tokeniser"):
-        PromptTokeniser(tmp_path / "tokenizer.json")

@@ -90,24 +90,6 @@ def test_tags_are_the_documents(id: str, tag: int) -> None:
     assert frames.request_tag(id) == tag
 
 
-@given(st.binary(max_size=64))
-def test_garbage_is_a_protocol_error_or_a_frame(raw: bytes) -> None:
-    """Any bytes are decoded, or raise ProtocolError."""
-    try:
-        kind, count = frames.read_header(raw)
-        match kind:
-            case Kind.SUBMIT:
-                frames.unpack_submissions(raw, count)
-            case Kind.DONE:
-                frames.unpack_completions(raw, count)
-            case Kind.CANCEL | Kind.SEGMENT | Kind.DROP_SEGMENT:
-                frames.unpack_ids(raw, count)
-            case _:
-                frames.unpack_json(raw)
-    except ProtocolError:
-        pass
-
-
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=50))
 def test_ids_survive(ids: list[int]) -> None:
     """CANCEL and DROP_SEGMENT carry plain lists of ids."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.wire import calls, frames, traces
+from rsrv.wire import calls, frames, generation, traces
 from rsrv.wire.frames import HEADER, Kind, ProtocolError
 
 READERS: list[Callable[[bytes, int], Iterable[Any]]] = [
@@ -21,6 +21,7 @@ READERS: list[Callable[[bytes, int], Iterable[Any]]] = [
     calls.unpack_leavings,
     calls.unpack_calls,
     calls.unpack_releases,
+    generation.unpack_tokens,
     traces.unpack_marks,
 ]
 
@@ -55,3 +56,10 @@ def test_any_json_is_an_object_or_a_protocol_error(body: bytes) -> None:
     """Any JSON in any encoding is an object or a ProtocolError."""
     with suppress(ProtocolError):
         assert isinstance(frames.unpack_json(HEADER.pack(Kind.REGISTER, 0, 0) + body), dict)
+
+
+@given(st.binary(max_size=2 * HEADER.size))
+def test_any_header_is_that_of_a_frame_or_a_protocol_error(raw: bytes) -> None:
+    """Too few bytes have no header, and a number may stand for no kind of frame."""
+    with suppress(ProtocolError):
+        assert isinstance(frames.read_header(raw)[0], Kind)

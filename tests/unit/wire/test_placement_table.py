@@ -29,18 +29,6 @@ def writer(path: Path) -> Iterator[PlacementWriter]:
     made.close()
 
 
-def test_reader_sees_each_new_table(path: Path, writer: PlacementWriter) -> None:
-    """A reader has its model's mask of each generation at once, and 0 for a model that is not in the table."""
-    writer.write({"cats": 1})
-    cats, dogs = PlacementReader(path, "cats"), PlacementReader(path, "dogs")
-
-    assert (cats.mask(0), dogs.mask(0)) == (1, 0)
-    assert writer.write({"cats": 2, "dogs": 2**63}) == 2
-    assert (cats.mask(0), dogs.mask(0)) == (2, 2**63)
-    assert writer.write({}) == 3
-    assert (cats.mask(0), dogs.mask(0)) == (0, 0)
-
-
 def test_file_may_come_later(path: Path, writer: PlacementWriter) -> None:
     """A reader without a file looks again once a second."""
     reader = PlacementReader(path, "cats")

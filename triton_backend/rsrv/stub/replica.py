@@ -53,10 +53,6 @@ class StubProcess:
         for session in self.sessions:
             session.attachment = None
 
-    def guard_hooks(self, settings: Mapping[str, Any], threads: int) -> None:
-        """Limit the harm that hooks can do to other models. `threads` is as in `HookGuard.start`, but for one replica."""
-        self.guard.start(settings, threads * self.devices, self.end)
-
     def abandon(self) -> None:
         """Close the sockets in a forked process. Otherwise the runtime would not see the end of this process."""
         for session in self.sessions:
@@ -121,8 +117,9 @@ class ModelReplica(ABC, Generic[W]):
 
     def guard_hooks(self) -> None:
         """Limit the harm that the model's code can do to other models. The limits hold for the whole process."""
+        process = self._process
         if self._hook_threads:
-            self._process.guard_hooks(self._stub_settings, self._hook_threads)
+            process.guard.start(self._stub_settings, self._hook_threads * process.devices, process.end)
 
     def rows(self, requests: Sequence[Any]) -> list[int]:
         """Return the number of rows of each request, or 1 if it cannot be read. Never raises."""

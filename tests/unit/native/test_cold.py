@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from rsrv.front.rules import CROWDED, MAX_REQUESTS
 from rsrv.placement.device_choice import PINNED
 from rsrv.wire import paths
 from rsrv.wire.blackbox import ASLEEP_AT, BYTES
@@ -275,28 +274,6 @@ def test_a_start_that_advances_is_waited_for(program: Path, tmp_path: Path) -> N
         assert front.ask("send 4 1", "close") == [doubled(4), "closed - ok 0 0"]
 
 
-def test_a_shorter_limit_of_a_step_holds_for_waiting_requests(program: Path, tmp_path: Path) -> None:
-    """An operator may shorten `runtime.start_timeout_s` while a model starts."""
-    lazy = Lazy(60.0)
-
-    def start(connection: Connection) -> None:
-        connection.greet()
-        for limit_s in (60.0, 0.1):
-            send(connection.sock, pack_starting(StartProgress("it waits for its turn", limit_s), flat=True))
-        assert lazy.may_start.wait(60)
-        connection.register(described())
-        connection.answer_all()
-
-    with Front(program, tmp_path, [lazy.cold, start]) as front:
-        front.ask("open")
-        (over,) = front.ask("send 1 1")
-        assert re.match(
-            r"answer 1 4 \[rsrv:STARTING\] .*; requests wait at most 0\.1 s without progress", over
-        )
-        lazy.may_start.set()
-        assert front.ask("send 2 1", "close") == [doubled(2), "closed - ok 0 0"]
-
-
 @pytest.mark.parametrize(
     "body", [b"", bytes(16), (1).to_bytes(8, "little"), (1).to_bytes(8, "little") * 2 + b"x" * 401]
 )
@@ -314,31 +291,6 @@ def test_a_step_that_cannot_be_read_ends_the_connection(tmp_path: Path, body: by
     with Front(driver("undefined"), tmp_path, [lazy.cold, broken, lazy.start]) as front:
         front.ask("open")
         assert front.ask("send 1 1", "close") == [doubled(1), "closed - ok 0 0"]
-
-
-def test_a_failed_start_has_its_reason_and_a_pause(program: Path, tmp_path: Path) -> None:
-    """Requests that wait, and those during the pause, get the reason at once; a later one starts the model."""
-    lazy = Lazy()
-    failing = threading.Event()
-
-    def fail(connection: Connection) -> None:
-        lazy.registrations.append(connection.greet())
-        assert failing.wait(60)
-        send(connection.sock, pack_rejected("its weights are cursed", ""))
-
-    text = "4 [rsrv:RUNTIME_DOWN] the model could not be started: its weights are cursed"
-    with Front(program, tmp_path, [lazy.cold, fail, lazy.start]) as front:
-        front.ask("open")
-        front.tell("send 1 1", "send 2 1")
-        failing.set()
-        lazy.may_start.set()
-        assert front.hear(2) == [f"answer 1 {text}", f"answer 2 {text}"]
-        number = 3
-        while (said := front.ask(f"send {number} 1")) != [doubled(number)]:
-            assert said == [f"answer {number} {text}"]
-            number += 1
-        front.ask("close")
-    assert [one["asked"] for one in lazy.registrations] == [False, True, True]
 
 
 def test_an_idle_model_falls_back_and_starts_again(program: Path, tmp_path: Path) -> None:
@@ -417,19 +369,6 @@ def test_a_started_model_stays_warm_over_a_death(program: Path, tmp_path: Path) 
     assert told == [(False, None), (True, None), (True, None), (True, True)]
 
 
-def test_requests_beyond_the_limit_are_refused_while_the_model_starts(tmp_path: Path) -> None:
-    """A cold model holds as many as one whose runtime has died; the reason is another one."""
-    lazy = Lazy()
-    with Front(driver("undefined"), tmp_path, [lazy.cold, lazy.start]) as front:
-        front.ask("open")
-        front.tell(f"batch 1 {MAX_REQUESTS + 2}")
-        refused = [f"answer {MAX_REQUESTS + more} 4 [rsrv:QUEUE_FULL] {CROWDED}" for more in (1, 2)]
-        assert front.hear(2) == refused
-        lazy.may_start.set()
-        assert front.hear(MAX_REQUESTS) == sorted(doubled(number) for number in range(1, MAX_REQUESTS + 1))
-        front.ask("close")
-
-
 @pytest.mark.parametrize("table", [False, True])
 def test_a_cold_model_starts_on_one_device(program: Path, tmp_path: Path, table: bool) -> None:
     """The device is its home, or the one that the placement table names. The other one is not asked to start it."""
@@ -447,37 +386,6 @@ def test_a_cold_model_starts_on_one_device(program: Path, tmp_path: Path, table:
         assert front.ask("send 1 1", "send 2 1", "close") == [doubled(1), doubled(2), "closed - ok 0 0"]
     asked = [[one["asked"] for one in lazy.registrations].count(True) for lazy in lazies]
     assert asked == [int(expected == 0), int(expected == 1)]
-
-
-@pytest.mark.long
-def test_a_model_whose_runtime_stays_down_starts_on_another_device(program: Path, tmp_path: Path) -> None:
-    """The next runtime gets some seconds. Then a request starts the model where it is cold, although the attempt goes on."""
-    other, is_over = Lazy(), threading.Event()
-    other.may_start.set()
-
-    def serve_and_die(connection: Connection) -> None:
-        connection.greet()
-        connection.register(described())
-        count, frame = connection.receive_requests()
-        connection.answer(frame, count)
-        connection.receive_requests()
-
-    def hang(connection: Connection) -> None:
-        assert is_over.wait(60)
-
-    home: list[Behaviour] = [serve_and_die, hang]
-    behaviours: list[list[Behaviour]] = [home, [other.cold, other.start]]
-    if HOME == 1:
-        behaviours.reverse()
-    if HOME == 0:
-        home.insert(0, Lazy().cold)
-    with Front(program, tmp_path, *behaviours) as front:
-        front.ask("open")
-        assert front.ask("send 1 1") == [doubled(1)]
-        assert front.ask("send 2 1") == [doubled(2)]
-        is_over.set()
-        front.ask("close")
-    assert [one["asked"] for one in other.registrations] == [False, True]
 
 
 @pytest.mark.parametrize("client", ["", "it ended two runtimes"])

@@ -58,10 +58,11 @@ def test_the_next_runtime_answers(program: Path, tmp_path: Path) -> None:
         assert front.ask("close") == ["closed - ok 0 0"]
 
 
-def test_no_runtime_for_longer_than_the_limit(program: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("retry_s", [0.3, 0.0])
+def test_no_runtime_for_longer_than_the_limit(program: Path, tmp_path: Path, retry_s: float) -> None:
     """Requests are refused after stub.retry_s, and later ones are answered when there is a runtime again."""
     outage = Outage()
-    with Front(program, tmp_path, [dying(0.3), outage.serve]) as front:
+    with Front(program, tmp_path, [dying(retry_s), outage.serve]) as front:
         front.ask("open")
         assert front.ask("send 1 1") == [f"answer 1 4 [rsrv:RUNTIME_DOWN] {DOWN}"]
         outage.is_over.set()
@@ -69,18 +70,6 @@ def test_no_runtime_for_longer_than_the_limit(program: Path, tmp_path: Path) -> 
         while (said := front.ask(f"send {number} 1")) != [doubled(number)]:
             assert said == [f"answer {number} 4 [rsrv:RUNTIME_DOWN] {DOWN}"]
             number += 1
-        assert front.ask("close") == ["closed - ok 0 0"]
-
-
-def test_without_a_wait_requests_are_refused_at_once(program: Path, tmp_path: Path) -> None:
-    """`stub.retry_s: 0` is for clients that go elsewhere."""
-    outage = Outage()
-    with Front(program, tmp_path, [dying(0.0), outage.serve]) as front:
-        front.ask("open")
-        assert front.ask("send 1 1", "send 2 1") == [
-            f"answer {number} 4 [rsrv:RUNTIME_DOWN] {DOWN}" for number in (1, 2)
-        ]
-        outage.is_over.set()
         assert front.ask("close") == ["closed - ok 0 0"]
 
 

@@ -24,7 +24,7 @@ TRITONSERVER_Error* TRITONBACKEND_Initialize(TRITONBACKEND_Backend* backend) {
     return TRITONSERVER_ErrorNew(CODE_INTERNAL, "rsrv's native front is for version 1 of Triton's backend API");
 }
 
-static TRITONSERVER_Error* open_model(TRITONBACKEND_Model* model) {
+TRITONSERVER_Error* TRITONBACKEND_ModelInitialize(TRITONBACKEND_Model* model) {
     const char *name, *location;
     uint64_t version;
     int artifact;
@@ -51,8 +51,6 @@ static TRITONSERVER_Error* open_model(TRITONBACKEND_Model* model) {
     text_add(&text, "%s: %s", name, why.bytes);
     return TRITONSERVER_ErrorNew(CODE_INTERNAL, text.bytes);
 }
-
-TRITONSERVER_Error* TRITONBACKEND_ModelInitialize(TRITONBACKEND_Model* model) { return open_model(model); }
 
 TRITONSERVER_Error* TRITONBACKEND_ModelFinalize(TRITONBACKEND_Model* model) {
     void* replicas = NULL;

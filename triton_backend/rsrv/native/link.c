@@ -44,8 +44,6 @@ void link_drop(struct link* link) {
     free(link);
 }
 
-const char* link_model(const struct link* link) { return link->model; }
-
 void link_watch(struct link* link) {
     uint64_t increment = 1;
     if (link->watched) return;

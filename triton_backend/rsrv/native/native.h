@@ -272,7 +272,6 @@ bool large_has_ended(struct large*);                  // true if the request has
 // --- link.c and waiting.c -------------------------------------------------------------------------------------
 
 void link_submit(struct link*, TRITONBACKEND_ModelInstance*, TRITONBACKEND_Request*);
-const char* link_model(const struct link*);
 void link_measure(struct link*, enum status, int64_t begun_ns);
 // Limits the log lines about failed requests. True: the caller must write this line. `left_out` is the number of lines left out
 // before it.

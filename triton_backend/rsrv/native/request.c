@@ -567,7 +567,7 @@ static void log_failure(struct pending* pending, struct link* link, const char* 
     int level = pending->status == INTERNAL ? LOG_ERROR : is_clients ? LOG_INFO : LOG_WARN;
     text_add(&line, ": %s: %.500s", status_name(pending->status), text);
     if (left_out) text_add(&line, MORE, left_out);
-    log_line(level, link_model(link), "%s", line.bytes);
+    log_line(level, link->model, "%s", line.bytes);
 }
 
 void request_answer(struct pending* pending, struct link* link) {

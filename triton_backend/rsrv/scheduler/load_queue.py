@@ -78,6 +78,7 @@ class LoadQueue:
         "demand_for_disk",
         "demand_for_link",
         "discipline",
+        "may_load",
         "may_read",
         "on_demand",
         "prefetched",
@@ -107,6 +108,8 @@ class LoadQueue:
         self.prefetched: dict[str, None] = {}
         #: Models to restore, each with its place in the line. The smallest place is first.
         self.restored: dict[str, int] = {}
+        #: True if a load runs, or a search for weights to load may succeed.
+        self.may_load = False
         #: True if a read runs, or a search for weights to read may succeed.
         self.may_read = False
         #: True if the latest load was for a warm-up, so that models with work take the next turn.
@@ -142,7 +145,7 @@ class LoadQueue:
     def requeue(self, model: ModelState) -> None:
         """Move absent weights to the state that follows from the lines and the back-offs."""
         weights, reason = model.weights, self.reason(model.name)
-        self.may_read = self.may_read or weights.on_disk
+        self.may_load, self.may_read = True, self.may_read or weights.on_disk
         if weights.state is WeightState.QUEUED:
             if reason is None:
                 self.accounts.move(weights, WeightEvent.WITHDRAW)
@@ -323,6 +326,7 @@ class LoadQueue:
 
     def plan(self, now: float) -> PlannedLoad | None:
         """Choose the load that starts now, while none runs, and the evictions before it. None: no load."""
+        self.may_load = bool(self.required or self.demand_for_link or self.prefetched or self.restored)
         name = self.head() if self.required or self.demand_for_link else None
         if name is None:
             self.blocked_head = None

@@ -490,20 +490,13 @@ class DeviceResidency:
         model.history.add(now, "abandon load")
         out.append(self.accounts.abandon(model.weights))
 
-    def carry_out_evictions(self, now: float, out: list[Instruction]) -> None:
-        """Carry out requested evictions, end back-offs, and evict what exceeds the budget."""
-        if self.evictions:
-            self._evict_requested(now, out)
-        if self.loads.backing_off:
-            self.loads.end_due_backoffs(now)
-        # The budget may have fallen, or models may have been pinned.
-        accounts = self.accounts
-        if accounts.budget is not None and accounts.bytes > accounts.budget:
-            overdue = self.loads.victims_over_budget(now)
-            for model in overdue:
-                self.evict(model, Cause.BUDGET, now, out)
-            if overdue:
-                self.loads.unblock()
+    def evict_excess(self, now: float, out: list[Instruction]) -> None:
+        """Evict what exceeds the budget, as far as weights are evictable."""
+        overdue = self.loads.victims_over_budget(now)
+        for model in overdue:
+            self.evict(model, Cause.BUDGET, now, out)
+        if overdue:
+            self.loads.unblock()
 
     def limit_idleness(self, model: ModelState, now: float) -> None:
         """Schedule a check of whether weights have been unused for their model's limit."""
@@ -530,7 +523,7 @@ class DeviceResidency:
             else:
                 self.idle_at = min(self.idle_at, now + max(limit, IDLE_CHECK_S))
 
-    def _evict_requested(self, now: float, out: list[Instruction]) -> None:
+    def evict_requested(self, now: float, out: list[Instruction]) -> None:
         """Carry out requested evictions of models that execute nothing and need not execute first."""
         for model in [model for model in self.evictions if evictable(model) and not self.must_execute(model)]:
             if self.evictions[model]:
@@ -552,7 +545,7 @@ class DeviceResidency:
         Returns:
             Expected seconds of the loads that return weights with waiting requests to the device.
         """
-        self._evict_requested(now, out)
+        self.evict_requested(now, out)
         evicted = [model for model in self._models.values() if evictable(model)]
         evicted.sort(key=lambda model: model.weights.last_used, reverse=True)
         working = [model for model in evicted if model.has_work]

@@ -125,14 +125,7 @@ class Scheduler:
         #: Time by which winding down must have ended.
         self._rest_until = inf
         #: Steps of `_plan`, in this order.
-        residency = self._residency
-        self._steps = (
-            self._compact,
-            residency.carry_out_evictions,
-            self._load,
-            self._dispatch,
-            self._load_again,
-        )
+        self._steps = (self._compact, self._evict, self._load, self._dispatch, self._load_again)
 
     # --- entry point -------------------------------------------------------------------------------------
 
@@ -481,6 +474,17 @@ class Scheduler:
             first.model.history.add(now, "execute again", again)
             out.append(again)
 
+    def _evict(self, now: float, out: list[Instruction]) -> None:
+        """Carry out requested evictions, end back-offs, and evict what exceeds the budget."""
+        residency, accounts = self._residency, self._residency.accounts
+        if residency.evictions:
+            residency.evict_requested(now, out)
+        if self._loads.backing_off:
+            self._loads.end_due_backoffs(now)
+        # The budget may have fallen, or models may have been pinned.
+        if accounts.budget is not None and accounts.bytes > accounts.budget:
+            residency.evict_excess(now, out)
+
     def _load(self, now: float, out: list[Instruction]) -> None:
         """Start the next read, and the next load unless the device is kept for an exclusive request."""
         if self._queues.exclusive or self._kept_exclusive:
@@ -488,7 +492,7 @@ class Scheduler:
             self._keep_device()
         if self._loads.may_read:
             self._residency.read(now, out)
-        if not (self._kept_exclusive or self._residency.compaction.active):
+        if self._loads.may_load and not (self._kept_exclusive or self._residency.compaction.active):
             self._residency.load(now, out)
 
     def _load_again(self, now: float, out: list[Instruction]) -> None:
@@ -497,7 +501,7 @@ class Scheduler:
         A dispatch may have shed the requests of the first model in line, or committed requests of another model.
         """
         if self._discipline.sheds or self._queues.runs:
-            self._residency.carry_out_evictions(now, out)
+            self._evict(now, out)
             if not self._queues.dirty:
                 self._load(now, out)
 

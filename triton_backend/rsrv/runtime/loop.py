@@ -226,7 +226,7 @@ class Loop:
         unanswered, executor, scheduler, clock = self.unanswered, self._executor, self._scheduler, self._clock
         # Use the time before the wait. Actions that fall due during the wait run in the next round, which does not
         # wait.
-        now, wakeup, due = clock(), scheduler.next_wakeup(), self._timers.next()
+        now, due, wakeup = clock(), self._timers.next(), scheduler.next_wakeup()
         ahead = scheduler.seconds_until_idle(now)
         self._board.publish(int((now + (ahead or 0.0)) * 1e9), busy=ahead is not None)
         if self._server.devices > 1:

@@ -591,11 +591,11 @@ class Engine(ModelReplica[ModelRequest]):
             if model_request.execute_ns:
                 self._execution.learn(model_request.execute_ns / 1e9)
             results = self._endpoint.results(outputs, self._outputs, rows, request.id, request.span)
-            model_request.answer_bytes = sum(map(size_of, results))
             made = [
                 self._tensors.make(wire.name, array, wire.dtype)
                 for wire, array in zip(self._outputs, results, strict=True)
             ]
+            model_request.answer_bytes = sum(map(size_of, results))
             slow = time.perf_counter() - request.since >= _SLOW_S
             response = self._responses.answer(made, {NUMBER: request.number} if slow else None)
             self._outcomes.ended(request, Status.OK)

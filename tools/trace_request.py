@@ -32,6 +32,7 @@ import numpy as np
 import rsrv
 from rsrv.hooks.loader import Hooks
 from rsrv.runtime.loop import Loop, ServerProcess
+from rsrv.scheduler.slowest import MAX_SLOWEST
 from rsrv.settings import load_settings
 from rsrv.stub.connection import greet
 from rsrv.stub.endpoint import WireTensor
@@ -45,8 +46,9 @@ from rsrv.wire.socket import connect, listen
 from tests.fakes import FakeDevice, FakePbUtils, FakeRequest
 from tests.unit.runtime.conftest import double, export_doubling
 
-#: Requests before the traced ones, so that all caches and learned values exist.
-WARM_REQUESTS = 5
+#: Requests before the traced ones, so that all caches and learned values exist. The scheduler records a model's slowest
+#: requests, and among so many, most requests are not recorded.
+WARM_REQUESTS = 2 * MAX_SLOWEST
 TRACED_REQUESTS = 9
 #: After this many seconds without a call, a request's work counts as finished.
 IDLE_S = 0.03
@@ -89,14 +91,18 @@ class Tracer:
         calls = self._calls.setdefault(thread, [])
         calls.append(Call(max(1, self._depths[thread]), module, code.co_qualname))
 
+    def execute(self, engine: Engine) -> None:
+        """Execute one request, and record its calls."""
+        request = FakeRequest({"x": np.ones((1, 3), np.float32)})
+        self._on = True
+        if engine.execute([request]) is None:
+            request.answers.get(timeout=10)
+
     def trace(self, engine: Engine) -> Trace:
         """Execute one request, and return the calls until no more calls happen."""
         self._calls, self._depths = {}, Counter()
-        request = FakeRequest({"x": np.ones((1, 3), np.float32)})
-        self._on = True
         try:
-            if engine.execute([request]) is None:
-                request.answers.get(timeout=10)
+            self.execute(engine)
             seen = -1
             while seen != (seen := sum(map(len, self._calls.values()))):
                 time.sleep(IDLE_S)
@@ -138,8 +144,10 @@ def trace_requests() -> Trace:
     """Return the shortest trace of some warm requests."""
     tracer = Tracer()
     with tempfile.TemporaryDirectory() as folder, running_engine(Path(folder)) as engine:
+        # Trace these too, with pauses. Otherwise they would be faster than the traced ones.
         for _ in range(WARM_REQUESTS):
-            tracer.trace(engine)
+            tracer.execute(engine)
+            time.sleep(IDLE_S)
         traces = [tracer.trace(engine) for _ in range(TRACED_REQUESTS)]
     sys.setprofile(None)
     threading.setprofile(None)

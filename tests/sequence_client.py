@@ -30,8 +30,8 @@ class SequenceClient:
 
     def send(self, id: int, flags: int, *inputs: Array, **changes: int) -> int:
         """Send a step of a sequence; return the request's number. `changes`: fields of the submission."""
-        taken = self._inputs.places(1)[1]
-        slab = self.connection.take(taken + self._outputs.places(1)[1], users=1)
+        taken = self._inputs.places[1].nbytes
+        slab = self.connection.take(taken + self._outputs.places[1].nbytes, users=1)
         at, segment = slab.place.offset, slab.place.segment
         for to, value in zip(_views(self._inputs, slab.segment, at), inputs, strict=True):
             to[...] = value
@@ -53,7 +53,7 @@ class SequenceClient:
         done = self.end(number)
         assert done.status is Status.OK, done.text
         slab = self._slabs.pop(number)
-        views = _views(self._outputs, slab.segment, slab.place.offset + self._inputs.places(1)[1])
+        views = _views(self._outputs, slab.segment, slab.place.offset + self._inputs.places[1].nbytes)
         outputs = [view[0].copy() for view in views]
         self.connection.release(slab)
         return done, outputs
@@ -62,5 +62,5 @@ class SequenceClient:
 def _views(block: Block, segment: Bytes, start: int) -> list[Array]:
     return [
         np.ndarray(tensor.shape(1), NUMPY[tensor.dtype], segment, start + place)
-        for tensor, place in zip(block.tensors, block.places(1)[0], strict=True)
+        for tensor, place in zip(block.tensors, block.places[1].offsets, strict=True)
     ]

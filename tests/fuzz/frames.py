@@ -89,8 +89,8 @@ class _Served:
         wanted = {"model": "generator", "bundle": str(generator)}
         self._keys.append(self._generator.register(wanted)["key"])
         variant = Interface.from_json(body["models"][0]["interface"]).variants[0]
-        self._inputs = variant.inputs.places(1)[1]
-        self._request = self._witness.take(self._inputs + variant.outputs.places(1)[1], 1).place
+        self._inputs = variant.inputs.places[1].nbytes
+        self._request = self._witness.take(self._inputs + variant.outputs.places[1].nbytes, 1).place
         self._ids = 0
         self.is_well()
         self._descriptors = _descriptors()

@@ -40,7 +40,7 @@ def lay_out(block: Block, rows: list[int], gaps: list[int]) -> list[RequestSlice
     """Return one segment with inputs and outputs of each request in order, with gaps between some."""
     parts, at = [], 0
     for count, gap in zip(rows, gaps, strict=True):
-        nbytes = block.places(count)[1]
+        nbytes = block.places[count].nbytes
         parts.append((count, at, at + nbytes))
         at += 2 * nbytes + aligned(gap)
     segment = np.zeros(max(at, 64), np.uint8)
@@ -76,7 +76,7 @@ def test_what_is_gathered_and_scattered_is_what_was_sent(block: Block, data: st.
     work = job(parts, size, block)
     alone = len(parts) == 1 and not padding and rows != [0]
     # Content of an earlier batch must not show.
-    staged = None if alone else np.full(block.places(size)[1], 77, np.uint8)
+    staged = None if alone else np.full(block.places[size].nbytes, 77, np.uint8)
     gathered: Any = work.gather(staged, FakeDevice(lambda inputs, weights: []))
     work.scatter(gathered)
 
@@ -114,7 +114,7 @@ def test_requests_of_several_lengths_are_padded_and_cut_back(data: st.DataObject
     shapes = [interface.at_length(length)[1] for length, _ in sent]
     parts, start = [], 0
     for number, ((_, rows), shape) in enumerate(zip(sent, shapes, strict=True)):
-        nbytes = shape.inputs.places(rows)[1]
+        nbytes = shape.inputs.places[rows].nbytes
         parts.append(
             RequestSlice(NO_PEER, number, rows, np.zeros(0, np.uint8), start, start + nbytes, shapes=shape)
         )
@@ -133,7 +133,7 @@ def test_requests_of_several_lengths_are_padded_and_cut_back(data: st.DataObject
     total = sum(rows for _, rows in sent)
     execute = Execute(1, model.key, 1, 8, total, tuple(range(len(parts))))
     work = Dispatch(execute, cast(CompiledModel, model), interface.variants[1], tuple(parts))
-    staged = np.full(interface.variants[1].inputs.places(8)[1], 77, np.uint8)
+    staged = np.full(interface.variants[1].inputs.places[8].nbytes, 77, np.uint8)
     gathered: Any = work.gather(staged, FakeDevice(lambda inputs, weights: []))
     work.scatter(gathered)
 
@@ -159,7 +159,7 @@ def test_a_request_is_read_in_place_only_if_it_fills_its_variant(
     """A request of the compiled size and length needs no copy; a shorter one is padded in the assembled batch."""
     interface = Interface((lengths(6),), exact=False)
     shapes = interface.at_length(length)[1]
-    nbytes = shapes.inputs.places(1)[1]
+    nbytes = shapes.inputs.places[1].nbytes
     part = RequestSlice(NO_PEER, 0, 1, np.zeros(2 * nbytes, np.uint8), 0, nbytes, shapes=shapes)
     pad = PadSpec("t", {"x": 0, "mask": 0}, "mask")
     model: Any = FakeModel(bundle=SimpleNamespace(manifest=SimpleNamespace(pad=pad)))
@@ -208,7 +208,7 @@ def test_a_large_input_without_rows_is_copied_beside_the_assembled_batch() -> No
     (part,) = lay_out(block, [1], [0])
     table = tensor_of(part, block, 1, outputs=False)
     table[...] = np.arange(len(table))
-    staged = np.zeros(block.places(2)[1], np.uint8)
+    staged = np.zeros(block.places[2].nbytes, np.uint8)
 
     gathered: Any = job([part], 2, block).gather(staged, FakeDevice(lambda inputs, weights: []))
 

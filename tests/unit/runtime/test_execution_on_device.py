@@ -96,7 +96,7 @@ def test_rows_from_anywhere_are_put_together_and_given_back(block: Block, data: 
     execute = Execute(1, model.key, 0, size, total, tuple(range(len(parts))))
     job = CallDispatch(execute, cast(CompiledModel, model), variant, tuple(parts))
     # Content of an earlier batch must not show.
-    staged = None if len(parts) == 1 and total == size else np.full(block.places(size)[1], 77, np.uint8)
+    staged = None if len(parts) == 1 and total == size else np.full(block.places[size].nbytes, 77, np.uint8)
 
     gathered = [
         one.array if isinstance(one, FakeBuffer) else np.asarray(one) for one in job.gather(staged, device)

@@ -26,8 +26,8 @@ class Client:
         self.lane = RuntimeConnection(runtime.open())
         body = self.lane.register({"model": "doubling", "bundle": str(bundle)})
         variant = Interface.from_json(body["models"][0]["interface"]).variants[0]
-        self.inputs = variant.inputs.places(1)[1]
-        self.place = self.lane.take(self.inputs + variant.outputs.places(1)[1], users=1).place
+        self.inputs = variant.inputs.places[1].nbytes
+        self.place = self.lane.take(self.inputs + variant.outputs.places[1].nbytes, users=1).place
 
     def submission(self, id: int = 0, **changes: int) -> Submission:
         at = self.place.offset

@@ -332,7 +332,7 @@ def lay_out(
     """A dispatch of one request per row, at most `size`, with random inputs; `seconds`: expected."""
     (variant,) = model.interface.variants
     count = int(rng.integers(1, size + 1))
-    stride = 2 * variant.inputs.places(1)[1]
+    stride = 2 * variant.inputs.places[1].nbytes
     segment = np.zeros(count * stride, np.uint8)
     no_peer = cast(PeerConnection, None)
     parts = tuple(

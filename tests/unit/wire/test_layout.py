@@ -27,7 +27,7 @@ SCALAR = Tensor("s", "i64", (), None)
 
 def test_tensors_follow_each_other_aligned() -> None:
     """Two rows: 24 bytes of x, 10 of mask, 8 of s, each at a multiple of 64."""
-    assert Block((X, MASK, SCALAR)).places(2) == ((0, 64, 128), 192)
+    assert Block((X, MASK, SCALAR)).places[2] == ((0, 64, 128), ((2, 3), (5, 2), ()), 192)
 
 
 def test_the_batch_axis_may_be_anywhere() -> None:
@@ -39,7 +39,7 @@ def test_the_batch_axis_may_be_anywhere() -> None:
 def test_blocks_hold_their_tensors(rows: int) -> None:
     """For any number of rows, offsets are aligned, in order, and far enough apart."""
     block = Block((X, MASK, SCALAR))
-    offsets, total = block.places(rows)
+    offsets, _, total = block.places[rows]
     for tensor, start, end in zip(block.tensors, offsets, (*offsets[1:], total), strict=True):
         assert start % ALIGNMENT == 0
         assert start + tensor.nbytes(rows) <= end
@@ -100,7 +100,7 @@ def test_a_request_of_a_padded_axis_has_the_tensors_of_its_own_length() -> None:
 
     index, variant = interface.at_length(5)
     assert (index, variant.length, variant.inputs.tensors[0].dims) == (1, 5, (-1, 5, 3))
-    assert variant.inputs.places(2)[1] == aligned(2 * 5 * 3 * 4)
+    assert variant.inputs.places[2].nbytes == aligned(2 * 5 * 3 * 4)
     assert interface.at_length(4) == (0, interface.variants[0])
     assert interface.at_length(4)[1] is interface.variants[0]
     assert (interface.longest, Interface((Variant(Block((X,)), Block(()), (1,)),), exact=True).longest) == (

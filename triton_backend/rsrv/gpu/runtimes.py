@@ -168,12 +168,12 @@ class ModelClient:
     def ask(self, inputs: Sequence[Array], variant: int = 0, rows: int = 1) -> list[Array]:
         """Return copies of the executable's outputs. Types that numpy lacks are returned as their bits. Raises Unanswered."""
         shapes = self.interface.variants[variant]
-        places, size = shapes.inputs.places(rows)
-        outputs, more = shapes.outputs.places(rows)
-        slab = self._connection.take(size + more, 1)
+        places, outputs = shapes.inputs.places[rows], shapes.outputs.places[rows]
+        size = places.nbytes
+        slab = self._connection.take(size + outputs.nbytes, 1)
         try:
             at, segment = slab.place.offset, slab.place.segment
-            for tensor, place, value in zip(shapes.inputs.tensors, places, inputs, strict=True):
+            for tensor, place, value in zip(shapes.inputs.tensors, places.offsets, inputs, strict=True):
                 dtype = NUMPY[tensor.dtype]
                 np.ndarray(tensor.shape(rows), dtype, slab.segment, at + place)[...] = value.view(dtype)
             started = time.perf_counter()
@@ -187,7 +187,7 @@ class ModelClient:
                 raise Unanswered(f"{self.name}: {done.status.name}: {done.text}")
             return [
                 np.ndarray(tensor.shape(rows), NUMPY[tensor.dtype], slab.segment, at + size + place).copy()
-                for tensor, place in zip(shapes.outputs.tensors, outputs, strict=True)
+                for tensor, place in zip(shapes.outputs.tensors, outputs.offsets, strict=True)
             ]
         finally:
             self._connection.release(slab)

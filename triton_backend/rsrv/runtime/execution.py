@@ -98,7 +98,7 @@ class ContiguousRun:
             assert isinstance(part, RequestSlice)
             shape, strides = (self.count, *first.shape), (self.stride, *first.strides)
             start = part.outputs_at if outputs else part.inputs_at
-            start += block.places(part.rows)[0][index]
+            start += block.places[part.rows].offsets[index]
             parts = np.ndarray(shape, first.dtype, part.segment, start, strides)
             if tensor.batch_axis:
                 parts = np.moveaxis(parts, tensor.batch_axis + 1, 1)
@@ -199,7 +199,7 @@ class Dispatch:
     def find_large_outputs(self) -> list[int]:
         """Return the indices of the outputs for the host that are large enough for their own transfer."""
         block, size = self.variant.outputs, self.execute.size
-        if block.places(size)[1] < LARGE:
+        if block.places[size].nbytes < LARGE:
             return []
         tensors = enumerate(block.tensors)
         return [i for i, tensor in tensors if i not in self.unread and tensor.nbytes(size) >= LARGE]
@@ -275,7 +275,7 @@ def launch(dispatch: Dispatch, device: Device, staging: Staging) -> Flight:
         part.mark()
     alone = len(dispatch.slices) == 1 and execute.rows == execute.size
     alone = alone and (first.shapes is None or first.shapes is dispatch.variant)
-    nbytes = dispatch.variant.inputs.places(execute.size)[1]
+    nbytes = dispatch.variant.inputs.places[execute.size].nbytes
     lock = partial(staging.lock, device)
     if alone and nbytes >= LARGE and first.segment is not None:
         lock(first.segment)  # The device reads the inputs in place.
@@ -284,7 +284,7 @@ def launch(dispatch: Dispatch, device: Device, staging: Staging) -> Flight:
     others = [index for index in large if index not in in_place]
     # The inputs of a batch are at the beginning of the block, and the outputs follow.
     outputs, outputs_at = dispatch.variant.outputs, 0 if alone else nbytes
-    nbytes = outputs_at + (outputs.places(execute.size)[1] if others else 0)
+    nbytes = outputs_at + (outputs.places[execute.size].nbytes if others else 0)
     staged = staging.take(nbytes) if others or not alone else None
     gathered: dict[int, Array] = {}
     if staged is not None and nbytes >= LARGE and lock(staged):

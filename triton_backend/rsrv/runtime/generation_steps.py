@@ -55,8 +55,8 @@ class StepMemory:
 def step_memory(model: CompiledModel) -> StepMemory:
     """Return memory for generations of a model."""
     variants = model.interface.variants
-    inputs = max(variant.inputs.places(1)[1] for variant in variants)
-    return StepMemory(inputs, max(variant.outputs.places(1)[1] for variant in variants))
+    inputs = max(variant.inputs.places[1].nbytes for variant in variants)
+    return StepMemory(inputs, max(variant.outputs.places[1].nbytes for variant in variants))
 
 
 class StepSlice(SequenceSlice):

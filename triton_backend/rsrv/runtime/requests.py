@@ -68,8 +68,8 @@ class Requests:
                 index, variant = interface.at_length(length)
             if (
                 (inputs_at | outputs_at) % ALIGNMENT
-                or inputs_at + variant.inputs.places(rows)[1] > size
-                or outputs_at + variant.outputs.places(rows)[1] > size
+                or inputs_at + variant.inputs.places[rows].nbytes > size
+                or outputs_at + variant.outputs.places[rows].nbytes > size
             ):
                 raise ProtocolError("SUBMIT outside its segment, or not aligned")
             if flags > (_STEP_FLAGS if stateful else _PLAIN_FLAGS):

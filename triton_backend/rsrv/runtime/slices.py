@@ -127,5 +127,5 @@ class RequestSlice:
 
 def view(block: Block, index: int, rows: int, memory: Bytes | Array, start: int) -> Array:
     """View a tensor of a block that begins `start` bytes into the memory."""
-    tensor, at = block.tensors[index], start + block.places(rows)[0][index]
-    return np.ndarray(tensor.shape(rows), numpy_dtype(tensor.dtype), memory, at)
+    places, dtype = block.places[rows], numpy_dtype(block.tensors[index].dtype)
+    return np.ndarray(places.shapes[index], dtype, memory, start + places.offsets[index])

@@ -207,9 +207,9 @@ def _plan(index: int, variant: Variant, rows: int) -> ExecutionPlan:
 
 
 def _planned(block: Block, rows: int) -> tuple[tuple[PlannedTensor, ...], int]:
-    offsets, nbytes = block.places(rows)
-    tensors = zip(block.tensors, offsets, strict=True)
-    return tuple(PlannedTensor(t, t.shape(rows), NUMPY[t.dtype], offset) for t, offset in tensors), nbytes
+    places = block.places[rows]
+    tensors = zip(block.tensors, places.shapes, places.offsets, strict=True)
+    return tuple(PlannedTensor(t, shape, NUMPY[t.dtype], at) for t, shape, at in tensors), places.nbytes
 
 
 def _check_rows(rows: int, sizes: tuple[int, ...], exact: bool, *, splits: bool) -> None:

@@ -5,10 +5,12 @@ multiple of ALIGNMENT. So frames need only a place and a number of rows.
 """
 
 import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -63,25 +65,39 @@ class Tensor:
         return self._row_bytes if self.batch_axis is None else self._row_bytes * rows
 
 
+class Places(NamedTuple):
+    """Offsets and shapes of a block's tensors, and the size of the whole block, in bytes."""
+
+    offsets: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    nbytes: int
+
+
+class _PlacesByRows(dict[int, Places]):
+    """The places of some tensors for each number of rows."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+
+    def __missing__(self, rows: int) -> Places:
+        sizes = [aligned(tensor.nbytes(rows)) for tensor in self._tensors]
+        *offsets, nbytes = accumulate(sizes, initial=0)
+        places = Places(tuple(offsets), tuple(tensor.shape(rows) for tensor in self._tensors), nbytes)
+        if len(self) < 4096:  # A client may send any number of rows.
+            self[rows] = places
+        return places
+
+
 @dataclass(frozen=True)
 class Block:
     """The tensors of one side (inputs or outputs) of one variant."""
 
     tensors: tuple[Tensor, ...]
-    _cache: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict, repr=False, compare=False)
 
-    def places(self, rows: int) -> tuple[tuple[int, ...], int]:
-        """Return the offset of each tensor in the block, and the size of the whole block, in bytes."""
-        known = self._cache.get(rows)
-        if known is None:
-            offsets, at = [], 0
-            for tensor in self.tensors:
-                offsets.append(at)
-                at += aligned(tensor.nbytes(rows))
-            known = tuple(offsets), at
-            if len(self._cache) < 4096:  # A client may send any number of rows.
-                self._cache[rows] = known
-        return known
+    @cached_property
+    def places(self) -> Mapping[int, Places]:
+        """Places of the tensors, by the number of rows."""
+        return _PlacesByRows(self.tensors)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -120,10 +121,13 @@ def start_beside_a_process_with_a_context() -> tuple[str, int | None]:
     other.stdout.readline()
     try:
         text = refusal("cuda")
+        other.kill()
+        # A zombie, which no process has waited for, has no context any more.
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+        return text, JaxDevice("cuda").memory_limit
     finally:
         other.kill()
         other.wait()
-    return text, JaxDevice("cuda").memory_limit
 
 
 def test_a_card_for_one_process_is_refused_beside_another_and_taken_after_it(gpu: FakeGpu) -> None:

@@ -3,7 +3,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -55,11 +54,26 @@ Holder* holder_of(int card, int64_t pid) {
     return nullptr;
 }
 
+// Returns whether a process holds no memory any more. A zombie holds none: the kernel frees a process's memory before its
+// parent waits for it, and some parents never wait.
+bool has_ended(int64_t pid) {
+    char path[32], text[512];
+    snprintf(path, sizeof path, "/proc/%lld/stat", static_cast<long long>(pid));
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return errno == ENOENT;
+    ssize_t length = read(fd, text, sizeof text - 1);
+    close(fd);
+    if (length <= 0) return errno == ESRCH;  // It ended after the call of open.
+    text[length] = 0;
+    const char* after_name = strrchr(text, ')');
+    return after_name && (after_name[2] == 'Z' || after_name[2] == 'X');
+}
+
 // The caller holds the lock.
 int64_t sum_of_living(int card) {
     int64_t sum = physical(card).others_bytes;
     for (Holder& one : cards()->holders[card]) {
-        if (one.pid && !one.ended && kill(one.pid, 0) && errno == ESRCH) one.ended = now();
+        if (one.pid && !one.ended && has_ended(one.pid)) one.ended = now();
         if (one.ended && now() >= one.ended + cards()->held_ns * 1e-9) one = {};
         sum += one.bytes;
     }

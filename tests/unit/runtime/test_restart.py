@@ -67,6 +67,24 @@ def test_what_executes_is_answered_and_what_waits_is_given_to_the_next_runtime(
     assert [answered(one) for one in (executing, waiting, between)] == [1, 1, 1]
 
 
+def test_a_closed_engine_has_no_connection_to_a_runtime_that_has_ended(
+    start_runtime: StartRuntime, runtime: Runtime, engine: Engine
+) -> None:
+    """The next runtime answers a request that has waited. So execute() does not use that runtime's connections."""
+    ended = engine.session.attachment
+    assert ended is not None
+    with Operator(runtime) as operator:
+        assert operator.do("restart", drain_s=30.0) == {}
+    wait_until(lambda: not runtime.alive)
+    waiting = send_one(engine)
+    start_runtime(SETTINGS)
+    assert answered(waiting) == 1
+
+    engine.close()
+
+    assert ended.direct.sock.fileno() == ended.deferred.sock.fileno() == -1
+
+
 @both_kinds
 def test_runs_in_progress_end_in_the_old_runtime_and_others_begin_in_the_next_one(
     start_runtime: StartRuntime, runtime: Runtime, start_meta: StartMeta, run: Run

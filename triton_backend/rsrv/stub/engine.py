@@ -220,6 +220,12 @@ class Engine(ModelReplica[ModelRequest]):
         ]
         super().use(attachment)
 
+    def close(self, *, direct: bool = True) -> None:
+        super().close(direct=direct)
+        # After a runtime's death, this is still the connection to that runtime until execute() uses the next one.
+        if direct and self._direct is not None:
+            self._direct.close()
+
     def pack(self, entries: Sequence[Any]) -> bytes:
         return pack_submissions(entries)
 

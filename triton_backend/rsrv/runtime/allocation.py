@@ -166,18 +166,22 @@ def use_one_arena() -> None:
 def prepare_heap(nbytes: int) -> None:
     """Add this much free memory with existing pages to the heap, so that a large allocation is fast.
 
-    Until `restore_heap`, malloc returns nothing to the system. It also makes no mappings, because their pages would be new.
-    With a C library other than glibc, nothing happens.
+    The pages are huge where the kernel allows that: then the end of the process also takes less time. Until `restore_heap`,
+    malloc returns nothing to the system. It also makes no mappings, because their pages would be new. With a C library other
+    than glibc, nothing happens.
     """
     if not hasattr(_libc, "mallopt"):
         return
     _libc.mallopt(_M_MMAP_MAX, 0)
     _libc.mallopt(_M_TRIM_THRESHOLD, -1)
     _libc.malloc.restype = ctypes.c_void_p
-    address = ctypes.c_void_p(_libc.malloc(ctypes.c_size_t(nbytes)))
+    address = _libc.malloc(ctypes.c_size_t(nbytes))
     if address:
+        first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        # A kernel without huge pages refuses this.
+        _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(address + nbytes - first), mmap.MADV_HUGEPAGE)
         ctypes.memset(address, 0, nbytes)
-        _libc.free(address)
+        _libc.free(ctypes.c_void_p(address))
 
 
 def restore_heap() -> None:

@@ -6,16 +6,28 @@ import os
 import shutil
 import threading
 import time
+from hashlib import sha256
 from pathlib import Path
 
+import jax.monitoring
 import numpy as np
 
+from rsrv.runtime.device_executables import ExecutableSources
+from rsrv.runtime.jax_device import JaxDevice
+from rsrv.runtime.known_modules import KnownModules
+from rsrv.runtime.numerics import probe
+from rsrv.runtime.preparation import prepare
+from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
+from rsrv.wire.paths import MODULES
+from rsrv_bundle import read_bundle
+from rsrv_bundle.modules import Signature, check_signatures, signature_of
 from tests.fakes import FakeRequest
 from tests.gpu.conftest import StartServed
 from tests.gpu.fake_gpu import GIB, MIB, FakeGpu
 from tests.runtime_commands import command
 from tests.status import read_status
+from tests.unit.runtime.conftest import build_here
 from tests.waiting import wait_until
 
 #: Seconds that a request waits for a runtime: a busy machine may take as long to start one.
@@ -55,6 +67,52 @@ def test_the_next_runtime_has_its_context_and_executables_before_the_memory(
     assert contexts[after["pid"]] < ended
     taken = [call for call in gpu.calls("alloc", "no-room") if call.pid == after["pid"]]
     assert [(call.kind, call.bytes) for call in taken] == [("alloc", 72 * GIB)]
+
+
+def programs_of_a_start(repository: Path, directory: Path, prepares: bool) -> tuple[int, int]:
+    """Start a device and a model as a runtime does, with or without a preparation.
+
+    Return the numbers of programs that were compiled or read before and after the device's memory was taken.
+    """
+    programs = 0
+
+    def count(event: str, duration_secs: float, **_: object) -> None:
+        nonlocal programs
+        programs += event == "/jax/core/compile/backend_compile_duration"
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    settings = load_settings(f"runtime: {{platform: cuda, compilation_cache_dir: {directory / 'cache'}}}")
+    known = KnownModules(directory / MODULES)
+    if prepares:
+        prepared = prepare(settings, repository, directory, ["0"], 0)
+        assert prepared is not None
+        device = prepared.device
+        before = programs
+        device.claim(lambda reason: None)
+    else:
+        device = JaxDevice("cuda", ExecutableSources(directory / "cache", None, known))
+        before = programs
+    probe(device, "auto")
+    bundle = repository / "doubling" / "1" / "bundle"
+    build_here(bundle, device, settings)
+
+    def note(module: bytes, file: str) -> Signature:
+        return known.setdefault(sha256(module).hexdigest(), signature_of(module, file))
+
+    check_signatures(read_bundle(bundle), note)
+    return before, programs - before
+
+
+def test_the_next_runtime_has_all_programs_before_the_memory(
+    gpu: FakeGpu, doubling: Path, tmp_path: Path
+) -> None:
+    """Requests wait from the end of the runtime before, so what needs no memory of the card is done earlier."""
+    repository = tmp_path / "gen"
+    shutil.copytree(doubling, repository / "doubling" / "1" / "bundle")
+
+    # The probe, three sizes, and the program that allocates memory for the weights.
+    assert gpu.run(programs_of_a_start, repository, tmp_path, False) == (0, 5)
+    assert gpu.run(programs_of_a_start, repository, tmp_path, True) == (5, 0)
 
 
 def test_a_card_without_room_for_a_second_context_is_restarted_all_the_same(

@@ -38,7 +38,10 @@ Put = Callable[[Array], Any]
 
 
 class Transfers(Protocol):
-    """Transfers of one device. `Device` explains the first three methods."""
+    """Transfers of one device. `Device` explains the methods without a docstring."""
+
+    def prepare_upload(self, kinds: Sequence[ArrayKind]) -> None:
+        """Do ahead what the first upload of arrays with these shapes and types does before it takes memory."""
 
     def upload(
         self,
@@ -68,6 +71,9 @@ class CpuTransfers:
         self._put = put
         self._examiner = examiner
         self._reuse = Reuse()
+
+    def prepare_upload(self, kinds: Sequence[ArrayKind]) -> None:
+        pass
 
     def upload(
         self,
@@ -154,6 +160,9 @@ class CudaTransfers:
         #: Streams for weights and for large outputs.
         self._inward, self._outward = CopyStream(driver), CopyStream(driver)
 
+    def prepare_upload(self, kinds: Sequence[ArrayKind]) -> None:
+        self._allocator(kinds)
+
     def upload(
         self,
         arrays: Iterable[Array],
@@ -208,7 +217,7 @@ class CudaTransfers:
         # In addition to the arrays, the allocation returns a table of their addresses.
         self._memory.require([*sizes, 8 * len(sizes)])
         allocated: list[Any]
-        *allocated, end = self._programs.allocator(tuple(kind for kind in kinds if math.prod(kind[0])))()
+        *allocated, end = self._allocator(kinds)()
         end.__dlpack__(stream=self._inward.handle)
         following = iter(allocated)
         # An executable cannot return an array without elements that nothing has written (jaxlib 0.10.2).
@@ -220,6 +229,10 @@ class CudaTransfers:
         for array in allocated:
             self._memory.note(id(array), array)
         return arrays
+
+    def _allocator(self, kinds: Sequence[ArrayKind]) -> Any:
+        """Return the program that allocates the arrays with elements."""
+        return self._programs.allocator(tuple(kind for kind in kinds if math.prod(kind[0])))
 
     def _finish(self, copying: deque[tuple[Array, ctypes.c_void_p]]) -> int:
         """Wait until the oldest copy is complete. Return its number of bytes."""

@@ -86,6 +86,7 @@ class JaxDevice:
         self.memory_in_use, self.largest_free = self._memory.in_use, self._memory.largest_free
         self.prepare_claim = self._memory.prepare_claim
         self.upload, self.free, self.page_lock = transfers.upload, transfers.free, transfers.page_lock
+        self.prepare_upload = transfers.prepare_upload
 
         circumstances = repr((self.target, version, numerics))
         self._executables = made = DeviceExecutables(

@@ -1,7 +1,7 @@
 """Work of the next runtime before its turn, while the current runtime still serves: it makes its device and executables.
 
 A GPU's memory has no room for the weights of two runtimes. So on a GPU, the next runtime only makes its CUDA context and loads
-executables. The context takes some hundred megabytes outside of `memory_fraction`. The next runtime takes the memory for
+executables, also those of the probe and of the programs that allocate memory for weights. The context takes some hundred megabytes outside of `memory_fraction`. The next runtime takes the memory for
 weights when its turn has come.
 """
 
@@ -20,8 +20,11 @@ from rsrv.runtime.device_executables import ExecutableSources
 from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.known_modules import KnownModules
 from rsrv.runtime.models import modules_of
+from rsrv.runtime.numerics import probes
 from rsrv.settings import Settings
 from rsrv.wire import paths
+from rsrv_bundle import read_bundle
+from rsrv_bundle.dtypes import numpy_dtype
 from rsrv_bundle.modules import Signature
 
 log = logging.getLogger(__name__)
@@ -75,17 +78,22 @@ def prepare(
     def read_signature(blob: bytes, _: str) -> Signature:
         return known[hashlib.sha256(blob).hexdigest()]
 
+    if device.hardware.platform != "cpu":
+        with suppress(Exception):
+            made.executables.extend([device.compile(*module) for module in probes(runtime.numerics)])
     until = time.monotonic() + _MAX_S
     for folder in sorted(repository.glob("*/*/bundle")):
         if time.monotonic() < until:
             # Leave errors to the runtime, which reports them.
             with suppress(Exception):
-                modules = modules_of(
-                    folder, settings, folder.parent.parent.name, device.hardware, read_signature
-                )
+                name = folder.parent.parent.name
+                modules = modules_of(folder, settings, name, device.hardware, read_signature)
                 made.executables.extend(
                     [device.compile(module, signature) for _, module, signature in modules]
                 )
+                # The first load of a model with equal weights, or with weights that another model has, still compiles.
+                weights = read_bundle(folder, verify=False).weights
+                device.prepare_upload([(weight.shape, numpy_dtype(weight.dtype)) for weight in weights])
     # Do this last, because all allocations come from the heap until the claim.
     device.prepare_claim()
     log.info("%d executables are ready for the next runtime", len(made.executables))

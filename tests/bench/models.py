@@ -41,17 +41,6 @@ dynamic_batching {{ }}
 parameters [ {{ key: "EXECUTION_ENV_PATH" value: {{ string_value: "{environment}" }} }} ]
 """
 
-_PLAIN_IMAGES_CONFIG = """\
-name: "images"
-backend: "python"
-max_batch_size: 8
-input [ {{ name: "image" data_type: TYPE_FP32 dims: [ 3, 224, 224 ] }} ]
-output [ {{ name: "scores" data_type: TYPE_FP32 dims: [ 10 ] }} ]
-instance_group [ {{ kind: KIND_CPU count: 1 }} ]
-dynamic_batching {{ }}
-parameters [ {{ key: "EXECUTION_ENV_PATH" value: {{ string_value: "{environment}" }} }} ]
-"""
-
 
 @dataclass(frozen=True)
 class Case:
@@ -124,19 +113,6 @@ def images_repository(front: Front = "python") -> Path:
     """A repository with the bundle `images`: 602 kB in, 40 bytes out, and next to no work on a CPU."""
     name = {"python": "rsrv-images", "native": "native-images"}[front]
     return generate(name, [ensure_bundle(IMAGES, _export_images)], f"stub: {{front: {front}}}")
-
-
-def plain_images_repository() -> Path:
-    """The same as a plain Triton model."""
-    environment = plain_env.ensure()
-    repository = WORK / "plain-images"
-    shutil.rmtree(repository, ignore_errors=True)
-    version = repository / IMAGES / "1"
-    version.mkdir(parents=True)
-    (version.parent / "config.pbtxt").write_text(_PLAIN_IMAGES_CONFIG.format(environment=environment))
-    shutil.copy(HERE / "plain_images.py", version / "model.py")
-    np.savez(version / "weights.npz", kernel=image_weights()["kernel"])
-    return repository
 
 
 def gateway_repository() -> Path:

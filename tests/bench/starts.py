@@ -21,12 +21,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 import tritonclient.grpc
 
 import native_front
-from tests.bench.deaths import ensure_bundles
+from rsrv_bundle.export import export_bundle
 from tests.bench.phases import say
 from tests.bench.places import WORK
 from tests.bench.report import table
@@ -39,6 +41,26 @@ _PERIOD_S = 0.004
 _PATIENCE_S = 120.0
 #: seconds for which the warm model is timed without starts
 _WINDOW_S = 5.0
+
+
+def ensure_bundles(count: int, width: int) -> list[Path]:
+    """Export `count` models, of three compiled sizes each, unless they are there."""
+    paths = []
+    for number in range(count):
+        path = WORK / "starts" / str(width) / f"model{number:03}"
+        paths.append(path)
+        if path.exists():
+            continue
+        kernel = np.random.default_rng(number).standard_normal((width, width), np.float32)
+
+        def forward(params: Any, x: jax.Array, number: int = number) -> Any:
+            return {"y": jax.numpy.tanh(x @ params["w"]) + number}
+
+        example = {"x": jax.ShapeDtypeStruct((1, width), np.float32)}
+        export_bundle(
+            forward, {"w": kernel / np.float32(width**0.5)}, example, batch_sizes=(1, 4, 16), out_dir=path
+        )
+    return paths
 
 
 class Client:

@@ -22,6 +22,7 @@ import numpy as np
 from rsrv_bundle import yaml12
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.writer import write_weights
+from tests.builders import write_meta
 from tests.e2e.answers import FACTOR, LEAST_STEPS, ROUNDS, SUMMAND, Array, exact_kernel, stepped
 from tests.e2e.harness import ROOT
 
@@ -285,6 +286,64 @@ def _hooked(out_dir: Path) -> None:
     )
 
 
+# --- strings and an axis of any length ----------------------------------------------------------------------------
+
+_LENGTHS = """
+import numpy as np
+
+
+def preprocess(inputs):
+    return {"length": np.array([[len(text)] for text in inputs["text"]], np.float32)}
+
+
+def postprocess(outputs):
+    return {"label": [b"%d bytes" % int(length) for (length,) in outputs["same"]]}
+"""
+_SHOUT = """
+def run(inputs, call):
+    shouted = [text.decode().upper() for text in inputs["text"]]
+    return {"label": call("lengths", {"text": shouted})["label"], "text": [[one, one] for one in shouted]}
+"""
+
+
+def _lengths(out_dir: Path) -> None:
+    """A string a row -> a text with its length."""
+    export_bundle(
+        lambda params, length: {"same": length},
+        {},
+        {"length": np.zeros((1, 1), np.float32)},
+        batch_sizes=[1, 8],
+        out_dir=out_dir,
+        hooks=_LENGTHS,
+        client_inputs=[{"name": "text", "dtype": "bytes", "shape": "n"}],
+        client_outputs=[{"name": "label", "dtype": "bytes", "shape": "n"}],
+    )
+
+
+def _shout(out_dir: Path) -> None:
+    """A meta model: the answer of `lengths` to the string in capital letters, and that string twice a row."""
+    write_meta(
+        out_dir,
+        _SHOUT,
+        ["lengths"],
+        client="client_inputs: [{name: text, dtype: bytes, shape: n}]\n"
+        "client_outputs: [{name: label, dtype: bytes, shape: n}, {name: text, dtype: bytes, shape: nk, dims: {k: 2}}]\n",
+    )
+
+
+def _wide(out_dir: Path) -> None:
+    """f32 [n, 1] or [n, 4] -> the sum of each row."""
+    export_bundle(
+        lambda params, x: {"y": x.sum(1, keepdims=True)},
+        {},
+        {"x": np.zeros((1, 4), np.float32)},
+        batch_sizes=[1, 8],
+        axes={"x": "nk"},
+        input_shapes=[{"k": 1}, {"k": 4}],
+        out_dir=out_dir,
+    )
+
+
 # --- building -----------------------------------------------------------------------------------------------------
 
 MAKERS: Mapping[str, Callable[[Path], None]] = {
@@ -299,6 +358,9 @@ MAKERS: Mapping[str, Callable[[Path], None]] = {
     "large": _large,
     "exact": _exact,
     "hooked": _hooked,
+    "lengths": _lengths,
+    "shout": _shout,
+    "wide": _wide,
 }
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from types import ModuleType
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
+from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
 import ml_dtypes
@@ -16,6 +18,8 @@ import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
+from local_triton import LOOPBACK
+from tests.e2e.answers import exact_kernel, stepped
 from tests.e2e.harness import RunningTriton
 from tests.status import read_status
 from tests.waiting import PATIENCE_S, wait_until
@@ -71,6 +75,25 @@ class Caller:
 
     def close(self) -> None:
         self._client.close()
+
+
+def post_bytes(
+    port: int, model: str, body: bytes, headers: Mapping[str, str] = MappingProxyType({})
+) -> tuple[int, bytes]:
+    """Send any bytes as an inference request over HTTP; return the status and the body of the answer."""
+    with closing(HTTPConnection(LOOPBACK, port, timeout=PATIENCE_S)) as connection:
+        connection.request("POST", f"/v2/models/{model}/infer", body, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+
+
+def post_json(
+    port: int, model: str, document: Mapping[str, Any], raw: bytes | None = None
+) -> tuple[int, bytes]:
+    """Send a document, and the bytes of its tensors if there are any, in the same way."""
+    head = json.dumps(document).encode()
+    headers = {} if raw is None else {"Inference-Header-Content-Length": str(len(head))}
+    return post_bytes(port, model, head + (raw or b""), headers)
 
 
 def tensors(library: ModuleType, inputs: Mapping[str, Array]) -> list[Any]:
@@ -146,6 +169,19 @@ def at_once_behind_a_pause(
         finally:
             server.operate("continue", model)
         return clients.result()
+
+
+def check_exact(call: Caller) -> None:
+    """Check an answer of `exact`."""
+    x = np.ones((1, 64), np.float32)
+    assert_same(call("exact", {"x": x}), {"y": x @ exact_kernel()})
+
+
+def check_sudden(call: Caller, steps: int) -> None:
+    """Check an answer of `sudden`, whose execution has so many steps."""
+    x = random_u32(np.random.default_rng(steps), 1)
+    got = call("sudden", {"x": x, "steps": np.full((1, 1), steps, np.int32)})
+    assert_same(got, {"y": stepped(x, steps)})
 
 
 def random_u32(rng: np.random.Generator, rows: int) -> Array:

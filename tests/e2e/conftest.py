@@ -13,7 +13,7 @@ import example_bundles as examples
 import native_front
 from examples.build import DETECTOR, MINILM, UNTRAINED
 from rsrv.serve import demo
-from tests.e2e import bundles
+from tests.e2e import bundles, stateful
 from tests.e2e.gateways import Fleet, running_fleet
 from tests.e2e.harness import RunningTriton, StartTriton, log_tails, make_repository, running_triton
 
@@ -70,9 +70,10 @@ def pipelines(pipeline_bundles: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="session")
 def triton(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
-    """A server with small example bundles and all test bundles, shared by all tests: leave it as you found it."""
+    """A server with small example bundles, all test bundles and `sums`, shared by all tests: leave it as you found it."""
     folder = tmp_path_factory.mktemp("triton")
-    repository = make_repository(folder, example_bundles, bundles.ensure(), settings=bundles.SETTINGS)
+    made = (example_bundles, bundles.ensure(), stateful.ensure() / "sums")
+    repository = make_repository(folder, *made, settings=bundles.SETTINGS)
     expected = ("requests_fail", "queue_full")  # of `hooked` and `short_queue`
     (meeting := folder / "meeting").mkdir()
     env = {bundles.MEETING: str(meeting)}

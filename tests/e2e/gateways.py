@@ -34,7 +34,7 @@ name: "{name}"
 backend: "python"
 max_batch_size: 0
 input [{{ name: "X" data_type: TYPE_INT32 dims: [ -1 ] }}]
-output [{{ name: "Y" data_type: TYPE_INT32 dims: [ -1 ] }}]
+output [{{ name: "Y" data_type: TYPE_INT32 dims: [ -1 ] }}{outputs}]
 instance_group [{{ kind: KIND_CPU count: 1 }}]
 {more}
 """
@@ -44,6 +44,7 @@ import os
 import threading
 import time
 
+import numpy as np
 import triton_python_backend_utils as pb_utils
 
 
@@ -56,6 +57,20 @@ class TritonPythonModel:
 {body}
 """
 
+#: The sum of a sequence, and its id and the shape as Triton sees them.
+_SUM = """
+        sums = self.__dict__.setdefault("sums", {})
+        answers = []
+        for request in requests:
+            x = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
+            id = request.correlation_id()
+            start = request.flags() & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
+            sums[id] = int(x.sum()) + (0 if start else sums.get(id, 0))
+            seen = np.array([repr(id).encode(), repr(x.shape).encode()], np.object_)
+            outputs = [pb_utils.Tensor("Y", np.array([sums[id]], np.int32)), pb_utils.Tensor("text", seen)]
+            answers.append(pb_utils.InferenceResponse(outputs))
+        return answers
+"""
 _ECHO = """
         return [answer(request) for request in requests]
 """
@@ -99,15 +114,32 @@ _BODIES = {
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         return None
 """,
+    # Answers as a model that takes sequences, and does not.
+    "plain": _SUM,
+    "sums": _SUM,
+    # A negative number ends the server.
+    "killer": """
+        if any(pb_utils.get_input_tensor_by_name(request, "X").as_numpy()[0] < 0 for request in requests):
+            os.kill(os.getppid(), 9)
+        return [answer(request) for request in requests]
+""",
 }
-_MORE = {"several": "model_transaction_policy { decoupled: true }"}
+_MORE = {
+    "several": "model_transaction_policy { decoupled: true }",
+    "sums": "sequence_batching { oldest { max_candidate_sequences: 64 } max_sequence_idle_microseconds: 60000000 }",
+}
+#: Further outputs.
+_OUTPUTS = dict.fromkeys(("plain", "sums"), ', { name: "text" data_type: TYPE_STRING dims: [ -1 ] }')
+#: The models of the fleet.
+_SERVED = tuple(name for name in _BODIES if name != "killer")
 
 
-def write_repository(folder: Path, models: Sequence[str] = tuple(_BODIES)) -> Path:
+def write_repository(folder: Path, models: Sequence[str] = _SERVED) -> Path:
     """Write a model repository with these of the plain models."""
     for name in models:
         (folder / name / "1").mkdir(parents=True)
-        (folder / name / "config.pbtxt").write_text(_CONFIG.format(name=name, more=_MORE.get(name, "")))
+        config = _CONFIG.format(name=name, outputs=_OUTPUTS.get(name, ""), more=_MORE.get(name, ""))
+        (folder / name / "config.pbtxt").write_text(config)
         (folder / name / "1" / "model.py").write_text(_MODEL.format(body=_BODIES[name].strip("\n")))
     return folder
 

@@ -6,8 +6,8 @@ No server may die, and no step may reach a wrong one.
 from __future__ import annotations
 
 import gzip
-import http.client
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -21,71 +21,14 @@ from tritonclient.grpc import service_pb2
 
 from local_triton import TritonServer
 from rsrv_gateway.http_head import HttpHead
-from tests.e2e.gateways import RunningGateway, running_gateway, running_picker, write_repository
-from tests.e2e.harness import RunningTriton, is_alive, running_triton
+from tests.e2e.calls import post_bytes
+from tests.e2e.gateways import Fleet, RunningGateway, running_gateway, running_picker, write_repository
+from tests.e2e.harness import is_alive, running_triton
 from tests.envoys import running_envoy
 from tests.unit.gateway.spellings import SPELLINGS
 from tests.waiting import PATIENCE_S, wait_until
 
 Infer: Any = service_pb2.ModelInferRequest
-
-_CONFIG = """
-name: "{name}"
-backend: "python"
-max_batch_size: 0
-input [{{ name: "X" data_type: TYPE_INT32 dims: [ -1 ] }}]
-output [{{ name: "Y" data_type: TYPE_INT32 dims: [ -1 ] }}, {{ name: "text" data_type: TYPE_STRING dims: [ -1 ] }}]
-instance_group [{{ kind: KIND_CPU count: 1 }}]
-{more}
-"""
-#: The sum of a sequence, and the id as Triton sees it.
-_MODEL = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        self.sums = {}
-
-    def execute(self, requests):
-        answers = []
-        for request in requests:
-            x = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
-            id = request.correlation_id()
-            start = request.flags() & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
-            self.sums[id] = int(x.sum()) + (0 if start else self.sums.get(id, 0))
-            seen = [repr(id).encode(), repr(x.shape).encode()]
-            outputs = [
-                pb_utils.Tensor("Y", np.array([self.sums[id]], np.int32)),
-                pb_utils.Tensor("text", np.array(seen, np.object_)),
-            ]
-            answers.append(pb_utils.InferenceResponse(outputs))
-        return answers
-"""
-_SEQUENCES = (
-    "sequence_batching { oldest { max_candidate_sequences: 64 } max_sequence_idle_microseconds: 60000000 }"
-)
-
-
-def _repository(folder: Path) -> Path:
-    for name, more in (("plain", ""), ("sums", _SEQUENCES)):
-        (folder / name / "1").mkdir(parents=True)
-        (folder / name / "config.pbtxt").write_text(_CONFIG.format(name=name, more=more))
-        (folder / name / "1" / "model.py").write_text(_MODEL)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RunningTriton]]:
-    folder = tmp_path_factory.mktemp("attacked")
-    repository = _repository(folder / "models")
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(running_triton(repository, folder / f"{name}.log", expected=None))
-            for name in "ab"
-        ]
-
 
 #: With this, the gateway ends a stream with its first error, as tritonserver does.
 _ERRORS_END = [("triton_grpc_error", "true")]
@@ -95,32 +38,26 @@ Door = tuple[int, int]
 
 @pytest.fixture(scope="module", params=["gateway", "envoy"])
 def door(
-    request: pytest.FixtureRequest, servers: list[RunningTriton], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, fleet: Fleet, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Door]:
     folder = tmp_path_factory.mktemp("door")
     if request.param == "gateway":
-        with running_gateway(folder, servers, mode="round_robin") as gateway:
+        with running_gateway(folder, fleet.workers, mode="round_robin") as gateway:
             yield gateway.http_port, gateway.grpc_port
         return
     grpc_ports, http_ports = (
-        [getattr(each, f"{kind}_port") for each in servers] for kind in ("grpc", "http")
+        [getattr(each, f"{kind}_port") for each in fleet.workers] for kind in ("grpc", "http")
     )
     with (
-        running_picker(folder, servers, mode="round_robin") as picker,
+        running_picker(folder, fleet.workers, mode="round_robin") as picker,
         running_envoy(folder, picker.grpc_port, grpc_ports, http_ports) as envoy,
     ):
         yield envoy.port, envoy.port
 
 
 def post(port: int, model: str, body: bytes, encoding: str | None = None) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-    try:
-        headers = {} if encoding is None else {"Content-Encoding": encoding}
-        connection.request("POST", f"/v2/models/{model}/infer", body, headers)
-        answer = connection.getresponse()
-        return answer.status, json.loads(answer.read())
-    finally:
-        connection.close()
+    status, answer = post_bytes(port, model, body, {} if encoding is None else {"Content-Encoding": encoding})
+    return status, json.loads(answer)
 
 
 def document(shape: str = "[1]", data: str = "[1]", more: str = "") -> bytes:
@@ -143,9 +80,9 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_no_request_over_http_ends_a_server(servers: list[RunningTriton], door: Door, attack: str) -> None:
+def test_no_request_over_http_ends_a_server(fleet: Fleet, door: Door, attack: str) -> None:
     """Each attack is refused in each spelling, and both servers live."""
-    pids = [server.pid for server in servers]
+    pids = [server.pid for server in fleet.workers]
     for name, spelling in SPELLINGS.items():
         status, answer = post(door[0], "plain", *spelling(ATTACKS[attack]))
         assert (status, "error" in answer) == (400, True), (name, answer)
@@ -153,7 +90,7 @@ def test_no_request_over_http_ends_a_server(servers: list[RunningTriton], door: 
     assert post(door[0], "plain", document())[0] == 200
 
 
-def test_no_request_over_grpc_ends_a_server(servers: list[RunningTriton], door: Door) -> None:
+def test_no_request_over_grpc_ends_a_server(fleet: Fleet, door: Door) -> None:
     """Classes of strings are refused in calls and streams, compressed or not, before or behind tensors."""
     tensor = Infer.InferInputTensor(name="X", datatype="INT32", shape=[1])
     good = Infer(model_name="plain", inputs=[tensor], raw_input_contents=[b"\1\0\0\0"])
@@ -183,14 +120,14 @@ def test_no_request_over_grpc_ends_a_server(servers: list[RunningTriton], door: 
                 with pytest.raises(grpc.RpcError):
                     list(answers)
         assert call(good.SerializeToString(), timeout=PATIENCE_S)
-    assert all(is_alive(server.pid) for server in servers)
+    assert all(is_alive(server.pid) for server in fleet.workers)
 
 
 def _steps(ask: Callable[[int, int], int | str]) -> Counter[str]:
-    """Send four steps of five sequences in turns; `ask` returns the sum or the error."""
+    """Send three steps of three sequences in turns; `ask` returns the sum or the error."""
     outcomes = Counter[str]()
-    for step in range(4):
-        for sequence in range(1, 6):
+    for step in range(3):
+        for sequence in range(1, 4):
             answer = ask(sequence, step)
             outcomes["right" if answer == step + 1 else str(answer)] += 1
     return outcomes
@@ -202,7 +139,7 @@ def test_all_steps_of_a_sequence_reach_its_server(door: Door, spelling: str) -> 
     write = SPELLINGS[spelling]
 
     def ask(sequence: int, step: int) -> int | str:
-        flags = {"sequence_start": step == 0, "sequence_end": step == 3}
+        flags = {"sequence_start": step == 0, "sequence_end": step == 2}
         more = json.dumps({"parameters": {"sequence_id": sequence, **flags}})[1:-1]
         status, answer = post(door[0], "sums", *write(document(more=", " + more)))
         return int(answer["outputs"][0]["data"][0]) if status == 200 else str(answer["error"])[:100]
@@ -211,10 +148,10 @@ def test_all_steps_of_a_sequence_reach_its_server(door: Door, spelling: str) -> 
     through_envoy = door[0] == door[1]
     if spelling == "late" and through_envoy:
         assert [(key.partition(" more")[0], count) for key, count in outcomes.items()] == [
-            ("the request's sequence_id comes after", 20)
+            ("the request's sequence_id comes after", 9)
         ]
     else:
-        assert outcomes == {"right": 20}
+        assert outcomes == {"right": 9}
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
@@ -232,11 +169,11 @@ def test_all_steps_of_a_sequence_over_grpc_reach_its_server(door: Door, compress
             message = Infer(model_name="sums", inputs=[tensor], raw_input_contents=[b"\1\0\0\0"])
             message.parameters["sequence_id"].int64_param = sequence
             message.parameters["sequence_start"].bool_param = step == 0
-            message.parameters["sequence_end"].bool_param = step == 3
+            message.parameters["sequence_end"].bool_param = step == 2
             answer = call(message, timeout=PATIENCE_S, compression=compression)
             return int.from_bytes(answer.raw_output_contents[0], "little")
 
-        assert _steps(ask) == {"right": 20}
+        assert _steps(ask) == {"right": 9}
 
 
 #: Bodies that tritonserver may accept, and their encodings.
@@ -269,10 +206,10 @@ BODIES: dict[str, tuple[bytes, str | None]] = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_the_gateway_reads_what_triton_reads(servers: list[RunningTriton], name: str) -> None:
+def test_the_gateway_reads_what_triton_reads(fleet: Fleet, name: str) -> None:
     """If tritonserver accepts a body, its model sees the sequence and the shape that the gateway reads."""
     body, encoding = BODIES[name]
-    status, answer = post(servers[0].http_port, "plain", body, encoding)
+    status, answer = post(fleet.workers[0].http_port, "plain", body, encoding)
     accepted = name not in ("too large", "negative", "float", "true", "trailing comma", "nested")
     assert (status == 200) is accepted, answer
     if accepted:
@@ -285,37 +222,14 @@ def test_the_gateway_reads_what_triton_reads(servers: list[RunningTriton], name:
         assert text[1] == repr(head.head.inputs[0][1])
 
 
-_KILLER = """
-import os
-import signal
-
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        answers = []
-        for request in requests:
-            x = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
-            if x[0] < 0:
-                os.kill(os.getppid(), signal.SIGKILL)
-            text = pb_utils.Tensor("text", np.array([b""], np.object_))
-            answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("Y", x), text]))
-        return answers
-"""
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_a_request_that_ends_servers_ends_two_of_three(tmp_path: Path, protocol: str) -> None:
     """A request that ends every server that executes it ends two, and equal ones reach no third one; others are answered."""
-    (tmp_path / "models" / "killer" / "1").mkdir(parents=True)
-    (tmp_path / "models" / "killer" / "config.pbtxt").write_text(_CONFIG.format(name="killer", more=""))
-    (tmp_path / "models" / "killer" / "1" / "model.py").write_text(_KILLER)
+    repository = write_repository(tmp_path / "models", ["killer"])
     with ExitStack() as stack:
         servers = [
-            stack.enter_context(running_triton(tmp_path / "models", tmp_path / f"{name}.log", expected=None))
+            stack.enter_context(running_triton(repository, tmp_path / f"{name}.log", expected=None))
             for name in "abc"
         ]
         gateway = stack.enter_context(running_gateway(tmp_path, servers, mode="round_robin"))
@@ -370,8 +284,6 @@ def test_a_rolling_restart_of_three_workers_fails_no_request(tmp_path: Path) -> 
                 life.enter_context(running_triton(repository, tmp_path / f"{number}.log", expected=None))
             )
         gateway = stack.enter_context(running_gateway(tmp_path, servers))
-        import threading
-
         over = threading.Event()
 
         def load() -> None:

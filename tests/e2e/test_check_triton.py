@@ -7,8 +7,9 @@ import pytest
 from local_triton import LAUNCHER
 from rsrv.cli.main import main
 
+pytestmark = pytest.mark.long
 
-@pytest.mark.long
+
 def test_all_findings_are_good(capfd: pytest.CaptureFixture[str]) -> None:
     """There is a line for each finding, both fronts answer, deaths and reloads cost no answer, and nothing is left."""
     assert main(["check-triton", "--tritonserver", str(LAUNCHER)]) == 0

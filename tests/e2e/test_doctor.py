@@ -34,6 +34,8 @@ from tests.e2e.harness import EXPLICIT, HURRY, RunningTriton, StartTriton, make_
 from tests.e2e.metas import write_meta, write_scale
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.long
+
 #: Bytes of `exact`, of which two fit beside the pinned models.
 _BYTES = 1536
 _PINNED = 3 * 256 * 256 * 4
@@ -141,7 +143,6 @@ def asked(server: RunningTriton, models: Mapping[str, tuple[int, int]]) -> Itera
             one.result()
 
 
-@pytest.mark.long
 def test_each_trouble_is_found(server: RunningTriton) -> None:
     """A well server has no urgent finding; then weights thrash, rows are padding, a hook raises, and one model starves."""
     found, status = doctor(server)
@@ -312,7 +313,6 @@ def test_troubles_of_requests_and_settings_are_found(faulty: RunningTriton, tmp_
     assert asyncio.run(queues())["slow"][0] == 25
 
 
-@pytest.mark.long
 def test_troubles_around_a_server_are_found(tmp_path: Path, start_triton: StartTriton) -> None:
     """Weights that no request may load, lost traces, a full /dev/shm and files that were not renewed are found; cures end it."""
     shutil.copytree(bundles.ensure() / "exact", tmp_path / "bundles" / "first")

@@ -33,6 +33,8 @@ from tests.e2e.test_doctor import asked, diagnosed, export, operate
 from tests.status import read_status
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.long
+
 Findings = Mapping[str, Mapping[str, str]]
 #: Seconds until a window of a minute has no figures of before.
 _LATER_S = 120.0
@@ -103,7 +105,6 @@ def check(found: Mapping[str, str], severity: str, evidence: str, words: str) ->
     assert words in f"{found['cause']}; {found['cure']}", found
 
 
-@pytest.mark.long
 def test_a_device_that_gets_all_the_work_is_found(tmp_path: Path, start_triton: StartTriton) -> None:
     """A model of one row, bound to one of two devices, has 32 clients: three findings say so, and their cures end them."""
     write_scale(tmp_path / "all", 2)
@@ -124,7 +125,6 @@ def test_a_device_that_gets_all_the_work_is_found(tmp_path: Path, start_triton: 
         wait_until(lambda: troubles.isdisjoint(findings(server)), _LATER_S)
 
 
-@pytest.mark.long
 def test_a_model_that_triton_did_not_load_is_found(tmp_path: Path, start_triton: StartTriton) -> None:
     """An import of model.py keeps Triton's ports closed, which is critical; a model that it is not told to load is, afterwards."""
     gate = tmp_path / "gate"
@@ -194,7 +194,6 @@ def test_an_import_that_hangs_is_found_until_its_load_fails(
     wait_until(lambda: {"slow_import", "model_failed"}.isdisjoint(findings(server)))
 
 
-@pytest.mark.long
 def test_a_model_whose_process_ended_is_found(tmp_path: Path, start_triton: StartTriton) -> None:
     """A stub that is killed is a note; its model answers again without the operator."""
     write_scale(tmp_path / "bundles" / "good", 2)
@@ -220,7 +219,6 @@ def test_a_model_whose_process_ended_is_found(tmp_path: Path, start_triton: Star
     despite(aborted_by_a_lock, start, kill_stub)
 
 
-@pytest.mark.long
 def test_a_runtime_that_does_not_answer_is_found(tmp_path: Path, start_triton: StartTriton) -> None:
     """A runtime that is stopped is critical until it goes on, and one that cannot start until it can."""
     write_scale(tmp_path / "bundles" / "good", 2)
@@ -248,7 +246,6 @@ def test_a_runtime_that_does_not_answer_is_found(tmp_path: Path, start_triton: S
     wait_until(lambda: "runtime_down" not in findings(server))
 
 
-@pytest.mark.long
 def test_weights_without_memory_are_found(tmp_path: Path, start_triton: StartTriton) -> None:
     """A runtime may take 16 MB more, and the weights of a model are 33.6 MB: its requests are refused until there is memory."""
     export(tmp_path / "bundles", "large", [1], 1, rows=32768)
@@ -283,7 +280,6 @@ def wait_of(said: object) -> float:
     return float(found[1]) if found else 0.0
 
 
-@pytest.mark.long
 def test_a_start_that_compiled_is_found(tmp_path: Path, start_triton: StartTriton) -> None:
     """Three executables that are in no cache take four seconds each; the next runtime finds them, and has no finding."""
     write_scale(tmp_path / "bundles" / "good", 2)
@@ -305,7 +301,6 @@ def test_a_start_that_compiled_is_found(tmp_path: Path, start_triton: StartTrito
     wait_until(lambda: findings(server).keys() == {"runtime_restarts"})
 
 
-@pytest.mark.long
 def test_a_runtime_that_dies_without_a_cache_costs_no_compilation(
     tmp_path: Path, start_triton: StartTriton
 ) -> None:

@@ -16,8 +16,9 @@ from tests.e2e import stateful
 from tests.e2e.test_serve import serving
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.long
 
-@pytest.mark.long  # the server takes a snapshot every 15 s
+
 def test_keys_open_the_port_of_a_running_server(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Without its file of keys, the server serves everything else, and the doctor names the file; then the port opens."""
     (tmp_path / "bundles").mkdir()

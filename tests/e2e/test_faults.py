@@ -12,6 +12,8 @@ from tests.chaos.house import House, Kind, houses
 from tests.chaos.run import QUICK, run_fault
 from tests.chaos.streams import STREAMS
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def house_for() -> Iterator[Callable[[Kind], House]]:
@@ -20,7 +22,6 @@ def house_for() -> Iterator[Callable[[Kind], House]]:
         yield get
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kind", [*FAULTS, *STREAMS], ids=lambda kind: kind.__name__)
 def test_a_fault_harms_no_other_model_and_passes(
     kind: type[Fault], house_for: Callable[[Kind], House]

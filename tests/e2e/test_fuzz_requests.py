@@ -9,8 +9,9 @@ import pytest
 
 from tests.fuzz.servers import check_requests
 
+pytestmark = pytest.mark.long
 
-@pytest.mark.long
+
 def test_bad_requests_harm_no_server_and_no_honest_client(tmp_path: Path) -> None:
     """A server and a gateway get hundreds of hostile requests: both live on, leak nothing, and answer honest requests right."""
     verdicts = list(check_requests(range(200), tmp_path))

@@ -9,8 +9,9 @@ import pytest
 from tests.bench.gateway import soak
 from tests.bench.places import WORK
 
+pytestmark = pytest.mark.long
 
-@pytest.mark.long
+
 def test_workers_come_and_go_under_load() -> None:
     """Workers join, leave, stop and die while models move: no answer is wrong, and the gateway keeps no files open."""
     WORK.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,8 @@ from tests.products import WEIGHT_BYTES, answer, make_products, question
 from tests.status import read_status
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.long
+
 MODELS = 20
 
 #: A model that does nothing: the server's own loss with each load.
@@ -54,7 +56,6 @@ def models(server: RunningTriton) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.long
 def test_many_clients_of_six_models_with_room_for_two(start_triton: StartTriton, tmp_path: Path) -> None:
     """Six models in room for two evict each other; all answers are exact, and no more are resident."""
     server = serve(start_triton, tmp_path, 6, f"runtime: {{weight_budget_bytes: {2 * WEIGHT_BYTES + 1000}}}")
@@ -123,7 +124,6 @@ def at_rest(server: RunningTriton) -> tuple[Held, Held]:
     return settled(lambda: held(server.pid)), settled(lambda: held(runtime))
 
 
-@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_models_that_come_and_go_leave_nothing(start_triton: StartTriton, tmp_path: Path) -> None:
     """After 500 loads of 20 models the runtime is as before, and the server loses no more than with plain models."""

@@ -7,12 +7,16 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from rsrv_bundle.export import export_bundle
 from tests.e2e.calls import caller
 from tests.e2e.harness import StartTriton, make_repository
 from tests.status import read_status
 from tests.waiting import wait_until
+
+#: The compositions serve narrow weights in every run.
+pytestmark = pytest.mark.long
 
 
 def test_narrow_models_answer_as_their_sources(start_triton: StartTriton, tmp_path: Path) -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from rsrv_bundle.from_onnx import eager_onnx, export_onnx
 from tests.e2e.calls import caller
 from tests.e2e.harness import StartTriton, make_repository
 from tests.onnx_files import encoder
+
+#: A bundle of an ONNX file is served as others are, and unit tests compare it with onnxruntime.
+pytestmark = pytest.mark.long
 
 
 def test_a_served_onnx_file_answers_as_onnxruntime(start_triton: StartTriton, tmp_path: Path) -> None:

@@ -79,37 +79,24 @@ def test_any_number_of_rows_is_answered(program: Path, tmp_path: Path) -> None:
     assert runtime.firsts[:9] == [0, 8, *range(0, 56, 8)]
 
 
-def test_parts_do_not_count_as_requests_that_wait_for_a_runtime(program: Path, tmp_path: Path) -> None:
-    """With `stub.retry_s: 0`, no request waits for a runtime, and parts that follow others are submitted to the one there is."""
-    runtime = PartRuntime()
-
-    def serve(connection: Connection) -> None:
-        connection.greet()
-        connection.register(described(retry_s=0.0))
-        for one in runtime.parts(connection, 1):
-            answer(connection, one)
-
-    with Front(program, tmp_path, [serve]) as front:
-        front.ask("open")
-        assert front.ask(f"send 1 {ROWS}") == [doubled(1, ROWS)]
-        assert front.ask("close") == ["closed - ok 0 0"]
-
-
 def test_only_the_first_part_may_find_the_queue_full(program: Path, tmp_path: Path) -> None:
-    """The first part takes the request's place in the queue, and the others are accepted."""
+    """The first part takes the request's place in the queue, and the others are accepted.
+
+    They wait for no runtime: with `stub.retry_s: 0`, that would end the request.
+    """
     runtime, flags = PartRuntime(), list[int]()
 
     def serve(connection: Connection) -> None:
         connection.greet()
-        connection.register(described())
+        connection.register(described(retry_s=0.0))
         for one in runtime.parts(connection, 1):
             flags.append(one.flags)
             answer(connection, one)
 
     with Front(program, tmp_path, [serve]) as front:
         front.ask("open")
-        front.ask(f"send 1 {ROWS}")
-        front.ask("close")
+        assert front.ask(f"send 1 {ROWS}") == [doubled(1, ROWS)]
+        assert front.ask("close") == ["closed - ok 0 0"]
     assert flags == [0] + [WAITED] * 6
 
 

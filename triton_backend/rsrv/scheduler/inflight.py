@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import chain
 from math import inf
 
-from rsrv.scheduler.events import CallerError, Execute
+from rsrv.scheduler.events import Execute
 from rsrv.scheduler.model import ModelState
 
 #: Maximum number of executions that `behind` examines.
@@ -43,11 +43,6 @@ class InFlight(dict[int, StartedExecution]):
         self._recent: deque[tuple[str, float, float]] = deque(maxlen=_RECENT)
         #: Number of executions started so far, which is also the number of the latest one.
         self.started = 0
-
-    def check(self, number: int) -> None:
-        """Check that an execution is in flight before it ends. Raises CallerError if it is not."""
-        if number not in self:
-            raise CallerError(f"execution {number} is not in flight: {list(self)} are")
 
     def start(self, execute: Execute, model: ModelState, now: float, charged: int | None = None) -> None:
         """Add an execution. `charged`: the number of the first try, if this is the second."""

@@ -252,10 +252,11 @@ class RequestQueues:
             taken += queue.take(count)
         self.queued -= len(taken)
         self.dirty[model] = None
+        requests = tuple([entry.request.id for entry in taken])
         model.totals.queue_wait.observe_all([now - entry.arrived for entry in taken])
         if self.runs:
             self._promote([entry for entry in taken if entry.request.run])
-        return tuple([entry.request.id for entry in taken])
+        return requests
 
     def finish(
         self,

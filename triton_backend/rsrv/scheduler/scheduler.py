@@ -176,7 +176,8 @@ class Scheduler:
             case RequestsArrived():
                 self._queues.check(event.requests, self._admission.live.keys())
             case ExecutionFinished():
-                self._running.check(event.number)
+                if event.number not in self._running:
+                    raise CallerError(f"execution {event.number} is not in flight: {list(self._running)} are")
             case RunsAsked():
                 self._admission.check(event.runs, self._queues.live.keys())
             case ModelAdded():

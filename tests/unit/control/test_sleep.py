@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,15 @@ def drowsy(
     return since
 
 
+@asynccontextmanager
+async def asleep(tmp_path: Path) -> AsyncIterator[tuple[Served, list[FakeRuntime]]]:
+    """Yield a server with the model `a` whose device sleeps, and the runtimes that were started since."""
+    async with served(tmp_path, models=["a"]) as server:
+        woken = drowsy(server)
+        await server.control.Sleep(pb.SleepRequest(drain_s=30))
+        yield server, woken
+
+
 @looped
 async def test_a_device_that_sleeps_serves_and_is_not_woken_by_a_status(tmp_path: Path) -> None:
     """Status, metrics, health and the state of each model are there without a runtime; no connection reaches the spare."""
@@ -97,9 +108,7 @@ async def test_a_control_process_that_starts_while_the_device_sleeps_knows_the_c
     tmp_path: Path,
 ) -> None:
     """No runtime has told it any: those that Triton has loaded are cold, so they serve, and nothing is woken."""
-    async with served(tmp_path, models=["a"]) as server:
-        woken = drowsy(server)
-        await server.control.Sleep(pb.SleepRequest(drain_s=30))
+    async with asleep(tmp_path) as (_, woken):
         second = Runtimes([tmp_path], load_settings())
         running = asyncio.create_task(second.run())
         await until(second, lambda: second.asleep)
@@ -115,9 +124,7 @@ async def test_a_control_process_that_starts_while_the_device_sleeps_knows_the_c
 @looped
 async def test_without_a_last_record_the_models_are_shown(tmp_path: Path, text: str | None) -> None:
     """A runtime of another version left none, or another one: nothing is counted then."""
-    async with served(tmp_path, models=["a"]) as server:
-        drowsy(server)
-        await server.control.Sleep(pb.SleepRequest(drain_s=30))
+    async with asleep(tmp_path) as (server, _):
         note = tmp_path / LAST_RECORD
         note.unlink()
         if text is not None:
@@ -148,9 +155,7 @@ async def test_wake_starts_the_runtime_and_counts_no_restart(tmp_path: Path) -> 
 @looped
 async def test_wake_starts_a_runtime_if_the_spare_has_been_killed(tmp_path: Path) -> None:
     """Nothing listens by then; a runtime that cannot be started is the reason of the refusal."""
-    async with served(tmp_path, models=["a"]) as server:
-        drowsy(server)
-        await server.control.Sleep(pb.SleepRequest(drain_s=30))
+    async with asleep(tmp_path) as (server, _):
         server.all[-1].die()
         loop, problem = asyncio.get_running_loop(), "the disk is full"
 
@@ -173,9 +178,7 @@ async def test_wake_starts_a_runtime_if_the_spare_has_been_killed(tmp_path: Path
 @looped
 async def test_models_serve_on_after_a_long_sleep(tmp_path: Path) -> None:
     """When the device wakes, a poll of Triton's loaded models comes before the stub's request: the model stays cold."""
-    async with served(tmp_path, models=["a"]) as server:
-        drowsy(server)
-        await server.control.Sleep(pb.SleepRequest(drain_s=30))
+    async with asleep(tmp_path) as (server, _):
         server.link.presence._dismissed["a"] -= 3600
         await server.control.Wake(pb.WakeRequest())
 
@@ -188,9 +191,7 @@ async def test_models_serve_on_after_a_long_sleep(tmp_path: Path) -> None:
 @looped
 async def test_a_request_that_wakes_a_device_is_noticed(tmp_path: Path) -> None:
     """When the note is gone, the control process connects again."""
-    async with served(tmp_path, models=["a"]) as server:
-        drowsy(server)
-        await server.control.Sleep(pb.SleepRequest(drain_s=30))
+    async with asleep(tmp_path) as (server, _):
         assert server.runtimes.asleep
         (tmp_path / ASLEEP).unlink()
         await until(server.runtimes, lambda: server.link.up)
@@ -200,9 +201,7 @@ async def test_a_request_that_wakes_a_device_is_noticed(tmp_path: Path) -> None:
 @looped
 async def test_what_cannot_sleep_is_refused(tmp_path: Path) -> None:
     """A device that sleeps already, one that is not there, a time below 0, and a restart of one that sleeps."""
-    async with served(tmp_path, models=["a"]) as server:
-        drowsy(server)
-        await server.control.Sleep(pb.SleepRequest(drain_s=30))
+    async with asleep(tmp_path) as (server, _):
         precondition, wrong = grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT
         assert await refusal(server.control.Sleep(pb.SleepRequest(drain_s=30))) == (
             precondition,
@@ -225,12 +224,10 @@ async def test_what_cannot_sleep_is_refused(tmp_path: Path) -> None:
 @looped
 async def test_commands_do_not_wake_a_device_and_say_so(tmp_path: Path) -> None:
     """Of commands for the runtime, only a start wakes it."""
-    async with served(tmp_path, models=["a"]) as server:
-        woken = drowsy(server)
-        await server.control.Sleep(pb.SleepRequest(drain_s=30))
-        asleep = grpc.StatusCode.UNAVAILABLE, "the device sleeps: wake it first, with `rsrv wake`"
-        assert await refusal(server.control.Prefetch(pb.PrefetchRequest(model="a"))) == asleep
-        assert await refusal(server.control.GetHistory(pb.GetHistoryRequest(model="a"))) == asleep
+    async with asleep(tmp_path) as (server, woken):
+        refused = grpc.StatusCode.UNAVAILABLE, "the device sleeps: wake it first, with `rsrv wake`"
+        assert await refusal(server.control.Prefetch(pb.PrefetchRequest(model="a"))) == refused
+        assert await refusal(server.control.GetHistory(pb.GetHistoryRequest(model="a"))) == refused
         assert not woken
 
 

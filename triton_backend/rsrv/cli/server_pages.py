@@ -282,7 +282,8 @@ def _print_entry(where: pb.Snapshot | pb.Change, key: str, entry: pb.Entry | Non
 def _print_server(answer: pb.GetStatusResponse) -> None:
     server, scheduler = answer.server, answer.scheduler
     live = [device for device in answer.devices if device.HasField("record")]
-    severity, colon, evidence = _headline(answer.findings).partition(":")
+    findings = [(word(pb.Severity, finding.severity), finding.evidence) for finding in answer.findings]
+    severity, colon, evidence = headline(findings, "`rsrv doctor`").partition(":")
     pairs = [("findings", f"{styled(severity)}{colon}{evidence}")] if severity else []
     pairs += [("server", f"tritonserver {server.pid}, {word(pb.Mode, server.mode)}, {server.repository}")]
     for device in answer.devices:
@@ -303,13 +304,6 @@ def _print_server(answer: pb.GetStatusResponse) -> None:
         pairs.append(("models", _count(answer)))
     pairs += [("rsrv.yaml", note) for note in server.settings_notes]
     print_pairs(pairs)
-
-
-def _headline(findings: Sequence[pb.Finding]) -> str:
-    """Return a line with the severest finding and the number of further ones. Empty without findings."""
-    return headline(
-        [(word(pb.Severity, finding.severity), finding.evidence) for finding in findings], "`rsrv doctor`"
-    )
 
 
 def _device_name(device: pb.DeviceStatus) -> str:

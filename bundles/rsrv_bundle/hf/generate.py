@@ -17,7 +17,7 @@ from rsrv_bundle.hf.directory import Directory
 from rsrv_bundle.hf.loading import check_tokenizer, load_model, load_tokenizer
 from rsrv_bundle.hf.recipe import HubOptions
 from rsrv_bundle.hf.samples import read_lines
-from rsrv_bundle.hf.template import TEXT, prompt_template
+from rsrv_bundle.hf.template import TEXT, prompt_template, prompts
 from rsrv_bundle.numerics import ModuleRunner
 from rsrv_bundle.sequence_check import Sequences
 from rsrv_bundle.spec import Bundle
@@ -50,7 +50,7 @@ def export_decoder(
 
     limit: the largest gap allowed, relative to the largest magnitude of the logits. others: options of `export_generative`.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     kind = directory.config.get("model_type")
     if kind not in KINDS:
@@ -63,7 +63,8 @@ def export_decoder(
     decoder = decoder_of(model.config, model.model.rotary_emb, options.context)
     check_tokenizer(tokenizer, decoder.context)
     chat = _chat(tokenizer)
-    template, stop = _template(chat), _stop(directory, model.config, tokenizer)
+    template = prompt_template(*_parts(chat)) if chat else TEXT
+    stop = _stop(directory, model.config, tokenizer)
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
     backend.no_truncation()
@@ -90,8 +91,10 @@ def export_decoder(
         out_dir=work,
         **others,
     )
-    prompts = _prompts(bundle, tokenizer, template, decoder.context - _COMPARED, own)
-    return {"tokens": greedy_gap(bundle, model, prompts, _COMPARED, limit)}
+    compared = _prompts(bundle, tokenizer, chat, decoder.context - _COMPARED, own)
+    # Options of the directory, such as repetition_penalty, would choose other tokens than the most likely ones.
+    model.generation_config = GenerationConfig()
+    return {"tokens": greedy_gap(bundle, model, compared, _COMPARED, limit)}
 
 
 def decoder_of(config: Any, rotary: Any, context: int | None) -> Decoder:
@@ -151,23 +154,27 @@ def _chat(tokenizer: Any) -> dict[str, str]:
     return {**special, "template": source}
 
 
-def _template(chat: dict[str, str]) -> str:
-    """Return the template around a client's text, which is made with the chat template, or only the place of the text."""
-    special = {name: token for name, token in chat.items() if name != "template"}
-    return prompt_template(chat["template"], special) if chat else TEXT
+def _parts(chat: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """Return the source of a chat template, and the special tokens that it may use."""
+    return chat["template"], {name: token for name, token in chat.items() if name != "template"}
 
 
 def _stop(directory: Directory, config: Any, tokenizer: Any) -> list[int]:
-    """Return the tokens that end an answer."""
+    """Return the tokens that end an answer. Raises BundleError if one is not in the vocabulary."""
     ends = directory.json("generation_config.json").get("eos_token_id")
     if ends is None:
         ends = config.eos_token_id if config.eos_token_id is not None else tokenizer.eos_token_id
     several = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    return [int(token) for token in several]
+    if wrong := [token for token in several if type(token) is not int or not 0 <= token < config.vocab_size]:
+        raise BundleError(
+            f"generation_config.json: eos_token_id: {wrong[0]!r:.40} is no token of the {config.vocab_size:,} in the vocabulary;"
+            " correct it"
+        )
+    return several
 
 
 def _prompts(
-    bundle: Bundle, tokenizer: Any, template: str, most: int, own: Mapping[str, str]
+    bundle: Bundle, tokenizer: Any, chat: Mapping[str, str], most: int, own: Mapping[str, str]
 ) -> list[list[int]]:
     """Return the tokens of sample questions, as the server makes them.
 
@@ -178,26 +185,22 @@ def _prompts(
     assert generate is not None
     assert generate.tokenizer is not None
     ours = PromptTokeniser(bundle.path / generate.tokenizer, generate.template)
-    prompts = []
-    for name, question in {**{question: question for question in _QUESTIONS}, **own}.items():
+    questions = {**{question: question for question in _QUESTIONS}, **own}
+    texts = prompts(*_parts(chat), list(questions.values())) if chat else questions.values()
+    found = []
+    for (name, question), text in zip(questions.items(), texts, strict=True):
         tokens = ours.encode(question)
-        if template == TEXT:
-            expected = tokenizer(question)["input_ids"]
-        else:
-            messages = [{"role": "user", "content": question}]
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            expected = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if tokens != expected:
+        if tokens != tokenizer(text, add_special_tokens=not chat)["input_ids"]:
             raise BundleError(
                 f"the prompt '{question:.40}' has other tokens than transformers'; its template cannot be served"
             )
         if 0 < len(tokens) <= most:
-            prompts.append(tokens)
+            found.append(tokens)
         elif name in own:
             raise BundleError(f"--samples {name}: has {len(tokens)} tokens; --context leaves room for {most}")
-    if not prompts:
+    if not found:
         raise BundleError("--context: is too small for the prompts of the proof; give a larger one")
-    return prompts
+    return found
 
 
 def greedy_gap(

@@ -7,14 +7,14 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from rsrv_bundle.errors import BundleError
 
 #: Maximum number of characters of a template.
 MAX_SOURCE = 256 * 1024
-#: Maximum number of characters of a prompt.
+#: Maximum number of characters of a prompt around a question.
 MAX_TEXT = 16_384
 #: Maximum number of CPU seconds.
 MAX_SECONDS = 1
@@ -24,6 +24,8 @@ MAX_BYTES = 512 * 2**20
 _PATIENCE_S = 60
 #: Place of the client's text in a template of the manifest.
 TEXT: Final = "{text}"
+_WHERE: Final = "chat_template"
+_SIMPLER: Final = "give the directory a simpler one, or none"
 
 
 def prompt_template(source: str, special: Mapping[str, str]) -> str:
@@ -32,10 +34,22 @@ def prompt_template(source: str, special: Mapping[str, str]) -> str:
     source: a chat template. special: texts that it may use, such as bos_token. Raises BundleError for a
     template that fails, exceeds a limit, or changes the question.
     """
-    where, simpler = "chat_template", "give the directory a simpler one, or none"
+    (text,) = prompts(source, special, [TEXT])
+    if text.count(TEXT) != 1:
+        raise BundleError(
+            f"{_WHERE}: has the question {text.count(TEXT)} times, and once is needed; {_SIMPLER}"
+        )
+    return text
+
+
+def prompts(source: str, special: Mapping[str, str], questions: Sequence[str]) -> list[str]:
+    """Return the prompts of questions. Raises BundleError for a template that fails, or exceeds a limit.
+
+    A template may treat each question in another way, so each one is rendered within the limits.
+    """
     if len(source) > MAX_SOURCE:
-        raise BundleError(f"{where}: has {len(source):,} characters; {MAX_SOURCE:,} are allowed: {simpler}")
-    request = json.dumps({"source": source, "special": dict(special)})
+        raise BundleError(f"{_WHERE}: has {len(source):,} characters; {MAX_SOURCE:,} are allowed: {_SIMPLER}")
+    request = json.dumps({"source": source, "special": dict(special), "questions": list(questions)})
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", __name__],
@@ -45,26 +59,22 @@ def prompt_template(source: str, special: Mapping[str, str]) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise BundleError(f"{where}: takes longer than {_PATIENCE_S} s; {simpler}") from None
+        raise BundleError(f"{_WHERE}: takes longer than {_PATIENCE_S} s; {_SIMPLER}") from None
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines() or [
             f"ended by signal {-done.returncode}"
         ]
         raise BundleError(
-            f"{where}: fails in jinja2's sandbox within {MAX_SECONDS} s and {MAX_BYTES >> 20} MB: {lines[-1]:.200}; {simpler}"
+            f"{_WHERE}: fails in jinja2's sandbox within {MAX_SECONDS} s and {MAX_BYTES >> 20} MB: {lines[-1]:.200}; {_SIMPLER}"
         )
-    text = done.stdout.decode(errors="replace")
-    if len(text) > MAX_TEXT:
-        raise BundleError(f"{where}: makes more than {MAX_TEXT:,} characters of one question; {simpler}")
-    if text.count(TEXT) != 1:
-        raise BundleError(
-            f"{where}: has the question {text.count(TEXT)} times, and once is needed; {simpler}"
-        )
-    return text
+    texts: list[str] = json.loads(done.stdout)
+    if any(len(text) > MAX_TEXT + len(question) for text, question in zip(texts, questions, strict=True)):
+        raise BundleError(f"{_WHERE}: makes more than {MAX_TEXT:,} characters around a question; {_SIMPLER}")
+    return texts
 
 
-def render(source: str, special: Mapping[str, str]) -> str:
-    """Render a chat template for one question, with the settings of transformers."""
+def render(source: str, special: Mapping[str, str], questions: Sequence[str]) -> Iterator[str]:
+    """Render a chat template for each question, with the settings of transformers."""
     from jinja2.exceptions import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -78,12 +88,14 @@ def render(source: str, special: Mapping[str, str]) -> str:
     # A prompt with today's date would keep the date of the export.
     environment.globals["strftime_now"] = lambda _: fail("it asks for the date, which a bundle cannot have")
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    values: dict[str, Any] = {"messages": [{"role": "user", "content": TEXT}], "add_generation_prompt": True}
-    return environment.from_string(source).render(**values, **special, tools=None, documents=None)
+    template = environment.from_string(source)
+    values: dict[str, Any] = {"add_generation_prompt": True, "tools": None, "documents": None}
+    for question in questions:
+        yield template.render(messages=[{"role": "user", "content": question}], **values, **special)
 
 
 def main() -> int:
-    """Render the template on standard input within the limits."""
+    """Render the template on standard input within the limits, and write the prompts as JSON."""
     import resource
 
     # Import jinja2 before the limits are set, because they are meant for the template alone.
@@ -94,14 +106,18 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     request = json.loads(sys.stdin.buffer.read())
     try:
-        text = render(request["source"], request["special"])
+        # Cut what is too long anyway.
+        texts = [
+            text[: MAX_TEXT + len(question) + 1]
+            for text, question in zip(render(**request), request["questions"], strict=True)
+        ]
     except MemoryError:
         print("it needs more memory", file=sys.stderr)
         return 1
     except Exception as e:  # noqa: BLE001 - a template may raise anything
         print(f"{type(e).__name__}: {e!s:.300}", file=sys.stderr)
         return 1
-    sys.stdout.buffer.write(text[: MAX_TEXT + 1].encode(errors="replace"))
+    print(json.dumps(texts))
     return 0
 
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from rsrv_bundle import BundleError
 from rsrv_bundle.hf.export import export_hf
 from rsrv_bundle.hf.generate import greedy_gap
 from rsrv_bundle.hf.recipe import HubOptions
-from rsrv_bundle.hf.template import prompt_template
+from rsrv_bundle.hf.template import prompt_template, prompts
 from tests.unit.bundle.hf.directories import decoder
 
 CHAT = (
@@ -65,7 +66,9 @@ def test_greedy_tokens_are_those_of_transformers(make: Make, tmp_path: Path) -> 
 def test_a_decoder_has_its_chat_and_its_stop_tokens(tmp_path: Path) -> None:
     """The manifest has the prompt of one question, and the tokens of generation_config.json that end an answer."""
     made = decoder(tmp_path / "model", "Llama", CHAT)
-    (made / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    # Other options of the file would change the tokens that transformers chooses.
+    options = {"eos_token_id": [2, 7], "repetition_penalty": 1.9, "num_beams": 4, "max_length": 10**12}
+    (made / "generation_config.json").write_text(json.dumps(options))
     generate = export_hf(made, out_dir=tmp_path / "bundle", options=QUICK).manifest.generate
     assert generate is not None
     assert (generate.template, generate.stop) == ("<s>user\n{text}</s>\n<s>assistant\n", (2, 7))
@@ -94,6 +97,26 @@ def test_a_chat_template_becomes_the_prompt_of_one_question() -> None:
     assert found == "<b><s>user\n{text}</s>\n<s>assistant\n"
 
 
+def test_prompts_are_those_of_transformers() -> None:
+    """The process with limits makes the same texts of a template."""
+    source = "{{ bos_token }}" + CHAT + "{{ messages | tojson }}{% if tools %}tools{% endif %}"
+    questions = ["Größe und 東京", "<b>a\n</b>"]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    expected, _ = render_jinja_template(
+        chats, chat_template=source, add_generation_prompt=True, bos_token="<b>"
+    )
+    assert prompts(source, {"bos_token": "<b>"}, questions) == expected
+
+
+@pytest.mark.parametrize("tokens", ["x", [2, 400], -1, True, {"a": 1}])
+def test_stop_tokens_outside_the_vocabulary_are_refused(tokens: object, tmp_path: Path) -> None:
+    """The error names the file, before anything is compiled."""
+    made = decoder(tmp_path / "model", "Llama")
+    (made / "generation_config.json").write_text(json.dumps({"eos_token_id": tokens}))
+    with pytest.raises(BundleError, match=r"eos_token_id: .* is no token of the 400 in the vocabulary"):
+        export_hf(made, out_dir=tmp_path / "bundle", options=QUICK)
+
+
 BOMBS = {
     "a loop without end": (
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
@@ -110,6 +133,14 @@ BOMBS = {
     "a long source": ("x" * 300_000, "262,144 are allowed"),
     "no template": ("{% if %}", "TemplateSyntaxError"),
 }
+
+
+def test_a_bomb_for_certain_questions_is_refused() -> None:
+    """A template may be harmless until it reads another question than the first one."""
+    source = "{% if 'cat' in messages[0].content %}{{ 'x' * 10 ** 10 }}{% endif %}{{ messages[0].content }}"
+    assert prompt_template(source, {}) == "{text}"
+    with pytest.raises(BundleError, match="fails in jinja2's sandbox"):
+        prompts(source, {}, ["a dog", "a cat"])
 
 
 @pytest.mark.parametrize(("source", "reason"), BOMBS.values(), ids=BOMBS)

@@ -58,6 +58,9 @@ _HEADS: Final[Mapping[str, str]] = {
     "ForImageClassification": "image-classification",
     "ForObjectDetection": "object-detection",
     "ForSemanticSegmentation": "image-segmentation",
+    "ForInstanceSegmentation": "image-segmentation",
+    "ForUniversalSegmentation": "image-segmentation",
+    "ForSegmentation": "image-segmentation",
     "ForDepthEstimation": "depth-estimation",
     "Model": "feature-extraction",
 }

@@ -22,12 +22,14 @@ from rsrv_bundle.hf.recipe import Array, HubOptions, HubRecipe, Request, label_s
 _FILTERS: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 #: Options of a processor that `_PictureSteps` does not cover. They are refused.
 _UNKNOWN: Final = (
-    "do_flip_channel_order",
     "do_reduce_labels_on_images",
     "do_pan_and_scan",
     "do_image_splitting",
 )
 _THRESHOLD = 0.5
+#: Values of model_type of networks whose depths have the size of their input, or are scaled to it by bicubic interpolation.
+_DEPTHS: Final = ("dpt", "depth_anything", "glpn")
+_OWN_HOOKS: Final = "export the network with rsrv_bundle.from_torch.export_torch, and hooks of yours"
 #: Maximum number of pixels of a side of the network's input.
 _MAX_SIDE: Final = 4096
 
@@ -45,6 +47,8 @@ class _PictureSteps:
     #: Height and width after cropping, or None if nothing is cropped.
     crop: tuple[int, int] | None
     resample: str
+    #: True if the network takes the channels in reverse order: blue, green, red.
+    flipped: bool
     # Each channel is scaled: (pixel / 255 - mean) / std.
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -68,7 +72,7 @@ class _PictureSteps:
             call = f"image.resize(pictures, {self.size}, {how})"
             if self.crop is not None and self.crop != self.size:
                 call = f"image.crop({call}, {self.crop})"
-        return f"    pixels = {call}\n"
+        return f"    pixels = {call}{'[..., ::-1]' if self.flipped else ''}\n"
 
 
 def _steps(processor: Any, options: HubOptions, masked: bool) -> _PictureSteps:
@@ -81,7 +85,9 @@ def _steps(processor: Any, options: HubOptions, masked: bool) -> _PictureSteps:
     for name in _UNKNOWN:
         if get(name):
             raise BundleError(f"{where}: {name}: there is no hook for it")
-    size = _sides(get("size"))
+    size = _sides("size", get("size"))
+    if get("do_pad"):
+        _sides("pad_size", get("pad_size"))
     fitted = bool(options.image_size and masked and get("do_pad"))
     if options.image_size:
         if len(options.image_size) != 2:
@@ -94,8 +100,8 @@ def _steps(processor: Any, options: HubOptions, masked: bool) -> _PictureSteps:
         for step in ("do_center_crop", "keep_aspect_ratio", *(() if fitted else ("do_pad",))):
             if get(step) is not None:
                 setattr(processor, step, False)
-        _sides(size)
-    crop = _sides(get("crop_size")) if get("do_center_crop") else {}
+        _sides("size", size)
+    crop = _sides("crop_size", get("crop_size")) if get("do_center_crop") else {}
     exact = (size["height"], size["width"]) if size.keys() == {"height", "width"} else None
     cropped = (crop["height"], crop["width"]) if crop.keys() == {"height", "width"} else None
     shorter = size.get("shortest_edge", 0)
@@ -113,6 +119,12 @@ def _steps(processor: Any, options: HubOptions, masked: bool) -> _PictureSteps:
         )
     if exact is None and cropped is not None and max(cropped) > shorter:
         raise BundleError(f"{where}: crop_size: {json.dumps(crop)} is larger than the resized pictures")
+    for name in ("ensure_multiple_of", "size_divisor"):
+        step = int(get(name) or 1)
+        if exact is not None and step > 1 and any(side % step for side in exact):
+            raise BundleError(
+                f"{where}: {name}: all sides are multiples of {step}, and {exact[0]},{exact[1]} are not; pass another --image-size"
+            )
     factor = float(get("rescale_factor") or 1 / 255) if get("do_rescale") else 1.0
     mean, std = (get("image_mean"), get("image_std")) if get("do_normalize") else (0.0, 1.0)
     scale = 255 * factor
@@ -122,17 +134,19 @@ def _steps(processor: Any, options: HubOptions, masked: bool) -> _PictureSteps:
         fitted,
         cropped,
         _FILTERS[int(get("resample") if get("resample") is not None else 2)],
+        bool(get("do_flip_channel_order")),
         tuple(float(number) / scale for number in _channels(mean)),
         tuple(float(number) / scale for number in _channels(std)),
     )
 
 
-def _sides(size: Any) -> dict[str, int]:
+def _sides(name: str, size: Any) -> dict[str, int]:
+    """Return the sides of an entry of the processor, such as its height. Raises BundleError if one is out of range."""
     entries = dict(size) if isinstance(size, Mapping) else vars(size) if hasattr(size, "__dict__") else {}
     sides = {name: int(side) for name, side in entries.items() if side}
     if wrong := [side for side in sides.values() if not 0 < side <= _MAX_SIDE]:
         raise BundleError(
-            f"preprocessor_config.json: size: {wrong[0]!s:.20} pixels must be from 1 to {_MAX_SIDE:,}"
+            f"preprocessor_config.json: {name}: {wrong[0]!s:.20} pixels must be from 1 to {_MAX_SIDE:,}"
         )
     return sides
 
@@ -344,8 +358,7 @@ def detect(directory: Directory, options: HubOptions) -> HubRecipe:
     kind = directory.config.get("model_type")
     if kind not in DETECTORS:
         raise BundleError(
-            f"config.json: model_type: {kind!r:.40} is none of {', '.join(DETECTORS)}, whose answers rsrv makes; export the network"
-            " with rsrv_bundle.from_torch.export_torch, and hooks of yours"
+            f"config.json: model_type: {kind!r:.40} is none of {', '.join(DETECTORS)}, whose answers rsrv makes; {_OWN_HOOKS}"
         )
     network = load_model(AutoModelForObjectDetection, directory)
     masked = "pixel_mask" in inspect.signature(network.forward).parameters
@@ -368,6 +381,11 @@ def segment(directory: Directory, options: HubOptions) -> HubRecipe:
     """Return the recipe for a class for each pixel, at the size of the network's input."""
     from transformers import AutoModelForSemanticSegmentation
 
+    if not directory.architecture.endswith("ForSemanticSegmentation"):
+        raise BundleError(
+            f"config.json: architectures: '{directory.architecture:.100}' is no ...ForSemanticSegmentation, which has a class for each"
+            f" pixel; {_OWN_HOOKS}"
+        )
     network = load_model(AutoModelForSemanticSegmentation, directory)
     pictures = Pictures(directory, options)
     labels = directory.labels
@@ -402,6 +420,11 @@ def depth(directory: Directory, options: HubOptions) -> HubRecipe:
     """Return the recipe for the depth of each pixel, at the size of the network's input."""
     from transformers import AutoModelForDepthEstimation
 
+    kind = directory.config.get("model_type")
+    if kind not in _DEPTHS:
+        raise BundleError(
+            f"config.json: model_type: {kind!r:.40} is none of {', '.join(_DEPTHS)}, whose depths rsrv makes; {_OWN_HOOKS}"
+        )
     network = load_model(AutoModelForDepthEstimation, directory)
     pictures = Pictures(directory, options)
 

@@ -150,15 +150,21 @@ def plain(folder: Path, **files: str | bytes) -> Path:
     return folder
 
 
-def picture(folder: Path, model: str, processor: str, sizes: dict[str, Any], **config: Any) -> Path:
-    """Save a model of pictures: the class `model`, its processor with `sizes`, and a configuration of five classes."""
+def picture(
+    folder: Path, model: str, processor: str, sizes: dict[str, Any], backbone: Any = None, **config: Any
+) -> Path:
+    """Save a model of pictures: the class `model`, its processor with `sizes`, and a configuration of five classes.
+
+    `backbone` is the configuration of another network that computes the features.
+    """
     import transformers
 
     made = getattr(transformers, f"{processor}ImageProcessorPil")
     made(**sizes).save_pretrained(folder)
     network = getattr(transformers, model)
     labels = tuple(f"class {n}" for n in range(5)) if "For" in model else ()
-    return save(folder, network(network.config_class(**_labelled(labels), **config)))
+    others = {} if backbone is None else {"backbone_config": backbone}
+    return save(folder, network(network.config_class(**_labelled(labels), **others, **config)))
 
 
 def detr(folder: Path, family: str) -> Path:

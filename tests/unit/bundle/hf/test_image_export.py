@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from PIL import Image
 
 from rsrv.hooks import BadInput
@@ -25,6 +29,14 @@ Make = Callable[[Path], Path]
 SQUARE = {"size": {"height": 32, "width": 32}}
 EDGE = {"size": {"shortest_edge": 40}, "crop_size": {"height": 28, "width": 32}}
 STAGES = {"depths": [1, 1, 1, 1], "num_attention_heads": [1, 1, 2, 2]}
+#: Sizes of a DPT, which has an output for each pixel.
+DENSE: dict[str, Any] = {
+    **PATCHES,
+    "num_hidden_layers": 4,
+    "backbone_out_indices": [0, 1, 2, 3],
+    "neck_hidden_sizes": [8, 8, 8, 8],
+    "fusion_hidden_size": 8,
+}
 
 DIRECTORIES: dict[str, tuple[str, Make]] = {
     "ViT": (
@@ -86,18 +98,51 @@ DIRECTORIES: dict[str, tuple[str, Make]] = {
             f, "SegformerForSemanticSegmentation", "Segformer", SQUARE, hidden_sizes=[8, 16, 16, 16], **STAGES
         ),
     ),
-    "DPT": (
-        "depth-estimation",
+    "DPT segments": (
+        "image-segmentation",
+        lambda f: picture(f, "DPTForSemanticSegmentation", "DPT", SQUARE, **DENSE),
+    ),
+    "MobileViT, blue before red": (
+        "image-segmentation",
         lambda f: picture(
             f,
-            "DPTForDepthEstimation",
-            "DPT",
-            SQUARE,
-            **{**PATCHES, "num_hidden_layers": 4},
-            backbone_out_indices=[0, 1, 2, 3],
-            neck_hidden_sizes=[8, 8, 8, 8],
-            fusion_hidden_size=8,
+            "MobileViTForSemanticSegmentation",
+            "MobileViT",
+            {"size": {"shortest_edge": 40}, "crop_size": {"height": 32, "width": 32}},
+            hidden_sizes=[16, 24, 24],
+            neck_hidden_sizes=[8, 8, 12, 12, 16, 16, 32],
+            image_size=32,
+            aspp_out_channels=16,
+            intermediate_size=16,
+            num_attention_heads=2,
+            atrous_rates=[1, 2, 3],
         ),
+    ),
+    "DPT": (
+        "depth-estimation",
+        lambda f: picture(f, "DPTForDepthEstimation", "DPT", SQUARE, **DENSE),
+    ),
+}
+#: Directories whose processors make pictures of different sizes.
+RESIZED: dict[str, Make] = {
+    "Depth Anything over DINOv2": lambda f: picture(
+        f,
+        "DepthAnythingForDepthEstimation",
+        "DPT",
+        {**SQUARE, "ensure_multiple_of": 4, "keep_aspect_ratio": True},
+        transformers.Dinov2Config(
+            **{**PATCHES, "patch_size": 4, "num_hidden_layers": 4},
+            out_indices=[1, 2, 3, 4],
+            reshape_hidden_states=False,
+        ),
+        reassemble_hidden_size=32,
+        patch_size=4,
+        neck_hidden_sizes=[8, 8, 8, 8],
+        fusion_hidden_size=8,
+        head_hidden_size=8,
+    ),
+    "GLPN": lambda f: picture(
+        f, "GLPNForDepthEstimation", "GLPN", {}, hidden_sizes=[8, 16, 16, 16], decoder_hidden_size=8, **STAGES
     ),
 }
 
@@ -111,6 +156,21 @@ def test_a_directory_becomes_a_bundle(kind: str, make: Make, tmp_path: Path) -> 
     errors = manifest.numerics["answers"]
     assert isinstance(errors, dict)
     assert 0 <= max(errors.values()) < 1e-5
+
+
+@pytest.mark.parametrize("make", RESIZED.values(), ids=RESIZED)
+def test_depths_have_the_size_of_the_user(make: Make, tmp_path: Path) -> None:
+    """All pictures get the size that the user names, which must fit to the steps of the processor."""
+    made = make(tmp_path / "model")
+    for size, reason in ((), "--image-size HEIGHT,WIDTH"), ((33, 32), r"multiples of \d+, and 33,32 are not"):
+        with pytest.raises(BundleError, match=reason):
+            export_hf(made, out_dir=tmp_path / "bundle", options=replace(QUICK, image_size=size))
+    sized = replace(QUICK, image_size=(32, 64))
+    manifest = export_hf(made, out_dir=tmp_path / "bundle", options=sized).manifest
+    assert manifest.outputs[0].dims == (-1, 32, 64)
+    errors = manifest.numerics["answers"]
+    assert isinstance(errors, dict)
+    assert 0 <= errors["map"] < 1e-5
 
 
 def test_pictures_of_many_sizes_are_answered_and_bombs_are_not(tmp_path: Path) -> None:
@@ -176,13 +236,21 @@ def test_a_detector_with_a_mask_keeps_proportions(
     assert first != pytest.approx(alone, abs=1e-5)
 
 
-def test_other_detectors_are_refused(tmp_path: Path) -> None:
-    """Detectors whose answers are made in another way are named before their weights are read."""
-    config = {"architectures": ["DeformableDetrForObjectDetection"], "model_type": "deformable_detr"}
+@pytest.mark.parametrize(
+    ("architecture", "kind", "reason"),
+    [
+        ("DeformableDetrForObjectDetection", "deformable_detr", "is none of detr, table-transformer, yolos"),
+        ("ZoeDepthForDepthEstimation", "zoedepth", "is none of dpt, depth_anything, glpn"),
+        ("MaskFormerForInstanceSegmentation", "maskformer", "is no ...ForSemanticSegmentation"),
+        ("Mask2FormerForUniversalSegmentation", "mask2former", "is no ...ForSemanticSegmentation"),
+        ("DetrForSegmentation", "detr", "is no ...ForSemanticSegmentation"),
+    ],
+)
+def test_other_networks_are_refused(architecture: str, kind: str, reason: str, tmp_path: Path) -> None:
+    """Networks whose answers are made in another way are named before their weights are read."""
+    config = {"architectures": [architecture], "model_type": kind}
     made = plain(tmp_path / "model", **{"config.json": json.dumps(config)})
-    with pytest.raises(
-        BundleError, match="model_type: 'deformable_detr' is none of detr, table-transformer, yolos"
-    ):
+    with pytest.raises(BundleError, match=f"'({architecture}|{kind})' {re.escape(reason)}"):
         export_hf(made, out_dir=tmp_path / "bundle")
 
 

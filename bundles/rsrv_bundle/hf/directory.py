@@ -34,11 +34,10 @@ MAX_TOKENIZER = 256 * 2**20
 MAX_HEADER = 64 * 2**20
 #: Largest number of heads, channels and the like in a configuration.
 _MAX_SIZE = 10**7
-#: Largest number of layers, or of experts, in a configuration.
-_MAX_LAYERS = 1000
+#: Largest number of classes. transformers makes two names for each class without a name.
+_MAX_LABELS = 100_000
 #: Maximum number of entries of a list in a configuration.
 _MAX_LIST = 10_000
-_LAYERS = ("layer", "depth", "expert")
 #: Files whose keys may be words of a vocabulary. No library imports modules that these files name.
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json", "merges.json")
 #: Other files that the libraries read as a whole.
@@ -159,6 +158,8 @@ def read_documents(path: Path) -> dict[Path, Any]:
         _refuse_code(_name(path, file), document)
         if file.name == "config.json" and isinstance(document, dict):
             _check_config(_name(path, file), document)
+        if file.name == "tokenizer_config.json" and isinstance(document, dict):
+            _check_files(path, _name(path, file), document)
         if file.name.startswith("sentence_") and isinstance(document, dict):
             _check_options(_name(path, file), document)
     return documents
@@ -199,7 +200,10 @@ def _read_json(root: Path, file: Path) -> Any:
             f"{name}: has {amount(size)}; {amount(limit)} are allowed: remove it if the model does not need it"
         )
     try:
-        return json.loads(file.read_bytes())
+        document = json.loads(file.read_bytes())
+        # Half of a surrogate pair is no text, and could not be written into a bundle.
+        json.dumps(document, ensure_ascii=False).encode()
+        return document
     except (ValueError, RecursionError) as e:
         raise BundleError(
             f"{name}: is not valid JSON ({type(e).__name__}: {e!s:.200}); save the model again"
@@ -245,6 +249,25 @@ def _check_options(file: str, document: Mapping[str, Any]) -> None:
                 raise BundleError(f"{file}: {key}.{name:.60}: is not supported; leave it out")
 
 
+def _check_files(root: Path, name: str, document: Mapping[str, Any]) -> None:
+    """Raise BundleError for entries that lead a tokenizer to files outside of the directory.
+
+    Old versions of transformers wrote the places of files in a cache. Such entries are harmless if no such file exists.
+    """
+    for key, value in document.items():
+        if not key.endswith("_file") or not isinstance(value, str):
+            continue
+        try:
+            file = (root / value).resolve()
+            outside = file.exists() and not file.is_relative_to(root)
+        except (OSError, ValueError):
+            outside = True
+        if outside:
+            raise BundleError(
+                f"{name}: {key:.60}: leads to a file outside of the directory; remove the entry"
+            )
+
+
 def _check_config(file: str, config: Mapping[str, Any]) -> None:
     """Raise BundleError for numbers and lists that would make a library build for hours, or take all memory."""
     if config.get("quantization_config"):
@@ -262,6 +285,10 @@ def _check_config(file: str, config: Mapping[str, Any]) -> None:
                     f"{file}: {key}: has {len(value):,} entries; {_MAX_LIST:,} are allowed: correct it"
                 )
             waiting.extend((key, item) for item in value)
+        elif isinstance(value, int) and key.endswith("num_labels") and value > _MAX_LABELS:
+            raise BundleError(
+                f"{file}: {key}: {value!s:.20} is more than {_MAX_LABELS:,}, and no model needs that; correct it"
+            )
         elif (
             isinstance(value, int)
             and abs(value) > _MAX_SIZE
@@ -269,14 +296,6 @@ def _check_config(file: str, config: Mapping[str, Any]) -> None:
         ):
             raise BundleError(
                 f"{file}: {key}: {value!s:.20} is more than {_MAX_SIZE:,}, and no model needs that; correct it"
-            )
-        elif (
-            isinstance(value, int)
-            and value > _MAX_LAYERS
-            and any(word in key.rpartition(".")[2] for word in _LAYERS)
-        ):
-            raise BundleError(
-                f"{file}: {key}: {value} is more than the {_MAX_LAYERS:,} that are allowed; correct it"
             )
 
 
@@ -348,8 +367,12 @@ def weigh(name: str, file: Path) -> int:
             if length > MAX_HEADER:
                 raise ValueError(f"its header has {amount(length)}")
             header = json.loads(stream.read(length))
+        # Elements have at least half a byte.
         most = file.stat().st_size * 2
-        return sum(_product(entry["shape"], most) for key, entry in header.items() if key != "__metadata__")
+        total = sum(_product(entry["shape"], most) for key, entry in header.items() if key != "__metadata__")
+        if total > most:
+            raise ValueError(f"its tensors have {total:,} elements, for which the file is too small")
+        return total
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error) as e:
         raise BundleError(f"{name}: is no safetensors file ({e!s:.200}); save the weights again") from None
 

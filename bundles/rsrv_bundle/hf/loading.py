@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from rsrv_bundle.errors import BundleError, summary
 from rsrv_bundle.hf.directory import Directory
@@ -20,9 +21,13 @@ from rsrv_bundle.hf.tokenizer_trial import try_tokenizer
 
 #: Largest ratio of a model's elements to the elements in its files. Buffers and tensors with two uses are not in the files.
 _SLACK = 1.3
+#: Largest number of parts of a model.
+_MAX_MODULES = 100_000
 #: Largest number of characters that a tokenizer may make of one character. Otherwise, a text of some kilobytes could
 #: take all memory.
 _MAX_GROWTH = 64
+#: Largest number of characters of a token. An answer of a few tokens could otherwise take all memory.
+_MAX_TOKEN = 4096
 
 
 @contextmanager
@@ -67,18 +72,20 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(str(directory.path), **options)
         # Build the model without memory first, because config.json may ask for more than the machine has.
-        with torch.device("meta"):
+        with torch.device("meta"), _few_modules():
             shape = (
                 auto.from_config(config, trust_remote_code=False)
                 if hasattr(auto, "from_config")
                 else auto(config)
             )
-        needed = sum(tensor.numel() for tensor in shape.parameters())
+        needed = sum(tensor.numel() for tensor in (*shape.parameters(), *shape.buffers()))
+    except BundleError:
+        raise
     except Exception as e:
         raise BundleError(f"config.json: transformers cannot make a model of it: {summary(e)}") from e
     if needed > directory.parameters * _SLACK + 10_000_000:
         raise BundleError(
-            f"config.json: describes a model of {needed:,} parameters, and the safetensors files have"
+            f"config.json: describes a model of {needed:,} parameters and constants, and the safetensors files have"
             f" {directory.parameters:,}; save the model again"
         )
     try:
@@ -106,6 +113,26 @@ def load_model(
     return model.eval()
 
 
+@contextmanager
+def _few_modules() -> Iterator[None]:
+    """Raise BundleError as soon as a model has too many parts. A few numbers of config.json could make its construction endless."""
+    count = 0
+
+    def check(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > _MAX_MODULES:
+            raise BundleError(
+                f"config.json: describes a model of more than {_MAX_MODULES:,} parts; correct its numbers of layers"
+            )
+
+    handle = register_module_module_registration_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def load_tokenizer(directory: Directory) -> Any:
     """Return the tokenizer. Raises BundleError if there is none that the package tokenizers can run."""
     from transformers import AutoTokenizer
@@ -131,24 +158,30 @@ def check_tokenizer(tokenizer: Any, longest: int) -> None:
     longest: number of tokens of the longest row.
     """
     file = tokenizer.backend_tokenizer.to_str()
-    growth = growth_of(json.loads(file).get("normalizer"))
-    if growth > _MAX_GROWTH:
+    document = json.loads(file)
+    for part in ("normalizer", "decoder"):
+        if (growth := growth_of(document.get(part))) > _MAX_GROWTH:
+            raise BundleError(
+                f"tokenizer.json: {part}: may make {growth:,} characters of one; {_MAX_GROWTH} are allowed: shorten its replacements"
+            )
+    longest_token = max(map(len, tokenizer.get_vocab()), default=0)
+    if longest_token > _MAX_TOKEN:
         raise BundleError(
-            f"tokenizer.json: normalizer: may make {growth:,} characters of one; {_MAX_GROWTH} are allowed: shorten its replacements"
+            f"tokenizer.json: has a token of {longest_token:,} characters; {_MAX_TOKEN:,} are allowed: remove it"
         )
     try_tokenizer(file, longest)
 
 
-def growth_of(normalizer: Any) -> int:
-    """Return the largest number of characters that a normalizer (as JSON) makes of one character.
+def growth_of(part: Any) -> int:
+    """Return the largest number of characters that a normalizer or a decoder (as JSON) makes of one character.
 
     The factors of consecutive replacements multiply.
     """
-    growth, waiting = 1, [normalizer]
+    growth, waiting = 1, [part]
     while waiting:
         step = waiting.pop()
         if isinstance(step, dict):
-            waiting.extend(step.get("normalizers") or ())
+            waiting.extend(step.get("normalizers") or step.get("decoders") or ())
             if step.get("type") == "Replace":
                 growth *= max(1, len(step["content"]))
     return growth

@@ -63,9 +63,10 @@ def files(**contents: str | bytes) -> Callable[[Path], Path]:
     return lambda folder: plain(folder, **named)
 
 
-def headed(shape: list[object]) -> Callable[[Path], Path]:
-    """Return a maker of directories whose weights have one tensor of this shape."""
-    header = json.dumps({"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}).encode()
+def headed(shape: list[object], tensors: int = 1) -> Callable[[Path], Path]:
+    """Return a maker of directories whose weights have tensors of this shape, all of them in the same bytes."""
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}
+    header = json.dumps({f"w{n}": entry for n in range(tensors)}).encode()
     file = struct.pack("<Q", len(header)) + header + bytes(4)
     return lambda folder: plain(folder, **{"model.safetensors": file})
 
@@ -93,9 +94,8 @@ HOSTILE: dict[str, tuple[Callable[[Path], Path], str]] = {
         "a/config.json: activation_function: 'torch.hub.load' is none of",
     ),
     "huge": (configured(hidden_size=10**9), "config.json: hidden_size: 1000000000 is more than"),
+    "classes": (configured(num_labels=10**7), "config.json: num_labels: 10000000 is more than 100,000"),
     "beyond floats": (configured(hidden_size=10**400), "config.json: hidden_size: 10+ is more than"),
-    "layers": (configured(num_hidden_layers=10**6), "config.json: num_hidden_layers: 1000000 is more"),
-    "layers of GPT-2": (configured(n_layer=5000), "config.json: n_layer: 5000 is more"),
     "long list": (configured(conv_dim=[1] * 10_001), "config.json: conv_dim: has 10,001 entries"),
     "huge in a folder": (files(a__config_json='{"out_features": 1000000000}'), "a/config.json: out_features"),
     "options": (
@@ -136,6 +136,22 @@ HOSTILE: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "text as a shape": (headed(["a", 4 * 10**9]), "a tensor has the shape"),
     "shape beyond the file": (headed([20, 20]), "a tensor has the shape"),
+    "tensors in the same bytes": (
+        headed([300], 9),
+        "its tensors have 2,700 elements, for which the file is too",
+    ),
+    "half of a character": (
+        configured(id2label={"0": "\ud800"}),
+        "config.json: is not valid JSON .UnicodeEncodeError",
+    ),
+    "vocabulary outside": (
+        files(tokenizer_config_json='{"vocab_file": "/etc/passwd"}'),
+        "tokenizer_config.json: vocab_file: leads to a file outside",
+    ),
+    "vocabulary above": (
+        files(tokenizer_config_json='{"merges_file": "../../../../../../../../../../etc/passwd"}'),
+        "tokenizer_config.json: merges_file: leads to a file outside",
+    ),
     "adapter": (
         files(**{"adapter_model.bin": b"x"}),
         "adapter_model.bin: belongs to an adapter of peft; pass its base to --hf",
@@ -156,7 +172,13 @@ def test_a_plain_directory_is_read(tmp_path: Path) -> None:
     """A directory without such things opens; pickles beside safetensors files are not read."""
     # The base of rotated positions may be a large whole number.
     config = json.dumps({**CONFIG, "rope_theta": 10**9})
-    contents: dict[str, str | bytes] = {"pytorch_model.bin": b"cos\nsystem\n", "config.json": config}
+    # transformers once wrote places in the cache of the model's author.
+    cached = json.dumps({"special_tokens_map_file": "/nowhere/map.json", "tokenizer_file": None})
+    contents: dict[str, str | bytes] = {
+        "pytorch_model.bin": b"cos\nsystem\n",
+        "config.json": config,
+        "tokenizer_config.json": cached,
+    }
     found = open_directory(plain(tmp_path / "model", **contents))
     assert (found.architecture, found.modules, found.parameters) == ("BertModel", (), 1)
 

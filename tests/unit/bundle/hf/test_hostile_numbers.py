@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
 from rsrv_bundle import BundleError
+from rsrv_bundle.hf import loading
 from rsrv_bundle.hf.directory import open_directory
 from rsrv_bundle.hf.export import recipe_of
 from rsrv_bundle.hf.loading import check_tokenizer, growth_of, load_tokenizer
@@ -65,6 +66,20 @@ def seen(folder: Path) -> Path:
             {"resample": 99},
             "cannot be read as a model for",
         ),
+        (
+            "image-classification",
+            seen,
+            "preprocessor_config.json",
+            {"do_pad": True, "pad_size": {"height": 10**5, "width": 10**5}},
+            "pad_size: 100000 pixels must be from 1 to 4,096",
+        ),
+        (
+            "image-classification",
+            seen,
+            "preprocessor_config.json",
+            {"size_divisor": 7},
+            "size_divisor: all sides are multiples of 7, and 32,32 are not",
+        ),
     ],
 )
 def test_a_hostile_number_is_refused(
@@ -81,6 +96,14 @@ def test_a_hostile_number_is_refused(
         recipe_of(open_directory(folder), task, HubOptions())
 
 
+def test_endless_layers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The construction of a model ends at its first parts too many, whatever the configuration calls them."""
+    monkeypatch.setattr(loading, "_MAX_MODULES", 500)
+    folder = changed(bert(tmp_path / "model"), "config.json", num_hidden_layers=10**6)
+    with pytest.raises(BundleError, match="more than 500 parts; correct its numbers of layers"):
+        recipe_of(open_directory(folder), "feature-extraction", HubOptions())
+
+
 def test_a_tokenizer_that_makes_much_of_a_character_is_refused(tmp_path: Path) -> None:
     """Replacements one after the other multiply; usual ones keep the length."""
     folder = plain(tmp_path / "model")
@@ -93,6 +116,22 @@ def test_a_tokenizer_that_makes_much_of_a_character_is_refused(tmp_path: Path) -
     )
     found.save(str(folder / "tokenizer.json"))
     with pytest.raises(BundleError, match="normalizer: may make 72 characters of one"):
+        check_tokenizer(load_tokenizer(open_directory(folder)), longest=64)
+    found.normalizer = usual
+    found.decoder = decoders.Sequence([decoders.Replace("a", "a" * 99), decoders.Fuse()])
+    found.save(str(folder / "tokenizer.json"))
+    with pytest.raises(BundleError, match="decoder: may make 99 characters of one"):
+        check_tokenizer(load_tokenizer(open_directory(folder)), longest=64)
+
+
+def test_a_giant_token_is_refused(tmp_path: Path) -> None:
+    """A client would get it for a prompt of a few bytes."""
+    folder = plain(tmp_path / "model")
+    wordpiece(folder)
+    found = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    found.add_tokens(["x" * 5000])
+    found.save(str(folder / "tokenizer.json"))
+    with pytest.raises(BundleError, match="has a token of 5,000 characters; 4,096 are allowed"):
         check_tokenizer(load_tokenizer(open_directory(folder)), longest=64)
 
 

@@ -64,12 +64,6 @@ def params() -> dict[str, Array]:
     }
 
 
-def reference(inputs: Mapping[str, Array]) -> dict[str, Array]:
-    """input_ids, attention_mask: i32 [n, l] -> hidden: f32 [n, l, 384]. Fetches the weights."""
-    ids, mask = (jnp.asarray(inputs[name]) for name in ("input_ids", "attention_mask"))
-    return {"hidden": np.asarray(apply(params(), ids, mask)["hidden"])}
-
-
 def make(out_dir: Path) -> None:
     """Write the bundle `out_dir`, replacing an existing one."""
     tokens = np.zeros((1, LENGTHS[0]), np.int32)

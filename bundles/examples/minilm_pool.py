@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ import numpy as np
 from examples.minilm_encoder import BATCH_SIZES, LENGTHS, WIDTH
 from rsrv_bundle.export import export_bundle
 
-Array = np.ndarray[Any, Any]
-
 
 def apply(params: Any, hidden: jax.Array, attention_mask: jax.Array) -> dict[str, jax.Array]:
     """hidden: [n, l, 384], attention_mask: [n, l] (0: left out) -> embedding: [n, 384]."""
@@ -22,12 +19,6 @@ def apply(params: Any, hidden: jax.Array, attention_mask: jax.Array) -> dict[str
     # The lower limits are for rows with only padding.
     mean = jnp.where(counted, hidden, 0).sum(1) / jnp.maximum(counted.sum(1), 1)
     return {"embedding": mean / jnp.maximum(jnp.linalg.norm(mean, axis=1, keepdims=True), 1e-12)}
-
-
-def reference(inputs: Mapping[str, Array]) -> dict[str, Array]:
-    """hidden: f32 [n, l, 384], attention_mask: i32 [n, l] -> embedding: f32 [n, 384]."""
-    hidden, mask = (jnp.asarray(inputs[name]) for name in ("hidden", "attention_mask"))
-    return {"embedding": np.asarray(apply({}, hidden, mask)["embedding"])}
 
 
 def make(out_dir: Path) -> None:

@@ -24,7 +24,7 @@ from rsrv.wire.frames import Status
 from rsrv.wire.generation import Generate, pack_generate
 from rsrv.wire.socket import connect, send
 from tests.bench.bare_runtime import bare_runtime
-from tests.examples.smollm2_agreement import Transformers, prompts
+from tests.examples.smollm2_agreement import model_of, prompts
 
 _TOKENS, _CLIENTS, _ROUNDS = 64, 8, 7
 
@@ -40,7 +40,7 @@ def main(bundle: Path) -> int:
             tokenizer.encode(template.replace("{text}", prompt)).ids
             for prompt in prompts()[10 : 10 + _CLIENTS]
         ]
-        original = Transformers(published.file(Path(room)))
+        original = model_of(published.file(Path(room)))
         sides: dict[str, Callable[[], object]] = {
             "transformers": lambda: _continue(original, asked[0]),
             "one client": lambda: _generate(connection, asked[:1]),
@@ -92,13 +92,14 @@ def _generate(connection: RuntimeConnection, asked: Sequence[Sequence[int]], **s
     assert received == len(asked) * _TOKENS, received
 
 
-def _continue(original: Transformers, prompt: Sequence[int]) -> None:
+def _continue(model: Any, prompt: Sequence[int]) -> None:
     """Answer one prompt with the network alone: `generate` of transformers would add its own work."""
-    torch = original.torch
+    import torch
+
     tokens, cache = torch.tensor([list(prompt)]), None
     with torch.no_grad():
         for _ in range(_TOKENS):
-            found = original.model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            found = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
             tokens, cache = found.logits[:, -1].argmax(-1, keepdim=True), found.past_key_values
 
 

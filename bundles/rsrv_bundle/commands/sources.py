@@ -47,6 +47,15 @@ _SAMPLES = {
 }
 
 
+#: For each kind of model, a module with the function that wraps a model as `LoadedModel.eager`, and with its exporter.
+_EXPORTERS = {
+    "jax": ("export", "eager_jax", "export_bundle"),
+    "nnx": ("from_nnx", "eager_nnx", "export_nnx"),
+    "equinox": ("from_equinox", "eager_equinox", "export_equinox"),
+    "torch": ("from_torch", "eager_torch", "export_torch"),
+}
+
+
 def extra_of(kind: str) -> str:
     """Return the extra that installs the exporter of a kind of model."""
     return _EXTRAS[{"nnx": "flax"}.get(kind, kind)]
@@ -103,21 +112,25 @@ def load(kind: str, target: str) -> LoadedModel:
             f"{target}: must give {KINDS[kind]}, and may give example inputs by name behind it, such as"
             f" `return {_SAMPLES[kind]}`"
         )
-    try:
-        eager, export = _FRONTS[kind](model)
-    except ModuleNotFoundError as e:
-        raise _missing(target, e) from None
-    except (ImportError, AttributeError) as e:
-        raise LoadError(
-            f"{target}: its exporter fails: {type(e).__name__}: {e}; run {install_command(extra_of(kind))}"
-        ) from e
     # An object does not contain the path of its file.
     code = (
         value
         if inspect.isfunction(value) or inspect.isclass(value)
         else import_module(target.partition(":")[0])
     )
-    return LoadedModel(eager, partial(export, code=code), dict(further[0]) if further else {})
+    try:
+        module, eager, export = _EXPORTERS[kind]
+        exporter = import_module(f"rsrv_bundle.{module}")
+        arguments = model if kind == "jax" else (model,)
+        source = getattr(exporter, eager)(*arguments)
+        write = partial(getattr(exporter, export), *arguments, code=code)
+    except ModuleNotFoundError as e:
+        raise _missing(target, e) from None
+    except (ImportError, AttributeError) as e:
+        raise LoadError(
+            f"{target}: its exporter fails: {type(e).__name__}: {e}; run {install_command(extra_of(kind))}"
+        ) from e
+    return LoadedModel(source, write, dict(further[0]) if further else {})
 
 
 def _onnx(target: str) -> LoadedModel:
@@ -204,39 +217,3 @@ def _is_model(kind: str, value: Any) -> bool:
         "torch": ("torch.nn", "Module"),
     }[kind]
     return isinstance(value, getattr(import_module(home), name))
-
-
-#: The model as a function, and its exporter.
-_Front = tuple[Callable[..., Any], Callable[..., Any]]
-
-
-def _jax(model: Any) -> _Front:
-    from rsrv_bundle.export import eager_jax, export_bundle
-
-    return eager_jax(*model), partial(export_bundle, *model)
-
-
-def _nnx(model: Any) -> _Front:
-    from rsrv_bundle.from_nnx import eager_nnx, export_nnx
-
-    return eager_nnx(model), partial(export_nnx, model)
-
-
-def _equinox(model: Any) -> _Front:
-    from rsrv_bundle.from_equinox import eager_equinox, export_equinox
-
-    return eager_equinox(model), partial(export_equinox, model)
-
-
-def _torch(model: Any) -> _Front:
-    from rsrv_bundle.from_torch import eager_torch, export_torch
-
-    return eager_torch(model), partial(export_torch, model)
-
-
-_FRONTS: Mapping[str, Callable[[Any], _Front]] = {
-    "jax": _jax,
-    "nnx": _nnx,
-    "equinox": _equinox,
-    "torch": _torch,
-}

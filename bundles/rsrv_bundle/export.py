@@ -204,7 +204,7 @@ def export_bundle(
         with steps(f"lower {target.name}", len(keys)) as lowered:
             for key in keys:
                 module = _lower(function, structs(*key), platform, max_constant_bytes)
-                version = ".".join(map(str, artifact_version(module.blob)))
+                version = artifact_version(module.blob)
                 name = _module_name(inputs, *key)
                 (work / name).write_bytes(module.blob)
                 lowered.step(name)

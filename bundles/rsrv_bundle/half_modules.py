@@ -11,12 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from rsrv_bundle.errors import BundleError
-from rsrv_bundle.modules import artifact_version, parsed
+from rsrv_bundle.modules import artifact_version, parsed, serialised
 from rsrv_bundle.narrow_modules import element, main_of
 from rsrv_bundle.products import kind_of
 
-#: Types to compute in.
-HALVES = ("bf16", "f16")
 _PRODUCTS = frozenset({"stablehlo.dot_general", "stablehlo.convolution"})
 #: Operations that are computed in the half type if at least one operand has it, and if all other operands have it or are static.
 _FOLLOW = frozenset(
@@ -52,15 +50,14 @@ def computed_in(blob: bytes, file: str, half: str, first: int) -> bytes:
     valid module.
     """
     from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import stablehlo
 
-    version = ".".join(map(str, artifact_version(blob)))
+    version = artifact_version(blob)
     with parsed(blob) as module, ir.Location.unknown():
         block = main_of(module).entry_block
         _Rewriter(element(half), set(list(block.arguments)[first:])).rewrite(block)
         if not module.operation.verify():
             raise BundleError(f"{file}: the verifier refuses the module in {half}")
-        return bytes(stablehlo.serialize_portable_artifact(module, version, allow_other_dialects=True))
+        return serialised(module, version)
 
 
 class _Rewriter:

@@ -34,7 +34,7 @@ Value = tuple[str, tuple[int, ...]]
 MAX_MODULE_BYTES = 512 * 2**20
 
 # MLIR bytecode's magic number, followed by the producer's name with a zero byte at its end.
-_ARTIFACT = re.compile(rb"ML\xefR.{1,9}?StableHLO_v(\d+)\.(\d+)\.(\d+)\x00", re.DOTALL)
+_ARTIFACT = re.compile(rb"ML\xefR.{1,9}?StableHLO_v(\d+\.\d+\.\d+)\x00", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +112,9 @@ def parsed(blob: bytes) -> Iterator[Any]:
 
     version = artifact_version(blob)
     known = stablehlo.get_current_version()
-    if version > tuple(int(part) for part in known.split(".")):
-        text = ".".join(map(str, version))
+    if _numbers(version) > _numbers(known):
         raise ValueError(
-            f"is StableHLO {text}, but this jaxlib reads up to {known}; update jax, or export for an older version"
+            f"is StableHLO {version}, but this jaxlib reads up to {known}; update jax, or export for an older version"
         )
     context: Any = ir.Context()
     for dialect in (stablehlo, chlo, sdy):
@@ -142,15 +141,26 @@ def parsed(blob: bytes) -> Iterator[Any]:
         handler.detach()
 
 
-def artifact_version(blob: bytes) -> tuple[int, int, int]:
+def artifact_version(blob: bytes) -> str:
     """Return the StableHLO version that an artifact was written for. Raises ValueError if `blob` is no artifact."""
     match = _ARTIFACT.match(blob)
     if match is None:
         raise ValueError(
             "is not a StableHLO portable artifact; text and other MLIR bytecode are not accepted"
         )
-    major, minor, patch = (int(part) for part in match.groups())
-    return major, minor, patch
+    return match[1].decode()
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
+
+
+def serialised(module: Any, version: str) -> bytes:
+    """Return a module as an artifact for `version` of StableHLO."""
+    from jaxlib.mlir.dialects import stablehlo
+
+    # Allow sharding attributes, which are of another dialect. jax writes them for library calls.
+    return bytes(stablehlo.serialize_portable_artifact(module, version, allow_other_dialects=True))
 
 
 def _signature(module: Any, file: str, problems: Problems) -> Signature:
@@ -358,9 +368,8 @@ def strip_locations(blob: bytes) -> Stripped:
     digests. Raises ValueError if `blob` is no artifact.
     """
     from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import stablehlo
 
-    version = ".".join(map(str, artifact_version(blob)))
+    version = artifact_version(blob)
     constants: list[tuple[int, str]] = []
     with parsed(blob) as module:
         unknown = ir.Location.unknown()
@@ -379,8 +388,7 @@ def strip_locations(blob: bytes) -> Stripped:
                         strip(inner.operation)
 
         strip(module.operation)
-        # Allow sharding attributes, which are of another dialect. jax writes them for library calls.
-        stripped = stablehlo.serialize_portable_artifact(module, version, allow_other_dialects=True)
+        stripped = serialised(module, version)
     return Stripped(stripped, tuple(sorted(constants, reverse=True)))
 
 
@@ -417,8 +425,7 @@ def known_version(text: str | None) -> str:
     oldest, newest = stablehlo.get_minimum_version(), stablehlo.get_current_version()
     if re.fullmatch(r"\d+\.\d+\.\d+", text, re.ASCII) is None:
         raise ValueError(f"'{text}' is no version; write one as {newest}")
-    number, least, most = ([int(part) for part in version.split(".")] for version in (text, oldest, newest))
-    if not least <= number <= most:
+    if not _numbers(oldest) <= _numbers(text) <= _numbers(newest):
         raise ValueError(f"this jaxlib writes {oldest} to {newest}, not {text}")
     return text
 
@@ -428,14 +435,12 @@ def rewritten(blob: bytes, version: str) -> bytes:
 
     Raises ValueError if it is no artifact, or if that version lacks one of its operations.
     """
-    from jaxlib.mlir.dialects import stablehlo
-
-    current = ".".join(map(str, artifact_version(blob)))
+    current = artifact_version(blob)
     if current == version:
         return blob
     with parsed(blob) as module:
         try:
-            return bytes(stablehlo.serialize_portable_artifact(module, version, allow_other_dialects=True))
+            return serialised(module, version)
         except Exception as e:  # noqa: BLE001 - MLIR's error is a direct subclass
             why = str(e).partition("\n")[0]
             raise ValueError(f"is StableHLO {current} and cannot be written as {version}: {why}") from None

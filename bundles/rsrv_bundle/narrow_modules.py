@@ -14,7 +14,7 @@ from typing import Any
 
 from rsrv_bundle import dtypes
 from rsrv_bundle.errors import BundleError
-from rsrv_bundle.modules import artifact_version, parsed
+from rsrv_bundle.modules import artifact_version, parsed, serialised
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +83,14 @@ def narrowed(blob: bytes, file: str, first: int, changes: Sequence[Change | None
     Raises BundleError, which names the file, if the result is no valid module.
     """
     from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import stablehlo
 
-    version = ".".join(map(str, artifact_version(blob)))
+    version = artifact_version(blob)
     with parsed(blob) as module:
         with ir.Location.unknown():
             _rewrite(main_of(module), first, changes)
         if not module.operation.verify():
             raise BundleError(f"{file}: the verifier refuses the module with narrow weights")
-        return bytes(stablehlo.serialize_portable_artifact(module, version, allow_other_dialects=True))
+        return serialised(module, version)
 
 
 def _rewrite(main: Any, first: int, changes: Sequence[Change | None]) -> None:

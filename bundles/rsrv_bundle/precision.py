@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from rsrv_bundle.errors import BundleError
-from rsrv_bundle.modules import Signature, parsed, signature_of
+from rsrv_bundle.modules import Signature, parsed, serialised, signature_of
 from rsrv_bundle.products import COMPOSITE, RAGGED, Precision, holder, kind_of, precision_of, products
 
 #: Treatments of a module. keep: no change. strip: remove TF32 algorithms, so that hardware without TF32 runs the module. pin:
@@ -23,6 +23,8 @@ def treat(blob: bytes, file: str, treatment: Treatment, seen: Precision) -> tupl
     """
     if not {"keep": 0, "strip": seen.tf32, "pin": seen.tf32 + seen.hardware}[treatment]:
         return blob, seen
+    from jaxlib.mlir.dialects import stablehlo
+
     changed: Counter[str] = Counter()
     try:
         with parsed(blob) as module:
@@ -30,7 +32,8 @@ def treat(blob: bytes, file: str, treatment: Treatment, seen: Precision) -> tupl
                 done = _change(operation, treatment)
                 if not repeats:
                     changed.update(done)
-            blob = _written(module)
+            # Write the library's current version, because the compiler reads the module with the same library.
+            blob = serialised(module, stablehlo.get_current_version())
         # Read the result back, because only the compiler's input counts.
         with parsed(blob) as module:
             precision = precision_of(module)
@@ -64,15 +67,6 @@ def product(n: int) -> tuple[bytes, Signature]:
     )
     blob = bytes(exported.mlir_module_serialized)
     return blob, signature_of(blob, "product")
-
-
-def _written(module: Any) -> bytes:
-    from jaxlib.mlir.dialects import stablehlo
-
-    # Write the library's current version, because the compiler reads the module with the same library. Allow sharding attributes,
-    # which are of another dialect.
-    version = stablehlo.get_current_version()
-    return bytes(stablehlo.serialize_portable_artifact(module, version, allow_other_dialects=True))
 
 
 def _not_in_f32(module: Any) -> str:

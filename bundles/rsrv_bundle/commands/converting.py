@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -47,9 +46,7 @@ def convert(
         raise TargetError(f"{out_dir}: is inside {directory}, which would be copied into itself")
     old = read_bundle(directory)
     before = ModuleRunner(old, read_signature) if old.modules else None
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Work in a hidden folder on the same file system, as an export does.
-    with tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent) as scratch:
+    with writer.scratch_beside(target) as scratch:
         work = Path(scratch, target.name)
         shutil.copytree(old.path, work, ignore=shutil.ignore_patterns("__pycache__"))
         _rewrite(old, work, stablehlo)
@@ -66,7 +63,7 @@ def _rewrite(old: Bundle, work: Path, stablehlo: str) -> None:
     for file in set(old.modules.values()):
         blob = file.read_bytes()
         try:
-            versions.add(".".join(map(str, artifact_version(blob))))
+            versions.add(artifact_version(blob))
             (work / file.name).write_bytes(rewritten(blob, stablehlo))
         except ValueError as e:
             raise BundleError(f"{file.name}: {e}") from e

@@ -112,7 +112,7 @@ def _module(bundle: Bundle, key: tuple[int, int], signature: Signature, costs: C
         "variant": key[0],
         "batch_size": key[1] if bundle.manifest.batched else None,
         "bytes": len(blob),
-        "stablehlo": ".".join(map(str, artifact_version(blob))),
+        "stablehlo": artifact_version(blob),
         "input_bytes": sum(map(_bytes, taken)),
         "output_bytes": sum(map(_bytes, outputs)),
         **_cost(bundle, key, signature, costs),

@@ -57,7 +57,7 @@ def test_modules_are_written_for_the_version_that_is_asked_for(old: Path, tmp_pa
     convert(old, tmp_path / "a", stablehlo="1.0.0")
     back = convert(tmp_path / "a", tmp_path / "b", stablehlo=known_version(None))
     versions = {artifact_version(file.read_bytes()) for file in read_bundle(tmp_path / "a").modules.values()}
-    assert versions == {(1, 0, 0)}
+    assert versions == {"1.0.0"}
     assert {key: file.read_bytes() for key, file in back.modules.items()} == {
         key: rewritten(file.read_bytes(), known_version(None))
         for key, file in read_bundle(old).modules.items()
@@ -141,7 +141,7 @@ def test_a_broken_bundle_is_not_converted(tmp_path: Path, capsys: pytest.Capture
 def test_what_a_version_cannot_say_is_refused() -> None:
     """A module that the version cannot express is refused with jaxlib's reason."""
     blob = returning(Y4, takes=(X4, W))
-    assert rewritten(blob, ".".join(map(str, artifact_version(blob)))) == blob
+    assert rewritten(blob, artifact_version(blob)) == blob
     with pytest.raises(ValueError, match=r"is StableHLO \S+ and cannot be written as 0\.0\.1: "):
         rewritten(blob, "0.0.1")
     with pytest.raises(ValueError, match="is not a StableHLO portable artifact"):

@@ -22,6 +22,7 @@ from rsrv_bundle.modules import (
     module_file,
     parsed,
     read_module,
+    serialised,
     signature_of,
     strip_locations,
 )
@@ -158,7 +159,7 @@ def test_what_is_no_artifact_is_refused(capfd: pytest.CaptureFixture[str]) -> No
 def test_an_artifact_of_a_newer_version_is_refused_with_both_versions() -> None:
     """A newer artifact is refused with both versions, so that the user knows which side to update."""
     blob = returning(Y4, takes=(X4, W))
-    version = ".".join(map(str, artifact_version(blob)))
+    version = artifact_version(blob)
     newer = blob.replace(f"StableHLO_v{version}".encode(), f"StableHLO_v9{version[1:]}".encode())
     assert f"is StableHLO 9{version[1:]}, but this jaxlib reads up to" in read(newer)
 
@@ -230,13 +231,9 @@ def test_partitioned_modules_are_refused() -> None:
 
 def edited(blob: bytes, edit: Callable[[Any], None]) -> bytes:
     """Return an artifact after a change to its module."""
-    from jaxlib.mlir.dialects import stablehlo
-
     with parsed(blob) as module:
         edit(module)
-        version = ".".join(map(str, artifact_version(blob)))
-        found: bytes = stablehlo.serialize_portable_artifact(module, version, allow_other_dialects=True)
-    return found
+        return serialised(module, artifact_version(blob))
 
 
 def test_locations_are_stripped_and_nothing_else_changes() -> None:
@@ -287,9 +284,7 @@ def assembled(text: str) -> bytes:
 
     # In the context of another module, which has loaded the dialects.
     with parsed(returning(Y4, takes=(X4, W))):
-        module = ir.Module.parse(text)
-        blob: bytes = stablehlo.serialize_portable_artifact(module, stablehlo.get_current_version())
-    return blob
+        return serialised(ir.Module.parse(text), stablehlo.get_current_version())
 
 
 def test_functions_that_unfold_without_end_are_refused() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv_bundle import BundleError
-from rsrv_bundle.modules import as_exported, parsed, signature_of
+from rsrv_bundle.modules import as_exported, parsed, serialised, signature_of
 from rsrv_bundle.precision import Treatment, product, treat
 from rsrv_bundle.products import Precision, precision_of
 
@@ -52,10 +52,7 @@ def artifact(text: str) -> bytes:
 
     # In the context of another module, which has loaded the dialects.
     with parsed(product(2)[0]):
-        version = stablehlo.get_current_version()
-        return bytes(
-            stablehlo.serialize_portable_artifact(ir.Module.parse(text), version, allow_other_dialects=True)
-        )
+        return serialised(ir.Module.parse(text), stablehlo.get_current_version())
 
 
 def text_of(blob: bytes) -> str:

@@ -125,11 +125,6 @@ def token_of_safetensors(tag: str) -> str:
     return _BY_SAFETENSORS[tag]
 
 
-def token_of_numpy(name: str) -> str:
-    """Return the token of a numpy element type by its name (`bfloat16`). Raises KeyError if the format has no token for it."""
-    return _BY_NUMPY_NAME[name]
-
-
 def token_of_mlir(element_type: str) -> str:
     """Return the token of an MLIR element type, which is given as MLIR prints it (`ui8`). Raises KeyError if there is no token."""
     return _BY_MLIR[element_type]

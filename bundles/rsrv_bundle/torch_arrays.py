@@ -37,11 +37,10 @@ def to_numpy(name: str, value: Any) -> Array:
     """Return a copy of a tensor as an array. Raises BundleError, which contains `name`, for values of other types."""
     if not isinstance(value, torch.Tensor):
         raise BundleError(f"{name}: is a {type(value).__name__}; it must be a tensor")
-    kind = str(value.dtype).removeprefix("torch.")
-    try:
-        dtype = dtypes.numpy_dtype(dtypes.token_of_numpy(kind))
-    except KeyError:
-        raise nameless(name, kind) from None
+    token = dtypes.meant(str(value.dtype))
+    if token is None:
+        raise nameless(name, str(value.dtype).removeprefix("torch."))
+    dtype = dtypes.numpy_dtype(token)
     # A view of bytes needs the stride 1. contiguous() would not change the stride of a single element.
     dense = value.detach().cpu().clone(memory_format=torch.contiguous_format)
     return dense.reshape(-1).view(torch.uint8).numpy().view(dtype).reshape(tuple(value.shape))

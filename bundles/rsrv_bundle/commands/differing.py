@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from rsrv_bundle.errors import Problems
+from rsrv_bundle.keys import TENSOR_SECTIONS
 from rsrv_bundle.manifest import FILE
-from rsrv_bundle.padding import section_of
 from rsrv_bundle.reader import list_files
-from rsrv_bundle.spec import Bundle, Manifest, TensorSpec
-from rsrv_bundle.state_sections import sections_of
-from rsrv_bundle.task_section import task_entry
+from rsrv_bundle.spec import Bundle, Manifest
 from rsrv_bundle.weights import FILE as WEIGHTS_FILE
 from rsrv_bundle.weights import TensorKey, tensor_keys
+from rsrv_bundle.writer import document_of
 
 #: Weight of a bundle: (name, identity, bytes).
 Tensor = tuple[str, TensorKey, int]
@@ -71,77 +70,32 @@ def weights_of(bundle: Bundle) -> list[Tensor]:
 
 def manifest_differences(a: Manifest, b: Manifest) -> list[str]:
     """Return a line for each difference in meaning between two manifests."""
-    lines = [
-        f"{name}: {left!r} in A, {right!r} in B"
-        for name, left, right in (
-            (name, getattr(a, name), getattr(b, name))
-            for name in (
-                "format_version",
-                "kind",
-                "description",
-                "internal",
-                "meta_restartable",
-                "compiled_batch_sizes",
-            )
-        )
-        if left != right
-    ]
-    for name, specs_a, specs_b in (
-        ("executable input", a.inputs, b.inputs),
-        ("executable output", a.outputs, b.outputs),
-        ("client input", a.client_inputs or (), b.client_inputs or ()),
-        ("client output", a.client_outputs or (), b.client_outputs or ()),
-    ):
-        lines += _tensor_differences(name, specs_a, specs_b)
-    lines += [
-        f"{name}: {list(left)} in A, {list(right)} in B"
-        for name, left, right in (
-            ("input_shapes", a.input_shapes, b.input_shapes),
-            ("meta.calls", a.meta_calls, b.meta_calls),
-            ("meta.external", a.meta_external, b.meta_external),
-        )
-        if left != right
-    ]
-    sections = [
-        sections_of(manifest.state, manifest.generate)
-        | section_of(manifest.pad)
-        | ({} if manifest.task is None else {"task": task_entry(manifest.task)})
-        for manifest in (a, b)
-    ]
+    first, second = _entries(a), _entries(b)
     return [
-        *lines,
-        *(
-            line
-            for key in ("state", "generate", "pad", "task")
-            for line in _mapping(key, *(section.get(key, {}) for section in sections))
-        ),
-        *_mapping("provenance", a.provenance, b.provenance),
-        *_mapping("numerics", a.numerics, b.numerics),
+        f"{key}: {first.get(key, 'none')} in A, {second.get(key, 'none')} in B"
+        for key in {**first, **second}
+        if first.get(key) != second.get(key)
     ]
 
 
-def _tensor_differences(kind: str, a: tuple[TensorSpec, ...], b: tuple[TensorSpec, ...]) -> list[str]:
-    by_name_a, by_name_b = ({spec.name: spec for spec in specs} for specs in (a, b))
-    lines = []
-    for name in {**by_name_a, **by_name_b}:
-        left, right = by_name_a.get(name), by_name_b.get(name)
-        if left != right:
-            lines.append(f"{kind} '{name}': {_spec(left)} in A, {_spec(right)} in B")
-    if not lines and a != b:
-        lines.append(f"{kind}s: {', '.join(by_name_a)} in A, {', '.join(by_name_b)} in B")
-    return lines
+def _entries(manifest: Manifest) -> dict[str, Any]:
+    """Return the content of a manifest by key: the order of tensors, each tensor, and each entry of other sections."""
+    entries: dict[str, Any] = {}
+    for key, value in document_of(manifest, {}).items():
+        if key in TENSOR_SECTIONS:
+            entries[key] = ", ".join(entry["name"] for entry in value)
+            entries |= {f"{key}.{entry['name']}": _tensor(entry) for entry in value}
+        elif isinstance(value, dict):
+            entries |= {f"{key}.{inner}": entry for inner, entry in value.items()}
+        else:
+            entries[key] = value
+    entries["format_version"] = manifest.format_version
+    return entries
 
 
-def _spec(spec: TensorSpec | None) -> str:
-    return "none" if spec is None else f"{spec.dtype} {spec.letters} {list(spec.dims)}"
-
-
-def _mapping(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{section}.{key}: {a.get(key, 'none')} in A, {b.get(key, 'none')} in B"
-        for key in {**a, **b}
-        if a.get(key) != b.get(key)
-    ]
+def _tensor(entry: Mapping[str, Any]) -> str:
+    sizes = (f"{letter}={size}" for letter, size in entry["dims"].items())
+    return " ".join([entry["dtype"], entry["shape"], *sizes])
 
 
 def file_differences(a: Bundle, b: Bundle) -> list[str]:

@@ -88,9 +88,10 @@ def test_differences_of_interfaces_and_files_are_told(
     assert diff(a, b, capsys) == (
         1,
         [
-            "internal: False in A, True in B",
-            "compiled_batch_sizes: (1, 4) in A, (1, 8) in B",
-            "executable input 'z': none in A, i32 nk [-1, 2] in B",
+            "executable_inputs: x in A, x, z in B",
+            "batching.compiled_batch_sizes: [1, 4] in A, [1, 8] in B",
+            "executable_inputs.z: none in A, i32 nk k=2 in B",
+            "internal: none in A, True in B",
             "provenance.by: none in A, me in B",
             "model.b4.mlir: differs",
             "model.b8.mlir: only in B",
@@ -116,7 +117,7 @@ def test_inputs_in_another_order_differ(tmp_path: Path, capsys: pytest.CaptureFi
     inputs = [tensor("x", c=1), tensor("z", c=1)]
     a = bundle(tmp_path / "a", {}, changed(GOOD, executable_inputs=inputs))
     b = bundle(tmp_path / "b", {}, changed(GOOD, executable_inputs=inputs[::-1]))
-    assert "executable inputs: x, z in A, z, x in B" in diff(a, b, capsys)[1]
+    assert "executable_inputs: x, z in A, z, x in B" in diff(a, b, capsys)[1]
 
 
 def test_a_comment_is_no_difference_of_what_is_said(

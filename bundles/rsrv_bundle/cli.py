@@ -400,6 +400,7 @@ _HF_PACKAGES = ("jax", "torch", "torchax", "transformers", "sentence_transformer
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    _free(arguments)
     if arguments.hf is not None:
         from importlib.util import find_spec
 
@@ -488,6 +489,19 @@ def _directories(*paths: str) -> None:
             raise UsageError(f"{path}: {mistake}")
 
 
+def _free(arguments: argparse.Namespace) -> None:
+    """Raise UsageError if the command cannot write a bundle to its target."""
+    from rsrv_bundle.errors import TargetError
+    from rsrv_bundle.writer import free_target
+
+    if Path(arguments.out_dir).exists() and not arguments.overwrite:
+        raise UsageError(f"{arguments.out_dir} exists; pass --overwrite to replace it")
+    try:
+        free_target(arguments.out_dir, arguments.overwrite)
+    except TargetError as e:
+        raise UsageError(str(e)) from e
+
+
 def _show(arguments: argparse.Namespace) -> int:
     _need_jax()
     from rsrv_bundle.commands import printing
@@ -508,6 +522,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     from rsrv_bundle.commands import printing
 
     _directories(arguments.directory)
+    _free(arguments)
     return printing.convert(
         arguments.directory,
         arguments.out_dir,
@@ -524,6 +539,7 @@ def _narrow(arguments: argparse.Namespace) -> int:
     if arguments.weights is None and arguments.compute is None:
         raise UsageError("give --weights, --compute, or both")
     _directories(arguments.directory)
+    _free(arguments)
     return printing.narrow(
         arguments.directory,
         arguments.out_dir,

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,11 @@ from rsrv.text import os_error
 from rsrv_bundle import dtypes
 from rsrv_bundle.commands.samples import read_samples
 from rsrv_bundle.commands.sources import KINDS, LoadedModel, LoadError, load
-from rsrv_bundle.errors import BundleError, TargetError
+from rsrv_bundle.errors import BundleError
 from rsrv_bundle.interface import LETTERS
 from rsrv_bundle.narrowing import bytes_before
 from rsrv_bundle.reader import find_bundles
 from rsrv_bundle.spec import Bundle
-from rsrv_bundle.writer import free_target
 
 _INPUT = re.compile(r"(?P<name>[^=]+)=(?P<dtype>\w+)\[(?P<sizes>[^\]]*)\]")
 _BATCH = frozenset("nb")
@@ -43,17 +42,15 @@ def export(arguments: argparse.Namespace) -> int:
         for file in arguments.files:
             if not file.exists():
                 raise ValueError(f"--files {file}: does not exist")
-        if arguments.out_dir.exists() and not arguments.overwrite:
-            raise ValueError(f"{arguments.out_dir} exists; pass --overwrite to replace it")
-        free_target(arguments.out_dir, arguments.overwrite)
     except LoadError as e:
         if e.__cause__ is not None:
             traceback.print_exception(e.__cause__)
         return _trouble(str(e))
-    except (ValueError, TargetError) as e:
+    except ValueError as e:
         return _trouble(str(e))
-    try:
-        bundle = source.export(
+
+    def write() -> Bundle:
+        bundle: Bundle = source.export(
             *examples,
             **described,
             batch_sizes=arguments.batch_sizes,
@@ -69,25 +66,26 @@ def export(arguments: argparse.Namespace) -> int:
             compute=arguments.compute,
             overwrite=arguments.overwrite,
         )
+        return bundle
+
+    return _write(target, arguments.out_dir, write)
+
+
+def _write(source: object, out_dir: Path, write: Callable[[], Bundle]) -> int:
+    """Write a bundle, and print lines about it, or why `source` cannot be exported. Return the exit status."""
+    try:
+        bundle = write()
     except BundleError as e:
         for problem in e.problems:
-            print(f"{target}: {problem}", file=sys.stderr)
+            print(f"{source}: {problem}", file=sys.stderr)
         return 1
     except OSError as e:
         _trouble(os_error(e))
         return 1
     except Exception:  # noqa: BLE001 - the model may raise anything; its traceback helps its author the most
         traceback.print_exc()
-        print(f"{target}: cannot be traced; see the last lines above", file=sys.stderr)
+        print(f"{source}: cannot be traced; see the last lines above", file=sys.stderr)
         return 1
-    _done(bundle, arguments.out_dir)
-    if not arguments.batch_sizes:
-        print("no batch axis: requests run one at a time; --batch-sizes 1,8,32 lets rsrv coalesce them")
-    print(f"next: rsrv serve {shlex.quote(_served(arguments.out_dir))}")
-    return 0
-
-
-def _done(bundle: Bundle, out_dir: Path) -> None:
     error = bundle.manifest.numerics.get("max_rel_error")
     close = "not run here" if error is None else f"at most {error:.3g} from the model"
     print(
@@ -98,6 +96,13 @@ def _done(bundle: Bundle, out_dir: Path) -> None:
     if isinstance(errors, Mapping):
         before = bytes_before(bundle.manifest)
         print(f"narrowed from {before} bytes, at most {max(errors.values()):.3g} from the wide modules")
+    answers, task = bundle.manifest.numerics.get("answers"), bundle.manifest.task
+    if isinstance(answers, Mapping) and task is not None:
+        print(f"{task.kind}: whole answers are at most {max(answers.values()):.3g} from the framework's")
+    if not bundle.manifest.batched:
+        print("no batch axis: requests run one at a time; --batch-sizes 1,8,32 lets rsrv coalesce them")
+    print(f"next: rsrv serve {shlex.quote(_served(out_dir))}")
+    return 0
 
 
 #: Options of the command line that only a directory of Hugging Face has.
@@ -137,14 +142,12 @@ def export_directory(arguments: argparse.Namespace) -> int:
         for file in arguments.samples or ():
             if not file.is_file():
                 raise ValueError(f"--samples {file}: is no file")
-        if arguments.out_dir.exists() and not arguments.overwrite:
-            raise ValueError(f"{arguments.out_dir} exists; pass --overwrite to replace it")
-        free_target(arguments.out_dir, arguments.overwrite)
-    except (ValueError, TargetError) as e:
+    except ValueError as e:
         return _trouble(str(e))
     values = {option: getattr(arguments, option) for option in HF_OPTIONS}
-    try:
-        bundle = export_hf(
+
+    def write() -> Bundle:
+        return export_hf(
             arguments.hf,
             out_dir=arguments.out_dir,
             options=HubOptions(
@@ -157,20 +160,8 @@ def export_directory(arguments: argparse.Namespace) -> int:
             weights=arguments.weights,
             overwrite=arguments.overwrite,
         )
-    except BundleError as e:
-        for problem in e.problems:
-            print(f"{arguments.hf}: {problem}", file=sys.stderr)
-        return 1
-    except OSError as e:
-        _trouble(os_error(e))
-        return 1
-    _done(bundle, arguments.out_dir)
-    answers = bundle.manifest.numerics["answers"]
-    if isinstance(answers, Mapping) and bundle.manifest.task:
-        worst = max(answers.values())
-        print(f"{bundle.manifest.task.kind}: whole answers are at most {worst:.3g} from the framework's")
-    print(f"next: rsrv serve {shlex.quote(_served(arguments.out_dir))}")
-    return 0
+
+    return _write(arguments.hf, arguments.out_dir, write)
 
 
 def _described(

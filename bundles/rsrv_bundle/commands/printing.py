@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 from rsrv.text import amount, one_line, os_error
@@ -113,8 +112,6 @@ def convert(directory: str, out_dir: str, *, stablehlo: str | None, overwrite: b
     def work() -> int:
         from rsrv_bundle.commands.converting import convert as write
 
-        if Path(out_dir).exists() and not overwrite:
-            raise TargetError(f"{out_dir} exists; pass --overwrite to replace it")
         try:
             version = known_version(stablehlo)
         except ValueError as e:
@@ -149,8 +146,6 @@ def narrow(
         from rsrv_bundle.commands.samples import rows_of
         from rsrv_bundle.narrow import narrow_bundle
 
-        if Path(out_dir).exists() and not overwrite:
-            raise TargetError(f"{out_dir} exists; pass --overwrite to replace it")
         with closing(Inspector()) as inspector, _about(directory):
             report = narrow_bundle(
                 directory,

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rsrv_bundle import torch_recurrent as recurrent
+from rsrv_bundle.between_pixels import aligned_regions, deformable_convolution
 from rsrv_bundle.torch_nms import lowered_nms
 
 
@@ -136,74 +137,30 @@ def _bicubic_aa(
     return _resize(x, output_size, align_corners, (scales_h, scales_w), 2)
 
 
-def _between(image: Any, y: Any, x: Any) -> Any:
-    """Interpolate between the pixels of an image [channels, height, width]. Outside the image, values are 0."""
-    height, width = image.shape[1:]
-    top, left = jnp.floor(y), jnp.floor(x)
-    total: Any = 0
-    for row, column in ((top, left), (top, left + 1), (top + 1, left), (top + 1, left + 1)):
-        weight = (1 - jnp.abs(y - row)) * (1 - jnp.abs(x - column))
-        inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
-        at = [
-            jnp.clip(place, 0, extent - 1).astype(jnp.int32)
-            for place, extent in ((row, height), (column, width))
-        ]
-        total += image[:, at[0], at[1]] * jnp.where(inside, weight, 0)
-    return total
-
-
 def _deform_conv2d(
     x: Any, weight: Any, offset: Any, mask: Any, bias: Any, stride_h: int, stride_w: int, pad_h: int, pad_w: int,
     dilation_h: int, dilation_w: int, groups: int, offset_groups: int, use_mask: bool,
 ) -> Any:  # fmt: skip
-    """Compute torchvision's deformable convolution: `offset` moves the places from which values are taken."""
-    count, channels = x.shape[:2]
-    height, width = offset.shape[2:]
-    rows, columns = weight.shape[2:]
-    moved = offset.reshape(count, offset_groups, rows, columns, 2, height, width)
-    y = (jnp.arange(rows) * dilation_h)[:, None, None, None] + (jnp.arange(height) * stride_h - pad_h)[
-        :, None
-    ]
-    at = (jnp.arange(columns) * dilation_w)[:, None, None] + jnp.arange(width) * stride_w - pad_w
-    images = x.reshape(count, offset_groups, channels // offset_groups, *x.shape[2:])
-    values = jax.vmap(jax.vmap(_between))(images, y + moved[:, :, :, :, 0], at + moved[:, :, :, :, 1])
-    if use_mask:
-        values = values * mask.reshape(count, offset_groups, 1, rows, columns, height, width)
-    values = values.reshape(count, groups, channels // groups, rows, columns, height, width)
-    kernels = weight.reshape(groups, -1, *weight.shape[1:])
-    answer = jnp.einsum("ngcklhw,gockl->ngohw", values, kernels).reshape(count, -1, height, width)
-    return answer + bias[:, None, None]
+    convolved = deformable_convolution(
+        x,
+        weight,
+        offset,
+        mask if use_mask else None,
+        strides=(stride_h, stride_w),
+        pads=(pad_h, pad_w),
+        dilations=(dilation_h, dilation_w),
+        groups=groups,
+    )
+    return convolved + bias[:, None, None]
 
 
 def _roi_align(
     x: Any, rois: Any, scale: float, rows: int, columns: int, sampling_ratio: int, aligned: bool
 ) -> Any:
-    """Return the average of `sampling_ratio` times `sampling_ratio` values in each cell of each region."""
     if sampling_ratio <= 0:
         raise NotImplementedError("sampling_ratio: must be a fixed number of samples, such as 2")
-    height, width = x.shape[2:]
-
-    def one(roi: Any) -> Any:
-        corners = roi[1:] * scale - (0.5 if aligned else 0.0)
-        extents = corners[2:] - corners[:2]
-        if not aligned:
-            extents = jnp.maximum(extents, 1.0)
-
-        def places(start: Any, extent: Any, cells: int) -> Any:
-            steps = jnp.arange(cells * sampling_ratio) + 0.5
-            return start + steps * extent / (cells * sampling_ratio)
-
-        y, at = places(corners[1], extents[1], rows), places(corners[0], extents[0], columns)
-        inside = ((y >= -1) & (y <= height))[:, None] & ((at >= -1) & (at <= width))
-        values = _between(
-            x[roi[0].astype(jnp.int32)],
-            jnp.clip(y, 0, height - 1)[:, None] + 0 * at,
-            jnp.clip(at, 0, width - 1) + 0 * y[:, None],
-        )
-        cells = jnp.where(inside, values, 0).reshape(-1, rows, sampling_ratio, columns, sampling_ratio)
-        return cells.mean((2, 4))
-
-    return jax.vmap(one)(rois)
+    owners = rois[:, 0].astype(jnp.int32)
+    return aligned_regions(x, rois[:, 1:], owners, scale, (rows, columns), sampling_ratio, aligned)
 
 
 #: Lowerings by the names of their operations. They are used in place of torchax's lowerings.

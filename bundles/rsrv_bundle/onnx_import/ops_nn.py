@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from rsrv_bundle.between_pixels import aligned_regions, deformable_convolution
 from rsrv_bundle.onnx_import.operators import (
     Context,
     Unsupported,
@@ -128,25 +129,17 @@ def _deform_conv(
 ) -> Any:  # fmt: skip
     if x.ndim != 4:
         raise Unsupported("only images of two axes are supported")
-    n, c, h, width = x.shape
-    kh, kw = w.shape[2:]
-    strides, dilations = strides or [1, 1], dilations or [1, 1]
-    top, left = (pads or [0, 0, 0, 0])[:2]
-    oh, ow = offset.shape[2:]
-    shifts = jnp.reshape(offset, (n, offset_group, kh, kw, 2, oh, ow))
-    ys = np.arange(oh) * strides[0] - top
-    xs = np.arange(ow) * strides[1] - left
-    row = ys[:, None] + np.arange(kh)[:, None, None, None] * dilations[0] + shifts[..., 0, :, :]
-    column = xs[None, :] + np.arange(kw)[None, :, None, None] * dilations[1] + shifts[..., 1, :, :]
-    images = jnp.reshape(x, (n * offset_group, c // offset_group, h, width))
-    flat = (n * offset_group, kh * kw * oh * ow)
-    taken = bilinear(images, jnp.reshape(row, flat), jnp.reshape(column, flat))
-    taken = jnp.reshape(taken, (n, offset_group, c // offset_group, kh, kw, oh, ow))
-    if mask is not None:
-        taken = taken * jnp.reshape(mask, (n, offset_group, 1, kh, kw, oh, ow))
-    parts = jnp.reshape(taken, (n, group, c // group, kh, kw, oh, ow))
-    kernels = jnp.reshape(w, (group, w.shape[0] // group, c // group, kh, kw))
-    return biased(jnp.reshape(jnp.einsum("ngchwyx,gochw->ngoyx", parts, kernels), (n, w.shape[0], oh, ow)), b)
+    y = deformable_convolution(
+        jnp.asarray(x),
+        w,
+        offset,
+        mask,
+        strides=strides or (1, 1),
+        pads=(pads or (0, 0))[:2],
+        dilations=dilations or (1, 1),
+        groups=group,
+    )
+    return biased(y, b)
 
 
 @op("Col2Im")
@@ -463,11 +456,6 @@ def _lrn(
 # --- images -----------------------------------------------------------------------------------------------
 
 
-def bilinear(image: Any, row: Any, column: Any) -> Any:
-    """Interpolate images [n, c, h, w] at places [n, k]. The result is [n, c, k]. Outside the image, values are 0."""
-    return _between(image, [row, column], (0, 1), _linear_weights, pixels)
-
-
 def _linear_weights(t: Any) -> tuple[Any, ...]:
     return 1 - t, t
 
@@ -574,32 +562,11 @@ def _roi_align(
     half = (
         coordinate_transformation_mode or ("half_pixel" if ctx.opset >= 16 else "output_half_pixel")
     ) == "half_pixel"
-    h, w = x.shape[2:]
-    rois = rois * np.array(spatial_scale, rois.dtype) - (0.5 if half else 0)
-    x1, y1, x2, y2 = (rois[:, i] for i in range(4))
-    width, height = x2 - x1, y2 - y1
-    if not half:
-        width, height = jnp.maximum(width, 1), jnp.maximum(height, 1)
-
-    def samples(first: Any, length: Any, count: int) -> Any:
-        steps = (np.arange(count * sampling_ratio) + 0.5) / (count * sampling_ratio)
-        return first[:, None] + length[:, None] * steps.astype(x.dtype)
-
-    ys, xs = samples(y1, height, output_height), samples(x1, width, output_width)
-
-    def weights(at: Any, size: int) -> Any:
-        """Return the weight of each pixel for each place, [k, size]."""
-        inside = (at >= -1) & (at <= size)
-        at = jnp.clip(at, 0, size - 1)
-        return jnp.maximum(1 - jnp.abs(at[..., None] - np.arange(size)), 0) * inside[..., None]
-
-    down, across = weights(ys, h), weights(xs, w)
-    picked = x[images]
-    shape = (rois.shape[0], x.shape[1], output_height, sampling_ratio, output_width, sampling_ratio)
-    if mode == "avg":
-        sampled = jnp.einsum("rah,rchw,rbw->rcab", down, picked, across)
-        return jnp.mean(jnp.reshape(sampled, shape), (3, 5)).astype(x.dtype)
-    raise Unsupported(f"its mode '{mode}' is not supported; only avg is supported")
+    if mode != "avg":
+        raise Unsupported(f"its mode '{mode}' is not supported; only avg is supported")
+    size = output_height, output_width
+    averages = aligned_regions(jnp.asarray(x), rois, images, spatial_scale, size, sampling_ratio, half)
+    return averages.astype(x.dtype)
 
 
 @op("AffineGrid")

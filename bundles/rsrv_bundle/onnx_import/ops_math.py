@@ -44,8 +44,6 @@ for _name, _function in {
     "BitwiseNot": jnp.invert, "Reciprocal": lambda x: 1 / x, "Relu": lambda x: jnp.maximum(x, 0),
     "Sigmoid": in_f32(jax.nn.sigmoid), "Erf": in_f32(lambda x: lax.erf(jnp.asarray(x))),
     "Softplus": in_f32(jax.nn.softplus), "Softsign": in_f32(lambda x: x / (1 + jnp.abs(x))),
-    "Mish": in_f32(lambda x: x * jnp.tanh(jax.nn.softplus(x))),
-    "HardSwish": in_f32(lambda x: x * jnp.clip(x / 6 + 0.5, 0, 1)),
 }.items():  # fmt: skip
     _unary(_name, _function)
 
@@ -150,19 +148,9 @@ def _leaky_relu(ctx: Context, x: Any, *, alpha: float = 0.01) -> Any:
     return jnp.where(x < 0, x * np.array(alpha, x.dtype), x)
 
 
-@op("ThresholdedRelu")
-def _thresholded_relu(ctx: Context, x: Any, *, alpha: float = 1.0) -> Any:
-    return jnp.where(x > np.array(alpha, x.dtype), x, np.zeros((), x.dtype))
-
-
 @op("Elu")
 def _elu(ctx: Context, x: Any, *, alpha: float = 1.0) -> Any:
     return in_f32(lambda v: jnp.where(v < 0, np.array(alpha, v.dtype) * jnp.expm1(v), v))(x)
-
-
-@op("Celu")
-def _celu(ctx: Context, x: Any, *, alpha: float = 1.0) -> Any:
-    return in_f32(lambda v: jax.nn.celu(v, np.array(alpha, v.dtype)))(x)
 
 
 @op("Selu")
@@ -186,17 +174,6 @@ def _hard_sigmoid(ctx: Context, x: Any, *, alpha: float = 0.2, beta: float = 0.5
 @op("Gelu", domain=MICROSOFT)
 def gelu(ctx: Context, x: Any, *, approximate: str = "none") -> Any:
     return in_f32(lambda v: jax.nn.gelu(v, approximate=approximate == "tanh"))(x)
-
-
-@op("Shrink")
-def _shrink(ctx: Context, x: Any, *, bias: float = 0.0, lambd: float = 0.5) -> Any:
-    b, zero = np.array(bias, x.dtype), np.zeros((), x.dtype)
-    return jnp.where(x < -lambd, x + b, jnp.where(x > lambd, x - b, zero))
-
-
-@op("Swish")
-def swish(ctx: Context, x: Any, *, alpha: float = 1.0) -> Any:
-    return in_f32(lambda v: v * jax.nn.sigmoid(np.array(alpha, v.dtype) * v))(x)
 
 
 @op("Dropout")
@@ -433,21 +410,6 @@ def _stft(
     if onesided:
         spectra = spectra[..., : n // 2 + 1]
     return jnp.stack([spectra.real, spectra.imag], -1).astype(signal.dtype)
-
-
-def _window(name: str, terms: tuple[float, ...]) -> None:
-    def lowering(ctx: Context, size: Any, *, output_datatype: int = 1, periodic: int = 1) -> Any:
-        [n] = whole_numbers(ctx, size, "size")
-        angle = 2 * np.pi * jnp.arange(n) / (n if periodic else n - 1)
-        window = sum(term * jnp.cos(index * angle) for index, term in enumerate(terms))
-        return jnp.asarray(window).astype(dtype_of(output_datatype))
-
-    op(name)(lowering)
-
-
-_window("HannWindow", (0.5, -0.5))
-_window("HammingWindow", (25 / 46, -21 / 46))
-_window("BlackmanWindow", (0.42, -0.5, 0.08))
 
 
 @op("MelWeightMatrix")

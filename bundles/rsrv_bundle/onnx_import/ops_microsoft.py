@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rsrv_bundle.onnx_import.operators import MICROSOFT, Context, Unsupported, in_f32, op
-from rsrv_bundle.onnx_import.ops_math import gelu, gemm, swish
+from rsrv_bundle.onnx_import.ops_math import gelu, gemm
 from rsrv_bundle.onnx_import.ops_nn import biased, convolved, scaled_by_rms, standardised
 from rsrv_bundle.onnx_import.ops_quantised import dequantised, dynamic_quantize_linear, quantised, shifted
 
@@ -75,7 +75,7 @@ def _fast_gelu(ctx: Context, x: Any, b: Any = None) -> Any:
 
 @op("QuickGelu", domain=MICROSOFT)
 def _quick_gelu(ctx: Context, x: Any, *, alpha: float = 1.702) -> Any:
-    return swish(ctx, x, alpha=alpha)
+    return in_f32(lambda v: v * jax.nn.sigmoid(np.array(alpha, v.dtype) * v))(x)
 
 
 def _centred(x: Any, epsilon: float, simplified: bool) -> Any:

@@ -401,14 +401,6 @@ def _layer_normalization(
     return (y.astype(x.dtype), mean, inverse)[: ctx.outputs]
 
 
-@op("RMSNormalization")
-def _rms_normalization(
-    ctx: Context, x: Any, scale: Any, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
-) -> Any:
-    axes = tuple(range(axis_of(axis, x.ndim), x.ndim))
-    return in_f32(lambda v: scaled_by_rms(v, axes, epsilon))(x) * scale
-
-
 @op("GroupNormalization")
 def _group_normalization(
     ctx: Context,

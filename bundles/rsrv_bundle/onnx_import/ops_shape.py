@@ -112,11 +112,6 @@ def _cast(ctx: Context, x: Any, *, to: int, saturate: int = 1, round_mode: str =
     return cast(x, dtype_of(to), saturate)
 
 
-@op("CastLike")
-def _cast_like(ctx: Context, x: Any, like: Any, *, saturate: int = 1, round_mode: str = "up") -> Any:
-    return cast(x, like.dtype, saturate)
-
-
 @op("BitCast")
 def _bit_cast(ctx: Context, x: Any, *, to: int) -> Any:
     return lax.bitcast_convert_type(x, dtype_of(to))
@@ -242,20 +237,6 @@ def _pad(
         )
     ]
     return jnp.pad(x, [(max(low, 0), max(high, 0)) for low, high in widths], mode=mode)
-
-
-@op("CenterCropPad")
-def _center_crop_pad(ctx: Context, x: Any, shape: Any, *, axes: Any = None) -> Any:
-    for axis, size in zip(
-        range(x.ndim) if axes is None else axes, whole_numbers(ctx, shape, "shape"), strict=True
-    ):
-        at = axis_of(axis, x.ndim)
-        more = size - x.shape[at]
-        if more < 0:
-            x = lax.slice_in_dim(x, -more // 2, -more // 2 + size, axis=at)
-        else:
-            x = jnp.pad(x, [(more // 2, more - more // 2) if dim == at else (0, 0) for dim in range(x.ndim)])
-    return x
 
 
 @op("Trilu")

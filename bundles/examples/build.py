@@ -6,6 +6,8 @@ A bundle whose maker has not changed since it was built stays as it is. Nothing 
 from __future__ import annotations
 
 import argparse
+import ast
+import functools
 import hashlib
 import importlib
 import sys
@@ -43,17 +45,8 @@ NAMES = (*SMALL, *MODELS, *STATEFUL)
 #: Bundles of half a gigabyte, which are built only if they are named.
 LARGE = ("smollm2",)
 
-#: Files and packages from which bundles are built, in addition to jax and the sources that share the bundle's first word.
-_SOURCES = {
-    "detector": ("adam.py",),
-    "digits": ("adam.py",),
-    "family": ("adam.py", "digits*.py"),
-    "glossary": ("adam.py", "gru.py", "../../LICENSE"),
-    "minilm": ("wheels.py",),
-    "smollm2": ("wheels.py",),
-    "tagger": ("adam.py", "gru.py"),
-    "unet": ("detector_scenes.py", "detector_run.py"),
-}
+#: Other files from which bundles are built, and packages, by the first word of the bundles' names.
+_FILES = {"glossary": (Path(__file__).resolve().parents[2] / "LICENSE",)}
 _PACKAGES = {
     "digits": ("scikit-learn",),
     "family": ("scikit-learn",),
@@ -109,26 +102,46 @@ def _word(name: str) -> str:
 
 
 def _source_digest(name: str) -> str:
-    """Return one hash over everything that decides a bundle's bytes. Raises PackageNotFoundError.
-
-    These are the maker's sources, the format package without its command line, the library for hooks, which also makes training
-    data, and versions.
-    """
-    word = _word(name)
-    package = _HERE.parent / "rsrv_bundle"
-    patterns = (f"{word}*.py", f"{word}/*.py", *_SOURCES.get(word, ()))
-    sources = sorted(
-        {source for pattern in patterns for source in _HERE.glob(pattern)}
-        | {*package.rglob("*.py")} - {package / "cli.py", *(package / "commands").rglob("*.py")}
-        | {*_HOOKS.glob("*.py")}
-    )
-    packages = ("jax", *_PACKAGES.get(word, ()))
+    """Return one hash over everything that decides a bundle's bytes: sources and versions. Raises PackageNotFoundError."""
+    packages = ("jax", *_PACKAGES.get(_word(name), ()))
     total = hashlib.sha256(
         " ".join(f"{package} {metadata.version(package)}" for package in packages).encode()
     )
-    for source in sources:
+    for source in sorted(_sources(name)):
         total.update(f"\n{source.name} {hashlib.sha256(source.read_bytes()).hexdigest()}".encode())
     return total.hexdigest()
+
+
+def _sources(name: str) -> set[Path]:
+    """Return the files that decide a bundle's bytes.
+
+    These are the maker with the examples that it imports, the format package without its command line, and the library for hooks,
+    which also makes training data.
+    """
+    word = _word(name)
+    makers: set[Path] = set()
+    waiting = [*_HERE.glob(f"{word}*.py"), *_HERE.glob(f"{word}/*.py")]
+    while waiting:
+        maker = waiting.pop()
+        if maker not in makers:
+            makers.add(maker)
+            waiting += _imported(maker)
+    package = _HERE.parent / "rsrv_bundle"
+    commands = {package / "cli.py", *(package / "commands").rglob("*.py")}
+    return {*makers, *_FILES.get(word, ()), *package.rglob("*.py"), *_HOOKS.glob("*.py")} - commands
+
+
+@functools.cache
+def _imported(source: Path) -> list[Path]:
+    """Return the examples that a source imports."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("examples"):
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    files = [_HERE.parent.joinpath(*name.split(".")) for name in names]
+    return [
+        path for file in files for path in (file.with_suffix(".py"), file / "__init__.py") if path.is_file()
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +12,10 @@ import numpy as np
 import pytest
 
 import examples.build
-from examples import digits, digits_hooks, mlp, two_sizes, v2_affine
+from examples import digits_hooks, mlp, two_sizes, v2_affine
 from rsrv_bundle import load_weights, read_bundle
 from rsrv_bundle.inputs import random_inputs
 from rsrv_bundle.modules import as_exported, check_signatures, module_file
-
-EXAMPLES = Path(examples.build.__file__).parent
-OURS = {"examples": EXAMPLES, "rsrv.hooks": EXAMPLES.parents[1] / "triton_backend" / "rsrv" / "hooks"}
 
 
 @pytest.fixture(scope="module")
@@ -63,49 +59,12 @@ def test_an_unknown_example_is_wrong_usage(tmp_path: Path, capsys: pytest.Captur
     assert f"there are {', '.join(examples.build.NAMES + examples.build.LARGE)}" in capsys.readouterr().err
 
 
-def test_a_bundle_is_built_again_when_any_source_that_its_maker_imports_changes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The hash of a built bundle covers every source of ours that its maker imports, also indirectly."""
-    read: list[Path] = []
-    real = Path.read_bytes
-
-    def noted(path: Path) -> bytes:
-        read.append(path)
-        return real(path)
-
-    monkeypatch.setattr(Path, "read_bytes", noted)
-    for name in examples.build.NAMES + examples.build.LARGE:
-        read.clear()
-        examples.build._source_digest(name)
-        word = name.partition("_")[0]
-        folder = EXAMPLES / word
-        missing = uses(folder / "__init__.py" if folder.is_dir() else EXAMPLES / f"{name}.py") - {*read}
-        assert missing == set(), name
-
-
-def uses(source: Path) -> set[Path]:
-    """Return the source, and the examples and hook library modules that it imports, directly or not."""
-    found: set[Path] = set()
-    waiting = [source]
-    while waiting:
-        found.add(one := waiting.pop())
-        for node in ast.walk(ast.parse(one.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module is not None:
-                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-                waiting += [path for path in map(source_of, names) if path is not None and path not in found]
-    return found
-
-
-def source_of(module: str) -> Path | None:
-    """Return the source of an example or of a hook library module; None for other modules."""
-    for package, folder in OURS.items():
-        if module.startswith(f"{package}."):
-            path = folder.joinpath(*module.removeprefix(f"{package}.").split("."))
-            return next(
-                (one for one in (path.with_suffix(".py"), path / "__init__.py") if one.is_file()), None
-            )
-    return None
+def test_a_bundle_is_built_again_when_any_source_that_its_maker_imports_changes() -> None:
+    """The hash of a built bundle covers other examples, also those that these import, and other files that a maker reads."""
+    names = {source.name for source in examples.build._sources("family_odd")}
+    assert {"digits.py", "digits_hooks.py", "adam.py", "export.py", "labels.py"} <= names
+    assert "cli.py" not in names
+    assert "LICENSE" in {source.name for source in examples.build._sources("glossary_bytes")}
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(
@@ -117,15 +76,6 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     said = capsys.readouterr().err
     assert "no-such-package" in said
     assert "make bundles" in said
-
-
-def test_held_out_digits_are_the_same_every_time() -> None:
-    """The held-out digits are always the same fifth of the images, scaled to 0..1."""
-    images, labels = digits.held_out()
-    assert (images.shape, images.dtype) == ((360, 8, 8, 1), np.float32)
-    assert (labels.shape, labels.dtype) == ((360,), np.int64)
-    assert (images.min(), images.max()) == (0, 1)
-    assert labels[:5].tolist() == digits.held_out()[1][:5].tolist()
 
 
 def test_the_digits_hook_turns_logits_into_class_and_score() -> None:

@@ -37,7 +37,7 @@ def words(text: str) -> list[str]:
 
 def entries() -> list[Entry]:
     """Return the list; names are unique."""
-    found = [*_timm(), *_torchvision(), *_transformers(), *_diffusers(), *_others()]
+    found = [*_timm(), *_torchvision(), *_transformers(), *_others()]
     assert len({entry.name for entry in found}) == len(found)
     return found
 
@@ -487,11 +487,31 @@ CHANGES: dict[str, tuple[str, Callable[[], Made]]] = {
 }
 
 
-def _diffusers() -> Iterator[Entry]:
-    for name, maker in DIFFUSERS.items():
-        yield Entry(f"diffusers {name}", "diffusers", partial(maker, name), CHANGES.get(f"diffusers {name}"))
+def _others() -> Iterator[Entry]:
+    for (package, name), make in OTHERS.items():
+        yield Entry(f"{package} {name}", package, make, CHANGES.get(f"{package} {name}"))
 
 
+OTHERS: dict[tuple[str, str], Callable[[], Made]] = {}
+
+
+def other(package: str, *names: str) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
+    """Enter a maker that takes a name, or nothing if its own name is the model's."""
+
+    def enter(make: Callable[..., Made]) -> Callable[..., Made]:
+        for name in names:
+            OTHERS[package, name] = partial(make, name) if inspect.signature(make).parameters else make
+        return make
+
+    return enter
+
+
+@other(
+    "diffusers",
+    *words(
+        "UNet2DModel UNet2DConditionModel ControlNetModel AutoencoderKL AutoencoderTiny VQModel DiTTransformer2DModel PixArtTransformer2DModel SD3Transformer2DModel FluxTransformer2DModel UNet1DModel PriorTransformer"
+    ),
+)
 def _diffuser(name: str) -> Made:
     import diffusers
     import torch
@@ -601,33 +621,6 @@ def _placed(flux: Any) -> Any:
             return self.flux(hidden_states, encoder_hidden_states, pooled_projections, timestep, **places)
 
     return Placed().eval()
-
-
-DIFFUSERS: Mapping[str, Callable[[str], Made]] = dict.fromkeys(
-    words(
-        "UNet2DModel UNet2DConditionModel ControlNetModel AutoencoderKL AutoencoderTiny VQModel DiTTransformer2DModel PixArtTransformer2DModel SD3Transformer2DModel FluxTransformer2DModel UNet1DModel PriorTransformer"
-    ),
-    _diffuser,
-)
-
-
-def _others() -> Iterator[Entry]:
-    for (package, name), make in OTHERS.items():
-        yield Entry(f"{package} {name}", package, make, CHANGES.get(f"{package} {name}"))
-
-
-OTHERS: dict[tuple[str, str], Callable[[], Made]] = {}
-
-
-def other(package: str, *names: str) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
-    """Enter a maker that takes a name, or nothing if its own name is the model's."""
-
-    def enter(make: Callable[..., Made]) -> Callable[..., Made]:
-        for name in names:
-            OTHERS[package, name] = partial(make, name) if inspect.signature(make).parameters else make
-        return make
-
-    return enter
 
 
 @other("segmentation-models-pytorch", *words("Unet UnetPlusPlus MAnet Linknet FPN PSPNet DeepLabV3Plus PAN UPerNet Segformer DPT"))

@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import example_bundles
 from examples import detector_run as steps
 from examples import detector_training
-from examples.build import DETECTOR
-from examples.detector import Direct, held_out
-from examples.detector_scenes import CLASSES, MOST_SHAPES, SIDE, recall_and_precision, scenes
+from examples.detector import Direct
+from examples.detector_scenes import CLASSES, SIDE, recall_and_precision, scenes
 from rsrv.hooks.boxes import iou
 from rsrv_bundle import read_bundle
 from tests.examples.built import Array, Arrays, Model
@@ -139,49 +136,6 @@ class Detector:
         return found
 
 
-@pytest.fixture(scope="module")
-def detector() -> Detector:
-    """Return the built example."""
-    return Detector(example_bundles.ensure(DETECTOR))
-
-
-@pytest.mark.long
-def test_shapes_in_unseen_images_are_found(detector: Detector) -> None:
-    """In 200 unseen images, at least nine of ten shapes are found, and as many reports are right."""
-    unseen = held_out()
-    recall, precision = recall_and_precision(unseen, detector(unseen.images))
-    assert recall >= 0.93
-    assert precision >= 0.88
-
-
-@pytest.mark.long
-def test_an_image_without_anything_calls_no_second_network(detector: Detector) -> None:
-    """An even image causes no call of the head and an empty answer."""
-    found = detector(np.full((2, SIDE, SIDE, 3), 90, np.uint8))
-    assert detector.calls == [("detector_backbone", 2)]
-    assert not any(found[name].any() for name in ("boxes", "scores", "count"))
-    assert (found["classes"] == -1).all()
-
-
-@pytest.mark.long
-def test_a_batch_is_answered_as_its_images_alone_are(detector: Detector) -> None:
-    """A batch of twelve images, one empty, gets the answers of its single images."""
-    images = scenes(12, seed=21, fewest=5).images
-    images[5] = 90
-    together = detector(images)
-    most = {"detector_backbone": steps.MOST_IMAGES, "detector_head": steps.MOST_REGIONS}
-    assert [rows for name, rows in detector.calls if name == "detector_backbone"] == [8, 4]
-    assert sum(name == "detector_head" for name, _ in detector.calls) >= 2
-    assert all(rows <= most[name] for name, rows in detector.calls)
-    for index in range(12):
-        alone = detector(images[index : index + 1])
-        for name in ("classes", "count"):
-            assert (alone[name][0] == together[name][index]).all()
-        np.testing.assert_allclose(alone["boxes"][0], together["boxes"][index], atol=1e-3)
-        np.testing.assert_allclose(alone["scores"][0], together["scores"][index], atol=1e-5)
-    assert together["count"].max() <= MOST_SHAPES + 2
-
-
 def test_any_number_of_regions_is_classified_and_none_is_mixed_up() -> None:
     """Many regions of nine images take many calls of the head and are not mixed up."""
     anchors = steps.anchors(SIDE)
@@ -206,6 +160,7 @@ def test_any_number_of_regions_is_classified_and_none_is_mixed_up() -> None:
     call = Direct({"detector_backbone": backbone, "detector_head": head})
     images = np.full((9, SIDE, SIDE, 3), np.arange(9)[:, None, None, None], np.uint8)
     found = steps.run({"image": images}, call)
+    assert [rows for name, rows in call.calls if name == "detector_backbone"] == [steps.MOST_IMAGES, 1]
     *full, rest = [rows for name, rows in call.calls if name == "detector_head"]
     assert set(full) == {steps.MOST_REGIONS}
     assert 0 < rest <= steps.MOST_REGIONS

@@ -5,7 +5,6 @@ No server.
 
 from __future__ import annotations
 
-import math
 import runpy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load_file
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
+from transformers import BertConfig, BertModel
 
 import example_bundles
 from examples.build import MINILM
@@ -112,53 +113,25 @@ def unexecuted(root: Path) -> Pipeline:
 
 
 class Direct:
-    """BERT as in its paper, one sentence at a time, in 64 bits."""
+    """transformers' BERT with the weights of the built encoder, one sentence at a time, in 64 bits."""
 
     def __init__(self, root: Path) -> None:
-        weights = load_file(root / "minilm_encoder" / "weights.safetensors")
-        self.weights = {name: array.astype(np.float64) for name, array in weights.items()}
+        network: Any = BertModel
+        config = BertConfig(
+            hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536
+        )
+        self.network = network(config, add_pooling_layer=False).eval().double()
+        self.network.load_state_dict(load_file(root / "minilm_encoder" / "weights.safetensors"))
         self.tokenizer = Tokenizer.from_file(str(root / "minilm" / "tokenizer.json"))
         self.tokenizer.no_padding()
 
-    def dense(self, name: str, x: Array) -> Array:
-        found: Array = x @ self.weights[name + ".weight"].T + self.weights[name + ".bias"]
-        return found
-
-    def norm(self, name: str, x: Array) -> Array:
-        centred = x - x.mean(-1, keepdims=True)
-        scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-12)
-        found: Array = scaled * self.weights[name + ".weight"] + self.weights[name + ".bias"]
-        return found
-
-    def attention(self, name: str, x: Array) -> Array:
-        query, key, value = (self.dense(f"{name}.{part}", x) for part in ("query", "key", "value"))
-        heads = []
-        for head in range(12):
-            part = slice(32 * head, 32 * head + 32)
-            weight = np.exp(query[:, part] @ key[:, part].T / math.sqrt(32))
-            heads.append(weight / weight.sum(1, keepdims=True) @ value[:, part])
-        return np.concatenate(heads, axis=1)
-
-    def hidden(self, ids: Sequence[int]) -> Array:
-        """Map token ids to [tokens, 384]."""
-        words, places, kinds = (
-            self.weights[f"embeddings.{kind}_embeddings.weight"]
-            for kind in ("word", "position", "token_type")
-        )
-        x = self.norm("embeddings.LayerNorm", words[list(ids)] + places[: len(ids)] + kinds[0])
-        for layer in (f"encoder.layer.{number}" for number in range(6)):
-            seen = self.dense(f"{layer}.attention.output.dense", self.attention(f"{layer}.attention.self", x))
-            x = self.norm(f"{layer}.attention.output.LayerNorm", x + seen)
-            inner = self.dense(f"{layer}.intermediate.dense", x)
-            inner = inner * (1 + np.vectorize(math.erf)(inner / math.sqrt(2))) / 2
-            x = self.norm(f"{layer}.output.LayerNorm", x + self.dense(f"{layer}.output.dense", inner))
-        return x
-
     def embedding(self, sentence: str) -> Array:
         """Map a sentence to [384], of length 1."""
-        mean = self.hidden(self.tokenizer.encode(sentence).ids).mean(0)
-        found: Array = mean / np.linalg.norm(mean)
-        return found
+        with torch.no_grad():
+            hidden = self.network(torch.tensor([self.tokenizer.encode(sentence).ids])).last_hidden_state
+        mean = hidden[0].mean(0).numpy()
+        unit: Array = mean / np.linalg.norm(mean)
+        return unit
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +143,7 @@ def direct(root: Path) -> Direct:
 def test_embeddings_and_their_similarities_agree_with_a_direct_computation(
     minilm: Pipeline, direct: Direct
 ) -> None:
-    """Embeddings of ordinary, odd and long sentences agree with 64-bit numpy on the same weights."""
+    """Embeddings of ordinary, odd and long sentences agree with transformers on the same weights, in 64 bits."""
     sentences = [
         *WEATHER,
         *ODD,
@@ -188,21 +161,6 @@ def test_similarities_are_those_that_the_authors_publish(minilm: Pipeline) -> No
     found = minilm.run(WEATHER)
     published = [[1, 0.6660, 0.1046], [0.6660, 1, 0.1411], [0.1046, 0.1411, 1]]
     np.testing.assert_allclose(found @ found.T, published, rtol=0, atol=1e-4)
-
-
-def test_related_sentences_are_closer_than_unrelated_ones(minilm: Pipeline) -> None:
-    """Each of two sentences on animals and two on money is closest to its neighbour."""
-    found = minilm.run(
-        [
-            "A cat sits on the mat.",
-            "The kitten is lying on the rug.",
-            "Central banks raised interest rates again.",
-            "The cost of borrowing money went up.",
-        ]
-    )
-    similar = found @ found.T
-    assert min(similar[0, 1], similar[2, 3]) > 0.4
-    assert similar[:2, 2:].max() < 0.2
 
 
 def test_the_encoders_output_goes_to_the_pooling_without_coming_back(minilm: Pipeline) -> None:

@@ -12,11 +12,16 @@ import onnx
 import pytest
 from onnx import GraphProto, TensorProto, helper
 
-from rsrv_bundle import BundleError, from_onnx
+from rsrv_bundle import Bundle, BundleError, from_onnx
 from rsrv_bundle.cli import main
 from rsrv_bundle.from_onnx import eager_onnx, export_onnx
 from rsrv_bundle.onnx_import.model import read_model
 from tests.onnx_files import KERNEL, TABLE, encoder, graph, node, write
+
+
+def export(folder: Path, made: Any, **options: Any) -> Bundle:
+    """Write a file with this graph, and export it."""
+    return export_onnx(write(folder / "m.onnx", made), out_dir=folder / "m", **options)
 
 
 def test_a_padded_axis_is_called_by_its_name_in_the_file(tmp_path: Path) -> None:
@@ -72,7 +77,7 @@ def test_one_variant_fixes_the_axes(tmp_path: Path) -> None:
 def test_a_batch_of_one_row_in_the_file_grows(tmp_path: Path) -> None:
     """Most files of pictures have a batch of 1; the bundle takes more rows if the operators do."""
     made = graph([node("Relu", "x", "y")], {"x": (np.float32, [1, 3])}, {"y": (np.float32, [1, 3])})
-    bundle = export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m", batch_sizes=(1, 4))
+    bundle = export(tmp_path, made, batch_sizes=(1, 4))
     assert bundle.manifest.inputs[0].dims == (-1, 3)
 
 
@@ -95,7 +100,7 @@ def test_an_output_without_an_axis_of_one_row_gets_one(tmp_path: Path) -> None:
     """A probability without axes has one value for each row of a batch."""
     nodes = [node("ReduceMax", "x", "y", keepdims=0)]
     made = graph(nodes, {"x": (np.float32, [1, 3])}, {"y": (np.float32, [])})
-    bundle = export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m", batch_sizes=(1, 4))
+    bundle = export(tmp_path, made, batch_sizes=(1, 4))
     assert bundle.manifest.outputs[0].dims == (-1,)
 
 
@@ -107,7 +112,7 @@ def test_rows_of_a_dynamically_quantised_model_do_not_share_a_scale(tmp_path: Pa
     ]
     dims: Any = (np.float32, ["rows", 3])
     made = graph(nodes, {"x": dims}, {"y": dims})
-    bundle = export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m", batch_sizes=(1, 4))
+    bundle = export(tmp_path, made, batch_sizes=(1, 4))
     numerics: Any = bundle.manifest.numerics
     assert set(numerics["rows"]) == {"model.b4"}
     assert numerics["max_rel_error"] < 1e-6
@@ -165,7 +170,7 @@ def test_rows_beside_an_input_of_one_row_are_the_batch(tmp_path: Path) -> None:
         {"x": (np.float32, ["rows", 3]), "scale": (np.float32, [1, 3])},
         {"y": (np.float32, ["rows", 3])},
     )
-    bundle = export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m", batch_sizes=(1, 4))
+    bundle = export(tmp_path, made, batch_sizes=(1, 4))
     assert [spec.dims for spec in bundle.manifest.inputs] == [(-1, 3), (-1, 3)]
 
 
@@ -173,9 +178,9 @@ def test_axes_that_the_file_calls_by_a_question_mark_have_sizes_of_their_own(tmp
     """Paddle writes "?" for each open axis, which is no name that two axes share."""
     dims: Any = (np.float32, [-1, "?", "?"])
     made = graph([node("Exp", "x", "y")], {"x": dims}, {"y": dims})
-    bundle = export_onnx(
-        write(tmp_path / "m.onnx", made),
-        out_dir=tmp_path / "m",
+    bundle = export(
+        tmp_path,
+        made,
         batch_sizes=(1,),
         input_shapes=[{"x_1": 4, "x_2": 6}],
     )
@@ -190,7 +195,7 @@ def test_the_batch_of_a_state_is_its_axis_without_a_size(tmp_path: Path, rows: i
         {"x": (np.float32, [rows, 3]), "state": (np.float32, [2, rows, 3])},
         {"after": (np.float32, [2, rows, 3])},
     )
-    bundle = export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m", batch_sizes=(1, 4))
+    bundle = export(tmp_path, made, batch_sizes=(1, 4))
     assert [spec.batch_axis for spec in bundle.manifest.inputs] == [0, 1]
     assert bundle.manifest.outputs[0].batch_axis == 1
 
@@ -234,7 +239,7 @@ def test_a_damaged_node_with_an_index_is_named(tmp_path: Path, nodes: Any, depth
     constants = {name: value for name, value in constants.items() if name in nodes.input}
     made = graph([nodes], {"ids": (np.int64, ["rows", 6])}, {"y": (np.float32, ["rows", 6, 3])}, constants)
     with pytest.raises(BundleError, match=f"operator .*{nodes.op_type} at node 'y': "):
-        export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m", batch_sizes=(1, 2))
+        export(tmp_path, made, batch_sizes=(1, 2))
 
 
 def test_samples_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,7 +280,7 @@ def test_a_batch_of_one_row_may_grow_along_another_axis_of_the_output(tmp_path: 
     """Text recognisers return [time, batch, classes], so the rows of onnxruntime are joined along the second axis."""
     nodes = [node("Transpose", "x", "turned", perm=[1, 0, 2]), node("Exp", "turned", "y")]
     made = graph(nodes, {"x": (np.float32, [1, 5, 4])}, {"y": (np.float32, [5, 1, 4])})
-    bundle = export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m", batch_sizes=(1, 3))
+    bundle = export(tmp_path, made, batch_sizes=(1, 3))
     assert bundle.manifest.outputs[0].batch_axis == 1
 
 
@@ -382,7 +387,7 @@ def test_an_unknown_operator_is_named_with_its_node(tmp_path: Path) -> None:
     with pytest.raises(
         BundleError, match=r"operator my\.own\.Magic at node 'here': rsrv does not know it.*--outputs"
     ):
-        export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m")
+        export(tmp_path, made)
 
 
 def test_an_unknown_operator_of_the_optimiser_is_refused_with_its_cure(tmp_path: Path) -> None:
@@ -393,7 +398,7 @@ def test_an_unknown_operator_of_the_optimiser_is_refused_with_its_cure(tmp_path:
         {"y": (np.float32, [3])},
     )
     with pytest.raises(BundleError, match="take the file as it was before onnxruntime's optimiser"):
-        export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m")
+        export(tmp_path, made)
 
 
 def test_results_of_a_size_that_a_request_decides_are_refused(tmp_path: Path) -> None:
@@ -401,7 +406,7 @@ def test_results_of_a_size_that_a_request_decides_are_refused(tmp_path: Path) ->
     with pytest.raises(
         BundleError, match=r"operator NonZero at node 'y': its number of results depends on the values"
     ):
-        export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m")
+        export(tmp_path, made)
 
 
 def test_a_request_may_choose_between_branches_of_one_shape(tmp_path: Path) -> None:
@@ -523,7 +528,7 @@ def test_a_tensor_of_too_many_elements_is_refused_before_it_is_made(tmp_path: Pa
         nodes, {"x": (np.float32, [1])}, {"y": (np.float32, [])}, {"shape": np.array([10**6] * 3, np.int64)}
     )
     with pytest.raises(BundleError, match=r"ConstantOfShape.*has 10{18} elements, more than"):
-        export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m")
+        export(tmp_path, made)
 
 
 def test_a_function_that_calls_itself_is_refused(tmp_path: Path) -> None:
@@ -570,7 +575,7 @@ def test_a_loop_that_ends_by_its_own_count_does_not_hold_the_export(tmp_path: Pa
     nodes = [node("Loop", "- start zero x", "rounds y all" if scans else "rounds y", body=body)]
     outputs: dict[str, Any] = {"y": (np.float32, [1]), **({"all": (np.float32, [100, 1])} if scans else {})}
     made = graph(nodes, {"x": (np.float32, [1])}, outputs, constants)
-    bundle = export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m")
+    bundle = export(tmp_path, made)
     assert b"while" in (bundle.path / "model.mlir").read_bytes()
 
 
@@ -594,7 +599,7 @@ def test_a_long_loop_of_known_numbers_may_make_a_shape(tmp_path: Path) -> None:
     ]
     constants = {"count": np.array(20), "zero": np.array([0]), "one": np.array([1])}
     made = graph(nodes, {"x": (np.float32, [1])}, {"y": (np.float32, [20])}, constants)
-    bundle = export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m")
+    bundle = export(tmp_path, made)
     assert bundle.manifest.outputs[0].dims == (20,)
 
 
@@ -606,7 +611,7 @@ def test_a_loop_of_any_length_does_not_hold_the_export(tmp_path: Path, rounds: i
         nodes, {"x": (np.float32, [1])}, {"y": (np.float32, [1])},
         {"count": np.array(rounds, np.int64), "one": np.ones(1, np.float32)},
     )  # fmt: skip
-    bundle = export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m")
+    bundle = export(tmp_path, made)
     module = (bundle.path / "model.mlir").read_bytes()
     assert b"while" in module
     assert len(module) < 20_000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,10 @@ import numpy as np
 import pytest
 
 from rsrv_bundle import BundleError, cli, load_weights, read_bundle, yaml12
-from rsrv_bundle.commands.converting import convert
 from rsrv_bundle.export import export_bundle
-from rsrv_bundle.modules import check_signatures, known_version
+from rsrv_bundle.modules import check_signatures
 from rsrv_bundle.weights import tensor_keys
 from tests.unit.bundle.forge import (
-    GOOD,
-    META,
-    VARIANTS,
     changed,
     make_bundle,
     one_weight,
@@ -55,26 +50,10 @@ def exported(source: Path, tmp_path: Path) -> Path:
     return path
 
 
-def sums(path: Path) -> dict[str, str]:
-    """Return the SHA-256 of the modules and the weights."""
-    files = [file for file in path.iterdir() if file.suffix in (".mlir", ".safetensors")]
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-
-
 def tear(file: Path) -> None:
     """Zero the last bytes, as if they were not written yet."""
     content = file.read_bytes()
     file.write_bytes(content[:-4] + bytes(4) if content[-4:] != bytes(4) else content[:-4] + b"torn")
-
-
-def test_the_exporter_writes_the_checksums_of_modules_and_weights(exported: Path) -> None:
-    """The exporter writes the same checksums as `sha256sum`, and storing numerics keeps them."""
-    manifest = read_bundle(exported).manifest
-    assert manifest.format_version == "3"
-    assert set(manifest.sha256) == {"model.b1.mlir", "model.b4.mlir", "weights.safetensors"}
-    assert manifest.sha256 == sums(exported)
-    assert cli.main(["check", "--numerics", "--store", str(exported)]) == 0
-    assert read_bundle(exported).manifest.sha256 == manifest.sha256
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "model.b4.mlir"])
@@ -170,29 +149,3 @@ def test_a_file_that_is_missing_is_named_once(tmp_path: Path, file: str, problem
     made = make_bundle(tmp_path, weights=one_weight())
     (made / file).unlink()
     assert problems_of(made) == (problem,)
-
-
-@pytest.mark.parametrize("manifest", [GOOD, VARIANTS, META])
-def test_what_has_no_weights_has_no_checksum_of_them(tmp_path: Path, manifest: dict[str, Any]) -> None:
-    """Format 3 fits every kind of bundle; without weights there is no checksum of weights."""
-    names = ["model.v0.b1.mlir", "model.v0.b4.mlir", "model.v1.b1.mlir", "model.v1.b4.mlir"]
-    modules = (
-        []
-        if manifest is META
-        else names
-        if manifest is VARIANTS
-        else [name[:5] + name[8:] for name in names[:2]]
-    )
-    hooks = "def run(inputs, call): ..." if manifest is META else None
-    made = make_bundle(tmp_path, manifest, modules=modules, hooks=hooks)
-    assert set(read_bundle(made).manifest.sha256) == set(modules)
-
-
-def test_a_conversion_writes_the_checksums(exported: Path, tmp_path: Path) -> None:
-    """A conversion writes the checksums of the modules that it writes."""
-    before = sums(exported)
-    new = convert(exported, tmp_path / "new", stablehlo="1.0.0")
-    assert new.manifest.format_version == "3"
-    assert new.manifest.sha256 == sums(tmp_path / "new") != before
-    back = convert(tmp_path / "new", tmp_path / "back", stablehlo=known_version(None))
-    assert back.manifest.sha256 == sums(tmp_path / "back")

@@ -132,12 +132,6 @@ def test_a_version_that_cannot_be_written_is_wrong_usage(
     assert problem in capsys.readouterr().err
 
 
-def test_a_broken_bundle_is_not_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A broken bundle is not converted, and its problems are printed."""
-    assert cli.main(["convert", str(make_bundle(tmp_path)), "-o", str(tmp_path / "new")]) == 1
-    assert "model.b1.mlir: is not a StableHLO portable artifact" in capsys.readouterr().err
-
-
 def test_what_a_version_cannot_say_is_refused() -> None:
     """A module that the version cannot express is refused with jaxlib's reason."""
     blob = returning(Y4, takes=(X4, W))

@@ -141,13 +141,6 @@ def test_meta_models_differ_in_what_they_call(tmp_path: Path, capsys: pytest.Cap
     assert (status, lines[0]) == (1, "meta.calls: ['first', 'second'] in A, ['first'] in B")
 
 
-def test_trouble_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A bundle that cannot be read makes diff exit 2."""
-    a = bundle(tmp_path / "a", {"w": ONES})
-    assert cli.main(["diff", str(a), str(tmp_path / "none")]) == 2
-    assert "none: there is no such file or directory" in capsys.readouterr().err
-
-
 def test_tensors_are_the_same_if_they_are_for_the_server(tmp_path: Path) -> None:
     """Weights of format 2.0, stored transposed, equal those of format 3 if the modules take the same tensors."""
     old = read_bundle(bundle(tmp_path / "a", {"w": ONES.T}, changed(GOOD, format_version="2.0")))

@@ -13,7 +13,6 @@ import pytest
 
 from rsrv_bundle import BundleError, load_weights
 from rsrv_bundle.from_equinox import eager_equinox, export_equinox
-from rsrv_bundle.stateful import export_stateful
 
 X = {"x": np.zeros((1, 3), np.float32)}
 
@@ -87,18 +86,3 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
     for elsewhere in ({"batch_axis": 1}, {"batch_axis": {"x": 1}}, {"axes": {"x": "an"}}):
         with pytest.raises(BundleError, match="the batch is the first axis of every input"):
             export_equinox(eqx.nn.Identity(), X, **options, **elsewhere)
-
-
-def test_a_cell_keeps_its_state(tmp_path: Path) -> None:
-    """A recurrent cell is a step: what it returns is the state of a sequence."""
-    weights, rest = eqx.partition(eqx.nn.GRUCell(3, 4, key=jax.random.key(0)), eqx.is_array)
-
-    def step(params: Any, state: Any, x: jax.Array) -> Any:
-        hidden = jax.vmap(eqx.combine(params, rest))(x, state)
-        return {"y": hidden}, hidden
-
-    zeros: Any = jax.ShapeDtypeStruct((4,), jnp.float32)
-    bundle = export_stateful(step, zeros, weights, X, slots=4, batch_sizes=[2], out_dir=tmp_path / "m")
-    assert [weight.name for weight in bundle.weights] == ["weight_ih", "weight_hh", "bias", "bias_n"]
-    assert bundle.manifest.state is not None
-    assert bundle.manifest.state.slot_bytes == 16

@@ -13,7 +13,6 @@ from flax import nnx
 
 from rsrv_bundle import BundleError, load_weights
 from rsrv_bundle.from_nnx import eager_nnx, export_nnx
-from rsrv_bundle.stateful import export_stateful
 
 X = {"x": np.zeros((1, 3), np.float32)}
 
@@ -96,19 +95,3 @@ def test_a_recurrent_layer_is_exported(tmp_path: Path, cell: Any) -> None:
     inputs = {"inputs": np.zeros((1, 5, 3), np.float32)}
     bundle = export_nnx(model, inputs, batch_sizes=[1, 2], out_dir=tmp_path / "m")
     assert bundle.manifest.outputs[0].dims == (-1, 5, 4)
-
-
-@pytest.mark.long
-def test_a_cell_keeps_its_carry_as_state(tmp_path: Path) -> None:
-    """A recurrent cell is a step: its carry is the state of a sequence, and its variables are the weights."""
-    graph, weights = nnx.split(nnx.GRUCell(3, 4, rngs=nnx.Rngs(0)), nnx.Param, ...)[:2]
-
-    def step(params: Any, state: Any, x: jax.Array) -> Any:
-        carry, y = nnx.merge(graph, params, {})(state, x)
-        return {"y": y}, carry
-
-    zeros: Any = jax.ShapeDtypeStruct((4,), np.float32)
-    bundle = export_stateful(step, zeros, weights, X, slots=4, batch_sizes=[2], out_dir=tmp_path / "m")
-    assert bundle.weights[0].name == "dense_h/kernel/value"
-    assert bundle.manifest.state is not None
-    assert [(one.name, one.dims) for one in bundle.manifest.state.tensors] == [("state", (4,))]

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -664,15 +663,6 @@ def test_arrays_become_tensors_and_come_back(token: str, shape: list[int], bits:
     assert back.tobytes() == array.tobytes()
 
 
-def test_a_float_of_8_bits_is_a_weight_only(tmp_path: Path) -> None:
-    """An f8 tensor is accepted as a weight, and complex64 is refused."""
-    assert to_numpy("x", torch.ones(2).to(torch.float8_e4m3fn)).dtype == ml_dtypes.float8_e4m3fn
-    with pytest.raises(
-        BundleError, match="x: has the element type complex64, which the format has no name for"
-    ):
-        to_numpy("x", torch.zeros(1, dtype=torch.complex64))
-
-
 class Recurrent(nn.Module):
     """Cell whose state is an input and an output."""
 
@@ -713,10 +703,3 @@ class Forgetful(nn.Module):
 
     def forward(self, x: torch.Tensor, z: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"y": x + z}
-
-
-def test_a_module_is_exported_with_narrow_weights(tmp_path: Path) -> None:
-    """Weights keep their names, and the manifest has the errors from the module beside those of narrowing."""
-    found = export(tmp_path / "m", nn.Linear(64, 80), {"input": torch.zeros(1, 64)}, weights="bf16")
-    assert {weight.name: weight.dtype for weight in found.weights} == {"weight": "bf16", "bias": "f32"}
-    assert {"source", "narrowed", "rows"} <= set(found.manifest.numerics)

@@ -83,15 +83,6 @@ def test_a_hook_that_could_not_be_called_is_refused(
     assert message in str(caught.value)
 
 
-def test_a_meta_model_runs(tmp_path: Path) -> None:
-    """A meta model defines `run`, which is no hook of a plain model."""
-    file = tmp_path / "model.py"
-    file.write_text("def run(inputs, call): ...\n")
-    assert check_hooks(file, "meta") == ("run",)
-    with pytest.raises(BundleError, match="define preprocess or postprocess"):
-        check_hooks(file, "model")
-
-
 @pytest.mark.parametrize(
     "text",
     [

@@ -61,13 +61,6 @@ def test_a_broken_rule_leaves_nothing_behind(tmp_path: Path, changes: dict[str, 
     assert [path.name for path in tmp_path.iterdir()] == ["outer"]
 
 
-def test_a_bundle_is_replaced_only_when_told_to(tmp_path: Path) -> None:
-    """An existing bundle is replaced only with `overwrite`; otherwise the error names it."""
-    written(tmp_path / "outer")
-    with pytest.raises(FileExistsError, match="overwrite=True"):
-        written(tmp_path / "outer")
-
-
 def test_a_place_that_cannot_be_written_is_named_with_what_to_do() -> None:
     """The message has the bundle's own path, not that of the hidden folder beside it."""
     with (

@@ -77,21 +77,6 @@ def treated(text: str, treatment: Treatment) -> Precision:
     return precision
 
 
-@pytest.mark.parametrize("treatment", ["keep", "strip"])
-def test_what_the_exporter_left_open_stays_open(treatment: Treatment) -> None:
-    """`keep` returns a product without a precision byte for byte, so that the compile cache hits."""
-    blob = artifact(function(dot()))
-
-    assert applied(blob, treatment) == (blob, Precision(hardware=1))
-
-
-def test_a_tf32_algorithm_stays_where_the_hardware_has_tf32() -> None:
-    """`keep` leaves a TF32 algorithm, which the exporter asked for, in place."""
-    blob = artifact(function(dot(more=algorithm(ROUNDED))))
-
-    assert applied(blob, "keep") == (blob, Precision(tf32=1))
-
-
 @pytest.mark.parametrize("operations", [1, 3])
 def test_a_tf32_algorithm_is_stripped_for_other_hardware(operations: int) -> None:
     """`strip` removes a TF32 algorithm, which other hardware would refuse or compute differently."""

@@ -95,13 +95,6 @@ def test_julia_hooks_are_refused_with_the_way_out(tmp_path: Path) -> None:
     assert "model.py" in line
 
 
-def test_python_hooks_in_version_2_are_fine(tmp_path: Path) -> None:
-    """Python hooks in format 2.0 allow client specs, as model.jl did."""
-    manifest = changed(GOOD, format_version="2.0", client_inputs=[tensor(c=1)])
-    bundle = read_bundle(make_bundle(tmp_path, manifest, weights=one_weight(), hooks=HOOKS))
-    assert bundle.manifest.client_inputs is not None
-
-
 @pytest.mark.parametrize("name", [".hidden", "a b", "ä", "a:b"])
 def test_names_that_triton_cannot_take_are_refused(tmp_path: Path, name: str) -> None:
     """A directory name that is no valid Triton model name is refused."""

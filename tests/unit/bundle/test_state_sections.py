@@ -161,13 +161,6 @@ def test_a_broken_rule_of_generate_is_named(tmp_path: Path, manifest: dict[str, 
     assert [line for line in lines if line.startswith(f"manifest.yaml: {fragment}")], lines
 
 
-def test_a_meta_model_has_no_state(tmp_path: Path) -> None:
-    """State in a meta model is refused."""
-    manifest = changed(COUNTER, kind="meta", meta={"calls": []}, sha256={})
-    lines = problems_of(make_bundle(tmp_path, manifest, modules=(), hooks="def run(inputs, call): ..."))
-    assert "manifest.yaml: state: a meta model has no state; remove it" in lines
-
-
 def test_a_generation_has_no_hooks(tmp_path: Path) -> None:
     """Hooks beside a generation are refused: its clients send what the stub translates."""
     made = seal(make_bundle(tmp_path, WRITER, modules=CHUNKS, hooks="def preprocess(inputs): ..."))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -257,14 +256,6 @@ def test_a_file_that_changed_after_reading_is_refused(tmp_path: Path) -> None:
     (made / "weights.safetensors").unlink()
     with pytest.raises(BundleError, match="cannot be read"):
         load_weights(bundle)
-
-
-def test_argument_order_is_stored_as_text(tmp_path: Path) -> None:
-    """`argument_order` is stored as JSON text, since safetensors metadata maps text to text."""
-    writer.write_weights(tmp_path / "w", [("b", np.zeros(1)), ("a", np.zeros(1))])
-    content = (tmp_path / "w").read_bytes()
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    assert json.loads(header["__metadata__"]["argument_order"]) == ["b", "a"]
 
 
 def test_element_types_have_five_consistent_names() -> None:

@@ -1,14 +1,16 @@
-"""The memory of the machine, or of the container, as the native front reads it."""
+"""Memory of the native front: what the machine or the container has, and which segments the front keeps."""
 
 from __future__ import annotations
 
 import ctypes
 import subprocess
 from pathlib import Path
+from random import Random
 
 import pytest
 
 import native_front
+from rsrv.wire.memory import Arena, Place
 from tests.unit.native.front import SANITIZERS
 
 MIB = 1 << 20
@@ -33,7 +35,20 @@ def library(group: Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDL
     subprocess.run([*native_front.compiler(), *options, include, "-o", built, source], check=True)
     found = ctypes.CDLL(str(built))
     found.spare.restype = ctypes.c_uint64
+    found.arena_new.restype = ctypes.c_void_p
     return found
+
+
+class NativePlace(ctypes.Structure):
+    """`struct place` of native.h."""
+
+    _fields_ = (
+        ("segment", ctypes.c_uint32),
+        ("offset", ctypes.c_uint64),
+        ("nbytes", ctypes.c_uint64),
+        ("memory", ctypes.c_void_p),
+        ("arena", ctypes.c_void_p),
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,3 +76,29 @@ def test_a_group_without_a_limit_has_the_machines_memory(library: ctypes.CDLL, g
     (group / "memory.max").write_text("max\n")
     (group / "memory.current").write_text(f"{60 * MIB}\n")
     assert library.spare() > 64 * MIB
+
+
+def test_the_fronts_keep_the_same_segments(library: ctypes.CDLL, group: Path) -> None:
+    """Requests of random sizes begin and end in any order. Both arenas give each of them the same place."""
+    (group / "memory.max").write_text("max\n")
+    random, arena, native = Random(0), Arena(), ctypes.c_void_p(library.arena_new())
+    taken: list[tuple[Place, NativePlace]] = []
+    for _ in range(300):
+        if taken and random.random() < 0.5:
+            place, other = taken.pop(random.randrange(len(taken)))
+            arena.give(place)
+            library.arena_give(ctypes.byref(other))
+            continue
+        nbytes, other = random.choice([1, 30, 70, 200, 300]) * MIB, NativePlace()
+        place = arena.take(nbytes)
+        assert library.arena_take(native, ctypes.c_uint64(nbytes), ctypes.byref(other))
+        assert (place.segment, place.offset) == (other.segment, other.offset)
+        taken.append((place, other))
+        while arena.fresh:
+            arena.announced()
+            library.arena_announced(native)
+    for place, other in taken:
+        arena.give(place)
+        library.arena_give(ctypes.byref(other))
+    arena.close()
+    library.arena_close(native)

@@ -16,13 +16,10 @@ from tests.unit.runtime.engines import make_engine
 from tests.unit.runtime.metas import (
     Pause,
     answer_of,
-    ask,
     assert_fails,
     assert_served,
     assert_y,
-    chain,
     queued,
-    request,
     rows,
     send,
     status_of,
@@ -60,7 +57,7 @@ def named(id: str, value: float = 1.0) -> FakeRequest:
 def test_what_waits_is_aborted_and_what_executes_is_not(
     runtime: Runtime, engine: Engine, operator: Operator
 ) -> None:
-    """All waiting requests with the id are aborted, executing ones are answered, and so are others."""
+    """All waiting requests with the id are aborted; executing ones are answered, and so are others and those without an id."""
     runtime.device.gate.clear()
     requests = [named("ours")]
     engine.execute(requests)
@@ -69,6 +66,7 @@ def test_what_waits_is_aborted_and_what_executes_is_not(
     engine.execute(requests[1:])
     wait_until(lambda: queued("c") == 4)
 
+    assert operator.do("abort", request="") == {"aborted": 0, "executing": 0}
     assert operator.do("abort", request="ours") == {"aborted": 2, "executing": 1}
 
     for one in (requests[1], requests[3]):
@@ -77,19 +75,6 @@ def test_what_waits_is_aborted_and_what_executes_is_not(
     for one in (requests[0], requests[2], requests[4]):
         assert_y(answer_of(one), rows(1, 5))
     assert operator.do("abort", request="ours") == {"aborted": 0, "executing": 0}
-
-
-def test_requests_without_an_id_are_not_aborted(runtime: Runtime, engine: Engine, operator: Operator) -> None:
-    """Requests without an id are not aborted by an empty one."""
-    runtime.device.gate.clear()
-    requests = [named(""), named("")]
-    engine.execute(requests)
-
-    assert operator.do("abort", request="") == {"aborted": 0, "executing": 0}
-
-    runtime.device.gate.set()
-    for one in requests:
-        assert_y(answer_of(one), rows(1, 5))
 
 
 def test_a_run_that_waits_is_turned_away(runtime: Runtime, start_meta: StartMeta, operator: Operator) -> None:
@@ -163,16 +148,3 @@ def test_the_calls_of_a_run_end_with_it(
     runtime.device.gate.set()
     assert_fails(answer_of(asked), FakeError.CANCELLED, "the request was cancelled")
     thread.join()
-
-
-def test_requests_of_others_are_served_on(
-    runtime: Runtime, start_meta: StartMeta, engine: Engine, operator: Operator
-) -> None:
-    """An unknown id changes nothing."""
-    meta = start_meta(runtime, chain)
-
-    assert operator.do("abort", request="\ud800") == {"aborted": 0, "executing": 0}
-
-    assert_served(meta)
-    (served,) = ask(engine, request())
-    assert_y(served, rows(1, 5))

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.runtime.weight_manager import Budget, solve_budget
@@ -44,47 +41,6 @@ def test_the_formula(
     budget = solve_budget(arena=arena, slack=slack, scratch=scratch, pinned=pinned, limit=limit)
 
     assert budget == Budget(pool, pinned, on_demand)
-
-
-@given(
-    arena=st.none() | sizes,
-    slack=shares.filter(lambda share: share < 1.0),
-    scratch=sizes,
-    pinned=sizes,
-    limit=st.none() | sizes,
-)
-def test_no_budget_promises_what_is_not_there(
-    arena: int | None, slack: float, scratch: int, pinned: int, limit: int | None
-) -> None:
-    """Weights, scratch and slack always fit into the arena, and the pool is the largest possible."""
-    budget = solve_budget(arena=arena, slack=slack, scratch=scratch, pinned=pinned, limit=limit)
-
-    assert budget.pinned == pinned
-    if budget.pool is None or budget.on_demand is None:
-        assert arena is None
-        assert limit is None
-        return
-    assert budget.pool >= 0
-    assert budget.on_demand == max(0, budget.pool - pinned)
-    assert budget.over_commit == (pinned > budget.pool)
-    bounds = [] if limit is None else [Fraction(limit)]
-    if arena is not None:
-        bounds.append((1 - Fraction(str(slack))) * arena - scratch)
-    exact = max(Fraction(0), min(bounds))
-    assert abs(budget.pool - exact) <= 2
-
-
-@given(sizes, sizes, st.integers(0, 1 << 20))
-def test_more_of_anything_never_makes_more_room(scratch: int, pinned: int, more: int) -> None:
-    """More scratch or more pinned weights never leave more room on demand."""
-
-    def on_demand(scratch: int, pinned: int) -> int:
-        budget = solve_budget(arena=1 << 38, slack=0.1, scratch=scratch, pinned=pinned, limit=None)
-        assert budget.on_demand is not None
-        return budget.on_demand
-
-    assert on_demand(scratch + more, pinned) <= on_demand(scratch, pinned)
-    assert on_demand(scratch, pinned + more) <= on_demand(scratch, pinned)
 
 
 def test_what_fits_is_not_complained_of() -> None:

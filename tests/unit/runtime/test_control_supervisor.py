@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rsrv.runtime.child_processes import control_command, supervise
+from rsrv.runtime.child_processes import supervise
 from rsrv.wire.paths import CONTROL_LOCK, remove
 from tests.logged import logged_here
 from tests.waiting import PATIENCE_S
@@ -120,11 +120,3 @@ def test_nothing_is_started_when_the_server_has_gone(tmp_path: Path) -> None:
     supervise(python(""), directory, Rests(1, then=lambda: remove(directory)))
 
     assert not directory.exists()
-
-
-def test_it_is_told_whom_it_serves() -> None:
-    """The command line has the directory, the server's pid, and the settings."""
-    options = ["--directory", "/d", "--server-pid", "7", "--settings", "/r.yaml"]
-    expected = [sys.executable, "-P", "-m", "rsrv.control", *options]
-
-    assert control_command(Path("/d"), 7, Path("/r.yaml")) == expected

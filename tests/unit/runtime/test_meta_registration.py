@@ -95,6 +95,7 @@ def test_a_stub_that_leaves_while_its_callees_are_built_leaves_nothing(
     calls = {name: str(doublings[name]) for name in "ab"}
     send(lane.sock, pack_json(Kind.REGISTER, {"model": "meta", "bundle": str(meta), "calls": calls}))
     runtime.device.compiles.wait_until_held()
+    assert read_status(os.getpid())["metas"]["meta"]["models"] == ["a", "b"]
     waiting = threading.Thread(target=register, args=[runtime, lanes, other, {"b": doublings["b"]}])
     waiting.start()
 

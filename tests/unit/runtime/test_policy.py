@@ -1,18 +1,11 @@
 """Settings of the scheduler from rsrv.yaml and from commands."""
 
-from pathlib import Path
-
 import pytest
 
-from rsrv.runtime.host_memory import HostMemory
-from rsrv.runtime.host_weights import HostStore
 from rsrv.runtime.policy import Policy, scheduler_settings
 from rsrv.scheduler.events import Pause, Program
 from rsrv.scheduler.settings import SchedulerSettings
 from rsrv.settings import SettingsError, load_settings
-from rsrv_bundle import read_bundle
-from tests.fakes import FakeDevice
-from tests.unit.runtime.conftest import build
 
 
 def test_the_defaults_are_the_schedulers_own() -> None:
@@ -27,45 +20,6 @@ def test_the_defaults_are_the_schedulers_own() -> None:
 def test_the_depth_follows_the_device_unless_it_is_set(text: str, asynchronous: bool, depth: int) -> None:
     """A device beside the CPU needs a second execution to stay busy; a CPU is busy with one."""
     assert scheduler_settings(load_settings(text), asynchronous=asynchronous).depth == depth
-
-
-def test_every_key_arrives() -> None:
-    """None of the scheduler's keys keeps its default."""
-    settings = load_settings(
-        """
-        scheduler:
-          {depth: 4, meta_concurrency: 7}
-        """
-    )
-
-    assert scheduler_settings(settings) == SchedulerSettings(
-        depth=4,
-        meta_concurrency=7,
-    )
-
-
-def test_a_models_share_and_delay_reach_its_program(doubling: Path) -> None:
-    """The delay in seconds; other models keep the defaults."""
-    settings = load_settings("models: {doubling: {weight: 2.5, max_delay_us: 500}}")
-    device = FakeDevice(lambda inputs, weights: [inputs[0]])
-    bundle = read_bundle(doubling)
-
-    host = HostStore(HostMemory())
-    own = build(bundle, device, host, settings, "doubling").program
-    others = build(bundle, device, host, settings, "other").program
-
-    assert (own.weight, own.max_delay) == (2.5, 0.0005)
-    assert (others.weight, others.max_delay) == (1.0, 0.0)
-
-
-def test_only_an_external_control_plane_moves_weights_in_explicit_mode() -> None:
-    """In the other modes requests move them."""
-    on_demand = {
-        mode: scheduler_settings(load_settings(f"lifecycle: {{mode: {mode}}}")).on_demand
-        for mode in ("dynamic", "static", "explicit")
-    }
-
-    assert on_demand == {"dynamic": True, "static": True, "explicit": False}
 
 
 def test_settings_of_a_model_reach_each_of_its_versions() -> None:

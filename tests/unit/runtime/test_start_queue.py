@@ -1,6 +1,6 @@
 """Order of the starts that wait for the build thread; the tests set the clock."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import inf
 
 from hypothesis import given
@@ -107,65 +107,6 @@ def test_a_model_that_was_built_for_long_is_not_passed_for_ever() -> None:
                 break
             passed += 1
         assert passed == seconds
-
-
-def test_a_start_that_waits_follows_its_demand() -> None:
-    """Requests make a start urgent when they come, and no more when they have ended."""
-    queue = StartQueue()
-    for name in "abcd":
-        put(queue, name, Demand(E))
-    queue.change("a", Demand(R, 3.0), 0.0)
-    queue.change("c", Demand(R, 7.0), 0.0)
-    queue.change("b", Demand(R, 5.0), 0.0)
-    queue.change("b", Demand(P), 0.0)
-    queue.change("a", Demand(E), 0.0)
-    queue.change("gone", Demand(R), 0.0)
-    assert list(names(queue)) == ["c", "b", "a", "d"]
-
-
-def test_a_start_without_requesters_is_dropped() -> None:
-    """A dropped start does not come up again, and its place can be taken once more."""
-    queue = StartQueue()
-    put(queue, "a", Demand(R, 1.0))
-    put(queue, "b", Demand(R))
-    assert queue.drop("a")
-    assert not queue.drop("a")
-    assert "a" not in queue
-    put(queue, "a", Demand(E))
-    assert list(names(queue)) == ["b", "a"]
-    assert len(queue) == 0
-
-
-def test_a_thousand_cold_models_start_in_the_order_of_their_deadlines() -> None:
-    """Two steps a model are done, one at a time; a late request with a deadline overtakes what waits."""
-    queue = StartQueue()
-    now, ready = 0.0, dict[str, float]()
-
-    def ask(name: str, deadline: float = inf) -> None:
-        demand = Demand(R, deadline)
-
-        def read() -> None:
-            queue.put(BuildStep(f"{name}@1", name, demand, lambda: ready.setdefault(name, now)), now)
-
-        queue.put(BuildStep(name, name, demand, read, reads=True), now)
-
-    for number in range(1000):
-        ask(f"m{number}", 2000.0 - number if number % 2 else inf)
-    most = steps = 0
-    while (step := queue.pop(now)) is not None:
-        action: Callable[[], object] = step.action
-        now, steps = now + 0.5, steps + 1
-        queue.charge(step.name, 0.5, now)
-        action()
-        most = max(most, len(queue))
-        if steps == 100:
-            ask("late", now + 2.0)
-
-    order = sorted(ready, key=lambda name: ready[name])
-    assert (len(order), steps, most) == (1001, 2002, 1000)
-    assert ready["late"] == 51.0
-    order.remove("late")
-    assert order == [f"m{n}" for n in range(999, 0, -2)] + [f"m{n}" for n in range(0, 1000, 2)]
 
 
 @given(

@@ -257,14 +257,6 @@ def test_hooks_that_cannot_be_imported_fail_the_start(
     wait_until(lambda: models() == {})
 
 
-def test_a_bundle_that_is_gone_fails_the_start(lazy: Runtime, start_stub: StartStub, tmp_path: Path) -> None:
-    """The loss shows when the model is asked for; other models are not concerned."""
-    stub = start_stub(lazy, tmp_path / "gone")
-
-    assert "could not be started: " in error_of(stub.ask())
-    assert "gone" in error_of(stub.ask())
-
-
 def test_a_runtime_that_is_killed_during_a_start_costs_time(
     start_runtime: StartRuntime, start_stub: StartStub, doubling: Path
 ) -> None:
@@ -280,21 +272,6 @@ def test_a_runtime_that_is_killed_during_a_start_costs_time(
 
     assert is_answered(request.answers.get(timeout=PATIENCE_S), 1.0)
     first.device.compiles.set()
-
-
-def test_a_started_model_stays_warm_over_a_death(
-    start_runtime: StartRuntime, start_stub: StartStub, doubling: Path
-) -> None:
-    """Its stub says that it had the model started: the next runtime has it ready before a request comes."""
-    first = start_runtime(load_settings(LAZY))
-    stub = start_stub(first, doubling)
-    assert is_answered(stub.ask())
-
-    first.stop()
-    stub.runtime = start_runtime(load_settings(LAZY))
-
-    wait_until(lambda: models() == {"doubling": "ready"})
-    assert is_answered(stub.ask(2.0), 2.0)
 
 
 def test_starts_follow_the_requests_that_come_and_go_meanwhile(

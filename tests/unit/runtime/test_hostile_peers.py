@@ -112,10 +112,15 @@ def test_a_registration_without_sense_is_refused(runtime: Runtime, body: dict[st
     greeted.sock.close()
 
 
-def test_a_stranger_is_turned_away_at_the_greeting(runtime: Runtime, doubling: Path) -> None:
-    """A peer with another protocol's first message is disconnected."""
+@pytest.mark.parametrize(
+    "greeting",
+    [b"GET / HTTP/1.1\r\n\r\n", HEADER.pack(Kind.HELLO, 0, 0) + b"[" * 100_000],
+    ids=["another protocol", "JSON too deep to read"],
+)
+def test_a_stranger_is_turned_away_at_the_greeting(runtime: Runtime, doubling: Path, greeting: bytes) -> None:
+    """A peer that does not greet as a stub is disconnected, and stubs are served."""
     sock = connect(runtime.socket)
-    send(sock, b"GET / HTTP/1.1\r\n\r\n")
+    send(sock, greeting)
 
     with pytest.raises(Closed):
         Receiver(sock).receive()
@@ -144,19 +149,6 @@ def test_a_stub_of_another_version_learns_what_to_do(
     sock.close()
 
 
-def test_json_too_deep_to_read_ends_its_connection_only(runtime: Runtime, doubling: Path) -> None:
-    """Too deeply nested JSON ends its connection, even before the greeting."""
-    sock = connect(runtime.socket)
-    send(sock, HEADER.pack(Kind.HELLO, 0, 0) + b"[" * 100_000)
-
-    with pytest.raises(Closed):
-        Receiver(sock).receive()
-    sock.close()
-    client = Client(runtime, doubling)
-    assert client.works()
-    client.lane.close()
-
-
 def test_stubs_that_die_before_their_answers_disturb_no_other(runtime: Runtime, doubling: Path) -> None:
     """Stubs that die before their answers leave others served, in any order of the two ends."""
     other = Client(runtime, doubling)
@@ -167,18 +159,6 @@ def test_stubs_that_die_before_their_answers_disturb_no_other(runtime: Runtime, 
         culprit.lane.close()
 
     assert other.works()
-    other.lane.close()
-
-
-def test_a_bundle_that_is_not_there_is_refused_with_its_reason(runtime: Runtime, tmp_path: Path) -> None:
-    """A missing bundle is rejected with a reason, which the stub passes to Triton."""
-    from rsrv.stub.connection import Rejected
-
-    lane = RuntimeConnection(runtime.open())
-
-    with pytest.raises(Rejected, match=r"manifest\.yaml|not a directory|no such"):
-        lane.register({"model": "x", "bundle": str(tmp_path / "missing")})
-    lane.close()
 
 
 def test_a_stub_that_dies_with_requests_in_flight_disturbs_no_other(runtime: Runtime, doubling: Path) -> None:

@@ -241,29 +241,6 @@ def test_a_sub_call_with_a_later_deadline_ends_with_its_run(
     thread.join()
 
 
-def test_a_token_is_good_for_the_models_that_its_meta_model_lists(
-    runtime: Runtime, start_through: StartThrough, doublings: dict[str, Path]
-) -> None:
-    """A token is not valid for an internal model that its meta model does not list."""
-    pause = Pause()
-
-    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
-        first = call("a", inputs)["y"]
-        pause()
-        return {"y": first}
-
-    engine, triton = start_through(run, "a")
-    other = model_engine(runtime, doublings["c"], internal=True)
-    one = request()
-    assert engine.execute([one]) is None
-    pause.reached()
-    (answer,) = ask(other, claim(triton.tokens[0]))
-    assert_fails(answer, FakeError.NOT_FOUND, "")
-    pause.go()
-    assert_y(answer_of(one), rows(1, 3))
-    other.close()
-
-
 def test_a_plain_client_that_guesses_is_refused(start_engine: StartEngine) -> None:
     """A public model refuses a request with a guessed token."""
     engine = start_engine()

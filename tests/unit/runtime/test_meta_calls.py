@@ -209,17 +209,3 @@ def test_many_awaited_calls_are_in_flight_at_once(
     assert_y(answer_of(one), rows(1, 4 * 102 + 4))
     for waiting in (thread, mine):
         waiting.join()
-
-
-def test_an_awaited_run_with_a_deadline_is_on_time(runtime: Runtime, start_meta: StartMeta) -> None:
-    """A far deadline changes nothing for awaited runs."""
-
-    async def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
-        a, b = await asyncio.gather(call("a", inputs), call("b", inputs))
-        (c,) = await call.many([("a", {"x": a["y"]}, True)])
-        return {"y": (await call("b", {"x": c["y"]}))["y"] + b["y"]}
-
-    engine = start_meta(runtime, run)
-    for n in range(50):
-        (answer,) = ask(engine, request(2, n, timeout=PATIENCE_S))
-        assert_y(answer, rows(2, 2 * (2 * (2 * n + 1) + 1) + 2 + 2 * n + 2))

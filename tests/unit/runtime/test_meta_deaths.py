@@ -319,20 +319,26 @@ def test_a_run_whose_tensor_is_gone_fails_with_the_reason(deaths: Deaths, start_
     assert len(begun) == 1
 
 
-def test_a_restartable_run_begins_again_once_for_each_death(deaths: Deaths, start_meta: StartMeta) -> None:
-    """It gets its inputs again, and the client the right answer."""
-    pause, begun = Pause(), list[float]()
-    engine = start_meta(deaths.runtime, keeping(pause, begun), restartable=True)
-    one = request(value=5)
+def outlive(one: FakeRequest, engine: MetaEngine, deaths: Deaths, pause: Pause, *, times: int) -> None:
+    """Execute a request that pauses, and have its runtime die in each pause but the last, which are 1,000 s apart."""
+    passed = [0.0]
+    engine._process.front._clock = lambda: time.monotonic() + passed[0]
     assert engine.execute([one]) is None
-    for count in (1, 2):
+    for _ in range(times):
         pause.reached()
-        assert begun == [5] * count
-        deaths.die()
-        deaths.come_back()
+        deaths.replace(engine)
+        passed[0] += 1000.0
         pause.go()
     pause.reached()
     pause.go()
+
+
+def test_a_restartable_run_begins_again_once_for_each_death(deaths: Deaths, start_meta: StartMeta) -> None:
+    """It gets its inputs again, the client the right answer, and the time between two deaths does not count."""
+    pause, begun = Pause(), list[float]()
+    engine = start_meta(deaths.runtime, keeping(pause, begun), restartable=True)
+    one = request(value=5)
+    outlive(one, engine, deaths, pause, times=2)
 
     assert_y(answer_of(one), rows(1, 24))
     assert begun == [5] * 3
@@ -410,36 +416,6 @@ def test_a_run_that_may_have_ended_a_runtime_has_the_device_to_itself(
         assert answer_of(one).error is None
 
 
-def test_a_run_whose_call_only_waited_may_see_any_number_of_deaths(
-    deaths: Deaths, start_meta: StartMeta
-) -> None:
-    """Behind other work, no device had the call."""
-    pause = Pause()
-    engine = start_meta(deaths.runtime, stopping(pause))
-    one = request(value=3)
-    assert engine.execute([one]) is None
-    pause.reached()
-    for _ in range(3):
-        deaths.replace(engine)
-    pause.go()
-
-    assert_y(answer_of(one), rows(1, 16))
-
-
-def outlive(one: FakeRequest, engine: MetaEngine, deaths: Deaths, pause: Pause, *, times: int) -> None:
-    """Execute a request that pauses, and have its runtime die in each pause but the last, which are 1,000 s apart."""
-    passed = [0.0]
-    engine._process.front._clock = lambda: time.monotonic() + passed[0]
-    assert engine.execute([one]) is None
-    for _ in range(times):
-        pause.reached()
-        deaths.replace(engine)
-        passed[0] += 1000.0
-        pause.go()
-    pause.reached()
-    pause.go()
-
-
 def test_a_run_waits_for_retry_s_after_each_death(deaths: Deaths, start_meta: StartMeta) -> None:
     """A run may be long: the time between two deaths does not count."""
     pause = Pause()
@@ -456,18 +432,6 @@ def test_a_run_waits_for_retry_s_after_each_death(deaths: Deaths, start_meta: St
     outlive(one, engine, deaths, pause, times=3)
 
     assert_y(answer_of(one), rows(1, 15))
-
-
-def test_a_run_that_began_again_waits_for_retry_s_after_the_next_death(
-    deaths: Deaths, start_meta: StartMeta
-) -> None:
-    """Answers of calls that are not repeated count, too."""
-    pause = Pause()
-    engine = start_meta(deaths.runtime, keeping(pause, []), restartable=True)
-    one = request(value=5)
-    outlive(one, engine, deaths, pause, times=2)
-
-    assert_y(answer_of(one), rows(1, 24))
 
 
 @both_kinds

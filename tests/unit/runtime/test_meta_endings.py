@@ -30,7 +30,6 @@ from tests.unit.runtime.metas import (
     request,
     rows,
     send,
-    status_of,
 )
 from tests.waiting import wait_until
 
@@ -78,32 +77,6 @@ def test_a_run_that_waited_leaves_though_its_stage_outlasts_its_deadline(
     runtime.device.gate.set()
     (answer,) = ask(engine, request(value=3))
     assert_y(answer, rows(1, 16))
-
-
-def test_a_run_that_the_last_runtime_let_in_is_none_of_the_next_one(
-    start_runtime: StartRuntime, start_meta: StartMeta
-) -> None:
-    """A run that the last runtime admitted fails with RUNTIME_DOWN in the next one."""
-    settings = load_settings("{scheduler: {meta_concurrency: 2}, stub: {retry_s: 0}}")
-    runtime, pause = start_runtime(settings), Pause()
-
-    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
-        pause()
-        return call("a", inputs)  # type: ignore[no-any-return]
-
-    engine = start_meta(runtime, run, "a")
-    requests = [request() for _ in range(4)]
-    engine.execute(requests)  # two at once, a third one when it is let in, and no thread for the fourth
-    pause.reached(3)
-    wait_until(lambda: status_of()["running"] == 2, what="two runs")
-    runtime.stop()
-    start_runtime(settings)
-    wait_until(lambda: engine.session.reading, what="the next runtime")
-
-    pause.go(4)
-
-    for one in requests:
-        assert_fails(answer_of(one), FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]")
 
 
 def test_scratch_is_nothing_that_the_runtime_may_still_write_to(

@@ -7,8 +7,7 @@ import threading
 from typing import Any
 
 from rsrv.settings import load_settings
-from rsrv.stub.meta_engine import MetaEngine
-from tests.fakes import FakeError, FakeRequest
+from tests.fakes import FakeError
 from tests.status import read_status
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
 from tests.unit.runtime.metas import (
@@ -68,12 +67,6 @@ def test_the_runtime_dies_between_stages_and_comes_back(
     wait_until(lambda: sum(not one.answers.empty() for one in requests) == 2)
     pause.go(2)
 
-    assert_down_and_back(start_runtime, engine, requests)
-
-
-def assert_down_and_back(
-    start_runtime: StartRuntime, engine: MetaEngine, requests: list[FakeRequest]
-) -> None:
     for one in requests:
         assert_fails(answer_of(one), FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]")
     (down,) = ask(engine, request())

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rsrv.runtime.crash_history import BlackBox, CrashHistory
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
-from rsrv.wire import paths
-from rsrv.wire.blackbox import Phase
 from rsrv.wire.frames import Status
 from rsrv.wire.socket import Closed
 from tests.fakes import FakeRequest
@@ -193,31 +189,3 @@ def test_a_second_restart_is_refused_and_one_whose_caller_left_is_withdrawn(
     runtime.device.gate.set()
     assert [answered(one) for one in (executing, waiting)] == [1, 1]
     assert runtime.alive
-
-
-@pytest.mark.parametrize(
-    ("fields", "problem"),
-    [
-        ({}, "drain_s: missing"),
-        ({"drain_s": -1}, "drain_s: must be a number of seconds, at least 0 (found -1)"),
-        ({"drain_s": True}, "drain_s: must be a number"),
-        ({"drain_s": 1, "force": "yes"}, "force: must be true or false (found 'yes')"),
-    ],
-)
-def test_wrong_fields_are_refused(runtime: Runtime, fields: dict[str, Any], problem: str) -> None:
-    """The answer names the field; the runtime goes on."""
-    with Operator(runtime) as operator:
-        refused = operator.do("restart", **fields)
-        assert refused["code"] == "INVALID_ARGUMENT"
-        assert problem in refused["error"]
-
-
-def test_a_planned_end_blames_no_model(tmp_path: Path) -> None:
-    """What a thread was doing is no reason to refuse a model later."""
-    box = BlackBox(tmp_path)
-    box.memory[0] = Phase.BUILDING
-    box.clear()
-
-    BlackBox(tmp_path)
-    assert not (tmp_path / paths.DEATHS).exists()
-    assert CrashHistory(tmp_path / paths.DEATHS).verdict("a") is None

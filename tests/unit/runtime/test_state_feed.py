@@ -16,10 +16,9 @@ from rsrv.settings import load_settings
 from rsrv.stub.connection import Rejected, RuntimeConnection
 from rsrv.wire.frames import Kind, pack_json, read_header, unpack_json
 from rsrv.wire.memory import read_document
-from rsrv.wire.socket import Closed, send
+from rsrv.wire.socket import send
 from rsrv_bundle import read_bundle
 from tests.builders import FEW_EXAMPLES, broken_bundle, write_meta
-from tests.runtime_commands import command
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
 from tests.unit.runtime.engines import answered, make_engine, send_one
 from tests.unit.runtime.watchers import Operator, Watcher
@@ -103,20 +102,6 @@ def test_weights_that_move_are_seen_to_move(start_runtime: StartRuntime, doublin
 
         assert watcher.history("a", "weights") == ["loading", "resident", "absent"]
         assert watcher.history("b", "weights") == ["absent", "loading", "resident"]
-    for engine in engines:
-        engine.close()
-
-
-def test_a_compaction_shows_that_weights_were_gone(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """A compaction shows that weights left and came back."""
-    engine = make_engine(runtime, doublings["a"], name="a")
-    with Watcher(runtime) as watcher:
-        command(os.getpid(), {"command": "compact"})
-
-        watcher.until(lambda: len(watcher.seen) == 3)
-
-        assert watcher.history("a", "weights") == ["absent", "loading", "resident"]
-    engine.close()
 
 
 def test_a_failed_model_stays_to_be_seen_until_a_newer_one_comes(
@@ -293,23 +278,6 @@ def test_watching_again_sends_another_snapshot(runtime: Runtime, doublings: dict
         lane = register(runtime, "a", doublings["a"])
 
         watcher.until(lambda: watcher.is_("a", state="ready"))
-    lane.close()
-
-
-@pytest.mark.long
-def test_a_watcher_that_does_not_read_is_cut_off(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """A watcher that does not read is disconnected, and others see every change."""
-    lane = register(runtime, "a", doublings["a"])
-    with Watcher(runtime) as lazy, Watcher(runtime) as watcher, Operator(runtime) as operator:
-        for _ in range(3000):
-            operator.pause("a", "drain")
-            operator.pause("a", None)
-            watcher.catch_up(operator.do("ping")["revision"])
-
-        with pytest.raises(Closed):
-            lazy.until(lambda: False)
-        assert len(lazy.seen) < len(watcher.seen) == 6000
-    lane.close()
 
 
 _NAMES = "abm"

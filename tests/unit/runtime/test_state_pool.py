@@ -88,16 +88,6 @@ def test_a_step_leaves_the_pools_where_they_are(machine: Machine) -> None:
     assert machine.expected == {"a": (5.0, 3), "b": (4.0, 2)}
 
 
-def test_warming_up_and_padding_touch_no_state(machine: Machine) -> None:
-    """Rows of padding have inputs, too, and no slot changes by them."""
-    for slot in range(SLOTS):
-        machine.step((f"s{slot}", slot, True), value=float(slot))
-    for size in (1, 3):
-        x = np.full((size, 3), 1e9, np.float32)
-        machine.execute(machine.model.executables[0, size], x, ())
-    machine.step(("s2", 2, False), ("s0", 0, False), ("s1", 1, False))
-
-
 def test_a_warm_up_that_fails_on_the_device_leaves_no_broken_pools(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,15 +98,6 @@ def test_a_warm_up_that_fails_on_the_device_leaves_no_broken_pools(
             warm_up(machine.model, machine.device)
     assert machine.pool.losses == 1
     machine.step(("a", 0, True))
-
-
-def test_a_reused_slot_shows_nothing_of_the_sequence_before(machine: Machine) -> None:
-    """A sequence that begins in a slot has the initial state; the one before, if it lives, comes back from the host."""
-    machine.step(("a", 0, True), ("b", 1, True), value=7.0)
-    machine.end("b")
-    machine.step(("c", 0, True), ("d", 1, True))
-    machine.step(("a", 2, False), ("c", 0, False))
-    machine.step(("c", 2, False), ("a", 0, False), ("d", 1, False))
 
 
 def test_evicted_pools_keep_the_state_of_live_sequences(machine: Machine) -> None:
@@ -149,16 +130,6 @@ def test_state_that_was_lost_is_never_replaced_by_zeros(
         with pytest.raises(DeviceError, match="told to"):
             machine.pool.read(machine.device, Launched(None), 0)
     machine.step(("c", 1, False))
-
-
-def test_an_execution_that_cannot_be_launched_changes_nothing(machine: Machine) -> None:
-    """Inputs that the executable refuses leave every state; even that of a sequence that was to begin again."""
-    machine.step(("a", 0, True), ("b", 1, True), value=2.0)
-    rows = [SlotRow(1, machine.tensors["b"], True), SlotRow(2, SequenceTensors(), True)]
-    with pytest.raises(TypeError, match="Argument types differ"):
-        machine.execute(machine.model.executables[0, 3], np.zeros((3, 2), np.float32), rows)
-    assert machine.pool.losses == 0
-    machine.step(("b", 1, False), ("a", 2, False))
 
 
 def test_a_launch_that_fails_with_the_pools_in_its_hands_loses_them(

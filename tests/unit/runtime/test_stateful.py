@@ -104,12 +104,16 @@ def test_a_sequence_remembers_what_came_before(start_client: StartClient) -> Non
     assert client.step(8) == (6.0, 2)
 
 
-def test_memory_of_state_is_told_apart(start_client: StartClient) -> None:
-    """A model's bytes on the device are its own weights and its slots."""
-    start_client().step(7, START)
+def test_the_record_has_the_sequences_and_the_memory_of_their_state(start_client: StartClient) -> None:
+    """Sequences with a slot, in host memory and without are told apart; state takes device memory as weights do."""
+    client = start_client("host")
+    for id in range(1, 6):
+        client.step(id, START)
     sums = read_status(os.getpid())["models"]["sums"]
-    assert sums["state_bytes"] > 0
-    assert sums["device_bytes"] > sums["state_bytes"]
+    assert sums["sequences"] == {"waiting": 0, "idle": 3, "stepping": 0, "stored": 2}
+    assert sums["generations"] == 0
+    assert sums["state_bytes"] == 3 * (12 + 4)
+    assert sums["device_bytes"] == sums["weight_bytes"] == 12 + sums["state_bytes"]
 
 
 def test_steps_of_several_sequences_share_an_execution(runtime: Runtime, start_client: StartClient) -> None:
@@ -126,15 +130,6 @@ def test_steps_of_several_sequences_share_an_execution(runtime: Runtime, start_c
     runtime.device.gate.set()
     assert [client.sums(number) for number in (first, *others)] == [(2.0, 2), (33.0, 2), (22.0, 2)]
     assert runtime.device.executed[executed:] == [1, 3]
-
-
-def test_wrong_steps_are_refused_and_lose_nothing(start_client: StartClient) -> None:
-    """Requests that are of no sequence, or of several rows, or beside another one, say so."""
-    client = start_client()
-    client.step(1, START)
-    assert client.refused(0, START)[0] is Status.INVALID
-    assert "has one row, and this one has 3" in client.refused(2, START, rows=3)[1]
-    assert client.step(1) == (2.0, 2)
 
 
 def test_a_start_waits_for_a_slot_until_it_is_cancelled_or_granted(start_client: StartClient) -> None:
@@ -167,28 +162,6 @@ def test_idle_sequences_expire(start_client: StartClient) -> None:
         client.step(id, START)
     assert client.sums(client.ask(4, START, 4.0)) == (4.0, 1)
     assert client.refused(1)[0] is Status.SEQUENCE_LOST
-
-
-def test_more_sequences_than_slots_take_turns_on_the_host(start_client: StartClient) -> None:
-    """With `host`, ten sequences share three slots, and each keeps its own state."""
-    client = start_client("host")
-    for id in range(1, 11):
-        assert client.step(id, START, float(id)) == (float(id), 1)
-    for round in range(2, 5):
-        numbers = [client.ask(id, 0, float(id)) for id in range(1, 11)]
-        assert [client.sums(number) for number in numbers] == [
-            (float(round * id), round) for id in range(1, 11)
-        ]
-
-
-def test_an_eviction_keeps_the_state(runtime: Runtime, start_client: StartClient) -> None:
-    """The weights leave the device with the pools; the next step loads both, and continues."""
-    client = start_client()
-    client.step(1, START, 3.0)
-    command(os.getpid(), {"command": "evict", "model": "sums"})
-    wait_until(lambda: runtime.device.resident == 0)
-    assert client.step(1) == (4.0, 2)
-    assert client.step(2, START) == (1.0, 1)
 
 
 def test_a_failed_execution_ends_the_sequences(runtime: Runtime, start_client: StartClient) -> None:
@@ -309,26 +282,6 @@ def test_state_stays_where_memory_is_not_plentiful_again(
 
     assert counts()["stored"] == 2
     assert client.step(3) == (2.0, 2)
-
-
-def test_the_budget_counts_the_pools(start_client: StartClient) -> None:
-    """State takes device memory as weights do."""
-    client = start_client()
-    client.step(1, START)
-    model = read_status(os.getpid())["models"]["sums"]
-    assert model["weight_bytes"] == 12 + 3 * (12 + 4)
-
-
-def test_metrics_count_sequences_by_their_state(start_client: StartClient) -> None:
-    """Sequences with a slot, in host memory and without are told apart."""
-    client = start_client("host")
-    for id in range(1, 6):
-        client.step(id, START)
-    expected = {"waiting": 0, "idle": 3, "stepping": 0, "stored": 2}
-    assert counts() == expected
-    status = read_status(os.getpid())["models"]["sums"]
-    assert (status["sequences"], status["generations"]) == (expected, 0)
-    assert sum(counts().values()) == 5
 
 
 def test_a_meta_model_cannot_call_a_model_with_state(

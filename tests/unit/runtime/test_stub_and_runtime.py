@@ -41,15 +41,6 @@ def test_requests_of_one_execute_share_an_execution_and_get_their_own_rows(
         np.testing.assert_array_equal(answer.arrays["y"], 2 * x + 1)
 
 
-def test_padding_never_shows(runtime: Runtime, start_engine: StartEngine) -> None:
-    """Three rows run padded; a later smaller batch does not see the earlier one's leftovers."""
-    engine = start_engine()
-
-    for count in (3, 2, 7, 5, 1):
-        (answer,) = ask(engine, FakeRequest({"x": ramp(count)}))
-        np.testing.assert_array_equal(answer.arrays["y"], 2 * ramp(count) + 1)
-
-
 @pytest.mark.parametrize(
     ("array", "text"),
     [
@@ -114,24 +105,6 @@ def test_what_takes_longer_than_predicted_is_answered_later(
     np.testing.assert_array_equal(requests[0].answers.get(timeout=PATIENCE_S).arrays["y"], 2 * ramp(2) + 1)
 
 
-def test_requests_that_come_while_others_wait_are_answered_too(
-    runtime: Runtime, start_engine: StartEngine
-) -> None:
-    """Requests that arrive while slow ones hold the first connection use the other one."""
-    engine = start_engine()
-    runtime.device.gate.clear()
-    requests = [FakeRequest({"x": ramp(1, i)}) for i in range(20)]
-
-    for request in requests:
-        assert engine.execute([request]) is None
-    runtime.device.gate.set()
-
-    for i, request in enumerate(requests):
-        np.testing.assert_array_equal(request.answers.get(timeout=PATIENCE_S).arrays["y"], 2 * ramp(1, i) + 1)
-    (quick,) = ask(engine, FakeRequest({"x": ramp(1)}))
-    np.testing.assert_array_equal(quick.arrays["y"], 2 * ramp(1) + 1)
-
-
 def test_a_deadline_that_passed_is_told_and_never_executed(
     runtime: Runtime, start_engine: StartEngine
 ) -> None:
@@ -161,23 +134,6 @@ def test_a_request_whose_time_runs_out_in_the_queue_is_not_executed(
     runtime.pass_time(2000.0)
 
     assert refused(second.answers.get(timeout=PATIENCE_S), FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
-    runtime.device.gate.set()
-    assert first.answers.get(timeout=PATIENCE_S).error is None
-    assert runtime.device.executed == [1]
-
-
-def test_a_cancelled_request_leaves_the_queue(runtime: Runtime, start_engine: StartEngine) -> None:
-    """A cancelled request leaves the queue without being executed."""
-    engine = start_engine()
-    runtime.device.gate.clear()
-    first, second = FakeRequest({"x": ramp(1)}), FakeRequest({"x": ramp(1)})
-    assert engine.execute([first]) is None
-    assert engine.execute([second]) is None
-    runtime.device.executed.clear()
-
-    second.cancelled = True
-
-    assert refused(second.answers.get(timeout=PATIENCE_S), FakeError.CANCELLED, "cancelled")
     runtime.device.gate.set()
     assert first.answers.get(timeout=PATIENCE_S).error is None
     assert runtime.device.executed == [1]
@@ -240,26 +196,6 @@ def test_executions_of_any_length_and_depth_do_not_mix(
         np.testing.assert_array_equal(
             request.answers.get(timeout=PATIENCE_S).arrays["y"], 2 * ramp(1 + i % 3, i) + 1
         )
-    engine.close()
-
-
-def test_a_full_queue_refuses_and_says_when_to_come_again(
-    start_runtime: StartRuntime, doubling: Path
-) -> None:
-    """A request above the queue's limit is refused at once with QUEUE_FULL."""
-    runtime = start_runtime(load_settings("models: {doubling: {max_queue_depth: 2}}"))
-    engine = make_engine(runtime, doubling)
-    runtime.device.gate.clear()
-    requests = [FakeRequest({"x": ramp(1)}) for _ in range(4)]
-
-    for request in requests:
-        assert engine.execute([request]) is None
-        runtime.device.gate.wait_until_held()
-
-    assert refused(requests[3].answers.get(timeout=PATIENCE_S), FakeError.UNAVAILABLE, "[rsrv:QUEUE_FULL]")
-    runtime.device.gate.set()
-    assert all(request.answers.get(timeout=PATIENCE_S).error is None for request in requests[:3])
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -276,13 +212,6 @@ def test_a_wrong_parameter_of_ours_is_the_clients_fault(start_engine: StartEngin
     (answer,) = ask(start_engine(), FakeRequest({"x": ramp(1)}, parameters=parameters))
 
     assert refused(answer, FakeError.INVALID_ARG, "parameter rsrv_")
-
-
-def test_foreign_parameters_are_ignored(start_engine: StartEngine) -> None:
-    """Unknown parameters, as of other parts of a pipeline, are ignored."""
-    (answer,) = ask(start_engine(), FakeRequest({"x": ramp(1)}, parameters='{"tenant": "a"}'))
-
-    assert answer.error is None
 
 
 def test_hooks_change_tensors_on_both_sides(runtime: Runtime, start_engine: StartEngine) -> None:

@@ -19,20 +19,16 @@ from rsrv.runtime.allocation import Bytes
 from rsrv.runtime.crash_history import BlackBox, Death
 from rsrv.runtime.device import DeviceError
 from rsrv.runtime.host_weights import HostStore
-from rsrv.runtime.model_builder import BundlesRead
-from rsrv.runtime.models import identify
-from rsrv.runtime.start_queue import Demand
 from rsrv.runtime.weight_manager import SLACK_FRACTION
 from rsrv.settings import load_settings
 from rsrv.stub.connection import Rejected
 from rsrv.stub.engine import Engine
-from rsrv.wire.frames import Kind, read_header
 from rsrv_bundle import read_bundle
 from rsrv_bundle.weights import WeightsFile
 from tests.fakes import FakeError
 from tests.runtime_commands import compact
 from tests.status import read_status
-from tests.unit.runtime.conftest import Runtime, StartRuntime, answer_to_register, export_doubling
+from tests.unit.runtime.conftest import Runtime, StartRuntime, export_doubling
 from tests.unit.runtime.engines import answered, make_engine, refused, register, send_one
 from tests.unit.runtime.watchers import configure, set_residency
 from tests.waiting import PATIENCE_S, wait_until
@@ -636,34 +632,6 @@ def test_a_stub_that_leaves_while_its_model_warms_up_leaves_nothing(
     wait_until(lambda: house.host() == (0, 0, 0))
 
 
-def test_an_unpinned_model_whose_file_was_cut_fails_and_others_serve_on(
-    house: House, doublings: dict[str, Path], tmp_path: Path
-) -> None:
-    """An unpinned model whose file was cut fails its requests, and others are served."""
-    house.start(f"weight_budget_bytes: {_BYTES}")
-    mine = tmp_path / "mine"
-    shutil.copytree(doublings["a"], mine)
-    a, b = house.engine(mine), house.engine(doublings["b"])
-    weights = mine / "weights.safetensors"
-    os.truncate(weights, weights.stat().st_size - 4)
-    assert answered(send_one(a)) == 1
-
-    set_residency(house.runtime, "mine", "unpinned")
-    wait_until(lambda: house.host()[2] == 1)
-
-    for _ in range(2):
-        assert answered(send_one(b)) == 2
-        assert refused(
-            send_one(a).answers.get(timeout=PATIENCE_S),
-            FakeError.INTERNAL,
-            "weights.safetensors: was written to",
-        )
-    # The host cannot keep it either; the model's residency does not change.
-    set_residency(house.runtime, "mine", "system")
-    assert answered(send_one(b)) == 2
-    assert house.host()[2] == 1
-
-
 def test_unused_tensors_are_swept_when_the_last_model_fails(
     house: House, doublings: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -727,33 +695,3 @@ def test_the_last_loaded_model_is_freed_when_it_is_unloaded(house: House, doubli
     engine.close()
 
     wait_until(lambda: host() is None)
-
-
-def test_a_successor_begins_after_the_end_of_its_predecessor(
-    house: House, doublings: dict[str, Path]
-) -> None:
-    """A stub that comes while the last one's model leaves gets a new life of the model."""
-    house.start()
-    first = register(house.runtime, "a", doublings["a"])
-    first.join()
-    second = house.runtime.open()
-    loop, done = house.runtime.loop, threading.Event()
-
-    def meet() -> None:
-        leaving, coming = loop._transport.connections
-        assert leaving.group is not None
-        loop._transport._close(leaving)
-        wanted = identify("a", str(doublings["a"]), {})
-        loop._registry.bundles_read(BundlesRead(coming, wanted, {}, Demand()))
-        done.set()
-
-    loop._inbox.post(meet)
-    assert done.wait(PATIENCE_S)
-
-    wait_until(lambda: list(read_status(os.getpid())["models"]) == ["a"])
-    frame, fds = answer_to_register(second)
-    assert read_header(frame)[0] is Kind.REGISTERED
-    for fd in fds:
-        os.close(fd)
-    second.sock.close()
-    first.lane.close()

@@ -95,15 +95,6 @@ def test_equal_tensors_of_two_models_are_held_once(store: HostStore, make: MakeB
     assert (second.read(1) == 1).all()
 
 
-def test_a_tensor_that_a_model_has_twice_is_held_once(store: HostStore, make: MakeBundle) -> None:
-    """For example tied embeddings that an exporter has untied."""
-    weights = store.open(make(a=large(1), b=large(1)), keep=True)
-
-    assert store.counts == HostCounts(2 * large(1).nbytes, large(1).nbytes, 1)
-    weights.drop()
-    assert store.counts == HostCounts(0, 0, 0)
-
-
 def test_equal_bytes_of_another_type_or_shape_are_another_tensor_in_the_same_memory(
     store: HostStore, make: MakeBundle
 ) -> None:

@@ -152,22 +152,6 @@ def test_failures_are_told_in_the_same_words_on_both_ways(
     assert "secret" not in answer.error.message  # type: ignore[union-attr]
 
 
-def test_runs_through_triton_wait_at_the_gate(start_through: StartThrough) -> None:
-    """A third run through Triton waits for admission until its deadline."""
-    pause = Pause()
-
-    engine, triton = start_through(stopping(pause))
-    inside = [request(value=n) for n in range(2)]
-    assert engine.execute(inside) is None
-    pause.reached(2)
-    (late,) = ask(engine, request(timeout=0.05))
-    assert_fails(late, FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
-    assert len(triton.tokens) == 2
-    pause.go(2)
-    for n, one in enumerate(inside):
-        assert_y(answer_of(one), rows(1, 4 * n + 4))
-
-
 def test_calls_through_triton_have_their_runs_deadline(
     runtime: Runtime, start_engine: StartEngine, start_through: StartThrough
 ) -> None:

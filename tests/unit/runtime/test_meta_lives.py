@@ -6,15 +6,12 @@ import os
 import threading
 from typing import Any
 
-from rsrv.settings import load_settings
 from tests.fakes import FakeError
 from tests.status import read_status
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
 from tests.unit.runtime.metas import (
-    Pause,
     Run,
     answer_of,
-    ask,
     assert_fails,
     assert_served,
     assert_y,
@@ -23,7 +20,6 @@ from tests.unit.runtime.metas import (
     request,
     rows,
     status_of,
-    stopping,
 )
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -49,31 +45,6 @@ def test_the_stub_closes_while_runs_are_under_way(runtime: Runtime, start_meta: 
     runtime.device.gate.set()
     for n, one in enumerate(inside):
         assert_y(answer_of(one), rows(1, 4 * n + 4))
-
-
-def test_the_runtime_dies_between_stages_and_comes_back(
-    start_runtime: StartRuntime, start_meta: StartMeta
-) -> None:
-    """When the runtime dies between stages, the next stage fails, and later runs are served."""
-    pause = Pause()
-
-    runtime = start_runtime(load_settings("stub: {retry_s: 0}"))
-    engine = start_meta(runtime, stopping(pause))
-    requests = [request(value=n) for n in range(4)]
-    assert engine.execute(requests) is None
-    pause.reached(2)
-    wait_until(lambda: status_of()["waiting"] == 2)
-    runtime.stop()
-    wait_until(lambda: sum(not one.answers.empty() for one in requests) == 2)
-    pause.go(2)
-
-    for one in requests:
-        assert_fails(answer_of(one), FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]")
-    (down,) = ask(engine, request())
-    assert_fails(down, FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]")
-    start_runtime()
-    wait_until(lambda: ask(engine, request(value=100))[0].error is None)
-    assert_served(engine)
 
 
 def test_two_meta_models_share_a_callee(runtime: Runtime, start_meta: StartMeta) -> None:

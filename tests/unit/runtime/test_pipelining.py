@@ -118,22 +118,6 @@ def test_no_more_is_launched_than_the_depth_allows(runtime: Runtime, engine: Eng
     assert runtime.device.executed[:2] == [1, 1]
 
 
-def test_a_batch_is_not_assembled_where_a_launched_one_may_still_be_read(
-    runtime: Runtime, engine: Engine
-) -> None:
-    """A batch is not assembled in memory that a launched execution may still read."""
-    runtime.device.gate.clear()
-    first = [FakeRequest({"x": ramp(1, i)}) for i in range(3)]
-    second = [FakeRequest({"x": ramp(1, 100 + i)}) for i in range(3)]
-    launch(runtime, engine, *first)
-    launch(runtime, engine, *second)
-
-    runtime.device.gate.set()
-
-    assert all(correct(request) for request in (*first, *second))
-    assert runtime.device.executed == [4, 4]
-
-
 def test_a_failure_leaves_the_execution_behind_it_right(runtime: Runtime, engine: Engine) -> None:
     """A failure that shows when outputs are read does not affect the next launched execution."""
     runtime.device.gate.clear()
@@ -148,23 +132,6 @@ def test_a_failure_leaves_the_execution_behind_it_right(runtime: Runtime, engine
 
     assert all(refused(answer_of(request), FakeError.INTERNAL, "failed to execute") for request in first)
     assert all(correct(request) for request in second)
-
-
-def test_a_launch_that_fails_leaves_the_others_right(start_runtime: StartRuntime, doubling: Path) -> None:
-    """A launch that fails does not affect the next request."""
-    runtime = start_runtime(in_depth(2))
-    engine = make_engine(runtime, doubling)
-    forget_the_warm_up(runtime)
-    failing, fine = FakeRequest({"x": ramp(1)}), FakeRequest({"x": ramp(1, 10)})
-    runtime.device.fail = "refused"
-    launch(runtime, engine, failing)
-    assert refused(answer_of(failing), FakeError.INTERNAL, "failed to execute")
-    runtime.device.fail = None
-
-    launch(runtime, engine, fine)
-
-    assert correct(fine)
-    engine.close()
 
 
 def test_what_is_launched_is_answered_although_its_client_left(runtime: Runtime, engine: Engine) -> None:

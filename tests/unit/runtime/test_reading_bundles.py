@@ -26,7 +26,6 @@ from rsrv.settings import load_settings
 from rsrv.stub.connection import Rejected, RuntimeConnection
 from rsrv.wire.frames import Kind, StartProgress, pack_json, read_header, unpack_starting
 from rsrv.wire.socket import send
-from rsrv_bundle import BundleError
 from rsrv_bundle.export import export_bundle
 from tests.fakes import FakeDevice
 from tests.unit.runtime.conftest import StartRuntime, answer_to_register, build
@@ -80,18 +79,6 @@ def test_adding_a_model_reads_its_weights_once(
         read = bytes_read() - before
         assert times * _BYTES <= read < (times + 0.1) * _BYTES
         assert host.kept == (residency == "system")
-
-
-@pytest.mark.parametrize("name", ["weights.safetensors", "model.b1.mlir"])
-def test_what_is_torn_after_it_was_identified_is_not_built(doubling: Path, tmp_path: Path, name: str) -> None:
-    """A bundle that is torn after its identification is not built."""
-    path = shutil.copytree(doubling, tmp_path / "doubling")
-    bundle = identify("doubling", str(path), {}).bundle
-    (path / name).write_bytes(b"\0" * (path / name).stat().st_size)
-    device = FakeDevice(lambda inputs, weights: [inputs[0]])
-
-    with pytest.raises(BundleError, match=r"does not match the manifest|changed since the bundle was read"):
-        build(bundle, device, HostStore(HostMemory()), load_settings(), "doubling")
 
 
 def test_a_runtime_refuses_torn_weights_by_name_until_they_fit_again(

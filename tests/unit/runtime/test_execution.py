@@ -1,6 +1,7 @@
 """Gathering and scattering: each request gets its rows, for any layout of memory."""
 
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.runtime.allocation import LARGE
+from rsrv.runtime.device import Array
 from rsrv.runtime.execution import Dispatch, Staging, find_contiguous_runs, finish, launch
 from rsrv.runtime.models import CompiledModel
 from rsrv.runtime.slices import RequestSlice
@@ -31,9 +33,13 @@ BLOCKS = {
 
 @dataclass
 class FakeModel:
+    """A model whose executables a device does not need."""
+
     key = "model"
     pool: StatePool | None = None
     bundle: Any = None
+    weights: tuple[Array, ...] = ()
+    executables: defaultdict[tuple[int, int], None] = field(default_factory=lambda: defaultdict(lambda: None))
 
 
 def lay_out(block: Block, rows: list[int], gaps: list[int]) -> list[RequestSlice]:
@@ -163,7 +169,6 @@ def test_a_request_is_read_in_place_only_if_it_fills_its_variant(
     part = RequestSlice(NO_PEER, 0, 1, np.zeros(2 * nbytes, np.uint8), 0, nbytes, shapes=shapes)
     pad = PadSpec("t", {"x": 0, "mask": 0}, "mask")
     model: Any = FakeModel(bundle=SimpleNamespace(manifest=SimpleNamespace(pad=pad)))
-    model.weights, model.executables = [], {(0, 1): None}
     device: Any = FakeDevice(lambda inputs, weights: [])
     monkeypatch.setattr(device, "launch", lambda *_: None)
 
@@ -190,8 +195,6 @@ def test_only_the_memory_that_the_device_reads_is_page_locked(
     block = Block((Tensor("x", "f32", (-1, 10_000), 0),))
     parts = lay_out(block, rows, [0] * len(rows))
     work = job(parts, 8, block)
-    model: Any = work.model
-    model.weights, model.executables = [], {(0, 8): None}
     device: Any = FakeDevice(lambda inputs, weights: [])
     monkeypatch.setattr(device, "launch", lambda *_: None)
 
@@ -229,8 +232,6 @@ def test_the_next_batch_is_assembled_where_the_one_before_was(monkeypatch: pytes
     """Its memory is free once the execution has ended."""
     block = BLOCKS["rows first"]
     work = job(lay_out(block, [1] * 3, [0] * 3), 4, block)
-    model: Any = work.model
-    model.weights, model.executables = [], {(0, 4): None}
     device: Any = FakeDevice(lambda inputs, weights: [])
     outputs = [np.zeros(tensor.shape(4), np.float32) for tensor in block.tensors]
     monkeypatch.setattr(device, "launch", lambda *_: None)
@@ -244,6 +245,7 @@ def test_the_next_batch_is_assembled_where_the_one_before_was(monkeypatch: pytes
 
     assert second.staged is first.staged
     assert second.staged is not beside.staged
+    assert launch(work, device, staging).staged is not second.staged
 
 
 @pytest.mark.parametrize("locks", [True, False])
@@ -273,8 +275,6 @@ def test_the_device_copies_large_outputs_to_page_locked_memory(
             view = tensor_of(part, block, index, outputs=False)
             view[...] = rng.integers(0, 100, view.shape)
     work = job(parts, 4, block)
-    model: Any = work.model
-    model.weights, model.executables = [], {(0, 4): None}
     device: Any = FakeDevice(lambda inputs, weights: [array.copy() for array in inputs])
     device.writes_host = True
     if not locks:

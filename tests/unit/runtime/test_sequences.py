@@ -123,6 +123,14 @@ def test_a_wrong_request_says_what_is_wrong(
     house.check()
 
 
+def test_a_second_end_is_of_no_sequence() -> None:
+    """After its end a sequence is unknown, until it starts again."""
+    house = House()
+    house.run(7, START | END)
+    assert house.refused[house.ask(7, END)][0] is Status.SEQUENCE_LOST
+    house.run(7, START)
+
+
 def test_a_live_sequence_may_begin_again() -> None:
     """START of a live sequence begins it again in its slot, as Triton has it."""
     house = House()

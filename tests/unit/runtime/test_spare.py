@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from queue import Queue
 from typing import NamedTuple
@@ -134,6 +135,25 @@ READY = f"speaks version {PROTOCOL_VERSION}"
 #: A spare that says its argument, and ends when its socket is closed.
 _READY_UNTIL_CLOSED = "import os, sys; os.write(0, sys.argv[1].encode()); sys.stdin.read()"
 
+MakeKeeper = Callable[..., SpareKeeper]
+Children = Callable[[], set[psutil.Process]]
+
+
+@pytest.fixture
+def make_keeper(tmp_path: Path) -> Iterator[MakeKeeper]:
+    """Make a keeper of spares that are ready, while no model is built."""
+    command = [sys.executable, "-c", _READY_UNTIL_CLOSED, READY]
+    with socket.socket() as listener:
+        yield partial(SpareKeeper, command, os.environ, listener.fileno(), tmp_path, lambda: False)
+
+
+@pytest.fixture
+def children() -> Children:
+    """Return a function for the children that this process has got since the test began."""
+    mine = psutil.Process()
+    before = set(mine.children())
+    return lambda: set(mine.children()) - before
+
 
 @pytest.mark.parametrize(
     ("said", "told"),
@@ -146,106 +166,87 @@ _READY_UNTIL_CLOSED = "import os, sys; os.write(0, sys.argv[1].encode()); sys.st
         ),
     ],
 )
-def test_a_fresh_spare_replaces_the_one_before_if_it_can_serve(tmp_path: Path, said: str, told: str) -> None:
+def test_a_fresh_spare_replaces_the_one_before_if_it_can_serve(
+    make_keeper: MakeKeeper, children: Children, said: str, told: str
+) -> None:
     """After two renewals there is one spare; a fresh one that cannot serve ends, and its reason is told."""
-    mine = psutil.Process()
-    before = set(mine.children())
-    with socket.socket() as listener:
-        first = SpareKeeper(
-            [sys.executable, "-c", _READY_UNTIL_CLOSED, READY],
-            os.environ,
-            listener.fileno(),
-            tmp_path,
-            lambda: False,
-        )
-        assert renewed(first) == ""
-        (kept,) = set(mine.children()) - before
-        first._command = [sys.executable, "-c", _READY_UNTIL_CLOSED, said]
+    first = make_keeper()
+    assert renewed(first) == ""
+    (kept,) = children()
+    first._command = [sys.executable, "-c", _READY_UNTIL_CLOSED, said]
 
-        answer = renewed(first)
+    answer = renewed(first)
 
-        assert answer.startswith(told)
-        assert bool(answer) is bool(told)
+    assert answer.startswith(told)
+    assert bool(answer) is bool(told)
 
-        (now,) = set(mine.children()) - before
-        assert (now == kept) is bool(told)
-        assert first._spare is not None
-        first._spare.end()
+    (now,) = children()
+    assert (now == kept) is bool(told)
+    assert first._spare is not None
+    first._spare.end()
 
 
-def test_a_spare_that_replaced_another_one_is_the_only_one(tmp_path: Path) -> None:
+def test_a_spare_that_replaced_another_one_is_the_only_one(
+    make_keeper: MakeKeeper, children: Children
+) -> None:
     """With `runtime.spare: true` a keeper waits for the end of the spare, which a renewal replaces: it keeps the new one."""
     pauses: list[float] = []
-    command = [sys.executable, "-c", _READY_UNTIL_CLOSED, READY]
-    mine = psutil.Process()
-    before = set(mine.children())
-    with socket.socket() as listener:
-        keeper = SpareKeeper(
-            command, os.environ, listener.fileno(), tmp_path, lambda: False, rest=pauses.append
-        )
-        keeping = threading.Thread(target=keeper.keep, daemon=True)
-        keeping.start()
-        wait_until(lambda: set(mine.children()) - before)
-        first = [*pauses]
+    keeper = make_keeper(rest=pauses.append)
+    keeping = threading.Thread(target=keeper.keep, daemon=True)
+    keeping.start()
+    wait_until(children)
+    first = [*pauses]
 
-        assert renewed(keeper) == ""
+    assert renewed(keeper) == ""
 
-        wait_until(lambda: len(pauses) >= 2 * len(first))
-        assert pauses == 2 * first
-        (fresh,) = set(mine.children()) - before
-        assert keeper._spare is not None
-        assert keeper._spare.process.pid == fresh.pid
-        keeper._spare.sock.shutdown(socket.SHUT_RDWR)
-        keeping.join(PATIENCE_S)
-        assert not keeping.is_alive()
+    wait_until(lambda: len(pauses) >= 2 * len(first))
+    assert pauses == 2 * first
+    (fresh,) = children()
+    assert keeper._spare is not None
+    assert keeper._spare.process.pid == fresh.pid
+    keeper._spare.sock.shutdown(socket.SHUT_RDWR)
+    keeping.join(PATIENCE_S)
+    assert not keeping.is_alive()
 
 
-def test_a_spare_whose_turn_does_not_come_is_replaced(tmp_path: Path) -> None:
+def test_a_spare_whose_turn_does_not_come_is_replaced(make_keeper: MakeKeeper, children: Children) -> None:
     """It has a device, on a GPU a context and host memory. A spare has none."""
-    command = [sys.executable, "-c", _READY_UNTIL_CLOSED, READY]
-    mine = psutil.Process()
-    before = set(mine.children())
-    with socket.socket() as listener:
-        keeper = SpareKeeper(
-            command, os.environ, listener.fileno(), tmp_path, lambda: False, rest=lambda _: None
-        )
-        keeping = threading.Thread(target=keeper.keep, daemon=True)
-        keeping.start()
-        wait_until(lambda: set(mine.children()) - before)
-        assert renewed(keeper) == ""
-        (prepared,) = set(mine.children()) - before
+    keeper = make_keeper(rest=lambda _: None)
+    keeping = threading.Thread(target=keeper.keep, daemon=True)
+    keeping.start()
+    wait_until(children)
+    assert renewed(keeper) == ""
+    (prepared,) = children()
 
-        keeper.withdraw()
+    keeper.withdraw()
 
-        wait_until(lambda: not prepared.is_running())
-        (other,) = wait_until(lambda: set(mine.children()) - before)
-        keeper.withdraw()
-        assert other.is_running()
-        assert keeper._spare is not None
-        assert keeper._spare.problem() == ""
-        keeper._spare.sock.shutdown(socket.SHUT_RDWR)
-        keeping.join(20)
-        assert not keeping.is_alive()
+    wait_until(lambda: not prepared.is_running())
+    (other,) = wait_until(children)
+    keeper.withdraw()
+    assert other.is_running()
+    assert keeper._spare is not None
+    assert keeper._spare.problem() == ""
+    keeper._spare.sock.shutdown(socket.SHUT_RDWR)
+    keeping.join(20)
+    assert not keeping.is_alive()
 
 
 def test_a_withdrawal_does_not_wait_for_the_end_of_the_spare(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_keeper: MakeKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop withdraws the spare, and requests would wait while the driver ends the spare's context."""
     waiting = Queue[threading.Thread]()
-    with socket.socket() as listener:
-        command = [sys.executable, "-c", _READY_UNTIL_CLOSED, READY]
-        keeper = SpareKeeper(command, os.environ, listener.fileno(), tmp_path, lambda: False)
-        assert renewed(keeper) == ""
-        assert keeper._spare is not None
-        process = keeper._spare.process
-        wait = process.wait
-        monkeypatch.setattr(process, "wait", lambda: waiting.put(threading.current_thread()))
+    keeper = make_keeper()
+    assert renewed(keeper) == ""
+    assert keeper._spare is not None
+    process = keeper._spare.process
+    wait = process.wait
+    monkeypatch.setattr(process, "wait", lambda: waiting.put(threading.current_thread()))
 
-        keeper.withdraw()
+    keeper.withdraw()
 
-        assert waiting.get(timeout=PATIENCE_S) is not threading.current_thread()
-        assert wait(PATIENCE_S) == -signal.SIGKILL
+    assert waiting.get(timeout=PATIENCE_S) is not threading.current_thread()
+    assert wait(PATIENCE_S) == -signal.SIGKILL
 
 
 @pytest.fixture
@@ -316,18 +317,16 @@ def test_ends_are_seen_beside_more_than_a_thousand_open_files(server: subprocess
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_spare_for_a_planned_end_is_withdrawn_with_it(tmp_path: Path) -> None:
+def test_a_spare_for_a_planned_end_is_withdrawn_with_it(
+    make_keeper: MakeKeeper, children: Children, tmp_path: Path
+) -> None:
     """Where `runtime.spare` is false, a refused end leaves no process; the note of a sleep has the time."""
-    mine = psutil.Process()
-    before = set(mine.children())
-    with socket.socket() as listener:
-        command = [sys.executable, "-c", _READY_UNTIL_CLOSED, READY]
-        keeper = SpareKeeper(command, os.environ, listener.fileno(), tmp_path, lambda: False)
-        for fresh in (False, True, False):
-            assert renewed(keeper, fresh=fresh) == ""
-            assert len(set(mine.children()) - before) == 1
-            keeper.withdraw()
-            wait_until(lambda: set(mine.children()) == before)
+    keeper = make_keeper()
+    for fresh in (False, True, False):
+        assert renewed(keeper, fresh=fresh) == ""
+        assert len(children()) == 1
+        keeper.withdraw()
+        wait_until(lambda: not children())
     keeper.stay_back(b"record")
     assert (tmp_path / LAST_RECORD).read_bytes() == b"record"
     assert asleep_since(tmp_path) == pytest.approx(time.time(), abs=60)

@@ -67,19 +67,22 @@ def test_no_short_build_waits_for_a_long_one_that_came_before_it() -> None:
     assert list(names(queue, now=1.0)) == order
 
 
+def passing(queue: StartQueue, demand: Demand, *, seconds: float = 0.0, now: float = 0.0) -> int:
+    """Return how many steps, of which a new one comes each second, are taken before the step `long`."""
+    for number in range(100):
+        put(queue, f"new {number}", demand, seconds=seconds, now=now + number)
+        step = queue.pop(now + number)
+        assert step is not None
+        if step.name == "long":
+            break
+    return number
+
+
 def test_a_long_build_lets_others_pass_for_as_long_as_it_takes() -> None:
     """While a shorter build comes each second, it waits no longer than its own time."""
     queue = StartQueue()
     put(queue, "long", Demand(E), seconds=40.0)
-    passed = 0
-    for second in range(100):
-        put(queue, f"new {second}", Demand(E), seconds=5.0, now=float(second))
-        step = queue.pop(float(second))
-        assert step is not None
-        if step.name == "long":
-            break
-        passed += 1
-    assert passed == 35
+    assert passing(queue, Demand(E), seconds=5.0) == 35
 
 
 def test_equal_starts_take_turns_by_building_time_over_weight() -> None:
@@ -98,15 +101,21 @@ def test_a_model_that_was_built_for_long_is_not_passed_for_ever() -> None:
         queue = StartQueue()
         queue.charge("long", 40.0, 0.0)
         put(queue, "long", Demand(R), now=later)
-        passed = 0
-        for second in range(100):
-            put(queue, f"new {second}", Demand(R), now=later + second)
-            step = queue.pop(later + second)
-            assert step is not None
-            if step.name == "long":
-                break
-            passed += 1
-        assert passed == seconds
+        assert passing(queue, Demand(R), now=later) == seconds
+
+
+def test_a_start_that_waits_follows_its_demand() -> None:
+    """Requests make a start urgent when they come, and no more when they have ended."""
+    queue = StartQueue()
+    for name in "abcd":
+        put(queue, name, Demand(E))
+    queue.change("a", Demand(R, 3.0), 0.0)
+    queue.change("c", Demand(R, 7.0), 0.0)
+    queue.change("b", Demand(R, 5.0), 0.0)
+    queue.change("b", Demand(P), 0.0)
+    queue.change("a", Demand(E), 0.0)
+    queue.change("gone", Demand(R), 0.0)
+    assert list(names(queue)) == ["c", "b", "a", "d"]
 
 
 @given(

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,14 @@ from rsrv.runtime.loop import Loop, ServerProcess
 from rsrv.runtime.models import CompiledModel, compile_model, warm_up
 from rsrv.runtime.weight_mover import DeviceWeights
 from rsrv.settings import Settings, load_settings
-from rsrv.stub.connection import Greeted, greet
+from rsrv.stub.connection import Greeted, RuntimeConnection, greet
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
 from rsrv.stub.meta_engine import MetaEngine
 from rsrv.wire.blackbox import BlackBoxReader
-from rsrv.wire.frames import Kind, read_header
+from rsrv.wire.frames import Kind, pack_json, read_header
 from rsrv.wire.paths import SOCKET
-from rsrv.wire.socket import connect, listen
+from rsrv.wire.socket import connect, listen, send
 from rsrv_bundle import Bundle, read_bundle
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.inspection import Inspector
@@ -41,7 +41,7 @@ from rsrv_bundle.modules import SignatureReader, check_signatures, signature_of
 from tests.builders import CLIENT, compiled_before, write_meta
 from tests.fakes import Compute, FakeDevice
 from tests.status import read_status
-from tests.unit.runtime.metas import Run, engine_of, meta_engine
+from tests.unit.runtime.metas import OUTPUTS, Run, engine_of, meta_engine
 from tests.waiting import PATIENCE_S, wait_until
 
 
@@ -98,10 +98,25 @@ class Runtime:
     socket: Path
     _thread: threading.Thread
     _clock: Clock
+    #: Engines and connections of this process, which are closed at the end of the test.
+    users: ExitStack = field(default_factory=ExitStack)
 
     def open(self) -> Greeted:
         greeted = greet(connect(self.socket))
         return replace(greeted, blackbox=BlackBoxReader(self.socket.parent))
+
+    def connect(self) -> RuntimeConnection:
+        """Return a stub's connection, which is closed at the end of the test."""
+        lane = RuntimeConnection(self.open())
+        self.users.callback(lane.close)
+        return lane
+
+    def request_model(self, **body: object) -> Greeted:
+        """Send a registration on a connection, which is closed at the end of the test. Its answer is not read yet."""
+        greeted = self.open()
+        self.users.callback(greeted.sock.close)
+        send(greeted.sock, pack_json(Kind.REGISTER, body))
+        return greeted
 
     @property
     def alive(self) -> bool:
@@ -175,9 +190,12 @@ def start_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
 
     yield start
     for runtime in started:
+        for gate in (runtime.device.gate, runtime.device.uploads, runtime.device.compiles):
+            gate.set()
+    for runtime in started:
+        runtime.users.close()
+    for runtime in started:
         if runtime.alive:
-            for gate in (runtime.device.gate, runtime.device.uploads, runtime.device.compiles):
-                gate.set()
             runtime.stop()
     # The memory and the epoll of a runtime are closed when the collector frees its objects, which may be after hundreds of
     # tests; a process commonly may have 1,024 files open.
@@ -222,29 +240,21 @@ StartEngine = Callable[..., Engine]
 
 
 @pytest.fixture
-def start_engine(runtime: Runtime, doubling: Path) -> Iterator[StartEngine]:
+def start_engine(runtime: Runtime, doubling: Path) -> StartEngine:
     """Start an engine of a stub for `doubling`, connected to `runtime`."""
-    started: list[Engine] = []
 
-    def start(
-        hooks: Hooks | None = None, outputs: tuple[WireTensor, ...] = (WireTensor("y", "f32", (-1, 3)),)
-    ) -> Engine:
-        started.append(engine_of(runtime.open, doubling, hooks=hooks, outputs=outputs))
-        return started[-1]
+    def start(hooks: Hooks | None = None, outputs: Sequence[WireTensor] = OUTPUTS) -> Engine:
+        engine = engine_of(runtime.open, doubling, hooks=hooks, outputs=outputs)
+        runtime.users.callback(engine.close)
+        return engine
 
-    yield start
-    runtime.device.gate.set()
-    for engine in started:
-        engine.close()
+    return start
 
 
 @pytest.fixture
-def engine(runtime: Runtime, doubling: Path) -> Iterator[Engine]:
+def engine(start_engine: StartEngine) -> Engine:
     """Return an engine of a stub for `doubling`."""
-    engine = engine_of(runtime.open, doubling)
-    yield engine
-    runtime.device.gate.set()
-    engine.close()
+    return start_engine()
 
 
 StartMeta = Callable[..., MetaEngine]

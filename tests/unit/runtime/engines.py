@@ -27,7 +27,10 @@ def ramp(count: int, start: float = 0) -> Array:
 
 
 def make_engine(runtime: Runtime, bundle: Path, hooks: Hooks | None = None, name: str = "doubling") -> Engine:
-    return engine_of(runtime.open, bundle, name, hooks)
+    """Start the engine of a stub, which is closed at the end of the test."""
+    engine = engine_of(runtime.open, bundle, name, hooks)
+    runtime.users.callback(engine.close)
+    return engine
 
 
 def refused(response: FakeResponse, code: str, text: str) -> bool:
@@ -62,7 +65,8 @@ class Registering:
 
 
 def register(runtime: Runtime, name: str, path: Path) -> Registering:
-    lane, rejected = RuntimeConnection(runtime.open()), []
+    """Begin to register a stub, whose connection is closed at the end of the test."""
+    lane, rejected = runtime.connect(), []
 
     def wait() -> None:
         try:

@@ -173,8 +173,13 @@ def engine_of(
 def model_engine(
     runtime: Runtime, bundle: Path, hooks: Hooks | None = None, *, internal: bool = False
 ) -> Engine:
-    """Start the engine of a model named as its bundle; an internal model has one with `meta.transport: bls` only."""
-    return engine_of(runtime.open, bundle, bundle.name, hooks, internal=internal)
+    """Start the engine of a model named as its bundle, which is closed at the end of the test.
+
+    An internal model has one with `meta.transport: bls` only.
+    """
+    engine = engine_of(runtime.open, bundle, bundle.name, hooks, internal=internal)
+    runtime.users.callback(engine.close)
+    return engine
 
 
 @contextmanager

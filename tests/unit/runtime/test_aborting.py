@@ -42,12 +42,9 @@ def operator(runtime: Runtime) -> Iterator[Operator]:
 
 
 @pytest.fixture
-def engine(runtime: Runtime, doublings: dict[str, Path]) -> Iterator[Engine]:
+def engine(runtime: Runtime, doublings: dict[str, Path]) -> Engine:
     """Return an engine of model `c`."""
-    engine = make_engine(runtime, doublings["c"], name="c")
-    yield engine
-    runtime.device.gate.set()
-    engine.close()
+    return make_engine(runtime, doublings["c"], name="c")
 
 
 def named(id: str, value: float = 1.0) -> FakeRequest:

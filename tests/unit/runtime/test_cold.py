@@ -39,7 +39,7 @@ from tests.builders import broken_bundle, write_meta
 from tests.fakes import FakePbUtils, FakeRequest, FakeResponse, NewResponse
 from tests.status import read_status
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
-from tests.unit.runtime.metas import FakeCallees
+from tests.unit.runtime.metas import FakeCallees, answer_of
 from tests.unit.runtime.watchers import Operator, Watcher
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -115,7 +115,7 @@ class Stub:
         return request
 
     def ask(self, start: float = 0.0) -> FakeResponse:
-        return self.send(start).answers.get(timeout=PATIENCE_S)
+        return answer_of(self.send(start))
 
 
 StartStub = Callable[..., Stub]
@@ -200,9 +200,7 @@ def test_the_first_requests_of_a_model_share_its_start(
         lazy.device.compiles.set()
         watcher.until(lambda: watcher.is_("doubling", state="ready"))
 
-    assert all(
-        is_answered(one.answers.get(timeout=PATIENCE_S), number) for number, one in enumerate(requests)
-    )
+    assert all(is_answered(answer_of(one), number) for number, one in enumerate(requests))
     assert stub.model.execute([FakeRequest({"x": np.zeros((1, 3), np.float32)})]) is not None
 
 
@@ -224,7 +222,7 @@ def test_a_start_that_fails_is_a_reason_and_a_pause(
     # Its deadline counts from now: what was told of the start that failed is forgotten.
     request = FakeRequest({"x": np.zeros((1, 3), np.float32)}, timeout_us=100_000_000)
     assert stub.model.execute([request]) is None
-    assert is_answered(request.answers.get(timeout=PATIENCE_S))
+    assert is_answered(answer_of(request))
 
 
 def test_a_failed_start_is_forgotten_when_the_model_is_loaded_again(
@@ -270,7 +268,7 @@ def test_a_runtime_that_is_killed_during_a_start_costs_time(
     first.stop()
     stub.runtime = start_runtime(load_settings(LAZY))
 
-    assert is_answered(request.answers.get(timeout=PATIENCE_S), 1.0)
+    assert is_answered(answer_of(request), 1.0)
     first.device.compiles.set()
 
 
@@ -297,11 +295,11 @@ def test_starts_follow_the_requests_that_come_and_go_meanwhile(
     given_up, waiting = stubs["c"].send(), stubs["d"].send()
     wait_until(lambda: sum(step.demand.urgency is Urgency.REQUESTED for step in queue._steps.values()) == 2)
     given_up.cancelled = True
-    assert "cancelled" in error_of(given_up.answers.get(timeout=PATIENCE_S))
+    assert "cancelled" in error_of(answer_of(given_up))
     wait_until(lambda: sum(step.demand.urgency is Urgency.REQUESTED for step in queue._steps.values()) == 1)
     runtime.device.compiles.set()
 
-    assert waiting.answers.get(timeout=PATIENCE_S).error is None
+    assert answer_of(waiting).error is None
     wait_until(lambda: set(models().values()) == {"ready"} and len(models()) == 4)
     assert [key[0] for key in runtime.device.costs][:2] == ["a", "d"]
 
@@ -317,7 +315,7 @@ def test_clients_that_give_up_do_not_stop_a_start(
 
     request.cancelled = True
 
-    assert "cancelled" in error_of(request.answers.get(timeout=PATIENCE_S))
+    assert "cancelled" in error_of(answer_of(request))
     lazy.device.compiles.set()
     wait_until(lambda: models() == {"doubling": "ready"})
 
@@ -333,7 +331,7 @@ def test_an_unload_during_a_start_answers_those_who_wait(
 
     stub.model.close()
 
-    assert "unloaded" in error_of(request.answers.get(timeout=PATIENCE_S))
+    assert "unloaded" in error_of(answer_of(request))
     lazy.device.compiles.set()
     wait_until(lambda: models() == {})
 
@@ -395,7 +393,7 @@ def test_models_fall_back_when_no_request_has_used_them_for_long(
 
     wait_until(lambda: models() == dict.fromkeys("bcd", "ready"))
     runtime.device.gate.set()
-    assert request.answers.get(timeout=PATIENCE_S).error is None
+    assert answer_of(request).error is None
     assert stubs["a"].is_cold
     assert stubs["a"].ask(2.0).error is None
 
@@ -508,7 +506,7 @@ def test_models_fall_back_one_after_another_while_memory_is_short(
     wait_until(lambda: relieve(runtime) and models() == dict.fromkeys("abd", "ready"))
     wait_until(lambda: not relieve(runtime))
     runtime.device.gate.set()
-    assert request.answers.get(timeout=PATIENCE_S).error is None
+    assert answer_of(request).error is None
 
     wait_until(lambda: relieve(runtime) and models() == dict.fromkeys("ab", "ready"))
     assert stubs["d"].ask(2.0).error is None
@@ -538,7 +536,7 @@ def test_a_model_that_stays_keeps_no_other_one_warm(
     wait_until(lambda: relieve(lazy) and models() == {"a": "ready"})
     wait_until(lambda: not relieve(lazy))
     imported.set()
-    assert request.answers.get(timeout=PATIENCE_S).error is None
+    assert answer_of(request).error is None
 
 
 def test_a_scarcity_of_memory_ends_when_models_have_fallen_back(
@@ -613,7 +611,7 @@ def test_a_model_with_a_request_in_flight_does_not_fall_back(
     assert not stub.is_cold
 
     lazy.device.gate.set()
-    assert is_answered(request.answers.get(timeout=PATIENCE_S), 1.0)
+    assert is_answered(answer_of(request), 1.0)
     assert models() == {"doubling": "ready"}
     assert is_answered(stub.ask(2.0), 2.0)
 
@@ -686,7 +684,7 @@ def test_a_request_that_crosses_the_fall_back_starts_the_model_again(
     wait_until(lambda: models() == {})
     go_on.set()
 
-    assert is_answered(request.answers.get(timeout=PATIENCE_S), 1.0)
+    assert is_answered(answer_of(request), 1.0)
     assert models() == {"doubling": "ready"}
 
 
@@ -753,7 +751,7 @@ def test_a_sub_call_of_another_devices_run_is_to_be_repeated(
         request = FakeRequest({"x": np.zeros((1, 3), np.float32)}, parameters=parameters)
         for answer in stub.model.execute([request]) or ():
             request.answers.put(answer)
-        assert error_of(request.answers.get(timeout=PATIENCE_S)) == f"[rsrv:RUNTIME_DOWN] {DOWN}"
+        assert error_of(answer_of(request)) == f"[rsrv:RUNTIME_DOWN] {DOWN}"
 
 
 def test_a_call_through_triton_starts_a_cold_callee(
@@ -769,6 +767,6 @@ def test_a_call_through_triton_starts_a_cold_callee(
     engine = start_meta(runtime, lambda inputs, call: call("a", inputs), "a", triton=triton)
 
     request = FakeRequest({"x": np.full((1, 3), 3, np.float32)})
-    (answer,) = engine.execute([request]) or (request.answers.get(timeout=PATIENCE_S),)
+    (answer,) = engine.execute([request]) or (answer_of(request),)
     assert is_answered(answer, 3.0)
     assert callee.state is ServingState.READY

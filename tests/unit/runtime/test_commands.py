@@ -45,13 +45,9 @@ def operator(runtime: Runtime) -> Iterator[Operator]:
 
 
 @pytest.fixture
-def engines(runtime: Runtime, doublings: dict[str, Path]) -> Iterator[dict[str, Engine]]:
+def engines(runtime: Runtime, doublings: dict[str, Path]) -> dict[str, Engine]:
     """Return engines of models `a` and `b`."""
-    made = {name: make_engine(runtime, doublings[name], name=name) for name in "ab"}
-    yield made
-    runtime.device.gate.set()
-    for engine in made.values():
-        engine.close()
+    return {name: make_engine(runtime, doublings[name], name=name) for name in "ab"}
 
 
 # --- pausing -----------------------------------------------------------------------------------------------
@@ -109,8 +105,6 @@ def test_a_pause_of_all_holds_for_models_that_come_later(
     assert answered(send_one(made["b"])) == 2
     operator.pause(None, "reject")
     assert refused(answer_of(send_one(made["b"])), FakeError.UNAVAILABLE, "[rsrv:PAUSED]")
-    for engine in made.values():
-        engine.close()
 
 
 # --- weights -----------------------------------------------------------------------------------------------
@@ -148,7 +142,6 @@ def test_a_model_that_is_not_built_yet_is_wanted_until_it_is(
     registering.join()
     with Watcher(runtime) as watcher:
         watcher.until(lambda: watcher.is_("a", weights="resident", paused="drain"))
-    registering.lane.close()
 
 
 def test_in_explicit_mode_only_what_was_fetched_is_served(
@@ -171,7 +164,6 @@ def test_in_explicit_mode_only_what_was_fetched_is_served(
         operator.keep("a", "device")
         watcher.until(lambda: watcher.is_("a", weights="resident"))
         assert answered(send_one(engine)) == 1
-    engine.close()
 
 
 @pytest.mark.parametrize("newer", ["a", "c"])
@@ -196,7 +188,6 @@ def test_in_explicit_mode_a_version_that_takes_over_is_where_the_older_one_was(
         wait_until(lambda: not runtime.device.resident)
         newest = make_engine(runtime, doublings["b"], name="a")
         assert refused(answer_of(send_one(newest)), FakeError.UNAVAILABLE, "[rsrv:NOT_RESIDENT]")
-    newest.close()
 
 
 def test_in_explicit_mode_what_was_unpinned_does_not_come_back(
@@ -204,7 +195,7 @@ def test_in_explicit_mode_what_was_unpinned_does_not_come_back(
 ) -> None:
     """In explicit mode, an unpinned model leaves the device, prefetched or not, as does its next version."""
     runtime = start_runtime(load_settings("stub: {in_place_ms: 0}\nlifecycle: {mode: explicit}"))
-    old = make_engine(runtime, doublings["a"], name="a")
+    make_engine(runtime, doublings["a"], name="a")
     with Watcher(runtime) as watcher, Operator(runtime) as operator:
         operator.prefetch("a")
         operator.keep("a", "device")
@@ -214,8 +205,6 @@ def test_in_explicit_mode_what_was_unpinned_does_not_come_back(
         new = make_engine(runtime, doublings["c"], name="a")
 
         assert refused(answer_of(send_one(new)), FakeError.UNAVAILABLE, "[rsrv:NOT_RESIDENT]")
-    old.close()
-    new.close()
 
 
 # --- policy ------------------------------------------------------------------------------------------------
@@ -239,7 +228,6 @@ def test_a_shorter_queue_holds_at_once_and_for_versions_that_come_later(
     more = send_one(newer)
     runtime.device.gate.set()
     assert (answered(occupying), answered(more)) == (2, 3)
-    newer.close()
 
 
 def test_a_delay_and_a_share_are_taken(engines: dict[str, Engine], operator: Operator) -> None:
@@ -278,7 +266,7 @@ def test_the_history_of_all_versions(
     runtime: Runtime, doublings: dict[str, Path], engines: dict[str, Engine], operator: Operator
 ) -> None:
     """A history has the records of all versions by key, with the states of each one's life and weights, and of no other model."""
-    newer = make_engine(runtime, doublings["c"], name="a")
+    make_engine(runtime, doublings["c"], name="a")
 
     answer = operator.do("history", model="a")
 
@@ -297,7 +285,6 @@ def test_the_history_of_all_versions(
         ]
         assert ("weights queued", "required") in changes
     assert {one["weights_state"] for one in read_status(os.getpid())["models"].values()} == {"resident"}
-    newer.close()
 
 
 def test_requests_are_found_by_their_id_and_by_number(
@@ -358,7 +345,6 @@ def test_a_long_history_comes_in_a_document(
     (key,) = operator.do("history", model=name)["histories"]
     monkeypatch.undo()
     assert key.startswith(name)
-    registering.lane.close()
 
 
 def test_the_record_says_what_there_is_to_do(start_runtime: StartRuntime, doublings: dict[str, Path]) -> None:
@@ -392,7 +378,6 @@ def test_the_record_says_what_there_is_to_do(start_runtime: StartRuntime, doubli
     assert (done["models"]["a"]["useful_rows"], done["models"]["a"]["outcomes"]["answered"]) == (2, 2)
     with Operator(runtime) as operator:
         assert done["instance"] == operator.do("ping")["instance"]
-    engine.close()
 
 
 def test_a_record_can_be_asked_for_its_changes(
@@ -400,7 +385,7 @@ def test_a_record_can_be_asked_for_its_changes(
 ) -> None:
     """With the number of an earlier one, the record has the changed models alone; a new model makes it whole again."""
     runtime = start_runtime(load_settings("stub: {in_place_ms: 0}"))
-    a, b = (make_engine(runtime, doublings[name], name=name) for name in "ab")
+    a, _ = (make_engine(runtime, doublings[name], name=name) for name in "ab")
     with Operator(runtime) as operator:
         first = read_status(os.getpid())
         assert (first["since"], first["models"].keys()) == (0, {"a", "b"})
@@ -418,12 +403,10 @@ def test_a_record_can_be_asked_for_its_changes(
         assert again["models"].keys() == {"a", "b"}
         assert again["since"] == first["next"]
 
-        late = make_engine(runtime, doublings["a"], name="late")
+        make_engine(runtime, doublings["a"], name="late")
         whole = read_status(os.getpid(), since=again["next"])
         assert (whole["since"], whole["models"].keys()) == (0, {"a", "b", "late"})
         assert read_status(os.getpid(), since=whole["next"] + 5)["since"] == 0
-    for engine in (a, b, late):
-        engine.close()
 
 
 def test_weights_on_a_cpu_take_half_of_the_hosts_memory(operator: Operator) -> None:
@@ -460,7 +443,6 @@ def test_of_two_versions_the_ready_one_shows(
     assert read_status(os.getpid())["models"]["m"]["executing"] == 1
     runtime.device.gate.set()
     del asked
-    registering.lane.close()
 
 
 # --- profiles ----------------------------------------------------------------------------------------------

@@ -31,12 +31,11 @@ def test_what_is_changed_holds_from_then_on(runtime: Runtime, doubling: Path) ->
     assert configure(runtime, {"depth": None})["depth"] == 1
     (answer,) = ask(engine, FakeRequest({"x": ramp(1)}))
     assert answer.error is None
-    engine.close()
 
 
 def test_settings_of_the_file_that_was_read_again_hold(runtime: Runtime, doubling: Path) -> None:
     """A model's weight and limit reach the scheduler; a section that goes leaves the defaults, and others stay."""
-    engine = make_engine(runtime, doubling)
+    make_engine(runtime, doubling)
     document: dict[str, Any] = {
         "scheduler": {"meta_concurrency": 3},
         "runtime": {"idle": {"device": 600, "host": 3600, "server": 7200}, "host_memory_bytes": 5000},
@@ -67,7 +66,6 @@ def test_settings_of_the_file_that_was_read_again_hold(runtime: Runtime, doublin
         assert operator.follow({"models": {"doubling": None}}) == {}
     assert (policy.settings.for_model("doubling").weight, policy.residency("doubling")) == (1, "system")
     assert policy.settings.for_model("later").start == "lazy"
-    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,11 @@ from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.wire import paths
 from rsrv.wire.blackbox import SLOT_BYTES, SLOTS, Phase, UnfinishedTask, read_slots
-from rsrv.wire.frames import Kind, pack_json
-from rsrv.wire.socket import send
 from tests.fakes import FakeError, FakeRequest
 from tests.unit.runtime.conftest import StartRuntime
 from tests.unit.runtime.engines import make_engine, ramp, refused
-from tests.unit.runtime.metas import ask
-from tests.waiting import PATIENCE_S, wait_until
+from tests.unit.runtime.metas import answer_of, ask
+from tests.waiting import wait_until
 
 BUILDING = UnfinishedTask(Phase.BUILDING, hung=False, key="b@1")
 WARMING = UnfinishedTask(Phase.WARMING, hung=False, key="w@1")
@@ -218,10 +216,15 @@ def record(**damage: object) -> str:
     ],
 )
 def test_a_damaged_history_blames_no_model(tmp_path: Path, text: str) -> None:
-    """The file may hold any text, and the runtime starts all the same."""
-    (tmp_path / paths.DEATHS).write_text(text)
+    """The file may hold any text."""
+    file = tmp_path / paths.DEATHS
+    history = CrashHistory(file, lambda: 1.7e9)
+    file.write_text(record())
+    assert history.verdict("m@1") is not None
 
-    assert BlackBox(tmp_path).history.verdict("m@1") is None
+    file.write_text(text)
+
+    assert history.verdict("m@1") is None
 
 
 def test_the_box_outlives_its_process(tmp_path: Path) -> None:
@@ -345,8 +348,7 @@ def test_a_first_load_is_not_proven_before_it_ends(
     box = BlackBox(tmp_path)
     runtime = start_runtime(blackbox=box)
     runtime.device.uploads.clear()
-    greeted = runtime.open()
-    send(greeted.sock, pack_json(Kind.REGISTER, {"model": "m", "bundle": str(doublings["a"])}))
+    runtime.request_model(model="m", bundle=str(doublings["a"]))
     runtime.device.uploads.wait_until_held()
 
     (found,) = read_slots(bytes(box.memory))
@@ -354,7 +356,6 @@ def test_a_first_load_is_not_proven_before_it_ends(
     assert (found.phase, found.ended) == (Phase.LOADING, 0)
     runtime.device.uploads.set()
     wait_until(lambda: runtime.loop.activity.weights.task is None)
-    greeted.sock.close()
 
 
 # --- models that are excluded -------------------------------------------------------------------------------------
@@ -392,7 +393,7 @@ def test_a_model_that_hung_is_refused_and_the_others_come_back(
 
     start_runtime(settings, blackbox=BlackBox(after))
 
-    assert refused(request.answers.get(timeout=PATIENCE_S), FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN] bad@")
+    assert refused(answer_of(request), FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN] bad@")
 
     wait_until(lambda: ask(good, FakeRequest({"x": ramp(1)}))[0].error is None)
     wait_until(lambda: "it hung while executing" in told(bad))
@@ -400,5 +401,3 @@ def test_a_model_that_hung_is_refused_and_the_others_come_back(
     assert ask(good, FakeRequest({"x": ramp(1)}))[0].error is None
     (after / paths.DEATHS).unlink()
     wait_until(lambda: ask(bad, FakeRequest({"x": ramp(1)}))[0].error is None)
-    good.close()
-    bad.close()

@@ -3,7 +3,6 @@
 import gc
 import os
 import shutil
-import socket
 import tracemalloc
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from rsrv.wire import frames
 from rsrv.wire.frames import HEADER, Kind
-from rsrv.wire.socket import Closed, send
+from rsrv.wire.socket import Closed
 from tests.builders import write_meta
 from tests.unit.runtime.conftest import Runtime, answer_to_register
 from tests.waiting import wait_until
@@ -19,54 +18,42 @@ from tests.waiting import wait_until
 
 def test_a_model_is_described_in_flat_form(runtime: Runtime, doubling: Path) -> None:
     """REGISTERED comes with a document of numbers and names, without JSON."""
-    greeted = runtime.open()
-    wanted = {"model": "doubling", "bundle": str(doubling), "flat": True}
-    send(greeted.sock, frames.pack_json(Kind.REGISTER, wanted))
+    greeted = runtime.request_model(model="doubling", bundle=str(doubling), flat=True)
 
     frame, (fd,) = answer_to_register(greeted)
     document = os.pread(fd, 1 << 20, 0)
     os.close(fd)
     assert frames.read_header(frame)[0] is Kind.REGISTERED
     assert document.startswith(b"FLAT")
-    greeted.sock.close()
 
 
 def test_an_added_model_takes_few_kilobytes(runtime: Runtime, doubling: Path) -> None:
     """Thousands of small models fit beside each other: what only a model's build needs is not kept."""
 
-    def register(name: str) -> socket.socket:
-        greeted = runtime.open()
-        send(
-            greeted.sock,
-            frames.pack_json(Kind.REGISTER, {"model": name, "bundle": str(doubling), "flat": True}),
-        )
-        _, (fd,) = answer_to_register(greeted)
+    def register(name: str) -> None:
+        _, (fd,) = answer_to_register(runtime.request_model(model=name, bundle=str(doubling), flat=True))
         os.close(fd)
-        return greeted.sock
 
-    some = [register(f"some{number}") for number in range(3)]
+    for number in range(3):
+        register(f"some{number}")
     tracemalloc.start()
     try:
-        some += [register(f"more{number}") for number in range(20)]
+        for number in range(20):
+            register(f"more{number}")
         # What builds have used until a moment ago may still be there.
         wait_until(lambda: gc.collect() >= 0 and tracemalloc.get_traced_memory()[0] < 20 * 26_000)
     finally:
         tracemalloc.stop()
-    for sock in some:
-        sock.close()
 
 
 def test_a_model_that_cannot_be_read_is_rejected_in_flat_form(runtime: Runtime, tmp_path: Path) -> None:
     """REJECTED has the reason's length as its count, then the reason."""
-    greeted = runtime.open()
-    wanted = {"model": "nobody", "bundle": str(tmp_path / "nothing"), "flat": True}
-    send(greeted.sock, frames.pack_json(Kind.REGISTER, wanted))
+    greeted = runtime.request_model(model="nobody", bundle=str(tmp_path / "nothing"), flat=True)
 
     frame, _ = answer_to_register(greeted)
     kind, count = frames.read_header(frame)
     assert kind is Kind.REJECTED
     assert count == len(frame) - HEADER.size > 10
-    greeted.sock.close()
 
 
 def test_what_needs_the_python_front_is_rejected_in_flat_form(
@@ -76,21 +63,15 @@ def test_what_needs_the_python_front_is_rejected_in_flat_form(
     shutil.copytree(doubling, tmp_path / "hooked")
     (tmp_path / "hooked/model.py").write_text("def preprocess(inputs): return inputs\n")
     write_meta(tmp_path / "meta", "def run(inputs, call): return {}\n", ["doubling"])
-    for bundle, calls in [("hooked", {}), ("meta", {"doubling": str(doubling)})]:
-        greeted = runtime.open()
-        wanted = {"model": bundle, "bundle": str(tmp_path / bundle), "calls": calls, "flat": True}
-        send(greeted.sock, frames.pack_json(Kind.REGISTER, wanted))
+    for name, calls in [("hooked", {}), ("meta", {"doubling": str(doubling)})]:
+        greeted = runtime.request_model(model=name, bundle=str(tmp_path / name), calls=calls, flat=True)
 
         frame, _ = answer_to_register(greeted)
         assert frames.read_header(frame)[0] is Kind.REJECTED
         assert b"run rsrv-gen again" in bytes(frame)
-        greeted.sock.close()
 
 
 def test_a_further_connection_has_no_flat_form(runtime: Runtime) -> None:
     """A front that asks for one breaks the protocol."""
-    greeted = runtime.open()
-    send(greeted.sock, frames.pack_json(Kind.REGISTER, {"key": "doubling", "flat": True}))
     with pytest.raises(Closed):
-        answer_to_register(greeted)
-    greeted.sock.close()
+        answer_to_register(runtime.request_model(key="doubling", flat=True))

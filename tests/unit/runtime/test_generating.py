@@ -5,7 +5,6 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 
 from rsrv.runtime.device import DeviceError
-from rsrv.stub.connection import RuntimeConnection
 from rsrv.wire.frames import Completion, Status, request_tag
 from rsrv.wire.generation import Generate, pack_generate
 from rsrv.wire.socket import Closed, send
@@ -31,7 +29,7 @@ class Client:
 
     def __init__(self, runtime: Runtime, bundle: Path) -> None:
         self.runtime = runtime
-        self.connection = RuntimeConnection(runtime.open())
+        self.connection = runtime.connect()
         self.connection.register({"model": "counting", "bundle": str(bundle)})
         self.tokens: defaultdict[int, list[int]] = defaultdict(list)
         self._ends: dict[int, Completion] = {}
@@ -82,19 +80,17 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def connect(start_runtime: StartRuntime, bundle: Path) -> Iterator[Connect]:
     """Connect clients; in the end no generation, sequence or request may be left in the runtime."""
-    with ExitStack() as clients:
-        runtimes: list[Runtime] = []
+    runtimes: list[Runtime] = []
 
-        def start(runtime: Runtime | None = None, path: Path = bundle) -> Client:
-            runtimes.append(runtime or start_runtime(compute=count))
-            client = Client(runtimes[-1], path)
-            clients.callback(client.connection.close)
-            return client
+    def start(runtime: Runtime | None = None, path: Path = bundle) -> Client:
+        runtimes.append(runtime or start_runtime(compute=count))
+        return Client(runtimes[-1], path)
 
-        yield start
-        for runtime in runtimes:
-            runtime.device.gate.set()
-            assert runtime.alive
+    yield start
+    for runtime in runtimes:
+        runtime.device.gate.set()
+        assert runtime.alive
+        runtime.users.close()
     for runtime in runtimes:
         wait_until(partial(_nothing_is_left, runtime))
 
@@ -214,12 +210,11 @@ def test_a_version_that_does_not_generate_shows_no_answers(client: Client, tmp_p
     manifest = json.loads((following / "manifest.yaml").read_text())
     del manifest["generate"]
     (following / "manifest.yaml").write_text(json.dumps(manifest))
-    other = RuntimeConnection(client.runtime.open())
+    other = client.runtime.connect()
     other.register({"model": "counting", "bundle": str(seal(following))})
     client.connection.close()
 
     wait_until(lambda: read_status(os.getpid())["models"]["counting"]["generated"] == {})
-    other.close()
 
 
 def test_values_without_sense_are_refused(client: Client) -> None:
@@ -410,13 +405,12 @@ def test_a_second_generation_of_one_number_breaks_the_protocol(client: Client, c
 
 def test_generations_are_for_models_that_generate(start_runtime: StartRuntime, doubling: Path) -> None:
     """A stub that asks another model for one is broken."""
-    connection = RuntimeConnection(start_runtime().open())
+    connection = start_runtime().connect()
     connection.register({"model": "doubling", "bundle": str(doubling)})
     send(connection.sock, pack_generate(Generate(1, [1])))
 
     with pytest.raises(Closed):
         connection.receive(PATIENCE_S)
-    connection.close()
 
 
 def test_an_unloaded_version_ends_its_generations_last(

@@ -11,7 +11,7 @@ from rsrv.runtime.handover import HandedModel, Handover
 from rsrv.settings import load_settings
 from rsrv_bundle.inspection import Inspector
 from tests.fakes import Gate
-from tests.unit.runtime.conftest import StartRuntime
+from tests.unit.runtime.conftest import Runtime, StartRuntime
 from tests.unit.runtime.engines import answered, make_engine, send_one
 from tests.unit.runtime.watchers import Operator, Watcher
 from tests.waiting import wait_until
@@ -53,6 +53,14 @@ def test_a_note_that_cannot_be_written_is_left_out(tmp_path: Path) -> None:
     assert not (tmp_path / "gone").exists()
 
 
+def put_to_sleep(runtime: Runtime) -> None:
+    """Have a runtime sleep, and its stubs end."""
+    with Operator(runtime) as operator:
+        assert operator.do("sleep", drain_s=30, force=True) == {}
+    wait_until(lambda: not runtime.alive)
+    runtime.users.close()
+
+
 def test_after_a_sleep_models_return_without_a_stub(
     start_runtime: StartRuntime, tmp_path: Path, doublings: dict[str, Path]
 ) -> None:
@@ -62,11 +70,7 @@ def test_after_a_sleep_models_return_without_a_stub(
     engines = [make_engine(first, doublings[name], name=name) for name in "abc"]
     for engine in engines[::-1]:
         answered(send_one(engine))
-    with Operator(first) as operator:
-        assert operator.do("sleep", drain_s=30, force=True) == {}
-    wait_until(lambda: not first.alive)
-    for engine in engines:
-        engine.close()
+    put_to_sleep(first)
     rows = json.loads(note.read_text())
     assert [name for _, name, _, _ in rows] == ["a", "b", "c"]
     rows[2][2] = str(tmp_path / "removed")
@@ -98,12 +102,9 @@ def test_models_that_have_not_returned_before_the_next_sleep_return_after_it(
     """A sleep that is forced while they wait for their turn leaves them to the runtime after."""
     note, gate = tmp_path / "note", Gate()
     first = start_runtime(SETTINGS, handover=Handover(note))
-    engines = [make_engine(first, doublings[name], name=name) for name in "ab"]
-    with Operator(first) as operator:
-        assert operator.do("sleep", drain_s=30, force=True) == {}
-    wait_until(lambda: not first.alive)
-    for engine in engines:
-        engine.close()
+    for name in "ab":
+        make_engine(first, doublings[name], name=name)
+    put_to_sleep(first)
     left = note.read_text()
     gate.clear()
     second = start_runtime(SETTINGS, handover=Handover(note), slept=True, inspector=Busy(gate))
@@ -121,15 +122,11 @@ def test_another_version_takes_the_place_of_one_that_returned(
     """The bundle changed during the sleep: the stub's version is served, and the one that returned leaves."""
     note = tmp_path / "note"
     first = start_runtime(SETTINGS, handover=Handover(note))
-    engine = make_engine(first, doublings["a"], name="a")
-    with Operator(first) as operator:
-        assert operator.do("sleep", drain_s=30, force=True) == {}
-    wait_until(lambda: not first.alive)
-    engine.close()
+    make_engine(first, doublings["a"], name="a")
+    put_to_sleep(first)
     second = start_runtime(SETTINGS, handover=Handover(note), slept=True)
     with Watcher(second) as watcher:
         watcher.until(lambda: watcher.is_("a", state="ready"))
         engine = make_engine(second, doublings["b"], name="a")
         watcher.until(lambda: len(watcher.entries) == 1)
         assert answered(send_one(engine)) == 2
-        engine.close()

@@ -34,9 +34,10 @@ from tests.runtime_commands import command
 from tests.status import read_status
 from tests.unit.runtime.conftest import Runtime, StartRuntime
 from tests.unit.runtime.engines import answered, make_engine, refused, send_one
+from tests.unit.runtime.metas import answer_of
 from tests.unit.runtime.watchers import set_residency
 from tests.unit.runtime.weights import bundle_of, check_counts, large, small
-from tests.waiting import PATIENCE_S, wait_until
+from tests.waiting import wait_until
 
 GIB = 1 << 30
 #: Bytes of a model of `export_doubling`: three f32.
@@ -285,8 +286,6 @@ def test_memory_for_weights_on_a_cpu_is_not_for_copies(
     monkeypatch.setattr(host_weights, "spare_memory", lambda: 5 * _BYTES)
     assert not host._reserve(2 * _BYTES)
     assert host._reserve(_BYTES)
-    for engine in engines:
-        engine.close()
 
 
 def test_weights_that_are_being_read_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,15 +420,8 @@ class House:
 
 
 @pytest.fixture
-def house(
-    start_runtime: StartRuntime, doublings: dict[str, Path], request: pytest.FixtureRequest
-) -> Iterator[House]:
-    house = House(start_runtime, doublings, request.param)
-    yield house
-    for gate in (house.runtime.device.gate, house.runtime.device.uploads):
-        gate.set()
-    for engine in house.engines.values():
-        engine.close()
+def house(start_runtime: StartRuntime, doublings: dict[str, Path], request: pytest.FixtureRequest) -> House:
+    return House(start_runtime, doublings, request.param)
 
 
 two_copies = pytest.mark.parametrize(
@@ -513,9 +505,7 @@ def test_a_file_that_changed_fails_its_own_requests_only(house: House, tmp_path:
             assert house.ask("a") == 1
         else:
             text = "could not be loaded: weights.safetensors: was written to since the model was loaded"
-            assert refused(
-                send_one(house.engines["a"]).answers.get(timeout=PATIENCE_S), FakeError.INTERNAL, text
-            )
+            assert refused(answer_of(send_one(house.engines["a"])), FakeError.INTERNAL, text)
         assert house.ask("b") == 2
 
 
@@ -590,7 +580,7 @@ def test_a_model_that_leaves_while_its_weights_are_read_is_gone_after_that(house
     disk.set()
 
     wait_until(lambda: "a" not in house.status()["models"])
-    assert slow.answers.get(timeout=PATIENCE_S).error is not None
+    assert answer_of(slow).error is not None
     house.serve("a")
     assert house.ask("a") == 1
 
@@ -610,7 +600,7 @@ def test_a_read_that_fails_fails_its_own_requests(
     disk.set()
 
     why = "could not be loaded: weights.safetensors: cannot be read: Input/output error"
-    assert refused(slow.answers.get(timeout=PATIENCE_S), FakeError.INTERNAL, why)
+    assert refused(answer_of(slow), FakeError.INTERNAL, why)
     assert house.status()["models"]["a"]["weights_state"] == "backoff"
     assert house.ask("b") == 2
 

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,23 +73,18 @@ class Peer:
 
 
 @pytest.fixture
-def join(runtime: Runtime, doublings: dict[str, Path], tmp_path: Path) -> Iterator[Callable[[], Peer]]:
+def join(runtime: Runtime, doublings: dict[str, Path], tmp_path: Path) -> Callable[[], Peer]:
     """Open one more connection of the same meta model."""
     meta = write_meta(tmp_path / "meta", "def run(inputs, call): ...", ["a", "b"])
-    lanes: list[RuntimeConnection] = []
 
     def join() -> Peer:
-        lane = RuntimeConnection(runtime.open())
+        lane = runtime.connect()
         lane.register(
             {"model": "meta", "bundle": str(meta), "calls": {name: str(doublings[name]) for name in "ab"}}
         )
-        lanes.append(lane)
         return Peer(lane)
 
-    yield join
-    runtime.device.gate.set()
-    for lane in lanes:
-        lane.close()
+    return join
 
 
 Deed = Callable[[Peer], object]

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from rsrv.settings import load_settings
-from rsrv.stub.connection import RuntimeConnection
 from rsrv.wire import frames
 from rsrv.wire.frames import HEADER, Kind, Status, Submission
 from rsrv.wire.layout import Interface
@@ -23,7 +22,7 @@ class Client:
     """A registered connection with room for one request of one row."""
 
     def __init__(self, runtime: Runtime, bundle: Path) -> None:
-        self.lane = RuntimeConnection(runtime.open())
+        self.lane = runtime.connect()
         body = self.lane.register({"model": "doubling", "bundle": str(bundle)})
         variant = Interface.from_json(body["models"][0]["interface"]).variants[0]
         self.inputs = variant.inputs.places[1].nbytes
@@ -81,8 +80,6 @@ def test_a_misbehaving_stub_loses_its_connection_only(
     with pytest.raises(Closed):
         culprit.read_on()
     assert other.works()
-    culprit.lane.close()
-    other.lane.close()
 
 
 @pytest.mark.parametrize(
@@ -100,8 +97,7 @@ def test_a_misbehaving_stub_loses_its_connection_only(
 )
 def test_a_registration_without_sense_is_refused(runtime: Runtime, body: dict[str, object]) -> None:
     """A malformed registration closes the connection; one of a missing model is rejected with a reason."""
-    greeted = runtime.open()
-    send(greeted.sock, frames.pack_json(Kind.REGISTER, body))
+    greeted = runtime.request_model(**body)
 
     if "key" in body:
         frame, _ = greeted.receiver.receive()
@@ -109,7 +105,6 @@ def test_a_registration_without_sense_is_refused(runtime: Runtime, body: dict[st
     else:
         with pytest.raises(Closed):
             greeted.receiver.receive()
-    greeted.sock.close()
 
 
 @pytest.mark.parametrize(
@@ -127,7 +122,6 @@ def test_a_stranger_is_turned_away_at_the_greeting(runtime: Runtime, doubling: P
     sock.close()
     client = Client(runtime, doubling)
     assert client.works()
-    client.lane.close()
 
 
 def test_a_stub_of_another_version_learns_what_to_do(
@@ -170,7 +164,6 @@ def test_a_stub_that_dies_with_requests_in_flight_disturbs_no_other(runtime: Run
     runtime.device.gate.set()
 
     assert other.works()
-    other.lane.close()
 
 
 def test_a_stub_that_does_not_read_stalls_no_other(start_runtime: StartRuntime, doubling: Path) -> None:
@@ -185,8 +178,6 @@ def test_a_stub_that_does_not_read_stalls_no_other(start_runtime: StartRuntime, 
     received = 0
     while received < 4000:
         received += len(lazy.lane.receive(PATIENCE_S))
-    lazy.lane.close()
-    other.lane.close()
 
 
 def test_a_descriptor_that_is_no_memory_closes_the_connection(runtime: Runtime) -> None:
@@ -215,7 +206,6 @@ def test_a_deadline_that_is_years_away_does_not_end_the_runtime(runtime: Runtime
     received = 0
     while received < 40:
         received += len(client.lane.receive(PATIENCE_S))
-    client.lane.close()
 
 
 def test_a_peer_that_asks_and_does_not_read_is_given_up(runtime: Runtime, doubling: Path) -> None:
@@ -233,7 +223,6 @@ def test_a_peer_that_asks_and_does_not_read_is_given_up(runtime: Runtime, doubli
     assert other.works()
     greeted.sock.close()
     wait_until(lambda: len(open_files()) < before, what="its descriptors are closed")
-    other.lane.close()
 
 
 def test_segments_without_end_close_their_connection(runtime: Runtime, doubling: Path) -> None:
@@ -251,8 +240,6 @@ def test_segments_without_end_close_their_connection(runtime: Runtime, doubling:
         add_on()
     os.close(fd)
     assert other.works()
-    culprit.lane.close()
-    other.lane.close()
 
 
 def test_address_space_without_end_closes_its_connection(runtime: Runtime, doubling: Path) -> None:
@@ -266,8 +253,6 @@ def test_address_space_without_end_closes_its_connection(runtime: Runtime, doubl
     with pytest.raises(Closed):
         culprit.read_on()
     assert other.works()
-    culprit.lane.close()
-    other.lane.close()
 
 
 def test_connections_without_end_wait_outside(
@@ -306,4 +291,3 @@ def test_connections_without_end_wait_outside(
     assert client.works()
     for sock in crowd:
         sock.close()
-    client.lane.close()

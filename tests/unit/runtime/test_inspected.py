@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rsrv.stub.connection import Rejected, RuntimeConnection
+from rsrv.stub.connection import Rejected
 from rsrv_bundle.inspection import Inspector
 from rsrv_bundle.modules import Signature
 from tests.unit.bundle.forge import seal
@@ -32,18 +32,14 @@ def test_a_bundle_that_crashes_the_parser_is_refused_and_the_others_are_served(
     bad = shutil.copytree(doubling, tmp_path / "bad")
     (bad / "model.b4.mlir").write_bytes(CRASHING)
     seal(bad)
-    lane = RuntimeConnection(runtime.open())
 
     with pytest.raises(Rejected, match=f"model.b4.mlir: ({CRASHED})"):
-        lane.register({"model": "bad", "bundle": str(bad)})
+        runtime.connect().register({"model": "bad", "bundle": str(bad)})
 
-    lane.close()
     assert before.works()
     other = shutil.copytree(doubling, tmp_path / "other")
     after = Client(runtime, other)
     assert after.works()
-    before.lane.close()
-    after.lane.close()
 
 
 def test_the_inspector_ends_when_nothing_is_built(
@@ -54,7 +50,6 @@ def test_the_inspector_ends_when_nothing_is_built(
     client = Client(runtime, doubling)
     wait_until(lambda: inspector._child is None)
     assert client.works()
-    client.lane.close()
 
 
 def test_a_module_that_is_exchanged_while_it_is_read_is_not_compiled(
@@ -73,8 +68,6 @@ def test_a_module_that_is_exchanged_while_it_is_read_is_not_compiled(
 
     with closing(Exchanging()) as exchanging:
         runtime = start_runtime(inspector=exchanging)
-        lane = RuntimeConnection(runtime.open())
         with pytest.raises(Rejected, match=r"model\.b8\.mlir: was written to while the model was loaded"):
-            lane.register({"model": "m", "bundle": str(bundle)})
-        lane.close()
+            runtime.connect().register({"model": "m", "bundle": str(bundle)})
         runtime.stop()

@@ -23,8 +23,8 @@ from rsrv.stub.large_request import LargeRequest
 from rsrv.stub.tensors import Array
 from tests.fakes import FakeError, FakePbUtils, FakeRequest, NewResponse
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime
-from tests.unit.runtime.engines import ramp, refused, send_one
-from tests.unit.runtime.metas import answer_of, ask, engine_of, queued
+from tests.unit.runtime.engines import make_engine, ramp, refused, send_one
+from tests.unit.runtime.metas import answer_of, ask, queued
 from tests.unit.runtime.test_poison import HOSTILE, Server
 from tests.unit.runtime.watchers import Operator
 from tests.waiting import PATIENCE_S, wait_until
@@ -177,23 +177,21 @@ def test_a_full_queue_refuses_a_large_request_only_at_its_first_part(
 ) -> None:
     """The first part takes a place in the queue, and the others follow. Another request finds the queue full."""
     runtime = start_runtime(load_settings("scheduler: {max_queue_depth: 2}\nstub: {in_place_ms: 0}"))
-    engine = engine_of(runtime.open, doubling)
+    engine = make_engine(runtime, doubling)
     large = hold_first_parts(runtime, engine)
     refusals = [send(engine, rows=rows) for rows in (1, ROWS)]
     assert all(refused(answer_of(one), FakeError.UNAVAILABLE, "QUEUE_FULL") for one in refusals)
     runtime.device.gate.set()
     assert_doubled(large, ramp(ROWS))
-    engine.close()
 
 
 def test_parts_are_as_small_as_executions_may_be(start_runtime: StartRuntime, doubling: Path) -> None:
     """With a limit of 5 rows, parts of 5 rows execute at size 8."""
     runtime = start_runtime(load_settings("models: {doubling: {max_batch_size: 5}}\nstub: {in_place_ms: 0}"))
-    engine = engine_of(runtime.open, doubling)
+    engine = make_engine(runtime, doubling)
     runtime.device.executed.clear()
     assert_doubled(send(engine, 12), ramp(12))
     assert sorted(runtime.device.executed) == [4, 8, 8]
-    engine.close()
 
 
 def test_a_slow_answer_carries_the_number_of_its_first_part(

@@ -78,8 +78,6 @@ def test_sub_calls_overtake_what_waits_and_take_it_along(
     for thread in threads:
         thread.join()
     assert log.entries == [(4, 8), (2, 4), (4, 8), (4, 8)]
-    for plain_engine in (b, d):
-        plain_engine.close()
 
 
 def test_of_several_calls_side_by_side_the_oldest_goes_first_and_the_others_wait(

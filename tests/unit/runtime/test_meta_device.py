@@ -129,7 +129,6 @@ def test_rows_from_the_host_and_the_device_share_an_execution(
         thread.join()
     assert runtime.device.executed == [1, 8]  # 1 + 2 + 1 + 1 rows
     assert runtime.device.merged == 1
-    plain.close()
 
 
 def test_a_handle_that_is_dropped_frees_the_device(runtime: Runtime, start_meta: StartMeta) -> None:

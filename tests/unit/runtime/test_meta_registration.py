@@ -2,18 +2,15 @@
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rsrv.stub.connection import Rejected, RuntimeConnection
+from rsrv.stub.connection import Rejected
 from rsrv.wire.calls import Call, Entrance, Spot, Where, pack_entrances
-from rsrv.wire.frames import Kind, pack_json
-from rsrv.wire.socket import send
 from tests.builders import broken_bundle, write_meta
 from tests.fakes import FakeRequest
 from tests.status import read_status
@@ -27,18 +24,8 @@ CHAIN = """
 """
 
 
-@pytest.fixture
-def lanes(runtime: Runtime) -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-        for gate in (runtime.device.gate, runtime.device.compiles, runtime.device.uploads):
-            gate.set()
-
-
-def register(runtime: Runtime, lanes: ExitStack, meta: Path, calls: Mapping[str, Any]) -> dict[str, Any]:
-    lane = RuntimeConnection(runtime.open())
-    lanes.callback(lane.close)
-    body: dict[str, Any] = lane.register(
+def register(runtime: Runtime, meta: Path, calls: Mapping[str, Any]) -> dict[str, Any]:
+    body: dict[str, Any] = runtime.connect().register(
         {
             "model": meta.name,
             "bundle": str(meta),
@@ -55,7 +42,7 @@ def models() -> dict[str, Any]:
 
 @pytest.mark.parametrize("bad", ["a", "b", "ab"])
 def test_a_meta_model_with_a_broken_callee_is_refused_and_others_keep_theirs(
-    runtime: Runtime, doublings: dict[str, Path], tmp_path: Path, lanes: ExitStack, bad: str
+    runtime: Runtime, doublings: dict[str, Path], tmp_path: Path, bad: str
 ) -> None:
     """All stubs of a meta model with a broken callee get the reason; callees shared with others stay."""
     both = write_meta(tmp_path / "both", CHAIN, ["a", "b"])
@@ -66,7 +53,7 @@ def test_a_meta_model_with_a_broken_callee_is_refused_and_others_keep_theirs(
 
         def try_it() -> None:
             with pytest.raises(Rejected) as caught:
-                register(runtime, lanes, both, calls)
+                register(runtime, both, calls)
             reasons.append(str(caught.value))
 
         threads = [threading.Thread(target=try_it) for _ in range(3)]
@@ -85,38 +72,37 @@ def test_a_meta_model_with_a_broken_callee_is_refused_and_others_keep_theirs(
 
 
 def test_a_stub_that_leaves_while_its_callees_are_built_leaves_nothing(
-    runtime: Runtime, doublings: dict[str, Path], tmp_path: Path, lanes: ExitStack
+    runtime: Runtime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
     """If a stub leaves while its callees are built, they leave, except one that another stub wants."""
     meta = write_meta(tmp_path / "meta", CHAIN, ["a", "b"])
     other = write_meta(tmp_path / "other", CHAIN, ["b"])
     runtime.device.compiles.clear()
-    lane = RuntimeConnection(runtime.open())
     calls = {name: str(doublings[name]) for name in "ab"}
-    send(lane.sock, pack_json(Kind.REGISTER, {"model": "meta", "bundle": str(meta), "calls": calls}))
+    greeted = runtime.request_model(model="meta", bundle=str(meta), calls=calls)
     runtime.device.compiles.wait_until_held()
     assert read_status(os.getpid())["metas"]["meta"]["models"] == ["a", "b"]
-    waiting = threading.Thread(target=register, args=[runtime, lanes, other, {"b": doublings["b"]}])
+    waiting = threading.Thread(target=register, args=[runtime, other, {"b": doublings["b"]}])
     waiting.start()
 
-    lane.close()
+    greeted.sock.close()
     wait_until(lambda: not read_status(os.getpid())["metas"])
     runtime.device.compiles.set()
 
     waiting.join(PATIENCE_S)
     wait_until(lambda: models().keys() == {"b"})
-    lanes.close()
+    runtime.users.close()
     wait_until(lambda: not models())
 
 
 def test_a_meta_model_that_comes_back_while_its_callees_leave_is_served(
-    runtime: Runtime, doublings: dict[str, Path], tmp_path: Path, lanes: ExitStack
+    runtime: Runtime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
     """A meta model that returns while its callees leave is built again and served."""
     meta = write_meta(tmp_path / "meta", CHAIN, ["a", "b"])
     calls = {name: doublings[name] for name in "ab"}
     runtime.device.seconds = 0.01  # on the device's thread
-    lane = RuntimeConnection(runtime.open())
+    lane = runtime.connect()
     lane.register({"model": "meta", "bundle": str(meta), "calls": {n: str(p) for n, p in calls.items()}})
     memory = lane.array((1, 3), np.dtype(np.float32))
     place = lane.locate(memory)
@@ -129,7 +115,7 @@ def test_a_meta_model_that_comes_back_while_its_callees_leave_is_served(
     lane.close()
     wait_until(lambda: not read_status(os.getpid())["metas"])
 
-    coming = threading.Thread(target=register, args=[runtime, lanes, meta, calls])
+    coming = threading.Thread(target=register, args=[runtime, meta, calls])
     coming.start()
     coming.join(0.2)
     assert coming.is_alive()
@@ -146,9 +132,9 @@ def test_a_meta_model_that_comes_back_while_its_callees_leave_is_served(
     "calls", [{"a": None, "b": None}, {"a": "", "b": "\0"}, {"a": "/nowhere"}, {"c": "/"}, {}]
 )
 def test_callees_that_make_no_sense_are_refused_with_a_reason(
-    runtime: Runtime, tmp_path: Path, lanes: ExitStack, calls: dict[str, Any]
+    runtime: Runtime, tmp_path: Path, calls: dict[str, Any]
 ) -> None:
     """Invalid callees are rejected with a reason, and the connection stays."""
     meta = write_meta(tmp_path / "meta", CHAIN, ["a", "b"])
     with pytest.raises(Rejected):
-        register(runtime, lanes, meta, calls)
+        register(runtime, meta, calls)

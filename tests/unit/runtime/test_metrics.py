@@ -117,7 +117,6 @@ def test_slow_requests_have_the_time_in_their_stub(runtime: Runtime, doublings: 
     assert entered[0] < slow["at"] < ended
     assert 0 < slow["before_s"] < slow["at"] - began
     assert 0 < slow["after_s"] < ended - slow["at"] - slow["seconds"]
-    engine.close()
 
 
 def test_a_new_version_adds_to_what_the_old_one_counted(runtime: Runtime, doublings: dict[str, Path]) -> None:
@@ -134,9 +133,8 @@ def test_a_new_version_adds_to_what_the_old_one_counted(runtime: Runtime, doubli
     assert metrics(runtime)["models"]["m"]["outcomes"]["answered"] == 3
     new.close()
     wait_until(lambda: metrics(runtime)["models"] == {})
-    again = make_engine(runtime, doublings["a"], name="m")
+    make_engine(runtime, doublings["a"], name="m")
     assert metrics(runtime)["models"]["m"]["outcomes"]["answered"] == 0
-    again.close()
 
 
 def test_a_meta_model_counts_its_runs_and_hooks_of_what_it_calls(
@@ -168,14 +166,12 @@ def test_a_meta_model_counts_its_runs_and_hooks_of_what_it_calls(
 
 def test_a_report_of_a_stub_changes_a_record(runtime: Runtime, doublings: dict[str, Path]) -> None:
     """The runtime sees no request that ends in the front, so only the report tells of it."""
-    a, b = (make_engine(runtime, doublings[name], name=name) for name in "ab")
+    a, _ = (make_engine(runtime, doublings[name], name=name) for name in "ab")
     since = read_status(os.getpid())["next"]
     with reporting(a):
         a.meters.answered(Status.INVALID, time.perf_counter(), 0)
         wait_until(lambda: "invalid" in metrics(runtime)["models"]["a"]["responses"])
     assert read_status(os.getpid(), since=since)["models"].keys() == {"a"}
-    for engine in (a, b):
-        engine.close()
 
 
 def test_models_share_tensors(runtime: Runtime, doublings: dict[str, Path]) -> None:
@@ -190,8 +186,6 @@ def test_models_share_tensors(runtime: Runtime, doublings: dict[str, Path]) -> N
     assert (b["device_bytes"], b["state_bytes"], b["host_bytes"], b["pinned"]) == (12, 0, 12, False)
     assert (said["memory"]["logical_bytes"], said["memory"]["physical_bytes"]) == (36, 24)
     assert said["largest_free_bytes"] is None
-    for engine in engines:
-        engine.close()
 
 
 def test_answers_by_an_aliass_name_are_counted_apart(runtime: Runtime, doublings: dict[str, Path]) -> None:
@@ -207,7 +201,6 @@ def test_answers_by_an_aliass_name_are_counted_apart(runtime: Runtime, doublings
 
     assert metrics(runtime)["models"]["a"]["responses"] == {"ok": 2}
     assert metrics(runtime)["models"]["a"]["shadows"] == {"champion": {"counts": {"different": 1}}}
-    engine.close()
 
 
 def test_reports_go_to_the_next_runtime(start_runtime: StartRuntime, doublings: dict[str, Path]) -> None:
@@ -223,7 +216,6 @@ def test_reports_go_to_the_next_runtime(start_runtime: StartRuntime, doublings: 
         second = start_runtime(settings)
         ask(engine, FakeRequest({"x": ramp(1)}))
         wait_until(lambda: metrics(second)["models"]["a"]["responses"] == {"ok": 1})
-    engine.close()
 
 
 def test_an_import_counts_until_its_connection_says_otherwise(
@@ -251,7 +243,6 @@ def test_an_import_counts_until_its_connection_says_otherwise(
     wait_until(lambda: metrics(runtime)["importing"] == {})
     assert read_status(os.getpid())["starting"] == {}
     lanes[1].close()
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -285,7 +276,6 @@ def test_a_report_of_something_else_ends_its_connection_alone(
     (answer,) = ask(engine, FakeRequest({"x": ramp(1)}))
     assert answer.error is None
     assert metrics(runtime)["models"]["a"]["responses"] == {}
-    engine.close()
 
 
 def test_a_report_without_a_registration_ends_the_connection(runtime: Runtime) -> None:

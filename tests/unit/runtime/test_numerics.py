@@ -18,7 +18,7 @@ from rsrv.runtime.device import Array, DeviceError, Executable, Hardware, run
 from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.numerics import OVERRIDE, Computes, hardware_of, judge, probe, treatment
 from rsrv.settings import Numerics, SettingsError, load_settings
-from rsrv.stub.connection import Rejected, RuntimeConnection
+from rsrv.stub.connection import Rejected
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.modules import Signature, signature_of
 from rsrv_bundle.precision import Treatment, product, treat
@@ -298,8 +298,7 @@ def test_a_runtime_on_a_cpu_serves_in_f32_and_says_so(start_runtime: StartRuntim
         load_settings(settings_text("f32")),
         compute=lambda inputs, weights: [inputs[0] @ weights[0] @ weights[0]],
     )
-    lane = RuntimeConnection(runtime.open())
-    lane.register({"model": "products", "bundle": str(products)})
+    runtime.connect().register({"model": "products", "bundle": str(products)})
 
     status = read_status(os.getpid())
 
@@ -308,7 +307,6 @@ def test_a_runtime_on_a_cpu_serves_in_f32_and_says_so(start_runtime: StartRuntim
     (precision,) = (one["precision"] for one in executables if one["size"] == 4)
     assert precision["f32"] == 2
     assert precision["hardware"] == precision["tf32"] == 0
-    lane.close()
 
 
 def test_a_runtime_refuses_every_model_where_tf32_is_wanted_and_not_there(
@@ -317,10 +315,8 @@ def test_a_runtime_refuses_every_model_where_tf32_is_wanted_and_not_there(
     """With `tf32` on a CPU, each model's load is rejected with the reason."""
     runtime = start_runtime(load_settings(settings_text("tf32")))
     for _ in range(2):
-        lane = RuntimeConnection(runtime.open())
         with pytest.raises(Rejected, match="numerics is tf32, and the models would run on a CPU"):
-            lane.register({"model": "doubling", "bundle": str(doubling)})
-        lane.close()
+            runtime.connect().register({"model": "doubling", "bundle": str(doubling)})
     assert runtime.alive
 
 
@@ -333,4 +329,3 @@ def test_a_runtime_on_a_gpu_probes_before_it_compiles_models(
     client = Client(runtime, doubling)
     assert client.works()
     assert read_status(os.getpid())["computes"] == "tf32"
-    client.lane.close()

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import permutations
 from multiprocessing.connection import wait
@@ -62,12 +62,10 @@ def runtime(start_runtime: StartRuntime) -> Runtime:
 
 
 @pytest.fixture
-def engine(runtime: Runtime, doubling: Path) -> Iterator[Engine]:
+def engine(runtime: Runtime, doubling: Path) -> Engine:
     engine = make_engine(runtime, doubling)
     forget_the_warm_up(runtime)
-    yield engine
-    runtime.device.gate.set()
-    engine.close()
+    return engine
 
 
 def forget_the_warm_up(runtime: Runtime) -> None:
@@ -192,10 +190,9 @@ def test_the_depth_is_the_devices_by_default(
 ) -> None:
     """Without a setting, the depth is the device's, known once it is up."""
     runtime = start_runtime(load_settings("stub: {in_place_ms: 0}"), asynchronous=asynchronous)
-    engine = make_engine(runtime, doubling)
+    make_engine(runtime, doubling)
 
     assert configure(runtime, {})["depth"] == depth
-    engine.close()
 
 
 def test_the_depth_may_change_while_executions_are_launched(runtime: Runtime, engine: Engine) -> None:

@@ -25,7 +25,7 @@ from rsrv.wire.blackbox import BlackBoxReader
 from rsrv.wire.socket import connect
 from tests.fakes import FakeError, FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartRuntime, double
-from tests.unit.runtime.metas import engine_of
+from tests.unit.runtime.metas import answer_of, assert_y, engine_of
 from tests.waiting import PATIENCE_S, wait_until
 
 #: a value in the inputs of a request whose execution does not end by itself
@@ -95,13 +95,11 @@ def request(value: float) -> FakeRequest:
 
 
 def assert_answered(one: FakeRequest, expected: float) -> None:
-    answer = one.answers.get(timeout=PATIENCE_S)
-    assert answer.error is None
-    np.testing.assert_array_equal(answer.arrays["y"], np.full((1, 3), expected, np.float32))
+    assert_y(answer_of(one), np.full((1, 3), expected, np.float32))
 
 
 def assert_refused(one: FakeRequest, text: str = SUSPECT) -> None:
-    answer = one.answers.get(timeout=PATIENCE_S)
+    answer = answer_of(one)
     assert answer.error is not None
     assert answer.error.code == FakeError.INTERNAL
     assert answer.error.message == text
@@ -194,7 +192,7 @@ def test_inputs_that_were_answered_after_a_death_are_as_good_as_new(server: Serv
 
     server.released.set()
 
-    np.testing.assert_array_equal(one.answers.get(timeout=PATIENCE_S).arrays["y"], 2 * x + 1)
+    assert_y(answer_of(one), 2 * x + 1)
     wait_until(lambda: front.check({"x": x[:8]}) == 0)
 
 
@@ -223,7 +221,7 @@ def test_a_client_that_does_not_wait_for_the_second_try_ends_two_runtimes(
     assert server.hostile.execute([late]) is None
     server.executing.get(timeout=PATIENCE_S)
     pass_stub_time(2000.0)
-    answer = late.answers.get(timeout=PATIENCE_S)
+    answer = answer_of(late)
     assert answer.error is not None
     assert answer.error.message.startswith("[rsrv:DEADLINE]")
     before = server.hostile.session.reading

@@ -23,9 +23,8 @@ from rsrv.runtime.start_queue import Demand, Urgency
 from rsrv.runtime.threads import Inbox
 from rsrv.runtime.transport import PeerConnection
 from rsrv.settings import load_settings
-from rsrv.stub.connection import Rejected, RuntimeConnection
-from rsrv.wire.frames import Kind, StartProgress, pack_json, read_header, unpack_starting
-from rsrv.wire.socket import send
+from rsrv.stub.connection import Greeted, Rejected
+from rsrv.wire.frames import Kind, StartProgress, read_header, unpack_starting
 from rsrv_bundle.export import export_bundle
 from tests.fakes import FakeDevice
 from tests.unit.runtime.conftest import StartRuntime, answer_to_register, build
@@ -90,18 +89,14 @@ def test_a_runtime_refuses_torn_weights_by_name_until_they_fit_again(
     file = path / "weights.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    lane = RuntimeConnection(runtime.open())
-
     with pytest.raises(
         Rejected, match=r"weights\.safetensors does not match the manifest: it is being written"
     ):
-        lane.register({"model": "doubling", "bundle": str(path)})
+        runtime.connect().register({"model": "doubling", "bundle": str(path)})
 
-    lane.close()
     file.write_bytes(whole)
     client = Client(runtime, path)
     assert client.works()
-    client.lane.close()
 
 
 def test_bundles_that_requests_wait_for_are_read_first(
@@ -148,6 +143,14 @@ def test_bundles_that_requests_wait_for_are_read_first(
     assert ended == ["DeviceReady", "busy", *built, "idle", "other", "swept"]
 
 
+def wait_until_served(greeted: Greeted) -> None:
+    """Wait until the model of a registration is ready."""
+    frame, fds = answer_to_register(greeted)
+    assert read_header(frame)[0] is Kind.REGISTERED
+    for fd in fds:
+        os.close(fd)
+
+
 def test_stubs_hear_how_far_the_start_of_their_model_has_come(
     start_runtime: StartRuntime, doublings: dict[str, Path]
 ) -> None:
@@ -155,7 +158,7 @@ def test_stubs_hear_how_far_the_start_of_their_model_has_come(
     runtime = start_runtime(load_settings("runtime: {start_timeout_s: 7}"))
     wait_until(lambda: not runtime.loop._builder._busy, what="the device")
     runtime.device.compiles.clear()
-    lanes = {name: runtime.open() for name in "ab"}
+    lanes: dict[str, Greeted] = {}
 
     def heard(name: str) -> str:
         lanes[name].sock.settimeout(PATIENCE_S)
@@ -163,9 +166,8 @@ def test_stubs_hear_how_far_the_start_of_their_model_has_come(
         assert step.limit_s == 7
         return step.text
 
-    for name, lane in lanes.items():
-        wanted = {"model": name, "bundle": str(doublings[name]), "asked": True}
-        send(lane.sock, pack_json(Kind.REGISTER, wanted))
+    for name in "ab":
+        lanes[name] = runtime.request_model(model=name, bundle=str(doublings[name]), asked=True)
         if name == "a":
             assert heard("a") == "it waits for its turn to be built"
             assert heard("a") == "its modules are read, and none is compiled yet"
@@ -176,11 +178,7 @@ def test_stubs_hear_how_far_the_start_of_their_model_has_come(
     assert heard("a") == "it is compiled, and its weights load"
     assert heard("a") == "it is compiled, and being warmed up"
     for lane in lanes.values():
-        frame, fds = answer_to_register(lane)
-        assert read_header(frame)[0] is Kind.REGISTERED
-        for fd in fds:
-            os.close(fd)
-        lane.sock.close()
+        wait_until_served(lane)
 
 
 def test_a_model_with_stored_executables_is_built_before_one_that_must_be_compiled(
@@ -193,18 +191,16 @@ def test_a_model_with_stored_executables_is_built_before_one_that_must_be_compil
     runtime.device.stored = {keys["c"]}
     runtime.device.starts = {keys["b"]: 30.0}
     runtime.device.compiles.clear()
-    lanes = {name: runtime.open() for name in "dabc"}
-    for name, lane in lanes.items():
-        send(lane.sock, pack_json(Kind.REGISTER, {"model": name, "bundle": str(doublings[name])}))
+    lanes = list[Greeted]()
+    for name in "dabc":
+        lanes.append(runtime.request_model(model=name, bundle=str(doublings[name])))
         if name == "d":
             runtime.device.compiles.wait_until_held()
     wait_until(lambda: len(runtime.loop._builder._queue) == 3)
     runtime.device.compiles.set()
 
-    for lane in lanes.values():
-        for fd in answer_to_register(lane)[1]:
-            os.close(fd)
-        lane.sock.close()
+    for lane in lanes:
+        wait_until_served(lane)
     names = [key.partition("@")[0] for key in runtime.device.costs]
     assert names == ["d", "c", "b", "a"]
 
@@ -215,17 +211,11 @@ def test_a_model_whose_stubs_have_gone_before_its_build_is_not_built(
     """While one model is compiled, others wait, read or not; those that no stub waits for any more are dropped."""
     runtime = start_runtime()
     runtime.device.compiles.clear()
-    loop, lanes = runtime.loop, {name: runtime.open() for name in "abcd"}
+    loop, lanes = runtime.loop, dict[str, Greeted]()
     queue = loop._builder._queue
-
-    def ask(name: str) -> None:
-        wanted = {"model": name, "bundle": str(doublings[name]), "asked": True}
-        send(lanes[name].sock, pack_json(Kind.REGISTER, wanted))
-
-    ask("a")
-    runtime.device.compiles.wait_until_held()
-    for name in "bcd":
-        ask(name)
+    for name in "abcd":
+        lanes[name] = runtime.request_model(model=name, bundle=str(doublings[name]), asked=True)
+        runtime.device.compiles.wait_until_held()
     wait_until(lambda: len(queue) == 3)
     reading = next(one for one in loop._transport.connections if one.id in queue)
     read = identify("b", str(doublings["b"]), {})
@@ -240,11 +230,7 @@ def test_a_model_whose_stubs_have_gone_before_its_build_is_not_built(
     runtime.device.compiles.set()
 
     for name in "ad":
-        frame, fds = answer_to_register(lanes[name])
-        assert read_header(frame)[0] is Kind.REGISTERED
-        for fd in fds:
-            os.close(fd)
-        lanes[name].sock.close()
+        wait_until_served(lanes[name])
     assert {key.partition("@")[0] for key in runtime.device.costs} == {"a", "d"}
 
 
@@ -273,7 +259,7 @@ def test_fronts_hear_how_long_a_start_takes_where_deadlines_count(
     heard: list[StartProgress] = []
     wanted = {"model": "m", "bundle": str(doubling), "asked": asked}
     for _ in range(2):
-        lane = RuntimeConnection(runtime.open())
+        lane = runtime.connect()
         lane.register(wanted, heard.append)
         lane.close()
         wait_until(lambda: not runtime.loop._catalog.entries)

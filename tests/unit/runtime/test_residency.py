@@ -1,20 +1,17 @@
 """More models than the weight budget holds: the runtime carries out the scheduler's loads and evictions."""
 
 import os
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rsrv.runtime.host_memory import HostMemory, HostMemoryError
 from rsrv.settings import load_settings
-from rsrv.stub.connection import Rejected, RuntimeConnection
+from rsrv.stub.connection import Rejected
 from rsrv.stub.engine import Engine
 from tests.runtime_commands import compact
 from tests.unit.runtime.conftest import Runtime, StartRuntime
 from tests.unit.runtime.engines import answered, make_engine, register, send_one
-from tests.waiting import PATIENCE_S
 
 #: Bytes of the bundle `doubling`: three f32.
 _BYTES = 12
@@ -29,14 +26,9 @@ def runtime(start_runtime: StartRuntime) -> Runtime:
 
 
 @pytest.fixture
-def engines(runtime: Runtime, doublings: dict[str, Path]) -> Iterator[list[Engine]]:
+def engines(runtime: Runtime, doublings: dict[str, Path]) -> list[Engine]:
     """Return engines of models `a`, `b` and `c`, built in this order."""
-    made = [make_engine(runtime, doublings[name], name=name) for name in "abc"]
-    yield made
-    for gate in (runtime.device.gate, runtime.device.uploads, runtime.device.compiles):
-        gate.set()
-    for engine in made:
-        engine.close()
+    return [make_engine(runtime, doublings[name], name=name) for name in "abc"]
 
 
 def test_the_least_recently_used_model_is_evicted_and_comes_back(
@@ -68,7 +60,6 @@ def test_a_model_with_known_costs_is_served_without_a_warm_up(
     second.device.uploads.set()
     assert answered(late) == 1
     assert len(second.device.executed) == 1
-    engine.close()
 
 
 def test_a_new_version_is_warmed_up_although_its_costs_are_known(
@@ -80,15 +71,13 @@ def test_a_new_version_is_warmed_up_although_its_costs_are_known(
     first.stop()
     second = start_runtime()
     second.device.costs = first.device.costs
-    old = make_engine(second, doublings["b"], name="model")
+    make_engine(second, doublings["b"], name="model")
     executed = len(second.device.executed)
 
-    new = make_engine(second, doublings["a"], name="model")
+    make_engine(second, doublings["a"], name="model")
 
     assert len(second.device.executed) > executed
     assert second.device.resident == 2
-    old.close()
-    new.close()
 
 
 def test_a_model_executes_while_anothers_weights_upload(runtime: Runtime, engines: list[Engine]) -> None:
@@ -111,18 +100,13 @@ def test_weights_upload_while_a_model_is_compiled(
     """Weights are uploaded while a model is compiled."""
     a, *_ = engines
     runtime.device.compiles.clear()
-    lane = RuntimeConnection(runtime.open())
-    registering = threading.Thread(
-        target=lane.register, args=({"model": "d", "bundle": str(doublings["d"])},)
-    )
-    registering.start()
+    registering = register(runtime, "d", doublings["d"])
     runtime.device.compiles.wait_until_held()
 
     assert answered(send_one(a)) == 1
 
     runtime.device.compiles.set()
-    registering.join(PATIENCE_S)
-    lane.close()
+    registering.join()
 
 
 def test_a_model_warms_up_while_another_is_compiled(
@@ -147,9 +131,6 @@ def test_a_model_warms_up_while_another_is_compiled(
     assert runtime.device.compiles.waiting.is_set()
     runtime.device.compiles.set()
     compiled.join()
-    for registering in (warming, compiled):
-        registering.lane.close()
-    served.close()
 
 
 def test_a_compaction_does_not_wait_for_a_compilation(
@@ -171,7 +152,6 @@ def test_a_compaction_does_not_wait_for_a_compilation(
     runtime.device.compiles.set()
     for registering in (warming, compiled):
         registering.join()
-        registering.lane.close()
 
 
 def test_a_model_larger_than_the_budget_is_served_alone(
@@ -187,8 +167,6 @@ def test_a_model_larger_than_the_budget_is_served_alone(
     assert runtime.device.resident == 1
     assert "takes 12 bytes of the device" in caplog.text
     assert "raise runtime.weight_budget_bytes" in caplog.text
-    for engine in engines:
-        engine.close()
 
 
 def test_what_fails_at_the_start_is_tried_again_with_the_next_model(
@@ -211,4 +189,3 @@ def test_what_fails_at_the_start_is_tried_again_with_the_next_model(
     engine = make_engine(runtime, doublings["a"], name="a")
 
     assert answered(send_one(engine)) == 1
-    engine.close()

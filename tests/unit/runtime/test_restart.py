@@ -123,7 +123,6 @@ def test_generations_in_progress_end_in_the_old_runtime(start_runtime: StartRunt
     assert client.tokens == {first: expected([3])}
     with pytest.raises(Closed):
         client.end(second)
-    client.connection.close()
 
 
 def test_generations_that_take_too_long_keep_their_runtime(
@@ -142,7 +141,6 @@ def test_generations_that_take_too_long_keep_their_runtime(
     numbers.append(client.ask([3]))
 
     assert [client.end(number)[0] for number in numbers] == [Status.OK] * 2
-    client.connection.close()
 
 
 def test_nothing_is_restarted_if_it_takes_too_long(runtime: Runtime, engine: Engine) -> None:

@@ -24,7 +24,7 @@ from rsrv.wire.frames import ProtocolError
 from rsrv.wire.socket import connect, listen
 from tests.fakes import FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartRuntime
-from tests.waiting import PATIENCE_S
+from tests.unit.runtime.metas import answer_of
 
 ROOT = Path(__file__).resolve().parents[3]
 PRODUCT = ("bundles/rsrv_bundle", "gateway", "model_repository_gen", "triton_backend")
@@ -188,9 +188,7 @@ def test_errors_of_clients_have_no_secrets(
     answers = engine.execute(requests)
     texts = [
         answer.error.message
-        for answer in (
-            answers if answers is not None else [r.answers.get(timeout=PATIENCE_S) for r in requests]
-        )
+        for answer in (answers if answers is not None else [answer_of(r) for r in requests])
         if answer.error is not None
     ]
     assert len(texts) == len(requests)

@@ -14,9 +14,9 @@ from rsrv.runtime import spare
 from rsrv.runtime.crash_history import BlackBox
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
-from rsrv.wire.frames import Kind, pack_json, read_header, unpack_json
+from rsrv.wire.frames import Kind, read_header, unpack_json
 from rsrv.wire.memory import read_document
-from rsrv.wire.socket import Closed, send
+from rsrv.wire.socket import Closed
 from tests.status import status_of
 from tests.unit.runtime.conftest import Runtime, StartRuntime, answer_to_register
 from tests.unit.runtime.engines import answered, make_engine, send_one
@@ -66,9 +66,8 @@ def test_stubs_hear_cold_before_the_runtime_ends(
     runtime: Runtime, successor: Successor, doubling: Path
 ) -> None:
     """A stub reads COLD and then the end; the next runtime was told to stay back, and is no fresh one."""
-    greeted = runtime.open()
+    greeted = runtime.request_model(model="doubling", bundle=str(doubling))
     greeted.sock.settimeout(PATIENCE_S)
-    send(greeted.sock, pack_json(Kind.REGISTER, {"model": "doubling", "bundle": str(doubling)}))
     frame, fds = answer_to_register(greeted)
     assert read_header(frame)[0] is Kind.REGISTERED
     read_document(fds[0])

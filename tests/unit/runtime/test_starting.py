@@ -119,11 +119,10 @@ def test_another_version_takes_the_place_of_one_that_is_held(
     start({"a": doublings["a"]})
     wait_until(is_ready(runtime, "a"))
 
-    engine = make_engine(runtime, doublings["b"], name="a")
+    make_engine(runtime, doublings["b"], name="a")
 
     wait_until(lambda: len(runtime.loop._catalog.entries) == 1)
     assert served() == ["a"]
-    engine.close()
 
 
 @pytest.mark.parametrize("let_go", [False, True])
@@ -209,9 +208,8 @@ def test_a_connection_registers_without_reading_the_others(
 ) -> None:
     """After a runtime's death thousands come back: to read all of them for each one took the loop seconds."""
     monkeypatch.setattr(Transport, "connections", property(lambda self: pytest.fail("all were read")))
-    engine = make_engine(runtime, doublings["a"], name="a")
+    make_engine(runtime, doublings["a"], name="a")
     monkeypatch.undo()
-    engine.close()
 
 
 def test_a_bundle_that_cannot_be_read_is_a_reason(runtime: Runtime, tmp_path: Path) -> None:

@@ -29,18 +29,14 @@ _BYTES = 12
 
 def register(runtime: Runtime, name: str, bundle: Path) -> RuntimeConnection:
     """Return a connection for a model. Raises Rejected."""
-    lane = RuntimeConnection(runtime.open())
-    try:
-        lane.register({"model": name, "bundle": str(bundle)})
-    except BaseException:
-        lane.close()
-        raise
+    lane = runtime.connect()
+    lane.register({"model": name, "bundle": str(bundle)})
     return lane
 
 
 def test_a_command_is_answered_after_its_changes(runtime: Runtime, doublings: dict[str, Path]) -> None:
     """An operator who looks at the models when a pause is answered finds it, however busy the runtime is."""
-    engine = make_engine(runtime, doublings["a"], name="a")
+    make_engine(runtime, doublings["a"], name="a")
     document = {**runtime.loop._catalog.policy.document, "paused": "hold"}
     with Operator(runtime) as operator:
         send(operator._greeted.sock, pack_json(Kind.WATCH, {}))
@@ -54,7 +50,6 @@ def test_a_command_is_answered_after_its_changes(runtime: Runtime, doublings: di
 
     kind, change = frames[-2]
     assert (kind, change["entry"]["paused"]) == (Kind.STATE, "hold")
-    engine.close()
 
 
 def test_a_model_comes_serves_and_goes(runtime: Runtime, doublings: dict[str, Path]) -> None:
@@ -163,20 +158,19 @@ def test_what_failed_can_come_again_as_it_is(runtime: Runtime, doublings: dict[s
         with pytest.raises(Rejected, match="told to"):
             register(runtime, "a", doublings["a"])
         runtime.device.fail = None
-        lane = register(runtime, "a", doublings["a"])
+        register(runtime, "a", doublings["a"])
 
         watcher.until(lambda: watcher.is_("a", state="ready"))
 
         assert watcher.history("a", "state") == ["loading", "failed", "loading", "ready"]
         assert watcher.is_("a", error=None)
-    lane.close()
 
 
 def test_two_versions_of_a_model_are_two_entries(runtime: Runtime, doublings: dict[str, Path]) -> None:
     """Two versions of a model are two entries; the old one leaves alone."""
     old = register(runtime, "m", doublings["a"])
     with Watcher(runtime) as watcher:
-        new = register(runtime, "m", doublings["b"])
+        register(runtime, "m", doublings["b"])
         digests = [read_bundle(doublings[name]).digest for name in "ab"]
         keys = [f"m@{digest[:12]}" for digest in digests]
         watcher.until(lambda: watcher.entries.get(keys[1], {}).get("state") == "ready")
@@ -184,7 +178,6 @@ def test_two_versions_of_a_model_are_two_entries(runtime: Runtime, doublings: di
 
         old.close()
         watcher.until(lambda: set(watcher.entries) == {keys[1]})
-    new.close()
 
 
 def test_a_meta_model_is_ready_when_all_that_it_calls_are(
@@ -213,16 +206,14 @@ def test_a_meta_model_fails_with_what_it_calls(
     meta = write_meta(tmp_path / "meta", "def run(inputs, call): ...", ["a", "b"])
     calls = {"a": str(doublings["a"]), "b": str(broken_bundle(tmp_path / "b", doublings["b"]))}
     with Watcher(runtime) as watcher:
-        lane = RuntimeConnection(runtime.open())
         with pytest.raises(Rejected) as caught:
-            lane.register({"model": "meta", "bundle": str(meta), "calls": calls})
+            runtime.connect().register({"model": "meta", "bundle": str(meta), "calls": calls})
 
         watcher.until(lambda: watcher.is_("meta", state="failed"))
         assert watcher.is_("meta", error=str(caught.value), stubs=[])
         assert watcher.is_("b", state="failed")
         watcher.until(lambda: watcher.of("a") is None)
         assert watcher.history("meta", "state") == ["loading", "failed"]
-        lane.close()
 
 
 def test_what_is_not_tried_any_more_is_seen_to_have_failed(
@@ -238,10 +229,9 @@ def test_what_is_not_tried_any_more_is_seen_to_have_failed(
         for _ in range(2):
             with pytest.raises(Rejected) as caught:
                 register(runtime, "a", doublings["a"])
-        lane = RuntimeConnection(runtime.open())
+        calls = {"a": str(doublings["a"])}
         with pytest.raises(Rejected, match="it hung"):
-            lane.register({"model": "meta", "bundle": str(meta), "calls": {"a": str(doublings["a"])}})
-        lane.close()
+            runtime.connect().register({"model": "meta", "bundle": str(meta), "calls": calls})
 
         watcher.until(lambda: watcher.is_("meta", state="failed"))
 
@@ -253,7 +243,7 @@ def test_what_is_not_tried_any_more_is_seen_to_have_failed(
 
 def test_what_operators_change_is_told(runtime: Runtime, doublings: dict[str, Path]) -> None:
     """Pauses and residencies are one change each; repeated commands are none."""
-    engine = make_engine(runtime, doublings["a"], name="a")
+    make_engine(runtime, doublings["a"], name="a")
     with Watcher(runtime) as watcher, Operator(runtime) as operator:
         for _ in range(2):
             operator.pause("a", "hold")
@@ -266,7 +256,6 @@ def test_what_operators_change_is_told(runtime: Runtime, doublings: dict[str, Pa
             {"residency": "device"},
             {"paused": None},
         ]
-    engine.close()
 
 
 def test_watching_again_sends_another_snapshot(runtime: Runtime, doublings: dict[str, Path]) -> None:
@@ -275,7 +264,7 @@ def test_watching_again_sends_another_snapshot(runtime: Runtime, doublings: dict
         send(watcher._greeted.sock, pack_json(Kind.WATCH, {}))
         assert watcher._receive() == {"instance": watcher.instance, "revision": 0, "entries": {}}
 
-        lane = register(runtime, "a", doublings["a"])
+        register(runtime, "a", doublings["a"])
 
         watcher.until(lambda: watcher.is_("a", state="ready"))
 

@@ -1,8 +1,7 @@
 """Models with state in a runtime: steps of sequences over the socket, through scheduler and executor."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from shutil import copytree
 
@@ -13,7 +12,7 @@ from rsrv.runtime import host_copies
 from rsrv.runtime.device import Array, DeviceError
 from rsrv.runtime.sequences import LOST
 from rsrv.settings import load_settings
-from rsrv.stub.connection import Rejected, RuntimeConnection
+from rsrv.stub.connection import Rejected
 from rsrv.wire.frames import END, START, Kind, Status, pack_ids
 from rsrv.wire.socket import send
 from rsrv_bundle.spec import WhenFull
@@ -27,7 +26,11 @@ from tests.waiting import wait_until
 
 
 class Client(SequenceClient):
-    """A client of `export_sums`."""
+    """A client of `export_sums`, which leaves at the end of the test."""
+
+    def __init__(self, runtime: Runtime, bundle: Path) -> None:
+        super().__init__(runtime.open(), bundle)
+        runtime.users.callback(self.connection.close)
 
     def ask(self, id: int, flags: int = 0, value: float = 1.0, **changes: int) -> int:
         return self.send(id, flags, np.full(3, value, np.float32), **changes)
@@ -79,17 +82,13 @@ def compute(inputs: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
 
 
 @pytest.fixture
-def start_client(runtime: Runtime, bundles: Callable[..., Path]) -> Iterator[StartClient]:
-    with ExitStack() as started:
+def start_client(runtime: Runtime, bundles: Callable[..., Path]) -> StartClient:
+    def start(*kind: object) -> Client:
+        client = Client(runtime, bundles(*kind))
+        assert client.stateful
+        return client
 
-        def start(*kind: object) -> Client:
-            client = Client(runtime.open(), bundles(*kind))
-            assert client.stateful
-            started.callback(client.connection.close)
-            return client
-
-        yield start
-        runtime.device.gate.set()
+    return start
 
 
 def test_a_sequence_remembers_what_came_before(start_client: StartClient) -> None:
@@ -218,15 +217,13 @@ def start_five(
     start_runtime: StartRuntime,
     bundles: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
 ) -> Callable[..., tuple[Runtime, Client]]:
     """Start a runtime that always reviews its host's memory, and five sequences: it has three slots of 16 bytes."""
 
     def start(settings: str = "") -> tuple[Runtime, Client]:
         monkeypatch.setattr(host_copies, "REVIEW_S", 0.01)
         runtime = start_runtime(load_settings(settings), compute=compute)
-        client = Client(runtime.open(), bundles("host"))
-        request.addfinalizer(client.connection.close)
+        client = Client(runtime, bundles("host"))
         for id in (1, 2, 3, 4, 5):
             client.step(id, START)
         return runtime, client
@@ -289,22 +286,19 @@ def test_a_meta_model_cannot_call_a_model_with_state(
 ) -> None:
     """A run's calls are of no sequence, so the registration says what is wrong."""
     meta = write_meta(tmp_path / "meta", "def run(inputs, call): ...", ["sums"])
-    connection = RuntimeConnection(runtime.open())
     with pytest.raises(Rejected, match="'sums' keeps state for sequences, so it cannot be called"):
-        connection.register({"model": "meta", "bundle": str(meta), "calls": {"sums": str(bundles())}})
-    connection.close()
+        runtime.connect().register({"model": "meta", "bundle": str(meta), "calls": {"sums": str(bundles())}})
 
 
 def test_state_survives_depth(start_runtime: StartRuntime, bundles: Callable[..., Path]) -> None:
     """With two executions in flight, each finds what the one before has left."""
     runtime = start_runtime(load_settings("scheduler: {depth: 2}"), compute=add_to_sums, asynchronous=True)
-    client = Client(runtime.open(), bundles())
+    client = Client(runtime, bundles())
     for id in (1, 2, 3):
         client.step(id, START)
     for round in range(2, 30):
         numbers = [client.ask(id) for id in (1, 2, 3)]
         assert [client.sums(number) for number in numbers] == [(float(round), round)] * 3
-    client.connection.close()
 
 
 def test_models_that_evict_each_other_keep_their_sequences(
@@ -318,7 +312,7 @@ def test_models_that_evict_each_other_keep_their_sequences(
     runtime = start_runtime(settings, compute=add_to_sums)
     for name in "ab":
         copytree(bundles("host"), tmp_path / name)
-    clients = [Client(runtime.open(), tmp_path / name) for name in "ab"]
+    clients = [Client(runtime, tmp_path / name) for name in "ab"]
     for client, value in zip(clients, (1.0, 100.0), strict=True):
         for id in range(1, 6):
             client.step(id, START, value * id)
@@ -332,8 +326,6 @@ def test_models_that_evict_each_other_keep_their_sequences(
             assert client.sums(number) == (total, round)
     loads = [read_status(os.getpid())["models"][name]["loads"] for name in "ab"]
     assert min(loads) > 3, "they took turns on the device"
-    for client in clients:
-        client.connection.close()
 
 
 @pytest.mark.long

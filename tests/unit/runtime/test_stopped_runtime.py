@@ -194,7 +194,7 @@ def test_runs_that_wait_to_be_let_in_keep_their_deadline(
 
 def test_segments_are_announced_once_however_often_it_takes(runtime: Runtime, doubling: Path) -> None:
     """A segment that could not be announced is announced by the next send, once and in order."""
-    lane = RuntimeConnection(runtime.open())
+    lane = runtime.connect()
     body = lane.register({"model": "doubling", "bundle": str(doubling)})
     assert body["key"]
     with stopped(runtime):
@@ -218,7 +218,6 @@ def test_segments_are_announced_once_however_often_it_takes(runtime: Runtime, do
     at = slab.place.offset
     wait_until(lambda: lane.submit([Submission(sent, 0, 1, 0, 0, slab.place.segment, 0, at, at + 512)]))
     assert [done.request for done in lane.receive(PATIENCE_S)] == [sent]
-    lane.close()
 
 
 def test_a_connection_detects_that_its_socket_was_closed_by_others(runtime: Runtime) -> None:
@@ -236,7 +235,7 @@ def test_a_connection_that_is_closed_while_it_is_checked_was_not_robbed(
     start_runtime: StartRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connection that one thread closes while another checks it does not count as closed by others."""
-    lane = RuntimeConnection(start_runtime().open())
+    lane = start_runtime().connect()
     real = os.fstat
 
     def meanwhile(fd: int) -> os.stat_result:
@@ -252,11 +251,10 @@ def test_memory_that_the_machine_does_not_have_is_not_asked_for(
 ) -> None:
     """Memory that the machine lacks is not allocated, because its use would trigger the OOM killer."""
     monkeypatch.setattr("rsrv.stub.connection.spare_memory", lambda: 3 << 20)
-    lane = RuntimeConnection(runtime.open())
+    lane = runtime.connect()
     assert lane.array((1 << 20,), np.dtype(np.uint8)).nbytes == 1 << 20
     with pytest.raises(OSError, match="has no"):
         lane.array((4 << 20,), np.dtype(np.uint8))
-    lane.close()
 
 
 def test_every_request_is_heard_whose_stub_ends(runtime: Runtime, start_engine: StartEngine) -> None:

@@ -21,7 +21,7 @@ from rsrv.stub.tensors import encode_strings, size_of
 from rsrv_bundle.export import export_bundle
 from tests.fakes import FakeError, FakePbUtils, FakeRequest, FakeResponse, FakeSender
 from tests.unit.runtime.conftest import Runtime, StartMeta
-from tests.unit.runtime.metas import engine_of
+from tests.unit.runtime.metas import answer_of, engine_of
 from tests.waiting import PATIENCE_S
 
 Array = npt.NDArray[Any]
@@ -68,7 +68,7 @@ def start(runtime: Runtime, lengths: Path, postprocess: Any = labelled) -> Engin
 def ask(engine: Engine, texts: Array) -> FakeResponse:
     request = FakeRequest({"text": texts})
     answers = engine.execute([request])
-    return answers[0] if answers is not None else request.answers.get(timeout=PATIENCE_S)
+    return answers[0] if answers is not None else answer_of(request)
 
 
 def test_hooks_turn_strings_into_tensors_and_tensors_into_strings(runtime: Runtime, lengths: Path) -> None:
@@ -140,7 +140,7 @@ def test_tensors_that_are_not_as_triton_writes_strings_are_refused(
 
     monkeypatch.setattr(request.inputs()[0], "as_numpy", torn)
     answers = engine.execute([request])
-    answer = answers[0] if answers is not None else request.answers.get(timeout=PATIENCE_S)
+    answer = answers[0] if answers is not None else answer_of(request)
 
     engine.close()
     assert answer.error is not None
@@ -192,7 +192,7 @@ def test_a_meta_model_passes_strings_on(runtime: Runtime, lengths: Path, start_m
     )
     request = FakeRequest({"text": TEXTS[:2]})
     answers = engine.execute([request])
-    answer = answers[0] if answers is not None else request.answers.get(timeout=PATIENCE_S)
+    answer = answers[0] if answers is not None else answer_of(request)
 
     assert answer.error is None, answer.error
     assert answer.arrays["labels"].tolist() == [[b"7 bytes"], [b"17 bytes"]]

@@ -20,8 +20,8 @@ from rsrv.wire.memory import Arena, Place
 from tests.fakes import FakeError, FakeRequest, FakeSender
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartRuntime
 from tests.unit.runtime.engines import make_engine, ramp, refused
-from tests.unit.runtime.metas import ask, queued
-from tests.waiting import PATIENCE_S, wait_until
+from tests.unit.runtime.metas import answer_of, ask, assert_y, queued
+from tests.waiting import wait_until
 
 Array = npt.NDArray[Any]
 
@@ -38,7 +38,7 @@ def test_requests_of_one_execute_share_an_execution_and_get_their_own_rows(
 
     assert runtime.device.executed == [4]
     for x, answer in zip(sent, answers, strict=True):
-        np.testing.assert_array_equal(answer.arrays["y"], 2 * x + 1)
+        assert_y(answer, 2 * x + 1)
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def test_a_bad_shape_is_refused_and_its_neighbours_are_answered(
     before, bad, after = ask(engine, *(FakeRequest({"x": x}) for x in (ramp(1), array, ramp(2))))
 
     assert refused(bad, FakeError.INVALID_ARG, text)
-    np.testing.assert_array_equal(before.arrays["y"], 2 * ramp(1) + 1)
-    np.testing.assert_array_equal(after.arrays["y"], 2 * ramp(2) + 1)
+    assert_y(before, 2 * ramp(1) + 1)
+    assert_y(after, 2 * ramp(2) + 1)
 
 
 def test_no_rows_need_no_device(runtime: Runtime, start_engine: StartEngine) -> None:
@@ -86,7 +86,7 @@ def test_a_failing_execution_fails_its_requests_and_nothing_else(
     assert refused(failed, FakeError.INTERNAL, "failed to execute")
     assert failed.error is not None
     assert "secret" not in failed.error.message
-    np.testing.assert_array_equal(answer.arrays["y"], 2 * ramp(1) + 1)
+    assert_y(answer, 2 * ramp(1) + 1)
 
 
 def test_what_takes_longer_than_predicted_is_answered_later(
@@ -99,10 +99,10 @@ def test_what_takes_longer_than_predicted_is_answered_later(
 
     assert engine.execute(list(requests)) is None
 
-    assert refused(requests[1].answers.get(timeout=PATIENCE_S), FakeError.INVALID_ARG, "got [1, 4]")
+    assert refused(answer_of(requests[1]), FakeError.INVALID_ARG, "got [1, 4]")
     assert requests[0].answers.empty()
     runtime.device.gate.set()
-    np.testing.assert_array_equal(requests[0].answers.get(timeout=PATIENCE_S).arrays["y"], 2 * ramp(2) + 1)
+    assert_y(answer_of(requests[0]), 2 * ramp(2) + 1)
 
 
 def test_a_deadline_that_passed_is_told_and_never_executed(
@@ -133,9 +133,9 @@ def test_a_request_whose_time_runs_out_in_the_queue_is_not_executed(
     wait_until(lambda: queued("doubling") == 1)
     runtime.pass_time(2000.0)
 
-    assert refused(second.answers.get(timeout=PATIENCE_S), FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
+    assert refused(answer_of(second), FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
     runtime.device.gate.set()
-    assert first.answers.get(timeout=PATIENCE_S).error is None
+    assert answer_of(first).error is None
     assert runtime.device.executed == [1]
 
 
@@ -151,9 +151,9 @@ def test_each_waiting_request_is_checked_for_cancellation(
 
     requests[50].cancelled = True
 
-    assert refused(requests[50].answers.get(timeout=PATIENCE_S), FakeError.CANCELLED, "cancelled")
+    assert refused(answer_of(requests[50]), FakeError.CANCELLED, "cancelled")
     runtime.device.gate.set()
-    assert all(r.answers.get(timeout=PATIENCE_S).error is None for r in requests if not r.cancelled)
+    assert all(answer_of(r).error is None for r in requests if not r.cancelled)
 
 
 def test_a_fault_in_serving_a_client_leaves_the_others_served(
@@ -175,7 +175,7 @@ def test_a_fault_in_serving_a_client_leaves_the_others_served(
 
     runtime.device.gate.set()
 
-    assert all(request.answers.get(timeout=PATIENCE_S).error is None for request in requests)
+    assert all(answer_of(request).error is None for request in requests)
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -193,9 +193,7 @@ def test_executions_of_any_length_and_depth_do_not_mix(
         assert engine.execute([request]) is None
 
     for i, request in enumerate(requests):
-        np.testing.assert_array_equal(
-            request.answers.get(timeout=PATIENCE_S).arrays["y"], 2 * ramp(1 + i % 3, i) + 1
-        )
+        assert_y(answer_of(request), 2 * ramp(1 + i % 3, i) + 1)
 
 
 @pytest.mark.parametrize(
@@ -223,8 +221,8 @@ def test_hooks_change_tensors_on_both_sides(runtime: Runtime, start_engine: Star
 
     one, two = ask(engine, FakeRequest({"x": ramp(1)}), FakeRequest({"x": ramp(2, 5)}))
 
-    np.testing.assert_array_equal(one.arrays["y"], (20 * ramp(1) + 1)[:, :1])
-    np.testing.assert_array_equal(two.arrays["y"], (20 * ramp(2, 5) + 1)[:, :1])
+    assert_y(one, (20 * ramp(1) + 1)[:, :1])
+    assert_y(two, (20 * ramp(2, 5) + 1)[:, :1])
 
 
 def raising(arrays: dict[str, Array]) -> dict[str, Array]:
@@ -302,7 +300,7 @@ def test_a_preprocess_that_changes_the_rows_is_named(start_engine: StartEngine) 
 
     both = Hooks(doubled, lambda arrays: {"y": arrays["y"][::2]})
     (answered,) = ask(start_engine(both), FakeRequest({"x": ramp(1)}))
-    np.testing.assert_array_equal(answered.arrays["y"], 2 * ramp(1) + 1)
+    assert_y(answered, 2 * ramp(1) + 1)
 
 
 def test_the_runtimes_end_is_told_and_its_successor_is_used(
@@ -324,9 +322,7 @@ def test_the_runtimes_end_is_told_and_its_successor_is_used(
     assert engine.execute(held[5:]) is None
     start_runtime()
     for start, request in enumerate(held):
-        answer = request.answers.get(timeout=PATIENCE_S)
-        assert answer.error is None
-        np.testing.assert_array_equal(answer.arrays["y"], 2 * ramp(1, start) + 1)
+        assert_y(answer_of(request), 2 * ramp(1, start) + 1)
 
 
 def test_a_model_is_ready_for_calls_while_its_runtime_restarts(
@@ -342,7 +338,7 @@ def test_a_model_is_ready_for_calls_while_its_runtime_restarts(
     call = FakeRequest({"x": ramp(1)})
     assert stub.execute([call]) is None
     start_runtime()
-    assert call.answers.get(timeout=PATIENCE_S).error is None
+    assert answer_of(call).error is None
 
 
 def test_a_request_waits_whose_runtime_ends_during_its_hook(
@@ -370,9 +366,7 @@ def test_a_request_waits_whose_runtime_ends_during_its_hook(
 
     start_runtime()
 
-    answer = request.answers.get(timeout=PATIENCE_S)
-    assert answer.error is None
-    np.testing.assert_array_equal(answer.arrays["y"], 2 * ramp(1) + 1)
+    assert_y(answer_of(request), 2 * ramp(1) + 1)
 
 
 def test_a_runtime_that_does_not_come_back_is_told(start_runtime: StartRuntime, doubling: Path) -> None:
@@ -390,7 +384,7 @@ def test_a_runtime_that_does_not_come_back_is_told(start_runtime: StartRuntime, 
     wait_until(lambda: engine.session.reading is None)
     engine.execute(requests[1:])
     for request in requests:
-        assert refused(request.answers.get(timeout=PATIENCE_S), FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]")
+        assert refused(answer_of(request), FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]")
     engine.close()
     assert attachment.direct.sock.fileno() == attachment.deferred.sock.fileno() == -1
 
@@ -425,7 +419,7 @@ def test_the_stub_closes_while_requests_wait(runtime: Runtime, doubling: Path) -
     engine.close()
 
     for request in requests:
-        answer = request.answers.get(timeout=PATIENCE_S)
+        answer = answer_of(request)
         assert refused(answer, FakeError.UNAVAILABLE, "the model is being unloaded")
     runtime.device.gate.set()
 
@@ -513,4 +507,4 @@ def test_memory_that_was_refused_once_is_requested_again(
 
     assert len(given) == 1
     (answer,) = ask(engine, FakeRequest({"x": ramp(2)}))
-    np.testing.assert_array_equal(answer.arrays["y"], 2 * ramp(2) + 1)
+    assert_y(answer, 2 * ramp(2) + 1)

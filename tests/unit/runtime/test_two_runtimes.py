@@ -8,7 +8,6 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rsrv.hooks.loader import Hooks
@@ -25,6 +24,7 @@ from rsrv.wire.socket import Closed
 from tests.fakes import FakePbUtils, FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartRuntime
 from tests.unit.runtime.engines import ramp
+from tests.unit.runtime.metas import answer_of, assert_y
 from tests.waiting import PATIENCE_S, wait_until
 
 
@@ -82,9 +82,7 @@ def test_both_devices_execute_parts_of_one_batch(two: TwoRuntimes, monkeypatch: 
     assert two.replicas.execute(batch) is None
 
     for number, one in enumerate(batch):
-        answer = one.answers.get(timeout=PATIENCE_S)
-        assert answer.error is None
-        np.testing.assert_array_equal(answer.arrays["y"], 2 * ramp(8, number) + 1)
+        assert_y(answer_of(one), 2 * ramp(8, number) + 1)
     executed = [sum(runtime.device.executed) for runtime in two.runtimes]
     assert min(executed) >= 4 * 8
 
@@ -102,9 +100,7 @@ def test_requests_survive_their_runtime(two: TwoRuntimes) -> None:
     two.runtimes[0].stop()
 
     for start, one in enumerate([executing, *queued]):
-        answer = one.answers.get(timeout=PATIENCE_S)
-        assert answer.error is None
-        np.testing.assert_array_equal(answer.arrays["y"], 2 * ramp(8, start) + 1)
+        assert_y(answer_of(one), 2 * ramp(8, start) + 1)
 
 
 def test_a_batch_that_is_answered_in_place_survives_as_well(
@@ -121,9 +117,7 @@ def test_a_batch_that_is_answered_in_place_survives_as_well(
         assert asked.result(PATIENCE_S) is None
 
     for start, one in enumerate(batch):
-        answer = one.answers.get(timeout=PATIENCE_S)
-        assert answer.error is None
-        np.testing.assert_array_equal(answer.arrays["y"], 2 * ramp(8, start) + 1)
+        assert_y(answer_of(one), 2 * ramp(8, start) + 1)
     two.runtimes[0].device.gate.set()
     two.replicas.close()
 
@@ -148,7 +142,7 @@ def test_requests_behind_a_broken_connection_survive(
     batch = [request(number + 0.1) for number in range(12)]
     assert two.engines[0].execute(batch) is None
 
-    assert [one.answers.get(timeout=PATIENCE_S).error for one in batch] == [None] * 12
+    assert [answer_of(one).error for one in batch] == [None] * 12
     two.replicas.close()
 
 
@@ -166,7 +160,7 @@ def test_an_overdue_execution_makes_its_device_look_busy(two: TwoRuntimes) -> No
     wait_until(lambda: two.engines[1].answers_in_s() < 0.1)
 
     two.runtimes[0].device.gate.set()
-    assert held.answers.get(timeout=PATIENCE_S).error is None
+    assert answer_of(held).error is None
     wait_until(lambda: two.engines[0].answers_in_s() < 0.1)
 
 
@@ -180,7 +174,7 @@ def test_a_stopped_runtime_looks_busy(two: TwoRuntimes) -> None:
     wait_until(lambda: two.engines[1].answers_in_s() < 0.1)
     one = request(1)
     two.replicas.execute([one])
-    assert one.answers.get(timeout=PATIENCE_S).error is None
+    assert answer_of(one).error is None
     go_on.set()
     wait_until(lambda: two.engines[0].answers_in_s() < 0.1)
 
@@ -201,5 +195,5 @@ def test_a_runtime_that_does_not_notice_requests_looks_busy(
 
     wait_until(lambda: two.engines[0].answers_in_s() > 0.2)
     go_on.set()
-    assert held.answers.get(timeout=PATIENCE_S).error is None
+    assert answer_of(held).error is None
     wait_until(lambda: two.engines[0].answers_in_s() < 0.1)

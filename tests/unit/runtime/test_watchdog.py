@@ -16,12 +16,11 @@ from rsrv.runtime.host_weights import HostWeights
 from rsrv.runtime.models import warm_up
 from rsrv.settings import load_settings
 from rsrv.wire.blackbox import Phase
-from rsrv.wire.frames import Kind, pack_json
-from rsrv.wire.socket import send
 from tests.fakes import FakeDevice, FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartRuntime, build_here
 from tests.unit.runtime.engines import make_engine, ramp
-from tests.waiting import PATIENCE_S, wait_until
+from tests.unit.runtime.metas import answer_of
+from tests.waiting import wait_until
 
 
 class Watch:
@@ -216,9 +215,8 @@ def test_a_runtime_notes_its_execution(
     assert (task.phase, task.key.partition("@")[0], task.size) == (Phase.EXECUTING, "doubling", 4)
     assert 0 < task.expected < 1
     runtime.device.gate.set()
-    assert request.answers.get(timeout=PATIENCE_S).error is None
+    assert answer_of(request).error is None
     wait_until(lambda: idle(runtime))
-    engine.close()
 
 
 def idle(runtime: Runtime) -> bool:
@@ -241,8 +239,7 @@ def test_a_runtime_notes_builds_loads_and_warm_ups(start_runtime: StartRuntime, 
     device.compiles.clear()
     device.uploads.clear()
     device.gate.clear()
-    greeted = runtime.open()
-    send(greeted.sock, pack_json(Kind.REGISTER, {"model": "m", "bundle": str(doubling)}))
+    runtime.request_model(model="m", bundle=str(doubling))
     for gate, place, phase in (
         (device.compiles, activity.build, Phase.BUILDING),
         (device.uploads, activity.weights, Phase.LOADING),
@@ -255,7 +252,6 @@ def test_a_runtime_notes_builds_loads_and_warm_ups(start_runtime: StartRuntime, 
         assert isfinite(task.expected)
         gate.set()
     wait_until(lambda: idle(runtime))
-    greeted.sock.close()
 
 
 def test_a_start_that_hangs_is_blamed_on_its_model(
@@ -264,9 +260,7 @@ def test_a_start_that_hangs_is_blamed_on_its_model(
     """The next runtime finds which compilation hung, and does not load that model again."""
     runtime = start_runtime(blackbox=BlackBox(tmp_path))
     runtime.device.compiles.clear()
-    greeted = runtime.open()
-    wanted = {"model": "m", "bundle": str(doubling), "asked": True}
-    send(greeted.sock, pack_json(Kind.REGISTER, wanted))
+    runtime.request_model(model="m", bundle=str(doubling), asked=True)
     runtime.device.compiles.wait_until_held()
     (key,) = runtime.loop._catalog.entries
 
@@ -277,7 +271,6 @@ def test_a_start_that_hangs_is_blamed_on_its_model(
     assert "it hung while being built" in verdict
     runtime.device.compiles.set()
     wait_until(lambda: idle(runtime))
-    greeted.sock.close()
 
 
 def test_reading_a_file_is_not_watched(
@@ -294,8 +287,7 @@ def test_reading_a_file_is_not_watched(
     monkeypatch.setattr(HostWeights, "read", stalls)
     runtime = start_runtime(load_settings("models: {m: {residency: unpinned}}"))
     runtime.device.uploads.clear()
-    greeted = runtime.open()
-    send(greeted.sock, pack_json(Kind.REGISTER, {"model": "m", "bundle": str(doubling)}))
+    runtime.request_model(model="m", bundle=str(doubling))
 
     runtime.device.uploads.wait_until_held()
     assert noted == [False]
@@ -304,7 +296,6 @@ def test_reading_a_file_is_not_watched(
     assert task.phase is Phase.LOADING
     runtime.device.uploads.set()
     wait_until(lambda: idle(runtime))
-    greeted.sock.close()
 
 
 def test_the_loop_is_watched_while_it_handles_events(runtime: Runtime) -> None:

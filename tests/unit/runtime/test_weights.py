@@ -7,7 +7,6 @@ import re
 import shutil
 import threading
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -30,6 +29,7 @@ from tests.runtime_commands import compact
 from tests.status import read_status
 from tests.unit.runtime.conftest import Runtime, StartRuntime, export_doubling
 from tests.unit.runtime.engines import answered, make_engine, refused, register, send_one
+from tests.unit.runtime.metas import answer_of
 from tests.unit.runtime.watchers import configure, set_residency
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -50,11 +50,10 @@ def relatives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @dataclass
 class House:
-    """A runtime and its engines, which are closed at the end."""
+    """A runtime and what it shows."""
 
     start_runtime: StartRuntime
     runtime: Runtime = field(init=False)
-    engines: list[Engine] = field(default_factory=list)
 
     def start(self, more: str = "", *, limit: int | None = None, asynchronous: bool = False) -> "House":
         """Start it.
@@ -69,9 +68,7 @@ class House:
         return self
 
     def engine(self, path: Path, name: str = "") -> Engine:
-        engine = make_engine(self.runtime, path, name=name or path.name)
-        self.engines.append(engine)
-        return engine
+        return make_engine(self.runtime, path, name=name or path.name)
 
     def model(self, name: str) -> dict[str, Any]:
         model: dict[str, Any] = read_status(os.getpid())["models"][name]
@@ -86,18 +83,10 @@ class House:
         host = read_status(os.getpid())["host"]
         return host["logical_bytes"], host["physical_bytes"], host["tensors"]
 
-    def close(self) -> None:
-        for gate in (self.runtime.device.gate, self.runtime.device.uploads, self.runtime.device.compiles):
-            gate.set()
-        for engine in self.engines:
-            engine.close()
-
 
 @pytest.fixture
-def house(start_runtime: StartRuntime) -> Iterator[House]:
-    house = House(start_runtime)
-    yield house
-    house.close()
+def house(start_runtime: StartRuntime) -> House:
+    return House(start_runtime)
 
 
 def test_each_load_has_a_line_with_its_numbers(
@@ -312,7 +301,6 @@ def test_the_residency_changes_while_the_model_is_compiled(house: House, doublin
     assert house.model("a")["residency"] == "device"
     assert house.device_bytes()["pinned_bytes"] == _BYTES
     wait_until(lambda: house.host() == (0, 0, 0))
-    registering.lane.close()
 
 
 def test_pinned_models_beyond_the_budget_are_named_in_the_log(
@@ -412,7 +400,7 @@ def test_an_execution_that_finds_no_memory_twice_fails_alone(
     a, b = (house.engine(doublings[name]) for name in "ab")
     house.runtime.device.fail_next(where, times=2)
 
-    assert refused(send_one(a).answers.get(timeout=PATIENCE_S), FakeError.INTERNAL, "failed to execute")
+    assert refused(answer_of(send_one(a)), FakeError.INTERNAL, "failed to execute")
     assert answered(send_one(a)) == 1
     assert answered(send_one(b)) == 2
     assert house.model("a")["outcomes"]["failed"] == 1
@@ -436,7 +424,7 @@ def test_a_load_without_memory_is_tried_once_more(
     house.runtime.device.fail_next("upload", times=2)
     monkeypatch.setattr("rsrv.scheduler.weights._FIRST_BACKOFF_S", 60.0)
     caplog.set_level(logging.INFO, "rsrv.runtime.weight_manager")
-    assert refused(send_one(a).answers.get(timeout=PATIENCE_S), FakeError.INTERNAL, "could not be loaded")
+    assert refused(answer_of(send_one(a)), FakeError.INTERNAL, "could not be loaded")
     # The evictions have their own lines, and no load came in their place.
     gone = [
         one
@@ -445,7 +433,7 @@ def test_a_load_without_memory_is_tried_once_more(
     ]
     assert {one["version"][0] for one in gone} == {"b", "c"}
     why = "[rsrv:QUEUE_FULL] the device has no memory for this model's weights; loading is retried in "
-    assert refused(send_one(a).answers.get(timeout=PATIENCE_S), FakeError.UNAVAILABLE, why)
+    assert refused(answer_of(send_one(a)), FakeError.UNAVAILABLE, why)
     assert [answered(send_one(engine)) for engine in (c, b)] == [3, 2]
     house.runtime.pass_time(60.0)
     assert answered(send_one(a)) == 1
@@ -553,7 +541,7 @@ def test_a_load_whose_client_has_gone_makes_way_for_another(
     gone = send_one(other)
     house.runtime.device.uploads.wait_until_held()
     gone.cancelled = True
-    assert refused(gone.answers.get(timeout=PATIENCE_S), FakeError.CANCELLED, "cancelled")
+    assert refused(answer_of(gone), FakeError.CANCELLED, "cancelled")
     waiting = send_one(two)
     wait_until(lambda: house.model("a")["queued"] == 1)
     house.runtime.device.uploads.set()
@@ -580,54 +568,33 @@ def test_a_stub_that_leaves_while_its_model_is_compiled_leaves_nothing(
     wait_until(lambda: house.host() == (_BYTES, _BYTES, 1))
     assert house.runtime.device.uploaded == 1
     assert answered(send_one(b)) == 2
-    registering.lane.close()
 
 
-def test_a_stub_that_leaves_while_its_weights_come_leaves_nothing(
-    house: House, doublings: dict[str, Path]
+@pytest.mark.parametrize("step", ["uploads", "gate"])
+def test_a_stub_that_leaves_during_a_load_or_a_warm_up_leaves_nothing(
+    house: House, doublings: dict[str, Path], step: str
 ) -> None:
-    """If a stub leaves during the load, it is abandoned, and another stub of the bundle is served."""
+    """The weights are freed after it, and another stub of the bundle is served."""
     house.start()
-    house.runtime.device.uploads.clear()
+    gate = getattr(house.runtime.device, step)
+    gate.clear()
     registering = register(house.runtime, "a", doublings["a"])
-    house.runtime.device.uploads.wait_until_held()
-
-    registering.lane.sock.shutdown(2)
-    registering.join()
-    again = register(house.runtime, "a", doublings["a"])
-    wait_until(lambda: read_status(os.getpid())["connections"] == 2)
-    house.runtime.device.uploads.set()
-    again.join()
-
-    assert again.rejected == []
-    wait_until(lambda: house.runtime.device.device_bytes == _BYTES)
-    wait_until(lambda: house.host() == (_BYTES, _BYTES, 1))
-    again.lane.close()
-    registering.lane.close()
-    wait_until(lambda: house.runtime.device.device_bytes == 0)
-
-
-def test_a_stub_that_leaves_while_its_model_warms_up_leaves_nothing(
-    house: House, doublings: dict[str, Path]
-) -> None:
-    """If a stub leaves during the warm-up, the weights go after it, and another stub is served."""
-    house.start()
-    house.runtime.device.gate.clear()
-    registering = register(house.runtime, "a", doublings["a"])
-    house.runtime.device.gate.wait_until_held()
+    gate.wait_until_held()
 
     registering.lane.sock.shutdown(2)
     registering.join()
     wait_until(lambda: read_status(os.getpid())["connections"] == 1)
-    assert house.runtime.device.device_bytes == _BYTES
+    if step == "gate":
+        assert house.runtime.device.device_bytes == _BYTES
     again = register(house.runtime, "a", doublings["a"])
-    house.runtime.device.gate.set()
+    wait_until(lambda: read_status(os.getpid())["connections"] == 2)
+    gate.set()
     again.join()
 
     assert again.rejected == []
     wait_until(lambda: house.model("a")["weights"] == "resident")
+    assert house.host() == (_BYTES, _BYTES, 1)
     again.lane.close()
-    registering.lane.close()
     wait_until(lambda: house.runtime.device.device_bytes == 0)
     wait_until(lambda: house.host() == (0, 0, 0))
 
@@ -655,8 +622,6 @@ def test_unused_tensors_are_swept_when_the_last_model_fails(
 
     assert ill.rejected == ["its weights cannot be loaded: DeviceError: no luck"]
     assert swept.wait(PATIENCE_S)
-    for registering in (well, ill):
-        registering.lane.close()
 
 
 def test_a_model_that_is_not_tried_sweeps_nothing(
@@ -680,8 +645,6 @@ def test_a_model_that_is_not_tried_sweeps_nothing(
     runtime.device.compiles.set()
     next_one.join()
     wait_until(lambda: len(swept) == 1)
-    for registering in (to_blame, next_one):
-        registering.lane.close()
 
 
 def test_the_last_loaded_model_is_freed_when_it_is_unloaded(house: House, doublings: dict[str, Path]) -> None:

@@ -14,16 +14,13 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
 
-import numpy as np
-import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from rsrv.cli.main import main as rsrv
 from tests.bench import models
 from tests.bench.figures import Spread
-from tests.bench.load import Side
+from tests.bench.load import Side, asking, in_turns
 from tests.bench.phases import say, served
 from tests.bench.places import WORK
 from tests.bench.processes import cpu_seconds, server_processes
@@ -55,7 +52,9 @@ def main() -> int:
     with served("aliases", repository, has_runtime=True, flags=flags) as side:
         # A copy still executes when the next request comes.
         asks = {name: asking(side, name) for name in NAMES if name != "watched"}
-        p50_us = {name: f"{statistics.median(one) * 1e6:.0f}" for name, one in latency(asks).items()}
+        p50_us = {
+            name: f"{statistics.median(one) * 1e6:.0f}" for name, one in in_turns(asks, REQUESTS).items()
+        }
         rates: dict[str, list[tuple[float, float]]] = {name: [] for name in NAMES}
         for number in range(ROUNDS):
             for name in NAMES if number % 2 else reversed(NAMES):
@@ -70,26 +69,6 @@ def row(name: str, p50_us: dict[str, str], rates: dict[str, list[tuple[float, fl
     rate, cpu = (statistics.median(each) for each in zip(*rates[name], strict=True))
     times = Spread.of(one / own for (_, one), (_, own) in zip(rates[name], rates[models.MLP], strict=True))
     return name, p50_us.get(name, "-"), f"{rate:.0f}", f"{cpu * 1e6:.0f}", spread_text(times)
-
-
-def asking(side: Side, name: str) -> Callable[[], object]:
-    """Return a function that sends one request."""
-    client = triton.InferenceServerClient(side.server.grpc_url)
-    tensor = triton.InferInput("x", [1, 256], "FP32")
-    tensor.set_data_from_numpy(np.ones((1, 256), np.float32))
-    return lambda: client.infer(name, [tensor])
-
-
-def latency(asks: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
-    """Return the seconds of the requests by each name, asked in turns."""
-    times: dict[str, list[float]] = {name: [] for name in asks}
-    for number in range(REQUESTS + 200):
-        for name, ask in asks.items() if number % 2 else reversed(asks.items()):
-            started = time.perf_counter()
-            ask()
-            if number >= 200:
-                times[name].append(time.perf_counter() - started)
-    return times
 
 
 def under_load(side: Side, name: str) -> tuple[float, float]:

@@ -14,15 +14,12 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-import tritonclient.grpc as triton
-
 from tests.bench import models
-from tests.bench.load import Side
+from tests.bench.load import Side, asking, in_turns
 from tests.bench.phases import EXECUTION_MS, say, served
 from tests.bench.places import WORK, paced
 from tests.bench.processes import STUB, memory, server_processes
@@ -41,7 +38,8 @@ def main() -> int:
     WORK.mkdir(parents=True, exist_ok=True)
     mlp = models.ensure_bundle(models.MLP, models._export_mlp)
     with both("devices", [mlp], "", {}) as sides:
-        one, two = (statistics.median(each) * 1e6 for each in latency(sides))
+        times = in_turns({side.name: asking(side, models.MLP) for side in sides}, REQUESTS)
+        one, two = (statistics.median(each) * 1e6 for each in times.values())
         say(f"p50, one client: {one:.0f} us with one device, {two:.0f} us with two: {two / one:.3f}")
         for side in sides:
             say(f"{side.name}: {footprint(side)}")
@@ -70,28 +68,6 @@ def both(name: str, bundles: list[Path], settings: str, env: dict[str, str]) -> 
         yield sides
 
 
-def asking(side: Side) -> Callable[[], object]:
-    """Return a function that sends one request."""
-    client = triton.InferenceServerClient(side.server.grpc_url)
-    tensor = triton.InferInput("x", [1, 256], "FP32")
-    tensor.set_data_from_numpy(np.ones((1, 256), np.float32))
-    return lambda: client.infer(models.MLP, [tensor])
-
-
-def latency(sides: list[Side]) -> list[list[float]]:
-    """Return the seconds of each server's requests, asked in turns."""
-    asks = [asking(side) for side in sides]
-    times: list[list[float]] = [[] for _ in sides]
-    for number in range(REQUESTS + 200):
-        turns = list(enumerate(asks))
-        for index, ask in turns if number % 2 else reversed(turns):
-            started = time.perf_counter()
-            ask()
-            if number >= 200:
-                times[index].append(time.perf_counter() - started)
-    return times
-
-
 def throughput(sides: list[Side]) -> list[list[float]]:
     """Return each server's answers per second, by round."""
     rates: list[list[float]] = [[] for _ in sides]
@@ -108,7 +84,7 @@ def answers_per_s(side: Side) -> float:
     counts = [0] * CLIENTS
 
     def work(client: int) -> None:
-        ask = asking(side)
+        ask = asking(side, models.MLP)
         while (now := time.monotonic()) < began + WINDOW_S:
             ask()
             counts[client] += now >= began

@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import tritonclient.grpc as triton
+
 from local_triton import TritonServer
 from tests.bench.figures import Sample
 from tests.bench.processes import CLIENT, Machine, cpu_seconds, server_processes
@@ -22,6 +25,8 @@ from tests.status import read_status
 
 #: Windows that perf_analyzer measures; ours lies within them.
 WINDOWS = 3
+#: Requests of each kind before those that are timed.
+_WARM_UP = 200
 
 
 class BenchFailed(Exception):
@@ -120,6 +125,26 @@ def _await_answers(side: Side, model: str, process: subprocess.Popen[str], clien
     if process.poll() is not None:
         said = process.stdout.read() if process.stdout else ""
         raise BenchFailed(f"perf_analyzer on {side.name}/{model} left with {process.returncode}:\n{said}")
+
+
+def asking(side: Side, model: str) -> Callable[[], object]:
+    """Return a function that sends one of the mlps a request of one row, over a connection of its own."""
+    client = triton.InferenceServerClient(side.server.grpc_url)
+    tensor = triton.InferInput("x", [1, 256], "FP32")
+    tensor.set_data_from_numpy(np.ones((1, 256), np.float32))
+    return lambda: client.infer(model, [tensor])
+
+
+def in_turns(asks: Mapping[str, Callable[[], object]], requests: int) -> dict[str, list[float]]:
+    """Return the seconds of so many requests of each kind, asked in turns after a warm-up."""
+    times: dict[str, list[float]] = {name: [] for name in asks}
+    for number in range(-_WARM_UP, requests):
+        for name, ask in list(asks.items())[:: 1 if number % 2 else -1]:
+            started = time.perf_counter()
+            ask()
+            if number >= 0:
+                times[name].append(time.perf_counter() - started)
+    return times
 
 
 def _until(condition: Callable[[], bool], what: str, timeout: float = 30) -> None:

@@ -13,10 +13,9 @@ from collections.abc import Iterable, Sequence
 from typing import Self
 
 import numpy as np
-import psutil
 
-from tests.bench.processes import server_processes
 from tests.chaos.bundles import put_item
+from tests.chaos.endurance import Usage, usage
 from tests.chaos.faults import Fault, kill
 from tests.chaos.figures import RIGHT, UNANSWERED, WRONG, Expected
 from tests.chaos.house import LAZY, House, fill
@@ -210,7 +209,7 @@ class ComesAndGoes(_Catalogue):
 
     def __init__(self, minutes: float = 0.0) -> None:
         self._seconds = 60 * max(0.5, minutes)
-        self._own: list[dict[str, float]] = []
+        self._used: list[dict[str, Usage]] = []
         self._notes: list[str] = []
 
     @classmethod
@@ -225,39 +224,25 @@ class ComesAndGoes(_Catalogue):
             said = house.log_from(mark)
             ends = [record.outcome for record in load.records]
             right, wrong = ends.count(RIGHT), ends.count(WRONG)
-            processes = _memory(house)
-            self._own.append({role: own for role, (_, own) in processes.items()})
-            memory = "; ".join(f"{role} {rss:.0f} {own:.0f}" for role, (rss, own) in processes.items())
+            self._used.append(usage(house))
+            used = "; ".join(f"{role} {one}" for role, one in self._used[-1].items())
             line = (
                 f"{time.monotonic() - began:5.0f} s: {right} right, {len(ends) - right - wrong} failed, {wrong} wrong; "
                 f"{said.count(': built in ')} starts, {said.count('falls back to cold')} falls, "
-                f"{len(house.status()['models'])} models; MB RSS and USS: {memory}"
+                f"{len(house.status()['models'])} models; {used}"
             )
             print(line, flush=True)
             self._notes = [line]
         return began
 
     def check(self, house: House) -> Iterable[str]:
-        before, after = self._own[round(_GROWN * len(self._own))], self._own[-1]
-        for role, own in after.items():
-            if own > 1.1 * before[role] + 32:
-                yield f"{role} grew from {before[role]:.0f} to {own:.0f} MB"
+        before, after = self._used[round(_GROWN * len(self._used))], self._used[-1]
+        for role, used in after.items():
+            if used.grew(before[role]):
+                yield f"{role} grew: {before[role]}, then {used}"
 
     def notes(self) -> Iterable[str]:
         return self._notes
-
-
-def _memory(house: House) -> dict[str, tuple[float, float]]:
-    """Return the resident and the unique memory in MB of tritonserver, all stubs, the runtime, and the control process."""
-    roles = server_processes(house.server.pid, has_runtime=True)
-    if (control := house.control_pid()) is not None:
-        roles[control] = "control"
-    found: dict[str, tuple[float, float]] = {}
-    for pid, role in roles.items():
-        info = psutil.Process(pid).memory_full_info()
-        rss, own = found.get(role, (0.0, 0.0))
-        found[role] = rss + info.rss / 1e6, own + info.uss / 1e6
-    return found
 
 
 CATALOGUE: Sequence[type[Fault]] = (

@@ -239,10 +239,6 @@ class House:
     # --- the server ---------------------------------------------------------------------------------------
 
     @property
-    def has_mounts(self) -> bool:
-        return bool(self._unshare)
-
-    @property
     def server(self) -> RunningTriton:
         assert self._running is not None, "the server was not started"
         return self._running

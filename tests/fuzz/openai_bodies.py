@@ -6,11 +6,9 @@ import gzip
 import itertools
 import json
 import random
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from tests.e2e import openais, stateful
 from tests.e2e.harness import RunningTriton, is_alive, make_repository, running_triton
 from tests.e2e.openais import RunningOpenai, running_openai
 from tests.fuzz.manifests import VALUES
-from tests.fuzz.sending import PATIENCE, Answer, judged
+from tests.fuzz.sending import judged, over_http
 from tests.fuzz.watched import Verdict
 
 #: Requests between two checks of the honest ones.
@@ -144,7 +142,7 @@ def check_openai(seeds: Sequence[int], scratch: Path) -> Iterator[Verdict]:
         while batch := list(itertools.islice(remaining, _BATCH)):
             for seed in batch:
                 began = time.monotonic()
-                answer = judged(_send(api.port, *request(seed)))
+                answer = judged(over_http(api.port, *request(seed)))
                 yield Verdict(seed, answer.outcome, answer.said[:300], time.monotonic() - began)
             if dead := [pid for pid in pids if not is_alive(pid)]:
                 yield Verdict(
@@ -153,24 +151,6 @@ def check_openai(seeds: Sequence[int], scratch: Path) -> Iterator[Verdict]:
                 return
             for said in _harm(server, api):
                 yield Verdict(batch[0], "harm", f"beside seeds {batch[0]} to {batch[-1]}: {said}")
-
-
-def _send(port: int, data: bytes, cut: bool) -> Answer:
-    try:
-        with socket.create_connection((LOOPBACK, port), PATIENCE) as sock:
-            sock.sendall(data)
-            if cut:
-                sock.shutdown(socket.SHUT_WR)
-            response = HTTPResponse(sock, method="POST")
-            response.begin()
-            text = response.read().decode(errors="replace")
-    except TimeoutError:
-        return Answer("hang", f"no answer within {PATIENCE:g} s")
-    except (OSError, HTTPException):
-        return Answer("closed" if cut else "unanswered")
-    if response.status < 400:
-        return Answer("answered", text if '"error"' in text else "")
-    return Answer("refused", f"{response.status} {text}")
 
 
 def _harm(server: RunningTriton, api: RunningOpenai) -> Iterator[str]:

@@ -64,7 +64,7 @@ class Sender:
         ports = self._ports[attack.gateway]
         match attack.protocol:
             case "http":
-                answer = _http(ports.http, attack)
+                answer = over_http(ports.http, attack.data, attack.cut)
             case "h2":
                 answer = _h2(ports.grpc, attack)
             case _:
@@ -81,38 +81,38 @@ def judged(answer: Answer) -> Answer:
     return answer
 
 
-def _connect(port: int, attack: Attack) -> socket.socket:
+def _connect(port: int, data: bytes, cut: bool) -> socket.socket:
     sock = socket.create_connection((LOOPBACK, port), PATIENCE)
     try:
-        sock.sendall(attack.data)
-        if attack.cut:
+        sock.sendall(data)
+        if cut:
             sock.shutdown(socket.SHUT_WR)
     except OSError:
         pass  # The server closed the connection, and may have answered.
     return sock
 
 
-def _http(port: int, attack: Attack) -> Answer:
+def over_http(port: int, data: bytes, cut: bool) -> Answer:
+    """Send bytes to an HTTP port, and return the outcome. `cut`: the client closes its side early."""
     try:
-        with _connect(port, attack) as sock:
-            response = HTTPResponse(sock, method="HEAD" if attack.data[:5] == b"HEAD " else "POST")
+        with _connect(port, data, cut) as sock:
+            response = HTTPResponse(sock, method="HEAD" if data[:5] == b"HEAD " else "POST")
             response.begin()
-            body = response.read()
+            text = response.read().decode(errors="replace")
     except TimeoutError:
         return Answer("hang", f"no answer within {PATIENCE:g} s")
     except (OSError, HTTPException):
         # A request that is complete in HTTP must be answered.
-        return Answer("closed" if attack.cut else "unanswered")
+        return Answer("closed" if cut else "unanswered")
     if response.status < 400:
         # A stream that has begun has no other status to fail with.
-        text = body.decode(errors="replace")
         return Answer("answered", text if '"error"' in text else "")
-    return Answer("refused", f"{response.status} {body.decode(errors='replace')}")
+    return Answer("refused", f"{response.status} {text}")
 
 
 def _h2(port: int, attack: Attack) -> Answer:
     try:
-        with _connect(port, attack) as sock:
+        with _connect(port, attack.data, attack.cut) as sock:
             while sock.recv(65536):
                 pass
     except TimeoutError:

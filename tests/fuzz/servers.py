@@ -19,13 +19,13 @@ import tritonclient.grpc
 
 from rsrv.settings import Front
 from rsrv.wire.socket import Closed
-from rsrv_bundle.export import export_bundle
 from rsrv_gen import cli as rsrv_gen
 from tests.chaos import bundles
 from tests.chaos.figures import RIGHT, Record
 from tests.chaos.house import INTERNAL
 from tests.chaos.load import Connection, clients, load
 from tests.chaos.questions import QUESTIONS
+from tests.e2e import bundles as test_bundles
 from tests.e2e import stateful
 from tests.e2e.gateways import entry, running_gateway
 from tests.e2e.harness import crashed_by_a_cancellation, is_alive, running_triton
@@ -37,18 +37,6 @@ from tests.status import read_status
 
 #: Requests between two checks of the server, and their senders.
 _BATCH, _TOGETHER = 16, 4
-#: Hooks of a model that tells the lengths of strings.
-_HOOKS = """
-import numpy as np
-
-
-def preprocess(inputs):
-    return {"length": np.array([[len(text)] for text in inputs["text"]], np.float32)}
-
-
-def postprocess(outputs):
-    return {"label": [b"%d" % int(length) for (length,) in outputs["same"]]}
-"""
 #: Seconds between two requests of an honest client.
 _PAUSE = 0.1
 #: Bytes that the gateway accepts, which some bad requests exceed.
@@ -94,16 +82,7 @@ def _generate(scratch: Path, front: Front) -> None:
     for name in STATEFUL:
         folder = stateful.ensure() if name == "sums" else stateful.ensure_brief()
         (scratch / "bundles" / name).symlink_to(folder / name)
-    export_bundle(
-        lambda params, length: {"same": length},
-        {},
-        {"length": np.zeros((1, 1), np.float32)},
-        batch_sizes=[1, 8],
-        out_dir=scratch / "bundles" / STRINGS,
-        hooks=_HOOKS,
-        client_inputs=[{"name": "text", "dtype": "bytes", "shape": "n"}],
-        client_outputs=[{"name": "label", "dtype": "bytes", "shape": "n"}],
-    )
+    (scratch / "bundles" / STRINGS).symlink_to(test_bundles.ensure() / STRINGS)
     config = scratch / "rsrv.yaml"
     config.write_text(f"{_SETTINGS}stub: {{front: {front}}}\n")
     with contextlib.redirect_stdout(io.StringIO()):
@@ -286,7 +265,7 @@ class _Life:
             texts = tritonclient.grpc.InferInput("text", [2, 1], "BYTES")
             texts.set_data_from_numpy(np.array([[b"four"], [b""]], object))
             labels = client.infer(STRINGS, [texts], client_timeout=PATIENCE).as_numpy("label")
-            if labels.ravel().tolist() != [b"4", b"0"]:
+            if labels.ravel().tolist() != [b"4 bytes", b"0 bytes"]:
                 said.append(f"strings have the lengths {labels}")
         if sums != [1, 2, 3]:
             said.append(f"a sequence of ones has the sums {sums}")

@@ -18,7 +18,6 @@ import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
-from rsrv_bundle import yaml12
 from tests.e2e import bundles
 from tests.e2e.gateways import RunningGateway, entry, running_gateway, write_repository
 from tests.e2e.harness import RunningTriton, StartTriton, make_repository, running_triton
@@ -122,42 +121,6 @@ class Load:
                 else:
                     with self._lock:
                         self.answered += 1
-
-
-@pytest.mark.long
-def test_servers_join_and_leave_by_a_file(servers: Mapping[str, RunningTriton], tmp_path: Path) -> None:
-    """Servers join and leave by the workers file under load without a failed request; a scrape has all metrics."""
-    file = tmp_path / "workers.yaml"
-
-    def write(*names: str) -> None:
-        aside = tmp_path / "workers.new"
-        aside.write_text(yaml12.dump([entry(servers[name], name) for name in names]))
-        aside.rename(file)
-
-    def alive() -> set[str]:
-        return {worker.name.partition("/")[0] for worker in gateway.status().workers if worker.alive}
-
-    write("one")
-    with running_gateway(tmp_path, workers_file=str(file)) as gateway, Load(gateway) as load:
-        load.more(50)
-        assert alive() == {"one"}
-        write("one", "two")
-        wait_until(lambda: alive() == {"one", "two"}, what="the second server")
-        load.more(50)
-        _, metrics = gateway.get("/metrics")
-        for name in servers:
-            assert f'nv_inference_request_success{{worker="{name}",model="first",version="1"}}' in metrics
-        write("two")
-        wait_until(lambda: alive() == {"two"}, what="the first server to leave")
-
-        def is_left_alone() -> bool:
-            """Check that a server gets no more requests; those in flight may still execute."""
-            before = read_status(servers["one"].pid)["models"]["first"]["dispatches"]
-            load.more(50)
-            return bool(read_status(servers["one"].pid)["models"]["first"]["dispatches"] == before)
-
-        wait_until(is_left_alone, what="the first server to get no more requests")
-    assert (load.failed, load.wrong) == ([], [])
 
 
 @pytest.mark.long

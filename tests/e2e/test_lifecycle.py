@@ -26,7 +26,6 @@ from tests.e2e.harness import (
     HURRY,
     RunningTriton,
     aborted_by_a_lock,
-    despite,
     make_repository,
     replaced_after,
     running_triton,
@@ -58,7 +57,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def folder(versions: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return bundles below two roots, and their repository."""
     folder = tmp_path_factory.mktemp("life")
-    for name in ("steady", "prod", "killed", "idle"):
+    for name in ("steady", "prod", "idle"):
         place(versions["one"], folder / "bundles" / name)
     place(versions["one"], folder / "mount" / "mounted")
     make_repository(folder, folder / "bundles", folder / "mount", settings=SETTINGS)
@@ -444,22 +443,6 @@ def test_what_was_unloaded_by_hand_stays_so(server: RunningTriton, life: Living)
     life.reload("steady")
     assert asyncio.run(states())["idle"] == "dismissed"
     wait_until(lambda: life.serves, what="the server not to miss it")
-
-
-@python_front("a model with the native front has no stub")
-@pytest.mark.long
-def test_a_killed_stub_comes_back(living: Callable[[], RunningTriton]) -> None:
-    """A killed stub is replaced soon, without a request."""
-
-    def check(server: RunningTriton) -> None:
-        with caller(server) as call:
-            wait_until(lambda: served(call, "killed") == (1, 0))
-            (stub,) = server.stub_pids("killed")
-            os.kill(stub, signal.SIGKILL)
-            wait_until(lambda: server.stub_pids("killed") not in ([], [stub]))
-            assert_becomes(call, "killed", (1, 0))
-
-    despite(aborted_by_a_lock, living, check)
 
 
 # --- under load -----------------------------------------------------------------------------------------------------

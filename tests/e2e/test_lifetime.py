@@ -7,9 +7,7 @@ import shutil
 import signal
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,20 +16,27 @@ import numpy as np
 import psutil
 import pytest
 
-from examples import mlp
 from rsrv.stub.deferred import SENDER_THREADS
 from rsrv.wire import paths
 from rsrv.wire.socket import Closed
 from rsrv.wire.stub_process import StubCommand, living_stubs
 from tests.e2e import bundles
-from tests.e2e.calls import Caller, Refused, assert_same, at_once, caller, outcome, random_u32, refusal
+from tests.e2e.calls import (
+    Caller,
+    Refused,
+    assert_same,
+    at_once,
+    caller,
+    check_exact,
+    outcome,
+    random_u32,
+    refusal,
+)
 from tests.e2e.fronts import NATIVE, python_front
 from tests.e2e.harness import (
     EXPLICIT,
     RunningTriton,
     StartTriton,
-    aborted_by_a_lock,
-    despite,
     is_alive,
     make_repository,
     running_triton,
@@ -97,10 +102,6 @@ def connections(pid: int) -> int:
         with suppress(FileNotFoundError):
             found += link.readlink().name == paths.BLACKBOX
     return found
-
-
-def check_exact(call: Caller) -> None:
-    assert_same(call("exact", {"x": ONES}), {"y": ONES @ bundles.exact_kernel()})
 
 
 def shared_memory() -> set[str]:
@@ -208,7 +209,14 @@ def preprocess(inputs): return inputs
 
 
 @python_front("a model with the native front has no stub")
-@pytest.mark.parametrize("stage", ["a stub starts", "a runtime starts", "model.py is imported"])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param("a stub starts", marks=pytest.mark.long),
+        pytest.param("a runtime starts", marks=pytest.mark.long),
+        "model.py is imported",
+    ],
+)
 def test_a_server_killed_at_a_stage_of_its_start_leaves_no_shared_memory(
     some_bundles: Mapping[str, Path], start_triton: StartTriton, home: Path, tmp_path: Path, stage: str
 ) -> None:
@@ -243,68 +251,6 @@ def test_a_server_killed_at_a_stage_of_its_start_leaves_no_shared_memory(
 
 
 # --- the runtime's end --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_a_killed_runtime_comes_back_under_load(start: Callable[..., RunningTriton]) -> None:
-    """No request of 16 clients fails, and all answers are right: those under way and new ones wait for the next runtime."""
-    server = start("mlp", "exact", "elastic", "digits", spare=True)
-    stop = threading.Event()
-    slowest = [0.0] * 16
-    killed_at = [0.0]
-
-    def one(call: Caller, number: int, rng: np.random.Generator) -> None:
-        match number % 3:
-            case 0:
-                x = rng.integers(-50, 51, (int(rng.integers(1, 9)), 64)).astype(np.float32)
-                assert_same(call("exact", {"x": x}), {"y": x @ bundles.exact_kernel()})
-            case 1:
-                u = random_u32(rng, 1)
-                steps = int(rng.integers(0, 100))
-                got = call("elastic", {"x": u, "steps": np.full((1, 1), steps, np.int32)})
-                assert_same(got, {"y": bundles.stepped(u, steps + bundles.LEAST_STEPS)})
-            case _:
-                x = rng.standard_normal((int(rng.integers(1, 9)), 256), np.float32)
-                want = mlp.reference({"x": x})["logits"]
-                np.testing.assert_allclose(call("mlp", {"x": x})["logits"], want, atol=1e-4)
-
-    def work(call: Caller, number: int) -> None:
-        rng = np.random.default_rng(number)
-        while not stop.is_set():
-            started = time.monotonic()
-            one(call, number, rng)
-            if started < killed_at[0] < time.monotonic():
-                slowest[number] = max(slowest[number], time.monotonic() - killed_at[0])
-
-    def kill_it(call: Caller) -> None:
-        old = runtime_pid(server)
-        before = read_status(server.pid)["models"]
-
-        def busy() -> bool:
-            now = read_status(server.pid)["models"]
-            return all(
-                now[name]["dispatches"] > before[name]["dispatches"] + 5
-                for name in ("mlp", "exact", "elastic")
-            )
-
-        wait_until(busy, what="load on all models")
-        killed_at[0] = time.monotonic()
-        os.kill(old, signal.SIGKILL)
-        wait_until(lambda: new_runtime(server, old), what="another runtime")
-        wait_until(lambda: len(read_status(server.pid)["models"]) == 4, what="all models to come back")
-        wait_until(lambda: not isinstance(outcome(lambda: check_exact(call)), Refused))
-
-    with ThreadPoolExecutor(1) as pool, caller(server) as call:
-        clients = pool.submit(at_once, server, 16, work)
-        try:
-            for _ in range(3):
-                kill_it(call)
-        finally:
-            stop.set()
-        clients.result()
-        check_exact(call)
-    print(f"the slowest answers after a death: {max(slowest):.2f} s")
-    assert server.server.process.poll() is None
 
 
 @python_front("its files and threads are those of stubs")
@@ -367,28 +313,6 @@ def test_a_frozen_runtime_does_not_hang_the_server(triton: RunningTriton) -> Non
     with caller(triton) as call:
         check_exact(call)
     assert runtime_pid(triton) == runtime
-
-
-# --- a stub's end -------------------------------------------------------------------------------------------------
-
-
-@python_front("a model with the native front has no stub")
-@pytest.mark.long
-def test_a_killed_stub_harms_no_other_model(start: Callable[..., RunningTriton]) -> None:
-    """The models beside it answer as before, and the runtime, which it may have started, lives on."""
-    despite(aborted_by_a_lock, lambda: start("exact", "hooked", "elastic"), kill_stubs)
-
-
-def kill_stubs(server: RunningTriton) -> None:
-    runtime = runtime_pid(server)
-    with caller(server) as call:
-        for name in ("hooked", "elastic"):
-            (stub,) = server.stub_pids(name)
-            os.kill(stub, signal.SIGKILL)
-            check_exact(call)
-            wait_until(lambda name=name: name not in read_status(server.pid)["models"])  # type: ignore[misc]
-            check_exact(call)
-    assert runtime_pid(server) == runtime
 
 
 # --- models that come and go --------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from aiohttp import ClientSession, ClientWebSocketResponse
 
 from browser_install import Browser
 from local_triton import EXEC_BOUND
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 _FLAGS = (
     "--headless",
@@ -113,40 +113,48 @@ class Page:
         file.write_bytes(base64.b64decode(said["data"]))
 
 
-@asynccontextmanager
-async def browsing(width: int = 1280, height: int = 900, scheme: str = "light") -> AsyncIterator[Page]:
-    """Yield a browser with an empty page of this size, in pixels."""
+@contextmanager
+def running_browser() -> Iterator[str]:
+    """Run a browser for the length of the block; yield the URL at which it takes pages."""
     browser = Browser().ensure()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = _start(browser, Path(profile))
         try:
-            port = await _port(process, Path(profile))
-            async with ClientSession() as session:
-                async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
-                    url = next(one for one in await answer.json() if one["type"] == "page")
-                async with session.ws_connect(url["webSocketDebuggerUrl"], max_msg_size=0) as socket:
-                    page = Page(socket)
-                    reading = asyncio.create_task(page.read())
-                    for domain in ("Page", "Runtime", "Log"):
-                        await page.call(f"{domain}.enable")
-                    # Without the time that other processes take of the machine.
-                    await page.call("Performance.enable", timeDomain="threadTicks")
-                    await page.call(
-                        "Emulation.setDeviceMetricsOverride",
-                        width=width,
-                        height=height,
-                        deviceScaleFactor=1,
-                        mobile=False,
-                    )
-                    preference = {"name": "prefers-color-scheme", "value": scheme}
-                    await page.call("Emulation.setEmulatedMedia", features=[preference])
-                    yield page
-                    reading.cancel()
-                    with suppress(asyncio.CancelledError):
-                        await reading
+            yield f"http://127.0.0.1:{_port(process, Path(profile))}"
         finally:
             process.kill()
             process.wait()
+
+
+@asynccontextmanager
+async def browsing(
+    browser: str, width: int = 1280, height: int = 900, scheme: str = "light"
+) -> AsyncIterator[Page]:
+    """Yield an empty page of this size, in pixels, of a running browser."""
+    async with ClientSession() as session:
+        async with session.put(f"{browser}/json/new?about:blank") as answer:
+            target = await answer.json()
+        async with session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+            page = Page(socket)
+            reading = asyncio.create_task(page.read())
+            for domain in ("Page", "Runtime", "Log"):
+                await page.call(f"{domain}.enable")
+            # Without the time that other processes take of the machine.
+            await page.call("Performance.enable", timeDomain="threadTicks")
+            await page.call(
+                "Emulation.setDeviceMetricsOverride",
+                width=width,
+                height=height,
+                deviceScaleFactor=1,
+                mobile=False,
+            )
+            preference = {"name": "prefers-color-scheme", "value": scheme}
+            await page.call("Emulation.setEmulatedMedia", features=[preference])
+            yield page
+            reading.cancel()
+            with suppress(asyncio.CancelledError):
+                await reading
+        await session.get(f"{browser}/json/close/{target['id']}")
 
 
 def _start(browser: Browser, profile: Path) -> subprocess.Popen[bytes]:
@@ -162,11 +170,11 @@ def _start(browser: Browser, profile: Path) -> subprocess.Popen[bytes]:
         )
 
 
-async def _port(process: subprocess.Popen[bytes], profile: Path) -> int:
+def _port(process: subprocess.Popen[bytes], profile: Path) -> int:
     """Return its port."""
-    deadline, file = asyncio.get_running_loop().time() + PATIENCE_S, profile / "DevToolsActivePort"
-    while not (file.exists() and "\n" in file.read_text()):
-        if process.poll() is not None or asyncio.get_running_loop().time() > deadline:
-            raise AssertionError(f"the browser does not start:\n{(profile / 'log').read_text()}")
-        await asyncio.sleep(0.02)
+    file = profile / "DevToolsActivePort"
+    wait_until(
+        lambda: process.poll() is not None or (file.exists() and "\n" in file.read_text()), what="the browser"
+    )
+    assert process.poll() is None, (profile / "log").read_text()
     return int(file.read_text().splitlines()[0])

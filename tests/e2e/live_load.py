@@ -19,7 +19,7 @@ from random import Random
 import numpy as np
 
 from local_triton import free_ports
-from tests.e2e.browser import browsing
+from tests.e2e.browser import browsing, running_browser
 from tests.e2e.calls import caller
 from tests.e2e.harness import EXPLICIT, HURRY, RunningTriton, make_repository, running_triton
 from tests.e2e.lives import COLUMNS, write_version
@@ -75,9 +75,9 @@ def load(server: RunningTriton, *, pause: float = 0.005) -> Iterator[None]:
             one.result()
 
 
-async def _take(url: str, file: Path) -> None:
+async def _take(browser: str, url: str, file: Path) -> None:
     """Take a picture after half a minute."""
-    async with browsing(1280, 800) as page:
+    async with browsing(browser, 1280, 800) as page:
         await page.call("Page.navigate", url=url)
         await page.until("document.querySelectorAll('#models tr').length > 0")
         await asyncio.sleep(32)
@@ -92,8 +92,9 @@ def main(file: Path) -> None:
         tempfile.TemporaryDirectory(prefix="t-") as folder,
         live_server(Path(folder)) as (server, url),
         load(server),
+        running_browser() as browser,
     ):
-        asyncio.run(_take(url, file))
+        asyncio.run(_take(browser, url, file))
     print(file)
 
 

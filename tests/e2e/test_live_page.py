@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import subprocess
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 from rsrv.control.http import HttpServer
 from rsrv.live import routes
 from rsrv.live.routes import LivePage as Served
-from tests.e2e.browser import Page, browsing
+from tests.e2e.browser import Page, browsing, running_browser
 from tests.e2e.live_load import MODELS, PINNED, live_server, load
 from tests.waiting import PATIENCE_S
 
@@ -81,6 +81,13 @@ SEEN = """(() => {
 })()"""
 
 
+@pytest.fixture(scope="module")
+def browser() -> Iterator[str]:
+    """Yield the URL of a browser for the pages of all tests."""
+    with running_browser() as running:
+        yield running
+
+
 def shell(command: str) -> str:
     """Return the output of a command."""
     return subprocess.run(
@@ -100,11 +107,11 @@ async def show(page: Page, url: str, *, still: bool = True) -> None:
     await page.until("document.querySelector('#connection')?.dataset.state === 'live'")
 
 
-def test_a_server_under_load_is_shown(tmp_path: Path) -> None:
+def test_a_server_under_load_is_shown(browser: str, tmp_path: Path) -> None:
     """The page shows ten models on a device for six: bars, rows, moving figures, the timeline, events and a history."""
 
     async def visit(url: str) -> None:
-        async with browsing() as page:
+        async with browsing(browser) as page:
             await show(page, url, still=False)
             await page.until(f"{ROWS} === {len(MODELS)}")
             assert await page.until("document.querySelectorAll('.device').length") == 1
@@ -291,14 +298,14 @@ async def fake(token: bytes | None = None) -> AsyncIterator[tuple[FakeEvents, st
         await server.stop()
 
 
-def test_a_thousand_models_cost_little(record_property: Callable[[str, object], None]) -> None:
+def test_a_thousand_models_cost_little(browser: str, record_property: Callable[[str, object], None]) -> None:
     """The first display, and each second's update with a thousand spans, take little CPU time of the main thread.
 
     The measure is the time of a piece of work in the same browser, so the bounds hold for machines of any speed.
     """
 
     async def visit() -> tuple[float, float, float]:
-        async with browsing() as page, fake() as (source, url):
+        async with browsing(browser) as page, fake() as (source, url):
             source.tell("state", state(0, 1000))
             await show(page, url)
             await page.until(f"{ROWS} === 100")  # a page of the table
@@ -326,11 +333,11 @@ def test_a_thousand_models_cost_little(record_property: Callable[[str, object], 
     assert each < EACH * tables, f"{each:.3f} s, tables {tables:.3f} s"
 
 
-def test_each_device_of_a_server_has_a_lane() -> None:
+def test_each_device_of_a_server_has_a_lane(browser: str) -> None:
     """Several devices have a bar and a timeline each; models name the devices of their weights; a dead runtime shows."""
 
     async def visit() -> None:
-        async with browsing() as page, fake() as (source, url):
+        async with browsing(browser) as page, fake() as (source, url):
             source.tell("state", state(0, 4, device(0, 0), device(1, 0)))
             source.tell("spans", spans(1, 4, 2))
             last = state(1, 4, device(0, 1), {**device(1, 1), "device_s": 0.25})
@@ -394,13 +401,15 @@ def test_each_device_of_a_server_has_a_lane() -> None:
     asyncio.run(visit())
 
 
-def test_a_page_without_figures_says_so_and_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_without_figures_says_so_and_tries_again(
+    browser: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A page never calls old figures well, connects again after an HTTP error, and forgets the servers of before."""
 
     async def visit() -> None:
         headline = "document.querySelector('#headline').textContent"
         connection = "document.querySelector('#connection')?.dataset.state"
-        async with browsing() as page, fake() as (source, url):
+        async with browsing(browser) as page, fake() as (source, url):
             monkeypatch.setattr(routes, "_MAX_WATCHERS", 0)
             await stop_time(page)
             await page.call("Page.navigate", url=url)
@@ -429,11 +438,11 @@ def test_a_page_without_figures_says_so_and_tries_again(monkeypatch: pytest.Monk
     asyncio.run(visit())
 
 
-def test_the_page_is_used_with_keys_and_heard() -> None:
+def test_the_page_is_used_with_keys_and_heard(browser: str) -> None:
     """Cold models keep the focus while the page changes; a screen reader hears of other findings, not of numbers."""
 
     async def visit() -> None:
-        async with browsing() as page, fake() as (source, url):
+        async with browsing(browser) as page, fake() as (source, url):
             doors = {"HTTP": "10.0.0.1:8000"}
             source.tell("server", {"name": "n", "version": "1", "started": 990.0, "endpoints": doors})
             source.tell("cold", ["cold-a", "cold-b"])
@@ -462,11 +471,11 @@ def test_the_page_is_used_with_keys_and_heard() -> None:
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (390, "dark"), (1280, "dark")])
-def test_a_phone_and_a_dark_screen_show_the_whole_page(width: int, scheme: str) -> None:
+def test_a_phone_and_a_dark_screen_show_the_whole_page(browser: str, width: int, scheme: str) -> None:
     """The page is no wider than the screen, also with a model's panel, and texts stand out from their ground."""
 
     async def visit() -> None:
-        async with browsing(width, 844, scheme) as page, fake() as (source, url):
+        async with browsing(browser, width, 844, scheme) as page, fake() as (source, url):
             doors = {"HTTP": "10.0.0.1:8000", "gRPC": "10.0.0.1:8001"}
             source.tell("server", {"name": "n", "version": "1", "started": 990.0, "endpoints": doors})
             source.tell("cold", ["cold_" * 20])
@@ -497,11 +506,11 @@ def test_a_phone_and_a_dark_screen_show_the_whole_page(width: int, scheme: str) 
     asyncio.run(visit())
 
 
-def test_the_page_sends_commands_with_the_token() -> None:
+def test_the_page_sends_commands_with_the_token(browser: str) -> None:
     """Rows are found and sorted; text from servers is never markup; the token is asked for once."""
 
     async def visit() -> list[tuple[str, str, str]]:
-        async with browsing() as page, fake(b"s3cret") as (source, url):
+        async with browsing(browser) as page, fake(b"s3cret") as (source, url):
             page.prompted = "s3cret"
             source.tell("state", state(1, 20))
             source.tell("log", {"t": 1001.0, "text": "<b>model-001</b>: ready"})

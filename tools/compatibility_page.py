@@ -82,7 +82,7 @@ def _row(columns: Sequence[str]) -> Iterator[str]:
 
 
 def rewrite(page: str) -> str:
-    """Return the page with the present tables. Raises ValueError if it lacks the markers."""
+    """Return the page with the current tables. Raises ValueError if it lacks the markers."""
     before, start, following = page.partition(_START)
     _, end, after = following.partition(_END)
     if not end:

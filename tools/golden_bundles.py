@@ -82,7 +82,7 @@ def _types(params: Any, d: Any, i: Any, u: Any, f: Any) -> Any:
 
 
 def write_bundles(folder: Path) -> None:
-    """Write small bundles of the present format that together use all its features."""
+    """Write small bundles of the current format that together use all its features."""
     ints = np.random.default_rng(0).integers
     x = {"x": np.zeros((1, 3), np.float32)}
     affine = {

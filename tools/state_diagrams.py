@@ -43,7 +43,7 @@ def _id(state: StrEnum) -> str:
 
 
 def rewrite(page: str) -> str:
-    """Return the page with the present diagrams between its markers.
+    """Return the page with the current diagrams between its markers.
 
     Raises:
         ValueError: the page lacks the markers of a table, or has them twice.

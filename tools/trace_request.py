@@ -69,7 +69,7 @@ Trace = dict[str, tuple[Call, ...]]
 
 
 class Tracer:
-    """Records the calls of functions in `rsrv` on the present thread, and on all threads that start later."""
+    """Records the calls of functions in `rsrv` on the current thread, and on all threads that start later."""
 
     def __init__(self) -> None:
         self._on = False

@@ -129,7 +129,7 @@ def _rewrite(main: Any, first: int, changes: Sequence[Change | None]) -> None:
 
 
 def element(token: str) -> Any:
-    """Return the MLIR type of an element type token, in the present context."""
+    """Return the MLIR type of an element type token, in the current context."""
     from jaxlib.mlir import ir
 
     return ir.Type.parse(dtypes.mlir_name(token))

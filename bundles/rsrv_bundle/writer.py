@@ -46,7 +46,7 @@ def copy_files(files: Sequence[Path | str], work: Path) -> None:
 
 
 def document_of(manifest: Manifest, sha256: Mapping[str, str]) -> dict[str, Any]:
-    """Return a manifest as a document of the present format, with the checksums `sha256`."""
+    """Return a manifest as a document of the current format, with the checksums `sha256`."""
     document: dict[str, Any] = {"format_version": CURRENT}
     if manifest.description:
         document["description"] = manifest.description

@@ -54,7 +54,7 @@ class Workers:
     async def _changes(
         self, following: dict[str, asyncio.Task[None]], queue: asyncio.Queue[Event]
     ) -> list[Event]:
-        """Follow all present workers, and stop following workers that left. Return their last events."""
+        """Follow all current workers, and stop following workers that left. Return their last events."""
         workers = self._probes.workers()
         for name in workers.keys() - following.keys():
             following[name] = asyncio.create_task(self._follow(name, queue), name=f"live page of {name}")

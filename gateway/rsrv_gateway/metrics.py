@@ -35,7 +35,7 @@ class DepartedWorkers:
     def without(self, counts: TrafficCounts, there: Iterable[str], now: float) -> TrafficCounts:
         """Return `counts` without the workers that left more than `_DEPARTED_SHOWN_S` before `now`, in seconds.
 
-        `there` are the present workers.
+        `there` are the current workers.
         """
         self._there.update(dict.fromkeys(there, now))
 
@@ -168,7 +168,7 @@ def _files(states: Iterable[FileState]) -> Iterator[Metric]:
     )
     yield _gauge(
         "rsrv_gateway_renewal_failed",
-        "1 if the present files cannot be used. The last good files stay in use.",
+        "1 if the current files cannot be used. The last good files stay in use.",
         ("setting",),
         {file.setting: float(bool(file.problem)) for file in files},
     )

@@ -89,7 +89,7 @@ class _Message:
 
     items: int
     choice: Choice
-    #: True if the message asks for classes. Only the present worker was asked whether it can compute them.
+    #: True if the message asks for classes. Only the current worker was asked whether it can compute them.
     classified: bool
     #: The message while it is kept for a failover, or empty.
     data: bytes = b""

@@ -137,7 +137,7 @@ class _SupervisedServer(_HousedServer):
 
     @property
     def pid(self) -> int:
-        """Return the pid of the present tritonserver."""
+        """Return the pid of the current tritonserver."""
         return wait_until(self._pid, what="a server")
 
     def _pid(self) -> int:

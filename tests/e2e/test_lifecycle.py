@@ -472,7 +472,7 @@ def test_fifty_reloads_under_load_fail_no_request(
     kinds = [(1, 0), (2, 0), (3, 3)]
     names = ["one", "two", "other"]
     stop = threading.Event()
-    #: Possible versions of an answer: before the present change, and after it.
+    #: Possible versions of an answer: before the current change, and after it.
     current: list[frozenset[tuple[int, int]]] = [frozenset({kinds[0]})]
 
     def work(call: Caller, number: int) -> tuple[int, float]:

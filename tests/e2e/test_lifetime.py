@@ -157,7 +157,7 @@ def test_nothing_is_left_of_a_server_that_ended(
 
 
 def below(folder: Path) -> list[Path]:
-    """Return all paths there, or the present ones if some vanish."""
+    """Return all paths there, or the remaining paths if some vanish."""
     try:
         return list(folder.rglob("*"))
     except FileNotFoundError:

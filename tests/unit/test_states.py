@@ -1,4 +1,4 @@
-"""The page of states shows the tables of the present code."""
+"""The page of states shows the tables of the current code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import state_diagrams as tool
 
 
 def test_the_page_is_current() -> None:
-    """The diagrams equal the present tables; `make pages` draws them."""
+    """The diagrams equal the current tables; `make pages` draws them."""
     page = tool.PAGE.read_text(encoding="utf-8")
 
     assert tool.rewrite(page) == page

@@ -35,7 +35,7 @@ class FileState:
     setting: str
     #: Unix time at which the certificate in use ends. None: there is no certificate.
     ends_at: float | None
-    #: Reason why the present files are not in use. Empty if they are in use.
+    #: Reason why the current files are not in use. Empty if they are in use.
     problem: str
 
 
@@ -61,7 +61,7 @@ class Renewed(Generic[T]):
         self.value = read()
         #: Unix time at which the certificate in use ends. None: there is no certificate.
         self.ends_at = self._end()
-        #: Reason why the present files are not in use. Empty if they are in use.
+        #: Reason why the current files are not in use. Empty if they are in use.
         self.problem = ""
         self._warned = ""
 

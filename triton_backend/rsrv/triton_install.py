@@ -128,7 +128,7 @@ class Installation:
         return f"{self.libs}:{self.python_lib}"
 
     def is_installed(self) -> bool:
-        """Return True if every step was done for the present versions."""
+        """Return True if every step was done for the current versions."""
         return all(self._stamp(step) == step.key for step in self._steps())
 
     def install(self, say: Callable[[str], None]) -> None:

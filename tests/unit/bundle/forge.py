@@ -135,7 +135,7 @@ def sealed(manifest: bytes, sums: Mapping[str, str]) -> bytes:
 
 
 def seal(directory: Path) -> Path:
-    """Convert the bundle in a directory to format 3, with the checksums of its present files."""
+    """Convert the bundle in a directory to format 3, with the checksums of its current files."""
     sums = {}
     for path in sorted(directory.iterdir()):
         if path.suffix in (".mlir", ".safetensors"):

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_the_page_is_current() -> None:
-    """The tables equal the present ones; `make pages` writes them."""
+    """The tables equal the current ones; `make pages` writes them."""
     page = tool.PAGE.read_text(encoding="utf-8")
 
     assert tool.rewrite(page) == page

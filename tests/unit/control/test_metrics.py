@@ -213,7 +213,7 @@ async def test_the_service_gives_the_page_while_the_runtime_is_and_is_not_there(
     """GetMetrics answers with and without a runtime; failed bundles are always in it."""
     async with served(tmp_path, models=["a"]) as server:
         server.runtime.models[MODEL.name] = MODEL
-        # A stub of a version to come imports its model.py, and the present one serves.
+        # A stub of a version to come imports its model.py, and the current one serves.
         server.runtime.record.importing["a"].seconds = 40.0
         server.lifecycle.failures["a"] = BundleFailure("no module", since=0.0)
 

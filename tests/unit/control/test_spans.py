@@ -239,7 +239,7 @@ def test_a_collector_that_is_not_there_is_said_once(
 def test_the_log_says_why_the_collector_fails(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log has the reason of the present failure, although the exporter's last line has none."""
+    """The log has the reason of the current failure, although the exporter's last line has none."""
     telemetry = logging.getLogger("opentelemetry")
     monkeypatch.setattr(telemetry, "propagate", True)
     monkeypatch.setattr(telemetry, "handlers", [])

@@ -363,7 +363,7 @@ class Ending:
         callback(self)
 
     async def read(self) -> Any:
-        """Raise the present status, and leave the last one for all later calls."""
+        """Raise the current status, and leave the last one for all later calls."""
         status = self._statuses[0] if len(self._statuses) == 1 else self._statuses.pop(0)
         if status is not None:
             raise status

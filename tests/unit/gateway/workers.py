@@ -115,7 +115,7 @@ async def serving(
 
 
 class Relay:
-    """Forwards bytes to a port. After `stick` the present connections carry nothing; `cut` breaks them.
+    """Forwards bytes to a port. After `stick` the current connections carry nothing; `cut` breaks them.
 
     While `stops` is set, new connections are closed at once and present ones work, as at a tritonserver that stops.
     """

@@ -125,7 +125,7 @@ def test_no_memory_for_scratch_is_not_the_models_fault(runtime: Runtime, start_m
 def test_call_is_of_no_use_after_its_run_or_to_another_thread(
     runtime: Runtime, start_meta: StartMeta
 ) -> None:
-    """`call` is useless after its run and in another thread, and does not disturb the present run."""
+    """`call` is useless after its run and in another thread, and does not disturb the current run."""
     old: list[Any] = []
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:

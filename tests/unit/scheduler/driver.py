@@ -143,7 +143,7 @@ class Driver:
         self.winding_down = False
         #: Models to be evicted, which may still be resident.
         self.leaving: set[str] = set()
-        #: model -> epoch of its present load, and of its present read; and the models whose weights are on disk only.
+        #: model -> epoch of its current load, and of its current read; and the models whose weights are on disk only.
         self.loading: dict[str, int] = {}
         self.reading: dict[str, int] = {}
         self.on_disk: set[str] = set()

@@ -1,4 +1,4 @@
-"""The page about the scheduler shows what the present code does."""
+"""The page about the scheduler shows what the current code does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator's tables in docs/simulator.md show what the present code does."""
+"""The simulator's tables in docs/simulator.md show what the current code does."""
 
 import pytest
 

@@ -73,7 +73,7 @@ class InFlightLimit:
             self.limit = self._best_limit
             self._hold = HOLD_ROUNDS
         else:
-            # After a hold, the load of the server may have changed. So compare with its present throughput.
+            # After a hold, the load of the server may have changed. So compare with its current throughput.
             self._best, self._best_limit = throughput, self.limit
             self.limit = min(self._most, self.limit * 2)
             self._hold = 0 if self.limit > self._best_limit else HOLD_ROUNDS

@@ -1,4 +1,4 @@
-"""The findings of a running server. They compare the present figures with those of a minute ago."""
+"""The findings of a running server. They compare the current figures with those of a minute ago."""
 
 import asyncio
 import logging

@@ -60,7 +60,7 @@ class ServerFigures:
     scheduler: Json = field(default_factory=dict)
     #: Keys of the sections of models that operators have set, by model.
     policies: Mapping[str, Json] = field(default_factory=dict)
-    #: Why the present rsrv.yaml is not used.
+    #: Why the current rsrv.yaml is not used.
     settings_refused: str = ""
     #: Changes of rsrv.yaml that wait.
     settings_waiting: Sequence[str] = ()

@@ -74,7 +74,7 @@ class GrpcServer:
         seconds = seconds or None
         dead = [asyncio.ensure_future(server.stop(seconds)) for server in self._dead]
         if self._server is not None:
-            # Stop the present server first, and wait for that alone: calls that arrive in the loop's next turn must be refused.
+            # Stop the current server first, and wait for that alone: calls that arrive in the loop's next turn must be refused.
             await self._server.stop(seconds)
         await asyncio.gather(*dead, *self._dead.values())
 

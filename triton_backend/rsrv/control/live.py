@@ -125,7 +125,7 @@ class Live:
             group.create_task(self._update())
 
     async def watch(self) -> AsyncGenerator[Event, None]:
-        """Yield the present state, then each event. The stream ends if the watcher is too slow. It may then watch again."""
+        """Yield the current state, then each event. The stream ends if the watcher is too slow. It may then watch again."""
         events: asyncio.Queue[Event | None] = asyncio.Queue()
         whole = {**self._state, "models": list(self._models.values())}
         states = [Event("state", json.dumps(whole)), self._memory, self._cold] if self._state else []

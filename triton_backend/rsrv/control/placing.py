@@ -47,10 +47,10 @@ _DEAD = WorkerView(alive=False)
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The present placement, and the placement after packing all models."""
+    """The current placement, and the placement after packing all models."""
 
     status: PlannerStatus
-    #: For each model whose devices would change, the present and the new devices.
+    #: For each model whose devices would change, the current and the new devices.
     moves: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
 
 
@@ -117,7 +117,7 @@ class Placing:
             await self._pause(_MOVING_S if moving else _ROUND_S)
 
     async def round(self) -> bool:
-        """Make a plan for the present loads, and carry it out. Return True while a model moves to another device."""
+        """Make a plan for the current loads, and carry it out. Return True while a model moves to another device."""
         async with self._planning:
             views, now = await self._read_views(), self._clock()
             if views == self._views and not self._unfinished and now - self._decided < _IDLE_S:

@@ -49,7 +49,7 @@ class Prewarming:
         self._file, self._runtimes, self._clock = file, runtimes, clock
         #: The models that runtimes keep without stubs, by name.
         self._kept: dict[str, _Prewarmed] = {}
-        #: Changes of the runtimes' models since the last check. The present state is not enough, because a model may start and
+        #: Changes of the runtimes' models since the last check. The current state is not enough, because a model may start and
         #: leave between two checks.
         self._updates = [link.state.subscribe() for link in runtimes.links]
         #: Unix time of the last check of the schedules. If a scheduled time was missed, the model starts later, however long

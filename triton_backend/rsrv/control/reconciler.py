@@ -1,4 +1,4 @@
-"""Makes Triton serve the present bundles, replaces dead stubs, and loads a model again when an operator asks.
+"""Makes Triton serve the current bundles, replaces dead stubs, and loads a model again when an operator asks.
 
 `bundle_debounce` decides which changes on disk count. `bundle_states` decides what to do for each bundle, and when.
 `stub_monitor` finds dead stubs. `rsrv_gen` writes the repository, and `model_loader` makes Triton load and unload models. All
@@ -229,7 +229,7 @@ class Reconciler:
             raise ReloadError("FAILED_PRECONDITION", f"{name}: {text}")
 
     async def reload(self, name: str) -> None:
-        """Load the model again from its present bundle. Return when that version serves. Raises ReloadError.
+        """Load the model again from its current bundle. Return when that version serves. Raises ReloadError.
 
         If the model is only a part of meta models, these are loaded again.
         """

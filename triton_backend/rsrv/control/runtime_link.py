@@ -280,7 +280,7 @@ class RuntimeLink:
         self.records = RuntimeRecords()
         #: A future that is done while the runtime does not answer.
         self._down = asyncio.get_running_loop().create_future()
-        #: Times of the event loop: when the link first connected to the present runtime, and when a runtime last answered.
+        #: Times of the event loop: when the link first connected to the current runtime, and when a runtime last answered.
         self.since, self._down_at = 0.0, _now()
         #: True if the link connects even if the device sleeps, which wakes it.
         self._wakes = False
@@ -344,7 +344,7 @@ class RuntimeLink:
         return _check(await self._ask(Kind.COMMAND, command, Kind.COMMANDED))
 
     def followed(self) -> Awaitable[bool]:
-        """Wait until the runtime follows the present document, and return True. Return False if the runtime goes down first.
+        """Wait until the runtime follows the current document, and return True. Return False if the runtime goes down first.
 
         After False, the next runtime will follow the document. Raises StatusError if the runtime refuses the document.
         """

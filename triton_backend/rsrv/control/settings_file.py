@@ -27,14 +27,14 @@ _REMEDIES: Final[dict[Effect, str]] = {
 
 
 class SettingsFile:
-    """The file, its present settings, and the settings that the server does not follow yet."""
+    """The file, its current settings, and the settings that the server does not follow yet."""
 
     def __init__(self, path: Path, settings: Settings, devices: int) -> None:
         """`settings` are the settings in the file when the server started. `devices` is the number of devices."""
         self.path = path
         #: Settings of the last valid file.
         self.settings = settings
-        #: Reason why the present file is not used. Empty: it is used.
+        #: Reason why the current file is not used. Empty: it is used.
         self.refused = ""
         self._at_start = settings
         #: For each device, the settings in the file when its runtime started.

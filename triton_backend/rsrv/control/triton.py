@@ -216,7 +216,7 @@ class Triton:
         return counts
 
     async def load(self, name: str) -> None:
-        """Load the present version of a model from the repository. Return when that version serves. Raises TritonError.
+        """Load the current version of a model from the repository. Return when that version serves. Raises TritonError.
 
         An older version serves until then, and continues to serve after an error. If nothing in the model's directory has
         changed, Triton does nothing. In the mode poll, Triton loads models by itself, and this returns at once.

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class BundleSources:
-    """The places of bundles in the present settings of the repository, to which another rsrv-gen may have added places."""
+    """The places of bundles in the current settings of the repository, to which another rsrv-gen may have added places."""
 
     def __init__(self, places: Sequence[Path], file: Path) -> None:
         self._places = places

@@ -35,7 +35,7 @@ class PageSource(Protocol):
     """One server, or several by name. A source with one server accepts any name."""
 
     def events(self) -> AsyncGenerator[tuple[str, str, str], None]:
-        """Yield (server, name of the event, its JSON): first the present state, then each event."""
+        """Yield (server, name of the event, its JSON): first the current state, then each event."""
 
     async def panel(self, server: str, model: str) -> dict[str, Any]:
         """Return a model's history, slow requests, counters and executables as JSON. Raises PageError."""

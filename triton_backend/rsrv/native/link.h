@@ -44,7 +44,7 @@ struct link {
     uint64_t execution_ns;  // learned duration of an execution
     struct interface* interface;
     char* failure;  // why the latest attempt failed; NULL: no attempt has failed
-    struct demand demand, told;  // the present demand, and the demand that was reported to the runtime
+    struct demand demand, told;  // the current demand, and the demand that was reported to the runtime
     int64_t due_ns;  // time of the next attempt; it does not change while a mender has the link
     uint64_t next_id;
     struct pending *first, *last, **buckets;  // buckets: NULL without a connection

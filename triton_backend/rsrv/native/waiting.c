@@ -250,7 +250,7 @@ static void submit(struct link* link, struct interface* interface, struct pendin
     }
     pending->sent_ns = now_ns();
     pthread_mutex_lock(&link->lock);
-    // Check again that the place belongs to the present connection, because the runtime may have been lost meanwhile.
+    // Check again that the place belongs to the current connection, because the runtime may have been lost meanwhile.
     same = link->device.state == STATE_READY && link->arena == pending->place.arena;
     bool sent = same && send_request(link, pending);
     pthread_mutex_unlock(&link->lock);

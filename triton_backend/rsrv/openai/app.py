@@ -87,7 +87,7 @@ class Api:
     def __init__(
         self, backend: Backend, catalog: TaskCatalog, usage: Usage, keys: Callable[[], Keys] | None
     ) -> None:
-        """`keys` returns the present keys. If it is None, everybody may call every model."""
+        """`keys` returns the current keys. If it is None, everybody may call every model."""
         self._backend, self._catalog, self._usage, self._keys = backend, catalog, usage, keys
         self._templates = ChatTemplates()
         self._calls = 0

@@ -143,11 +143,11 @@ class Costs:
         )
 
     def demand(self, model: str) -> float:
-        """Return the present demand of a model, in device seconds per second, all workers together."""
+        """Return the current demand of a model, in device seconds per second, all workers together."""
         return self._hot.get(model, 0.0)
 
     def pressure(self, worker: str) -> float:
-        """Return the present demand of all models at a worker, in device seconds per second."""
+        """Return the current demand of all models at a worker, in device seconds per second."""
         return sum(self._demand.get(worker, {}).values())
 
     def busy(self, worker: str) -> float:

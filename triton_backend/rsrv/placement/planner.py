@@ -87,7 +87,7 @@ class Planner:
         self._surveyed: frozenset[str] = frozenset()
         #: Shape of the fleet: the allowed workers of each unit, by the unit's models.
         self._shape: dict[tuple[str, ...], tuple[str, ...]] | None = None
-        #: Time when the shape last changed. None if the present shape is packed.
+        #: Time when the shape last changed. None if the current shape is packed.
         self._changed_at: float | None = None
         #: Home of each model in the last full repack, if it has been away since.
         self._lost: dict[str, tuple[str, ...]] = {}

@@ -44,7 +44,7 @@ class Replication:
 
         Args:
             units: the units with `replicas: auto`.
-            home: the present workers of any unit.
+            home: the current workers of any unit.
             fleet: the workers' last views.
             costs: measured loads.
             now: the planner's time, seconds.

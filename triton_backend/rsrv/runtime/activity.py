@@ -165,7 +165,7 @@ _MAX_COUNTED_INTERVALS = 2
 def advance_ages(
     ages: Mapping[int, float], front: Task | None, further: tuple[Task | None, ...], elapsed: float
 ) -> dict[int, float]:
-    """Return the ages of the present tasks: seconds since each was first seen, by its number.
+    """Return the ages of the current tasks: seconds since each was first seen, by its number.
 
     `ages` are the ages at the last check, `elapsed` seconds ago.
 

@@ -87,7 +87,7 @@ class StepSlice(SequenceSlice):
         super().__init__(connection, ask.request, 1, block, at, at + memory.inputs, kind=kind)
         self.generation = Generation(ask, spec, _chunks(model, spec), counts, now)
         self.number = number
-        #: Number of the present step's request, as the scheduler knows it.
+        #: Number of the current step's request, as the scheduler knows it.
         self.id = 0
         #: Hash of the client's id for the generation. The slice's `tag` stays 0, because a search for requests must not find
         #: single steps.

@@ -50,7 +50,7 @@ class StatefulRequests(RequestKind):
         self._clock = clock
         self._timers = timers
         self.sequences = SequenceTable()
-        #: Generations in progress, by the global id of their GENERATE. `UnansweredRequests.pending` has their present steps.
+        #: Generations in progress, by the global id of their GENERATE. `UnansweredRequests.pending` has their current steps.
         self.generations: dict[int, StepSlice] = {}
         #: Memory for the steps of each model's generations, by its key.
         self._step_memories: dict[str, StepMemory] = {}
@@ -189,7 +189,7 @@ class StatefulRequests(RequestKind):
         """Cancel generations, and requests that wait for a slot. The scheduler cancels the other requests."""
         named = [self.generations[id] for id in ids if id in self.generations]
         pending = self._requests.pending
-        # When a connection ends, `ids` has the present steps of its generations.
+        # When a connection ends, `ids` has the current steps of its generations.
         present = [part for id in ids if isinstance(part := pending.get(id), StepSlice)]
         for step in (*named, *present):
             step.generation.ending = step.generation.ending or End(Status.CANCELLED, CANCELLED)

@@ -97,7 +97,7 @@ class PeerConnection:
         self.group: Registration | None = None  # None: it has not registered a model.
         #: Demand of the requests that wait for the registration's answer.
         self.demand = Demand()
-        #: If the stub imports a slow model.py now, the time when the import began, and the present line. Otherwise None.
+        #: If the stub imports a slow model.py now, the time when the import began, and the current line. Otherwise None.
         self.importing: tuple[float, int] | None = None
         #: Memory that the stub shares, by the segment's number.
         self.segments: dict[int, Bytes] = {}

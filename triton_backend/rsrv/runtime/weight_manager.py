@@ -274,7 +274,7 @@ class WeightManager:
             self._outbox.append(ev.SettingsChanged(settings))
 
     def _solve_budget(self, depth: int) -> Budget:
-        """Divide the device's memory for the present models, and log what does not fit.
+        """Divide the device's memory for the current models, and log what does not fit.
 
         `depth`: maximum number of concurrent executions.
         """

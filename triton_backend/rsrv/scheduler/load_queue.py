@@ -7,7 +7,7 @@ discipline ranks first loads, while other models execute. It gets free bytes, or
 - pinned weights, weights on which an execution runs, and weights that a committed request waits for;
 - weights in their protected time, if requests wait for them or are expected soon. The protected time is
   `residency_factor` times the duration of their load. Requests are expected soon if the model's usual pause is shorter
-  than half a load, and the present pause is less than twice as long as the usual one. So a client that pauses between two
+  than half a load, and the current pause is less than twice as long as the usual one. So a client that pauses between two
   requests finds the weights still there. Loads that take turns with executions take at most 1 / (1 + residency_factor) of
   the time, and a model waits at most one protected time longer for each model before it. Under `edf`, a model whose
   deadline would pass meanwhile does not wait for the end of the protected time;

@@ -420,7 +420,7 @@ def late_requests(
         max(free, end of the load) + cheapest execution  >  deadline
 
     `late_checks` has the time of the next check of each request: -inf for a new request, then the latest possible start of its
-    execution, or of the load if its weights are absent. `free` is the time when the device will have done its present work.
+    execution, or of the load if its weights are absent. `free` is the time when the device will have done its current work.
     """
     later: list[tuple[LiveRequest, float]] = []
     for entry, queue in late_checks.due(free - SLACK):

@@ -47,7 +47,7 @@ class Wait(NamedTuple):
 class Ending(NamedTuple):
     """How requests have spent their time. One record serves all requests that ended together."""
 
-    #: Time when the requests ended. For requests in progress, the present time.
+    #: Time when the requests ended. For requests in progress, the current time.
     at: float
     #: Time until which the requests waited: the start of their execution, if there was one.
     started: float

@@ -165,7 +165,7 @@ class PastTotals:
             self._past.pop(name, None)
 
     def with_present(self, versions: Iterable[tuple[str, Totals]]) -> dict[str, Totals]:
-        """Return the sums by name, present versions included."""
+        """Return the sums by name, current versions included."""
         several: dict[str, list[Totals]] = {name: [past] for name, past in self._past.items()}
         for name, totals in versions:
             several.setdefault(name, []).append(totals)

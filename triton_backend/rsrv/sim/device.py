@@ -73,9 +73,9 @@ class SimulatedDevice:
         self._ended = ended
         #: Models whose weights are on the device.
         self.resident: set[str] = set()
-        #: The present load to the device, or None.
+        #: The current load to the device, or None.
         self.loading: LoadWeights | None = None
-        #: The present read from the disk, or None.
+        #: The current read from the disk, or None.
         self.reading: ReadWeights | None = None
         self.catalogue = Catalogue(
             self.record,
@@ -229,7 +229,7 @@ class SimulatedDevice:
         self._tell_copies(now)
 
     def _tell_copies(self, now: float) -> None:
-        """Schedule reports to the scheduler about host copies that were made or dropped. They follow the present event."""
+        """Schedule reports to the scheduler about host copies that were made or dropped. They follow the current event."""
         changed, self.catalogue.changed = self.catalogue.changed, {}
         for model in changed:
             self._push(now, _LOADED, CopyChanged(model, self.catalogue.has_copy(model)))

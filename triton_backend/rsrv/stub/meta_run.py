@@ -137,7 +137,7 @@ class RunPlace:
 
 
 class PlacedRun:
-    """A run with its present place. If a runtime there dies, the run gets another place.
+    """A run with its current place. If a runtime there dies, the run gets another place.
 
     `enter` returns a place, or None if there is no runtime now.
     """
@@ -188,7 +188,7 @@ class PlacedRun:
         return place is not self._place or place.down
 
     def renew(self) -> RunPlace | None:
-        """Return the place where calls are repeated. If the present place was lost, it is a new one. None: there is none yet.
+        """Return the place where calls are repeated. If the current place was lost, it is a new one. None: there is none yet.
 
         Raises RequestFailure if the run cannot wait longer.
         """
@@ -222,7 +222,7 @@ class PlacedRun:
         self._one.request.waiting_since = self._one.request.retry_until = 0.0
 
     def end(self, status: Status) -> None:
-        """End the run at its present place."""
+        """End the run at its current place."""
         if self._place is not None:
             self._place.leave(status)
             self._place.release(status)

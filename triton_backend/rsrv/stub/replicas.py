@@ -361,7 +361,7 @@ class Replicas:
         request.open_reply(self._responses)
 
     def _choose_among(self) -> _Candidates:
-        """Return the replicas that may answer by the present placement table."""
+        """Return the replicas that may answer by the current placement table."""
         choice, placement = self._choice, self._placement
         mask, callees = choice.mask, choice.callees
         if placement is not None:

@@ -170,7 +170,7 @@ def parse_parameters(text: str) -> Mapping[str, Any]:
 def read_params(timeout_us: int, parameters: Mapping[str, Any], now_ns: int, unix_ns: int) -> RequestParams:
     """Return the parameters that rsrv obeys, with the earliest of the deadlines. Raises RequestFailure for wrong ones.
 
-    `timeout_us` is Triton's own timeout, 0 for none. `now_ns` and `unix_ns` are the present time by CLOCK_MONOTONIC and by the
+    `timeout_us` is Triton's own timeout, 0 for none. `now_ns` and `unix_ns` are the current time by CLOCK_MONOTONIC and by the
     calendar. A deadline by the calendar is converted here, when the request arrives. So a later change of the machine's
     calendar does not move it.
     """

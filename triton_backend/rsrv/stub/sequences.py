@@ -62,7 +62,7 @@ class SequenceHomes:
         return self._homes.get(sequence, (default, 0.0))[0]
 
     def is_lost(self, sequence: int, since: float) -> bool:
-        """Return whether a sequence's latest request came before its device's present runtime started at `since`."""
+        """Return whether a sequence's latest request came before its device's current runtime started at `since`."""
         home = self._homes.get(sequence)
         return home is not None and home[1] < since
 

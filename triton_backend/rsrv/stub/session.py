@@ -147,7 +147,7 @@ class Attachment:
 
 
 class Session:
-    """The stub's access to one device's runtime. It makes attempts to register the model, and has the present registration."""
+    """The stub's access to one device's runtime. It makes attempts to register the model, and has the current registration."""
 
     def __init__(
         self,

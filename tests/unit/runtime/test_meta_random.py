@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -264,16 +264,14 @@ def house(
     start_runtime: StartRuntime,
     start_meta: StartMeta,
     doublings: dict[str, Path],
-) -> Iterator[House]:
+) -> House:
     transport, _, way = request.param.partition(", ")
     runtime = start_runtime(
         load_settings(f"meta: {{transport: {transport}}}\nscheduler: {{meta_concurrency: 3}}"),
         asynchronous=bool(way),
         compute=slowly,
     )
-    made = House(runtime, start_meta, doublings, bls=transport == "bls")
-    yield made
-    made.plain.close()
+    return House(runtime, start_meta, doublings, bls=transport == "bls")
 
 
 registers = st.integers(0, 7)

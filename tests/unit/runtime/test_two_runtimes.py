@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from math import inf
 from pathlib import Path
@@ -50,6 +49,7 @@ class TwoRuntimes:
 
         self.replicas = Replicas(open_session, make, "doubling", process)
         self.replicas.load()
+        self.runtimes[0].users.callback(self.replicas.close)
 
     def hold(self, device: int) -> None:
         self.runtimes[device].device.gate.clear()
@@ -60,12 +60,8 @@ class TwoRuntimes:
 
 
 @pytest.fixture
-def two(start_runtime: StartRuntime, doubling: Path) -> Iterator[TwoRuntimes]:
-    made = TwoRuntimes(start_runtime, doubling, "stub: {in_place_ms: 0}")
-    yield made
-    for runtime in made.runtimes:
-        runtime.device.gate.set()
-    made.replicas.close()
+def two(start_runtime: StartRuntime, doubling: Path) -> TwoRuntimes:
+    return TwoRuntimes(start_runtime, doubling, "stub: {in_place_ms: 0}")
 
 
 def request(start: float) -> FakeRequest:
@@ -118,8 +114,6 @@ def test_a_batch_that_is_answered_in_place_survives_as_well(
 
     for start, one in enumerate(batch):
         assert_y(answer_of(one), 2 * ramp(8, start) + 1)
-    two.runtimes[0].device.gate.set()
-    two.replicas.close()
 
 
 def test_requests_behind_a_broken_connection_survive(
@@ -143,7 +137,6 @@ def test_requests_behind_a_broken_connection_survive(
     assert two.engines[0].execute(batch) is None
 
     assert [answer_of(one).error for one in batch] == [None] * 12
-    two.replicas.close()
 
 
 def test_an_overdue_execution_makes_its_device_look_busy(two: TwoRuntimes) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,9 @@ from tests.unit.runtime.metas import (
     answer_of,
     ask,
     assert_y,
-    memory_of,
     request,
     rows,
 )
-from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -110,30 +107,6 @@ def test_scratch_takes_any_shape_and_type(runtime: Runtime, start_meta: StartMet
 
     (answer,) = ask(start_meta(runtime, run), request())
     assert_y(answer, rows(1, 3))
-
-
-def test_memory_serves_again_when_nothing_refers_to_it(runtime: Runtime, start_meta: StartMeta) -> None:
-    """Over hundreds of requests, the connections' memory stays at a few MB."""
-
-    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
-        buffer = call.scratch((50, 1000), np.float32)
-        buffer[0, :3] = inputs["x"][0]
-        first = call("a", {"x": buffer[0, :3].reshape(1, 3)})["y"]
-        return {"y": call("b", {"x": first})["y"]}
-
-    engine = start_meta(runtime, run)
-    for n in range(300):
-        (answer,) = ask(engine, request(1, n))
-        assert_y(answer, rows(1, 4 * n + 4))
-    # The latest answer stays, which Triton may still have to read. The one before it leaves with its thread. An error that a
-    # run has caught may hold others in a cycle, until Python collects garbage.
-
-    def is_free() -> bool:
-        gc.collect()
-        return memory_of(engine)[1] <= 64
-
-    wait_until(is_free, what="the answers' memory to be free")
-    assert memory_of(engine)[0] <= 4 << 20
 
 
 @pytest.mark.parametrize("closed", [False, True])

@@ -93,7 +93,7 @@ def export_decoder(
     )
     compared = _prompts(bundle, tokenizer, chat, decoder.context - _COMPARED, own)
     # Options of the directory, such as repetition_penalty, would choose other tokens than the most likely ones.
-    model.generation_config = GenerationConfig()
+    model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
     return {"tokens": greedy_gap(bundle, model, compared, _COMPARED, limit)}
 
 

@@ -64,6 +64,15 @@ write_meta = partial(
 )
 
 
+#: `execute` of a plain model.
+ADDS_11 = """
+def execute(self, requests):
+    return [
+        pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy() + 11)]) for r in requests
+    ]
+"""
+
+
 def plain_model(repository: Path, name: str, body: str) -> None:
     """Write a Python model by hand beside the generated ones, from x to y; `body` defines execute(self, requests)."""
     folder = repository / name / "1"

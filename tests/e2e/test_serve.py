@@ -36,9 +36,9 @@ QUICK = "lifecycle: {poll_s: 0.1}\n"
 class Terminal:
     """A running `rsrv serve`, and its output."""
 
-    def __init__(self, process: subprocess.Popen[bytes], output: Path, ports: Sequence[int]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path, ports: Sequence[int]) -> None:
         self.process = process
-        self._output = output
+        self.folder = folder
         self.http_port, self.grpc_port, self.metrics_port = ports
 
     @property
@@ -48,7 +48,7 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        return self._output.read_text()
+        return (self.folder / "output").read_text()
 
     def wait_for(self, words: str, timeout: float = PATIENCE_S) -> None:
         wait_until(lambda: words in self.text or self.status is not None, timeout, what=repr(words))
@@ -92,21 +92,39 @@ def serving(
             stderr=output,
         )
     try:
-        yield Terminal(process, folder / "output", numbers)
+        yield Terminal(process, folder, numbers)
     finally:
         process.kill()
         process.wait()
 
 
+def with_cats(folder: Path) -> Path:
+    """Put a bundle into the folder, and return the folder."""
+    (folder / "bundles").mkdir(parents=True)
+    place(write_version(folder / "first", 1), folder / "bundles" / "cats")
+    return folder
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "bundles").mkdir()
-    place(write_version(tmp_path / "first", 1), tmp_path / "bundles" / "cats")
-    return tmp_path
+    return with_cats(tmp_path)
 
 
-def test_a_folder_of_bundles_is_served_followed_and_stopped(folder: Path) -> None:
-    """One command serves the bundles, prints the addresses, follows changes, and ends with Ctrl-C."""
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
+    """A server of two tests, of which the second one stops it."""
+    with serving(with_cats(tmp_path_factory.mktemp("service")), "--drain=3000") as terminal:
+        terminal.wait_for("Stop with Ctrl-C")
+        yield terminal
+
+
+def test_a_folder_of_any_name_is_served_followed_and_stopped(tmp_path: Path) -> None:
+    """One command serves the bundles, prints the addresses, follows changes, and ends with Ctrl-C.
+
+    Triton's shell and the Python of its stubs get a link to the folder, which leaves with the server.
+    """
+    folder = with_cats(tmp_path / 'it\'s $(one) & "two"; gr\u00fcn')
+    (folder / "bundles" / "cats" / "model.py").write_text("def preprocess(inputs):\n    return inputs\n")
     with serving(folder) as terminal:
         terminal.wait_for("Stop with Ctrl-C")
         assert "cats is ready" in terminal.text
@@ -120,9 +138,11 @@ def test_a_folder_of_bundles_is_served_followed_and_stopped(folder: Path) -> Non
         wait_until(lambda: answer(terminal.grpc_port, "cats") == 3, what="the new answer")
         shutil.rmtree(folder / "bundles" / "dogs")
         terminal.wait_for("dogs is removed")
+        (link,) = [link for link in base_directory().glob("folder-*") if link.resolve() == folder / ".rsrv"]
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.process.wait(PATIENCE_S) == 0, terminal.text
         assert terminal.text.endswith("Ctrl-C again stops at once.\n")
+    assert not link.is_symlink()
 
 
 def listening(pid: int) -> set[str]:
@@ -152,45 +172,44 @@ def is_refused(call: Callable[[], object]) -> bool:
     return False
 
 
-def test_a_server_is_for_this_machine_and_its_operators_key(folder: Path) -> None:
+def test_a_server_is_for_this_machine_and_its_operators_key(service: Terminal) -> None:
     """Nothing listens on other addresses; loads, logs, traces and shared memory need the key, and all else does not."""
-    with serving(folder) as terminal:
-        terminal.wait_for("Stop with Ctrl-C")
-        assert listening(terminal.process.pid) == {LOOPBACK}
-        key = (folder / ".rsrv" / "operator-key").read_text().strip()
-        http = tritonclient.http.InferenceServerClient(f"{LOOPBACK}:{terminal.http_port}")
-        grpc = tritonclient.grpc.InferenceServerClient(f"{LOOPBACK}:{terminal.grpc_port}")
-        for client, header in ((http, "rsrv-key"), (grpc, "triton-grpc-protocol-rsrv-key")):
-            assert is_refused(client.get_model_repository_index)
-            assert is_refused(partial(client.load_model, "cats"))
-            assert is_refused(client.get_log_settings)
-            assert is_refused(client.get_trace_settings)
-            assert is_refused(client.get_system_shared_memory_status)
-            client.load_model("cats", headers={header: key})
-            assert client.get_inference_statistics("cats")
-            assert client.get_model_config("cats")
-            assert client.is_server_ready()
-        assert answer(terminal.grpc_port, "cats") == 1
+    assert listening(service.process.pid) == {LOOPBACK}
+    key = (service.folder / ".rsrv" / "operator-key").read_text().strip()
+    http = tritonclient.http.InferenceServerClient(f"{LOOPBACK}:{service.http_port}")
+    grpc = tritonclient.grpc.InferenceServerClient(f"{LOOPBACK}:{service.grpc_port}")
+    for client, header in ((http, "rsrv-key"), (grpc, "triton-grpc-protocol-rsrv-key")):
+        assert is_refused(client.get_model_repository_index)
+        assert is_refused(partial(client.load_model, "cats"))
+        assert is_refused(client.get_log_settings)
+        assert is_refused(client.get_trace_settings)
+        assert is_refused(client.get_system_shared_memory_status)
+        client.load_model("cats", headers={header: key})
+        assert client.get_inference_statistics("cats")
+        assert client.get_model_config("cats")
+        assert client.is_server_ready()
+        client.close()
+    assert answer(service.grpc_port, "cats") == 1
 
 
-def test_a_folder_of_any_name_is_served(tmp_path: Path) -> None:
-    """Triton's shell and the Python of its stubs get a link, which leaves with the server."""
-    folder = tmp_path / 'it\'s $(one) & "two"; gr\u00fcn'
-    (folder / "bundles").mkdir(parents=True)
-    place(write_version(folder / "first", 1), folder / "bundles" / "cats")
-    (folder / "bundles" / "cats" / "model.py").write_text("def preprocess(inputs):\n    return inputs\n")
-    with serving(folder) as terminal:
-        terminal.wait_for("Stop with Ctrl-C")
-        assert "cats is ready" in terminal.text
-        assert answer(terminal.grpc_port, "cats") == 1
-        place(write_version(folder / "second", 2), folder / "bundles" / "dogs")
-        terminal.wait_for("dogs is ready")
-        (link,) = [link for link in base_directory().glob("folder-*") if link.resolve() == folder / ".rsrv"]
-        terminal.process.send_signal(signal.SIGINT)
-        assert terminal.process.wait(PATIENCE_S) == 0, terminal.text
-    assert not link.is_symlink()
+def test_connections_that_clients_keep_do_not_delay_a_stop(service: Terminal) -> None:
+    """Triton would wait for the HTTP connection for its whole drain time, and for the gRPC stream without a limit."""
+    http = HTTPConnection(LOOPBACK, service.http_port, timeout=60)
+    http.request("GET", "/v2/models/cats")
+    assert http.getresponse().read()
+    client = tritonclient.grpc.InferenceServerClient(f"{LOOPBACK}:{service.grpc_port}")
+    client.start_stream(lambda result, error: None)
+    service.process.send_signal(signal.SIGTERM)
+    assert service.process.wait(PATIENCE_S) == 0, service.text
+    client.stop_stream()
+    client.close()
+    http.close()
+    log = (service.folder / ".rsrv" / "serve.log").read_text()
+    assert "successfully unloaded 'cats'" in log
+    assert "all models are unloaded, but clients keep connections open" in log
 
 
+@pytest.mark.long
 def test_flags_that_xla_refuses_are_said_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each runtime would die of them, and its models would be called cold."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_nonsense=1")
@@ -226,25 +245,6 @@ def test_a_directory_whose_name_is_not_utf_8_is_used(folder: Path) -> None:
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.process.wait(PATIENCE_S) == 0, terminal.text
         assert r"latin \udce9/serve.log" in terminal.text
-
-
-def test_connections_that_clients_keep_do_not_delay_a_stop(folder: Path) -> None:
-    """Triton would wait for the HTTP connection for its whole drain time, and for the gRPC stream without a limit."""
-    with serving(folder, "--drain=3000") as terminal:
-        terminal.wait_for("Stop with Ctrl-C")
-        http = HTTPConnection(LOOPBACK, terminal.http_port, timeout=60)
-        http.request("GET", "/v2/models/cats")
-        assert http.getresponse().read()
-        client = tritonclient.grpc.InferenceServerClient(f"{LOOPBACK}:{terminal.grpc_port}")
-        client.start_stream(lambda result, error: None)
-        terminal.process.send_signal(signal.SIGTERM)
-        assert terminal.process.wait(PATIENCE_S) == 0, terminal.text
-        client.stop_stream()
-        client.close()
-        http.close()
-    log = (folder / ".rsrv" / "serve.log").read_text()
-    assert "successfully unloaded 'cats'" in log
-    assert "all models are unloaded, but clients keep connections open" in log
 
 
 @pytest.mark.long

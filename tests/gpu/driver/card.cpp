@@ -66,7 +66,11 @@ bool has_ended(int64_t pid) {
     if (length <= 0) return errno == ESRCH;  // It ended after the call of open.
     text[length] = 0;
     const char* after_name = strrchr(text, ')');
-    return after_name && (after_name[2] == 'Z' || after_name[2] == 'X');
+    char state = 0;
+    long threads = 0;
+    const char* format = ") %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %ld";
+    // While its other threads end, the first thread of a process is a zombie already.
+    return after_name && sscanf(after_name, format, &state, &threads) == 2 && strchr("ZX", state) && threads <= 1;
 }
 
 // The caller holds the lock.

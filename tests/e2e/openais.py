@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,8 @@ import openai
 
 from local_triton import LOOPBACK, free_ports
 from rsrv_bundle.export import export_bundle
-from tests.e2e.calls import Array
+from tests.e2e.bundles import Array, ensure_made
+from tests.e2e.harness import ROOT
 from tests.waiting import wait_until
 
 WIDTH, DIMENSIONS = 16, [4, 8]
@@ -90,7 +92,12 @@ def expected_score(first: str, second: str) -> float:
 
 
 def write_bundles(folder: Path) -> None:
-    """Write the bundles `embed`, `embed_ids`, `rank` and `classify`."""
+    """Write the bundles `embed`, `embed_ids`, `rank` and `classify`, exported if necessary."""
+    made = ensure_made(ROOT / "build" / "openai_bundles", {"all": _export}, [Path(__file__)])
+    shutil.copytree(made / "all", folder)
+
+
+def _export(folder: Path) -> None:
     example = {"x": np.ones((1, WIDTH), np.float32), "tokens": np.zeros(1, np.int32)}
 
     def embed(params: Any, x: Any, tokens: Any) -> Any:
@@ -116,7 +123,9 @@ def write_bundles(folder: Path) -> None:
     # A model without hooks, whose embedding of the bytes of a text with four bytes is that of the text.
     export_bundle(
         lambda params, ids: {
-            "embedding": embed(params, jnp.eye(WIDTH)[ids % WIDTH].sum(1), None)["embedding"]
+            "embedding": embed(params, jnp.eye(WIDTH, dtype=np.float32)[ids % WIDTH].sum(1), None)[
+                "embedding"
+            ]
         },
         {"kernel": kernel()},
         {"ids": np.zeros((1, 4), np.int32)},
@@ -146,7 +155,7 @@ def write_bundles(folder: Path) -> None:
     write(
         "classify",
         lambda params, x, tokens: {
-            "scores": jnp.stack([(x.sum(1) < 5) * 1.0, (x.sum(1) >= 5) * 1.0], 1),
+            "scores": jnp.stack([x.sum(1) < 5, x.sum(1) >= 5], 1).astype(np.float32),
             "tokens": tokens,
         },
         _ONE,

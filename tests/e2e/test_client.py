@@ -17,7 +17,7 @@ import pytest
 from local_triton import TritonServer
 from rsrv.cli.main import main
 from rsrv.client import AsyncClient, Client, InputError, RequestError
-from tests.e2e import bundles, stateful
+from tests.e2e import bundles
 from tests.e2e.calls import PROTOCOLS
 from tests.e2e.gateways import running_gateway
 from tests.e2e.harness import RunningTriton, StartTriton, make_repository, running_triton
@@ -83,11 +83,9 @@ if sys.argv[2:]:
 """
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_shared_memory_is_used_and_never_left_behind(
     start_triton: StartTriton,
     tmp_path: Path,
-    protocol: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -106,19 +104,24 @@ def test_shared_memory_is_used_and_never_left_behind(
         return list(Path("/dev/shm").glob("rsrv-client-*"))
 
     x = np.random.default_rng(0).integers(-50, 51, (2_000, 64)).astype(np.float32)
-    with Client(url(server, protocol)) as client:
-        np.testing.assert_array_equal(client.map("exact", x).arrays()["y"], x @ bundles.exact_kernel())
-        assert client.transport == "shared memory"
-        assert main(["doctor", "--url", url(server, protocol)]) == 0
-        assert capsys.readouterr().out.endswith(": shared memory\n")
+    expected = x @ bundles.exact_kernel()
+    with ExitStack() as stack:
+        clients = [stack.enter_context(Client(url(server, protocol))) for protocol in PROTOCOLS]
+        for client, protocol in zip(clients, PROTOCOLS, strict=True):
+            np.testing.assert_array_equal(client.map("exact", x).arrays()["y"], expected)
+            assert client.transport == "shared memory"
+            assert main(["doctor", "--url", url(server, protocol)]) == 0
+            assert capsys.readouterr().out.endswith(": shared memory\n")
         assert regions()
         assert not files()
         # A server that starts again does not know the regions.
         server.server.kill()
         server.server.start().wait_ready(PATIENCE_S)
-        np.testing.assert_array_equal(client.map("exact", x).arrays()["y"], x @ bundles.exact_kernel())
+        for client in clients:
+            np.testing.assert_array_equal(client.map("exact", x).arrays()["y"], expected)
     assert not regions()
-    for arguments, left in ((["die"], 1), ([], 0)):
+    # The next client removes the regions of one that was killed.
+    for protocol, arguments, left in (("grpc", ["die"], 1), ("http", [], 0)):
         command = [sys.executable, "-c", _KILLED, url(server, protocol), *arguments]
         subprocess.run(command, check=not arguments)
         assert (len(regions()), files()) == (left, [])
@@ -136,27 +139,6 @@ def test_a_server_that_refuses_shared_memory_gets_bytes(
     printed = capsys.readouterr().out
     assert "bytes (the server refuses shared memory: " in printed
     assert "rsrv serve --client-shm" in printed
-
-
-def test_a_generation_comes_in_pieces(
-    start_triton: StartTriton, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The pieces make the whole text, also on the command line. A refused prompt has the server's reason."""
-    server = start_triton(make_repository(tmp_path, stateful.ensure() / "teller"), expected=None)
-    with Client(url(server, "grpc")) as client:
-        pieces = [
-            piece["text"][0] for piece in client.stream("teller", text="Once", parameters={"max_tokens": 40})
-        ]
-        assert len(pieces) > 2
-        assert b"".join(pieces).decode() == stateful.told(b"Once", 40)
-        with pytest.raises(RequestError, match="prompt"):
-            next(client.stream("teller", text=""))
-    command = ["infer", "teller", "text=Once", "--parameter", "max_tokens=40", "--url", url(server, "grpc")]
-    capsys.readouterr()
-    assert main(command) == 0
-    text, _, rest = capsys.readouterr().out.partition("\n")
-    assert text == stateful.told(b"Once", 40)
-    assert "finish_reason  strings 1\n['length']\n" in rest
 
 
 def test_an_interrupted_map_goes_on(triton: RunningTriton, tmp_path: Path) -> None:

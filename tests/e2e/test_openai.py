@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
@@ -17,17 +18,18 @@ from rsrv.cli import main as cli
 from rsrv.serve import demo
 from tests.e2e import openais, stateful
 from tests.e2e.gateways import running_gateway
-from tests.e2e.harness import RunningTriton, StartTriton, make_repository, running_triton
+from tests.e2e.harness import RunningTriton, make_repository, running_triton
 from tests.e2e.openais import RunningOpenai, running_openai
 from tests.status import read_status
 from tests.waiting import wait_until
 
-MODELS = ("classify", "embed", "embed_ids", "glossary_bytes", "rank", "talker", "teller", "tokens")
+MODELS = ("busy", "classify", "embed", "embed_ids", "glossary_bytes", "rank", "talker", "teller", "tokens")
 TEMPLATE = (
     "{% for message in messages %}{% if message.role not in ('system', 'user', 'assistant') %}"
     "{{ raise_exception('unknown role ' + message.role) }}{% endif %}"
     "{{ message.role }}: {{ message.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
+SETTINGS = "models: {busy: {start: lazy, max_queue_depth: 1, max_batch_size: 1}}"
 TEXTS = ["", "two words", "snow: \N{SNOWMAN}", "line\nline"]
 
 
@@ -36,11 +38,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
     """A server with small models that have tasks, and one without."""
     home = tmp_path_factory.mktemp("openai")
     openais.write_bundles(home / "bundles")
+    shutil.copytree(home / "bundles" / "classify", home / "bundles" / "busy")
     told = (stateful.ensure() / name for name in ("teller", "tokens", "sums"))
     stateful.with_chat(home / "bundles" / "talker", TEMPLATE, stateful.ensure() / "teller")
-    repository = make_repository(home, home / "bundles", *told, demo.DATA / demo.BUNDLES / "glossary_bytes")
+    sources = (home / "bundles", *told, demo.DATA / demo.BUNDLES / "glossary_bytes")
+    repository = make_repository(home, *sources, settings=SETTINGS)
     # The hooks of `embed` are slow for one text, and other requests wait for them.
-    with running_triton(repository, home / "server.log", expected=["waits_in_triton"]) as running:
+    expected = ["waits_in_triton", "queue_full"]
+    with running_triton(repository, home / "server.log", expected=expected) as running:
         yield running
 
 
@@ -356,23 +361,17 @@ def test_a_gateway_may_be_behind_it(server: RunningTriton, tmp_path: Path) -> No
             client.embeddings.create(model="embed", input=["a", openais.BAD])
 
 
-def test_cold_models_start_and_full_queues_are_429(start_triton: StartTriton, tmp_path: Path) -> None:
+def test_cold_models_start_and_full_queues_are_429(api: RunningOpenai, server: RunningTriton) -> None:
     """The first call of a cold model waits for its start. Beyond the queue's limit, calls get 429 with Retry-After."""
-    openais.write_bundles(tmp_path / "bundles")
-    settings = "{runtime: {start: lazy}, models: {embed: {max_queue_depth: 1, max_batch_size: 1}}}"
-    server = start_triton(make_repository(tmp_path, settings=settings), expected=None)
-    with running_openai(server.grpc_port, models=("classify", "embed", "rank")) as running:
-        answer = running.openai().embeddings.create(model="embed", input="snow")
-        np.testing.assert_allclose(answer.data[0].embedding, openais.expected_embedding("snow"), atol=1e-5)
+    assert "busy" not in read_status(server.pid)["models"]
+    call = {"model": "busy", "input": ["abc"]}
+    _, answer, _ = api.post("/v1/classify", call)
+    assert answer["data"][0]["label"] == openais.LABELS[0]
 
-        server.operate("pause", "embed")
-        with pytest.raises(openai.RateLimitError) as refused:
-            running.openai().embeddings.create(
-                model="embed", input=[f"text {number}" for number in range(500)]
-            )
-        server.operate("continue", "embed")
-        assert refused.value.code == "QUEUE_FULL"
-        assert int(refused.value.response.headers["Retry-After"]) >= 1
-        # A client that retries gets its answer.
-        patient = running.openai().with_options(max_retries=5)
-        assert len(patient.embeddings.create(model="embed", input="snow").data) == 1
+    server.operate("pause", "busy")
+    status, refused, headers = api.post("/v1/classify", {"model": "busy", "input": ["abc"] * 500})
+    server.operate("continue", "busy")
+    assert (status, refused["error"]["code"]) == (429, "QUEUE_FULL")
+    assert int(headers["Retry-After"]) >= 1
+    # A client that retries gets its answer.
+    wait_until(lambda: api.post("/v1/classify", call)[0] == 200, what="an answer of the busy model")

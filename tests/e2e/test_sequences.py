@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rsrv.cli.main import main
+from rsrv.client import Client, RequestError
 from tests.e2e.calls import PROTOCOLS, caller, refusal
 from tests.e2e.harness import RunningTriton, make_repository, running_triton
 from tests.e2e.stateful import (
@@ -263,6 +265,25 @@ def generate_plain(server: RunningTriton, model: str, **fields: Any) -> dict[str
     with Stream(server, model, **fields) as stream:
         (answer,) = stream
     return answer
+
+
+def test_a_client_reads_a_generation_in_pieces(
+    server: RunningTriton, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The pieces of `rsrv.client` make the whole text, also on the command line. A refused prompt has the server's reason."""
+    url = server.server.grpc_url
+    with Client(url) as client:
+        stream = client.stream("teller", text="Once", parameters={"max_tokens": 40})
+        pieces = [piece["text"][0] for piece in stream]
+        assert len(pieces) > 2
+        assert b"".join(pieces).decode() == told(b"Once", 40)
+        with pytest.raises(RequestError, match="prompt"):
+            next(client.stream("teller", text=""))
+    capsys.readouterr()
+    assert main(["infer", "teller", "text=Once", "--parameter", "max_tokens=40", "--url", url]) == 0
+    text, _, rest = capsys.readouterr().out.partition("\n")
+    assert text == told(b"Once", 40)
+    assert "finish_reason  strings 1\n['length']\n" in rest
 
 
 @pytest.mark.long

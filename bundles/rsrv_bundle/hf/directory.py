@@ -169,10 +169,14 @@ def _name(root: Path, file: Path) -> str:
     return file.relative_to(root).as_posix()
 
 
+def _is_inside(root: Path, file: Path) -> bool:
+    """True if a path, after all links, is in the directory. A snapshot in the hub's cache has links to the model's `blobs`."""
+    inside = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
+    return any(map(file.resolve().is_relative_to, inside))
+
+
 def _files(root: Path) -> Iterator[Path]:
     """Yield every file below a directory. Raises BundleError for devices, pipes, sockets, and links out of the directory."""
-    # A snapshot in the hub's cache has links to files in the folder `blobs` of the same model.
-    inside = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
     count = 0
     for folder, folders, names in os.walk(root):
         for name in (*folders, *names):
@@ -180,7 +184,7 @@ def _files(root: Path) -> Iterator[Path]:
             count += 1
             if count > MAX_FILES:
                 raise BundleError(f"{root}: has more than {MAX_FILES} files; name the model's own directory")
-            if file.is_symlink() and not any(map(file.resolve().is_relative_to, inside)):
+            if file.is_symlink() and not _is_inside(root, file):
                 raise BundleError(
                     f"{_name(root, file)}: is a link out of the directory; copy the file instead"
                 )
@@ -258,8 +262,8 @@ def _check_files(root: Path, name: str, document: Mapping[str, Any]) -> None:
         if not key.endswith("_file") or not isinstance(value, str):
             continue
         try:
-            file = (root / value).resolve()
-            outside = file.exists() and not file.is_relative_to(root)
+            file = root / value
+            outside = file.exists() and not _is_inside(root, file)
         except (OSError, ValueError):
             outside = True
         if outside:

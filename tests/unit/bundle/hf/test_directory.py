@@ -184,14 +184,15 @@ def test_a_plain_directory_is_read(tmp_path: Path) -> None:
 
 
 def test_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
-    """A snapshot in the cache of the hub has links to the blobs of the same model."""
-    blobs = plain(tmp_path / "models--a--b" / "blobs")
+    """A snapshot in the cache of the hub has links to the blobs of the same model. Entries may name these links."""
+    names = {"vocab.txt": "a", "tokenizer_config.json": '{"vocab_file": "vocab.txt"}'}
+    blobs = plain(tmp_path / "models--a--b" / "blobs", **names)
     snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
     for file in blobs.iterdir():
         (snapshot / file.name).symlink_to(Path("../../blobs", file.name))
     assert open_directory(snapshot).parameters == 1
     (tmp_path / "models--a--b" / "notes.txt").write_text("private")
-    (snapshot / "vocab.txt").symlink_to("../../notes.txt")
-    with pytest.raises(BundleError, match=r"vocab\.txt: is a link out of the directory"):
+    (snapshot / "merges.txt").symlink_to("../../notes.txt")
+    with pytest.raises(BundleError, match=r"merges\.txt: is a link out of the directory"):
         open_directory(snapshot)

@@ -34,6 +34,9 @@ MAX_TOKENIZER = 256 * 2**20
 MAX_HEADER = 64 * 2**20
 #: Largest number of heads, channels and the like in a configuration.
 _MAX_SIZE = 10**7
+#: Largest number of layers in a configuration. Some networks, such as ALBERT, have one layer and call it that many times.
+_MAX_LAYERS = 1000
+_LAYERS = ("layer", "repeat")
 #: Largest number of classes. transformers makes two names for each class without a name.
 _MAX_LABELS = 100_000
 #: Maximum number of entries of a list in a configuration.
@@ -300,6 +303,15 @@ def _check_config(file: str, config: Mapping[str, Any]) -> None:
         ):
             raise BundleError(
                 f"{file}: {key}: {value!s:.20} is more than {_MAX_SIZE:,}, and no model needs that; correct it"
+            )
+        elif (
+            isinstance(value, int)
+            and value > _MAX_LAYERS
+            and not key.startswith("label2id.")
+            and any(word in key.rpartition(".")[2] for word in _LAYERS)
+        ):
+            raise BundleError(
+                f"{file}: {key}: {value} is more than the {_MAX_LAYERS:,} that are allowed; correct it"
             )
 
 

@@ -96,6 +96,8 @@ HOSTILE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "huge": (configured(hidden_size=10**9), "config.json: hidden_size: 1000000000 is more than"),
     "classes": (configured(num_labels=10**7), "config.json: num_labels: 10000000 is more than 100,000"),
     "beyond floats": (configured(hidden_size=10**400), "config.json: hidden_size: 10+ is more than"),
+    "layers": (configured(num_hidden_layers=10**6), "config.json: num_hidden_layers: 1000000 is more"),
+    "repeated layers": (configured(block_repeats=[1, 5000]), "config.json: block_repeats: 5000 is more"),
     "long list": (configured(conv_dim=[1] * 10_001), "config.json: conv_dim: has 10,001 entries"),
     "huge in a folder": (files(a__config_json='{"out_features": 1000000000}'), "a/config.json: out_features"),
     "options": (
@@ -170,8 +172,8 @@ def test_a_hostile_directory_is_refused(make: Callable[[Path], Path], reason: st
 
 def test_a_plain_directory_is_read(tmp_path: Path) -> None:
     """A directory without such things opens; pickles beside safetensors files are not read."""
-    # The base of rotated positions may be a large whole number.
-    config = json.dumps({**CONFIG, "rope_theta": 10**9})
+    # The base of rotated positions may be a large whole number, and a class may have any name.
+    config = json.dumps({**CONFIG, "rope_theta": 10**9, "label2id": {"record player": 13_000}})
     # transformers once wrote places in the cache of the model's author.
     cached = json.dumps({"special_tokens_map_file": "/nowhere/map.json", "tokenizer_file": None})
     contents: dict[str, str | bytes] = {

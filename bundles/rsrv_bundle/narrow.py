@@ -45,6 +45,8 @@ _MEANING = {
     "cosine": "1 minus the smallest cosine of an embedding and its wide one is",
     "top1": "the share of samples with another best score is",
 }
+#: A comparison of a generation covers at least this many tokens of each module, and this many steps of each text.
+_TOKENS, _STEPS = 64, 16
 _CURE = "Keep the type of some weights, choose a wider type, or accept the error with --tolerance"
 
 
@@ -322,7 +324,49 @@ def _answers(
         return
     chosen_inputs = example_inputs(bundle, *key, examples)
     inputs = random_inputs(bundle, *key, examples) if chosen_inputs is None else chosen_inputs
-    yield chosen_inputs is None, before(key, inputs), after(key, inputs)
+    if bundle.manifest.generate is None:
+        yield chosen_inputs is None, before(key, inputs), after(key, inputs)
+    else:
+        wide, narrow_ = _texts(before, after, key, inputs)
+        yield True, wide, narrow_
+
+
+def _texts(
+    before: ModuleRunner, after: ModuleRunner, key: tuple[int, int], prompts: Sequence[Array]
+) -> list[list[Array]]:
+    """Return the greedy tokens of two generations: behind the prompts, and behind each further token of the wide one's texts.
+
+    Both read the same texts, because one different token would change all later ones. A single token of each prompt would say too
+    little: with one row, either none or all of them are different.
+    """
+    manifest = before.bundle.manifest
+    generate, state, size = manifest.generate, manifest.state, key[1]
+    assert generate is not None
+    assert state is not None
+    names = [spec.name for spec in manifest.inputs]
+    token = [spec.name for spec in manifest.outputs].index(generate.token)
+    steps = min(max(_STEPS, _TOKENS // size), generate.context - manifest.chunks[key[0]] + 1)
+    runs, pools = (before, after), [before.pools(0), after.pools(0)]
+    texts: list[list[list[Array]]] = [[], []]
+    inputs, slots = list(prompts), ~np.arange(size)
+    for _ in range(steps):
+        for side, run in enumerate(runs):
+            outputs, pools[side] = run.step(key, inputs, slots, pools[side])
+            # Rows without a slot keep no state.
+            texts[side].append([output[: state.slots] for output in outputs])
+        chosen = np.zeros(size, np.int32)
+        chosen[: state.slots] = texts[0][-1][token]
+        by_name = {
+            generate.tokens: chosen[:, None],
+            generate.lengths: np.ones(size, np.int32),
+            generate.sampling: np.zeros((size, 4), np.float32),
+        }
+        key, inputs, slots = (
+            (manifest.chunks.index(1), size),
+            [by_name[name] for name in names],
+            np.arange(size),
+        )
+    return [[np.concatenate(parts) for parts in zip(*text, strict=True)] for text in texts]
 
 
 def task_figures(bundle: Bundle, got: Sequence[Array], expected: Sequence[Array]) -> dict[str, float]:

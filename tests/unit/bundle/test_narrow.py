@@ -320,6 +320,25 @@ def test_a_model_with_state_is_narrowed(tmp_path: Path) -> None:
     np.testing.assert_allclose(two_steps(new), two_steps(old), rtol=0, atol=0.05)
 
 
+@pytest.mark.long
+def test_a_generation_is_compared_over_texts(tmp_path: Path) -> None:
+    """The error is the share of different tokens behind equal texts, so a module of one row need not be equal or refused."""
+    from tests.unit.bundle.test_stateful import MODEL, export_model
+
+    old = export_model(tmp_path / "wide", batch_sizes=[1], chunks=[1])
+    kinds = "i8,embedding=i8"
+    report = narrow_bundle(old.path, tmp_path / "narrow", weights=kinds)
+    assert report.errors["model.v0.b1"] <= 0.1
+    spoiled = MODEL | {"embedding": MODEL["embedding"].copy()}
+    # Columns of very different magnitude share the scale of their row.
+    spoiled["embedding"][:, 0] = 1000
+    wide = export_model(tmp_path / "other", params=spoiled, batch_sizes=[1], chunks=[1])
+    with pytest.raises(
+        BundleError, match=r"output 'token': differs from the wide model by \S+ of its values"
+    ):
+        narrow_bundle(wide.path, tmp_path / "refused", weights=kinds)
+
+
 def test_exports_of_all_frameworks_can_be_narrow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

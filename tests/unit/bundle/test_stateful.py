@@ -208,12 +208,12 @@ MODEL = {
 }
 
 
-def export_model(out_dir: Path, step: Any = attend, **options: Any) -> Bundle:
+def export_model(out_dir: Path, step: Any = attend, params: Any = MODEL, **options: Any) -> Bundle:
     """Export the model with a cache of keys for four sequences."""
     cache = {"keys": jax.ShapeDtypeStruct((CONTEXT, WIDTH), jnp.float32)}
     fixed: dict[str, Any] = {"slots": 4, "context": CONTEXT, "max_tokens": 8, "stop": [2], "chunks": [1, 8]}
     return export_generative(
-        step, cache, MODEL, in_place=True, out_dir=out_dir, **{**fixed, "batch_sizes": [2], **options}
+        step, cache, params, in_place=True, out_dir=out_dir, **{**fixed, "batch_sizes": [2], **options}
     )
 
 

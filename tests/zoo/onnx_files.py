@@ -103,6 +103,9 @@ def main() -> None:
             results[file.path] = _export(file)
             print(json.dumps(results[file.path]), flush=True)
             RESULTS.write_text("".join(json.dumps(result) + "\n" for result in results.values()))
+    if results.keys() < {file.path for file in FILES}:
+        # A table of some files would replace the table of all files.
+        return
     text = PAGE.read_text().partition(HEADING)[0].rstrip()
     PAGE.write_text(f"{text}\n\n{page(list(results.values()))}")
     with TABLE.open("w", newline="") as output:

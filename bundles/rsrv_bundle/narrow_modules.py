@@ -2,8 +2,8 @@
 
 The compiler fuses a widening into the operation that reads its result. So this rewrite moves the widening behind transpositions,
 table lookups and loops, which then handle the narrow tensor. A product also takes the weight without its scale. Instead, the
-product's result is multiplied by the scale, which is mathematically the same, and the result is smaller than the weight. Products in
-f16 take the scaled weight, because they could overflow otherwise.
+product's result is multiplied by the scale, which is mathematically the same, and the result is smaller than the weight. Without the
+scale, f16 could overflow. So a product in f16 returns f32 until it is scaled, and a convolution in f16 takes the scaled weight.
 """
 
 from __future__ import annotations
@@ -150,6 +150,10 @@ def _place(value: Any, kind: Any, narrow: Any, scale: Any, *, but: Any = None) -
                 result = operation.results[0]
                 _place(result, result.type, stablehlo.transpose(narrow, order), turned)
                 operation.erase()
+            elif _is_rounding(operation):
+                result = operation.results[0]
+                _place(result, result.type, narrow, scale)
+                operation.erase()
             elif operation.name == "stablehlo.while" and _invariant(operation, place):
                 _through_loop(operation, place, narrow, scale)
             elif (axes := _result_axes(operation, place)) is not None and _fits(operation, scale, axes):
@@ -170,6 +174,8 @@ def _shared(value: Any) -> Iterator[frozenset[int]]:
         if operation.name == "stablehlo.transpose":
             order = list(operation.attributes["permutation"])
             yield from (frozenset(order[axis] for axis in axes) for axes in _shared(operation.results[0]))
+        elif _is_rounding(operation):
+            yield from _shared(operation.results[0])
         elif operation.name == "stablehlo.while" and _invariant(operation, place):
             for region in operation.regions:
                 yield from _shared(region.blocks[0].arguments[place])
@@ -177,6 +183,13 @@ def _shared(value: Any) -> Iterator[frozenset[int]]:
             yield frozenset(range(value.type.rank)) - set(axes)
         elif _is_lookup(operation, place):
             yield frozenset(range(1, value.type.rank))
+
+
+def _is_rounding(operation: Any) -> bool:
+    """Return whether an operation converts a weight to a type that represents all values of i8 and f8, or back to f32."""
+    if operation.name != "stablehlo.convert":
+        return False
+    return str(operation.results[0].type.element_type) in ("f16", "bf16", "f32")
 
 
 def _result_axes(operation: Any, place: int) -> dict[int, int] | None:
@@ -214,7 +227,9 @@ def _fits(product: Any, scale: Any, axes: Mapping[int, int]) -> bool:
     if scale is None:
         return True
     shared = all(size == 1 or axis in axes for axis, size in enumerate(scale.type.shape))
-    return shared and product.results[0].type.element_type != ir.F16Type.get()
+    # Libraries of convolutions have no convolution of f16 that returns f32.
+    overflows = product.results[0].type.element_type == ir.F16Type.get()
+    return shared and (not overflows or product.name == "stablehlo.dot_general")
 
 
 def _scale_result(operation: Any, scale: Any, axes: Mapping[int, int]) -> None:
@@ -223,7 +238,10 @@ def _scale_result(operation: Any, scale: Any, axes: Mapping[int, int]) -> None:
     from jaxlib.mlir.dialects import stablehlo
 
     result = operation.results[0]
+    kind = result.type
     uses = [(use.owner.operation, use.operand_number) for use in result.uses]
+    if kind.element_type == ir.F16Type.get():
+        result.set_type(ir.RankedTensorType.get(kind.shape, ir.F32Type.get()))
     ordered = sorted(axes, key=lambda axis: axes[axis])
     order = [*(axis for axis in range(scale.type.rank) if axis not in axes), *ordered]
     with ir.InsertionPoint.after(operation):
@@ -231,6 +249,8 @@ def _scale_result(operation: Any, scale: Any, axes: Mapping[int, int]) -> None:
         shape = [scale.type.shape[axis] for axis in ordered]
         flat = stablehlo.reshape(ir.RankedTensorType.get(shape, scale.type.element_type), turned)
         product = _multiplied(result, flat, [axes[axis] for axis in ordered])
+        if product.type != kind:
+            product = stablehlo.convert(kind, product)
     for user, place in uses:
         user.operands[place] = product
 

@@ -196,7 +196,7 @@ def narrow_modules(folder: Path) -> dict[str, Path]:
         file = max(bundle.modules.values(), key=_order)
         for weights in (KEEP, "bf16", "f8_e4m3", "i8"):
             tensors = chosen(bundle, WeightTypes.parse(weights))
-            for compute in (None, "bf16"):
+            for compute in (None, "bf16", "f16") if weights != "bf16" else (None, "bf16"):
                 label = f"{name} {'f32' if weights == KEEP else weights} {compute or 'f32'}"
                 files[label] = folder / f"{label}.mlir"
                 files[label].write_bytes(rewritten(bundle, file, tensors, compute))

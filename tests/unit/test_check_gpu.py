@@ -31,7 +31,7 @@ def test_the_recorded_figures_of_narrow_weights_prove_what_the_page_says() -> No
             assert share < (0.6 if weights == "bf16" else 0.4)
             # Products that XLA leaves to cuBLAS get wide copies.
             assert untiled or temporaries <= 1.01 * wide_temporaries
-        if bundle == "minilm_encoder" and compute == "bf16":
+        if bundle == "minilm_encoder" and compute != "f32":
             assert temporaries < 0.6 * rows[bundle, weights, "f32", card][2]
 
 

@@ -140,7 +140,7 @@ def _run(entry: Entry, file: Path, eager: bool) -> None:
     # What is there if the process is ended.
     write(failed="takes more than the time limit")
     try:
-        made = _made(entry)
+        made = made_of(entry)
     except BaseException as e:  # noqa: BLE001 - a package's own
         write(invalid=_text(e))
         return
@@ -156,7 +156,7 @@ def _run(entry: Entry, file: Path, eager: bool) -> None:
         write(**first, **_export(entry.name, entry.change[1]()))
 
 
-def _made(entry: Entry) -> Made:
+def made_of(entry: Entry) -> Made:
     """Make the model, and run it in PyTorch: an error there is the list's."""
     import torch
 

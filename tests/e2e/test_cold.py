@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 from tests.e2e import bundles
-from tests.e2e.calls import at_once, caller, random_u32, refusal
+from tests.e2e.calls import at_once, caller, check_exact, check_sudden, random_u32, refusal
 from tests.e2e.combinations import recorded
 from tests.e2e.fronts import NATIVE
 from tests.e2e.harness import RunningTriton, StartTriton, make_repository
 from tests.e2e.metas import rows, write_meta, write_scale
-from tests.e2e.test_guard import check_exact, sudden
 from tests.status import read_status
 
 
@@ -50,7 +49,7 @@ def test_models_start_with_their_first_requests(
         late = refusal(lambda: call("sudden", inputs, timeout=20_000))
         assert "[rsrv:DEADLINE] the model is starting" in late.message
 
-        at_once(server, 20, sudden)
+        at_once(server, 20, check_sudden)
         assert read_status(server.pid)["models"].keys() == {"sudden"}
 
         for _ in range(2):
@@ -58,7 +57,7 @@ def test_models_start_with_their_first_requests(
             failed.assert_is("UNAVAILABLE", "grpc")
             assert "the model could not be started" in failed.message
         check_exact(call)
-        sudden(call, 3)
+        check_sudden(call, 3)
 
     state = read_status(server.pid)
     assert {name: one["state"] for name, one in state["models"].items()} == {

@@ -21,7 +21,6 @@ import pytest
 import tritonclient.grpc
 from tritonclient.utils import InferenceServerException, serialize_byte_tensor
 
-import native_front
 from local_triton import TritonServer
 from rsrv.wire.socket import Closed
 from tests.e2e import compositions
@@ -145,7 +144,6 @@ def asker(server: RunningTriton, seed: int) -> Iterator[Asker]:
 
 def start(folder: Path, start_triton: StartTriton) -> RunningTriton:
     """Start a server with the models, which are cold, and with callers and ensembles of them."""
-    native_front.ensure()
     compositions.write(folder / "bundles")
     repository = make_repository(folder, settings=compositions.SETTINGS)
     for model in compositions.EMBEDDERS:

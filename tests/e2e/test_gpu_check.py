@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-import native_front
 from example_bundles import OUTPUT
 from local_triton import INSTALLATION, path_with_tritonserver
 from rsrv.cli.main import main
 from tests.unit.runtime.conftest import export_doubling
 from tests.unit.runtime.counting import export_counting
 
+pytestmark = pytest.mark.long
 
-@pytest.mark.long
+
 def test_the_answers_of_a_bundle_are_compared_on_the_cpu(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -47,10 +47,8 @@ def test_the_answers_of_a_bundle_are_compared_on_the_cpu(
     )
 
 
-@pytest.mark.long
 def test_a_served_model_answers_as_a_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real tritonserver serves it with both fronts and plain, and each is measured with 1 and 16 clients."""
-    native_front.ensure()
     monkeypatch.setenv("PATH", f"{INSTALLATION.perf_analyzer.parent}:{path_with_tritonserver()}")
 
     alike, *measured = run("fronts", tmp_path)
@@ -65,7 +63,6 @@ def test_a_served_model_answers_as_a_plain_one(tmp_path: Path, monkeypatch: pyte
         assert all(one["figures"][f"{side}_per_s"] > 0 for side in ("plain", "native", "python"))
 
 
-@pytest.mark.long
 def test_no_request_fails_while_the_runtime_dies_restarts_and_sleeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,7 +80,6 @@ def test_no_request_fails_while_the_runtime_dies_restarts_and_sleeps(
     }
 
 
-@pytest.mark.long
 def test_a_death_is_measured_where_triton_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,7 +97,6 @@ def test_a_death_is_measured_where_triton_does_not_start(
     assert rest["reason"] == f"{program} does not start: error while loading shared libraries"
 
 
-@pytest.mark.long
 def test_real_models_are_measured_with_rsrv_and_in_pytorch(tmp_path: Path) -> None:
     """A model whose bundle is missing is named."""
     (tmp_path / "models").mkdir()

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import native_front
 from local_triton import TritonServer
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.writer import write_weights
@@ -22,6 +21,8 @@ from tests.e2e.harness import StartTriton, make_repository
 from tests.status import read_status
 from tests.unit.bundle.forge import seal
 from tests.waiting import wait_until
+
+pytestmark = pytest.mark.long
 
 #: Bytes of the server, of which its processes need 200 MB.
 LIMIT = 400 << 20
@@ -147,13 +148,11 @@ def make_bundles(folder: Path) -> None:
         seal(path)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_memory_limit_shows_as_starts_and_loads_not_as_a_kill(
     group: ControlGroup, start_triton: StartTriton, tmp_path: Path
 ) -> None:
     """Weights and executables of more than twice the limit, all asked for: all answers are right, and the runtime lives."""
-    native_front.ensure()
     make_bundles(tmp_path / "bundles")
     repository = make_repository(tmp_path, settings="runtime: {start: lazy}\nstub: {front: native}")
 

@@ -17,7 +17,7 @@ from rsrv.wire.socket import Closed
 from tests.e2e.calls import Caller, Refused, at_once, caller, outcome, refusal
 from tests.e2e.combinations import recorded
 from tests.e2e.harness import EXPLICIT, RunningTriton, StartTriton, make_repository, running_triton
-from tests.e2e.metas import COLUMNS, plain_model, rows, write_meta, write_scale
+from tests.e2e.metas import ADDS_11, COLUMNS, plain_model, rows, write_meta, write_scale
 from tests.status import read_status
 from tests.unit.bundle.forge import seal
 from tests.waiting import PATIENCE_S, wait_until
@@ -47,12 +47,6 @@ OUTSIDE = """
 def run(inputs, call):
     return {"y": call("plain", {"x": call("double", inputs)["y"]})["y"]}
 """
-PLAIN = """
-def execute(self, requests):
-    return [
-        pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy() + 11)]) for r in requests
-    ]
-"""
 
 
 def write_repository(folder: Path, transport: str = "direct", options: Sequence[str] = ()) -> Path:
@@ -63,7 +57,7 @@ def write_repository(folder: Path, transport: str = "direct", options: Sequence[
     write_meta(bundles / "chain", CHAIN, ["double", "triple"])
     write_meta(bundles / "outside", OUTSIDE, ["double"], ["plain"])
     gen = make_repository(folder, settings=f"meta: {{transport: {transport}}}", options=options)
-    plain_model(gen, "plain", PLAIN)
+    plain_model(gen, "plain", ADDS_11)
     return gen
 
 

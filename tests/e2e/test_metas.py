@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.calls import PROTOCOLS, Caller, Refused, at_once, caller, outcome
 from tests.e2e.harness import RunningTriton, make_repository, running_triton
-from tests.e2e.metas import COLUMNS, HOOKS, plain_model, rows, write_meta, write_scale
+from tests.e2e.metas import ADDS_11, COLUMNS, HOOKS, plain_model, rows, write_meta, write_scale
 from tests.held import Held, assert_returned, held, settled
 from tests.status import read_status
 from tests.waiting import wait_until
@@ -98,14 +98,6 @@ def write_bundles(folder: Path) -> Path:
     return folder
 
 
-PLAIN = """
-def execute(self, requests):
-    return [
-        pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy() + 11)]) for r in requests
-    ]
-"""
-
-
 @pytest.fixture(scope="module", params=["direct", pytest.param("bls", marks=pytest.mark.long)])
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -114,7 +106,7 @@ def server(
     folder = tmp_path_factory.mktemp(request.param)
     write_bundles(folder / "bundles")
     repository = make_repository(folder, settings=f"meta: {{transport: {request.param}}}")
-    plain_model(repository, "plain", PLAIN)
+    plain_model(repository, "plain", ADDS_11)
     # It depends on the machine where the deadlines of hurried requests pass.
     expected = (
         "requests_fail",

@@ -20,7 +20,6 @@ import numpy as np
 import psutil
 import pytest
 
-import native_front
 from rsrv.native import GUARD, LIBRARY
 from tests.e2e import bundles
 from tests.e2e.calls import (
@@ -49,7 +48,6 @@ BROKEN = "elastic"
 @pytest.fixture(scope="module")
 def both(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
     """A server with each model twice, for the tests of this file."""
-    native_front.ensure()
     folder = tmp_path_factory.mktemp("fronts")
     (folder / "bundles").mkdir()
     made = bundles.ensure()
@@ -207,7 +205,6 @@ def test_commands_refuse_alike(both: RunningTriton) -> None:
 @pytest.mark.long
 def test_weights_that_are_not_resident_refuse_alike(start_triton: StartTriton, tmp_path: Path) -> None:
     """A request that finds no weights, where only a control plane moves them, has the same text."""
-    native_front.ensure()
     (tmp_path / "bundles").mkdir()
     for name in ("exact", f"{NATIVE}exact"):
         (tmp_path / "bundles" / name).symlink_to(bundles.ensure() / "exact")
@@ -239,7 +236,6 @@ def test_a_hundred_cold_models_start_and_fall_back(
     start_triton: StartTriton, tmp_path: Path, rounds: int
 ) -> None:
     """A cold model is a thread of Triton's and nothing else; requests that come at once share one start."""
-    native_front.ensure()
     (tmp_path / "bundles").mkdir()
     for number in range(100):
         (tmp_path / f"bundles/m{number}").symlink_to(bundles.ensure() / "exact")
@@ -272,7 +268,6 @@ def loaded_libraries(server: RunningTriton) -> int:
 
 def test_models_of_a_copied_repository_have_a_library_each(start_triton: StartTriton, tmp_path: Path) -> None:
     """Each copy has threads and connections of its own; all find the one runtime, and after its death the next one."""
-    native_front.ensure()
     (tmp_path / "bundles").mkdir()
     names = ("one", "two")
     for name in names:

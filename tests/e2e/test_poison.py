@@ -15,9 +15,8 @@ import pytest
 from rsrv.wire import paths
 from rsrv.wire.blackbox import Phase, read_slots
 from tests.e2e import bundles
-from tests.e2e.calls import Caller, caller, refusal
+from tests.e2e.calls import Caller, caller, check_exact, check_sudden, refusal
 from tests.e2e.harness import RunningTriton, StartTriton, make_repository
-from tests.e2e.test_guard import check_exact, sudden
 from tests.status import read_status
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -29,13 +28,8 @@ CLIENTS = 16
 @pytest.fixture
 def server(start_triton: StartTriton, tmp_path: Path) -> RunningTriton:
     made = {path.name: path for path in bundles.ensure().iterdir()}
-    env = {"RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
-    return start_triton(
-        make_repository(tmp_path, made["sudden"], made["exact"]),
-        env=env,
-        spare=True,
-        expected=["runtime_restarts"],
-    )
+    repository = make_repository(tmp_path, made["sudden"], made["exact"])
+    return start_triton(repository, spare=True, expected=["runtime_restarts"])
 
 
 def wait_for_execution(server: RunningTriton, *, alone: bool = False) -> None:
@@ -77,7 +71,7 @@ def crowd(server: RunningTriton) -> Iterator[None]:
 
     def ask(number: int, call: Caller) -> None:
         while not over.is_set():
-            check_exact(call) if number % 2 else sudden(call, number)
+            check_exact(call) if number % 2 else check_sudden(call, number)
 
     with ExitStack() as stack, ThreadPoolExecutor(CLIENTS) as pool:
         calls = [stack.enter_context(caller(server)) for _ in range(CLIENTS)]
@@ -93,8 +87,8 @@ def crowd(server: RunningTriton) -> Iterator[None]:
 def test_a_hostile_request_ends_two_runtimes_and_fails_alone(server: RunningTriton) -> None:
     """A crowd asks both models meanwhile: each answer is right, and the hostile request's repetition ends no runtime."""
     with caller(server) as call, ThreadPoolExecutor(1) as pool:
-        sudden(call, 3)
-        refused = pool.submit(refusal, lambda: sudden(call, ENDLESS))
+        check_sudden(call, 3)
+        refused = pool.submit(refusal, lambda: check_sudden(call, ENDLESS))
         wait_for_execution(server)
         with crowd(server):
             end_runtime(server, signal.SIGSEGV)
@@ -103,7 +97,7 @@ def test_a_hostile_request_ends_two_runtimes_and_fails_alone(server: RunningTrit
             refused.result(PATIENCE_S).assert_is("INTERNAL", "grpc")
             check_exact(call)
             latest = read_status(server.pid)["pid"]
-            refusal(lambda: sudden(call, ENDLESS)).assert_is("INTERNAL", "grpc")
+            refusal(lambda: check_sudden(call, ENDLESS)).assert_is("INTERNAL", "grpc")
         assert read_status(server.pid)["pid"] == latest
 
 
@@ -111,7 +105,7 @@ def test_a_hostile_request_ends_two_runtimes_and_fails_alone(server: RunningTrit
 def test_kills_cost_no_answer(server: RunningTriton) -> None:
     """A request executes while two runtimes are killed, and is answered by the third."""
     with caller(server) as call, ThreadPoolExecutor(1) as pool:
-        answered = pool.submit(sudden, call, LONG)
+        answered = pool.submit(check_sudden, call, LONG)
         for _ in range(2):
             wait_for_execution(server)
             end_runtime(server, signal.SIGKILL)

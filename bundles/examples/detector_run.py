@@ -90,7 +90,7 @@ def pool(features: Array, boxes: Array, owner: Array) -> Array:
 
 
 def report(boxes: Array, scores: Array, classes: Array) -> dict[str, Array]:
-    """Return the outputs for [n, CANDIDATES] boxes with their scores and classes. Boxes without a score are no shapes."""
+    """Return the outputs for [n, CANDIDATES] boxes with their scores and classes. Boxes without a score are not shapes."""
     mask = nms(boxes, scores, SHAPE_OVERLAP, classes=classes, least=LEAST_SCORE)
     order, mask = best(scores, mask, MOST_FOUND)
     return {

@@ -52,7 +52,7 @@ def definitions() -> dict[str, str]:
 
 def tokenizer() -> str:
     """Return a file tokenizer.json whose tokens are the bytes of UTF-8."""
-    # Byte-level tokenizers write bytes that are no printable characters as characters from 256 on.
+    # Byte-level tokenizers write bytes that are not printable characters as characters from 256 on.
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     further = iter(range(0x100, 0x200))
     names = {chr(byte if byte in printable else next(further)): byte for byte in range(256)}

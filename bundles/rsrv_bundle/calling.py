@@ -76,7 +76,7 @@ class Results:
 
 
 def _parts(value: Any) -> list[tuple[str, Any]] | None:
-    """Return the names and the parts of a container, or None if `value` is no container with names."""
+    """Return the names and the parts of a container, or None if `value` is not a container with names."""
     if isinstance(value, Mapping):
         return [(str(name), part) for name, part in value.items()]
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -481,7 +481,7 @@ def _need_jax(kind: str = "") -> None:
 
 
 def _directories(*paths: str) -> None:
-    """Raise UsageError if a path is no directory."""
+    """Raise UsageError if a path is not a directory."""
     from rsrv_bundle.mistakes import mistaken
 
     for path in paths:

@@ -71,7 +71,7 @@ def meant(name: str) -> str | None:
 
 
 def unknown(name: str) -> str:
-    """Return a hint about the right token for a name that is no token."""
+    """Return a hint about the right token for a name that is not a token."""
     token = meant(name)
     if token == BYTES:
         return f"strings are {BYTES}, in client_inputs and client_outputs only"

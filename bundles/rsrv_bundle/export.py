@@ -344,7 +344,7 @@ def _dtype(token: str) -> Any:
 def named_leaves(subject: str, tree: Any) -> tuple[list[str], list[Any], Any]:
     """Return names, leaves and structure of a tree of arrays, in jax's order. It is sorted, and so the same in every process.
 
-    Raises BundleError, in which `subject` stands for the tree, if two names are equal, or for a leaf that is no array.
+    Raises BundleError, in which `subject` stands for the tree, if two names are equal, or for a leaf that is not an array.
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") or subject for path, _ in paths]

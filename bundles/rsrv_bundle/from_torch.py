@@ -241,7 +241,7 @@ def _original(module: nn.Module) -> Original:
             torch.compiler.set_stance("force_eager"),
             warnings.catch_warnings(),
         ):
-            # A warning of a library is no failure of the module, even where warnings are errors.
+            # A warning of a library is not a failure of the module, even where warnings are errors.
             warnings.simplefilter("ignore")
             return tensors_of(caller(module, tuple(inputs), like=module.forward)(tensors))
 

@@ -2,7 +2,7 @@
 
 jaxlib's parser is native code. For most modules with a few damaged bytes, it reports an error. About one in a few hundred such
 modules crashes it, and about one in a few thousand makes it run for ever. So a separate process parses each module first, with
-limits on memory and time. It is no sandbox, because it runs as the same user.
+limits on memory and time. It is not a sandbox, because it runs as the same user.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def plan_inputs(
     """Derive the inputs' specs from example shapes. Raises BundleError, which names the input."""
     for size in batch_sizes:
         if not isinstance(size, int | np.integer) or size < 1:
-            raise BundleError(f"batch_sizes: {size!r} is no number of rows; give whole numbers from 1 on")
+            raise BundleError(f"batch_sizes: {size!r} is not a number of rows; give whole numbers from 1 on")
     variable = {letter for entry in input_shapes for letter in entry}
     specs = []
     for name, (dtype, shape) in examples.items():

@@ -44,7 +44,7 @@ def parse_manifest(data: bytes, *, name: str, has_hooks: bool, problems: Problem
     """Parse a manifest. Every broken rule goes to `problems`.
 
     `name` is the bundle's name. `has_hooks` is True if there is a `model.py` beside the manifest, because some rules depend on it.
-    Return None if the text is no mapping or has no usable version. Otherwise, return the readable part, which is complete only if
+    Return None if the text is not a mapping or has no usable version. Otherwise, return the readable part, which is complete only if
     `problems` is empty.
     """
     try:

@@ -87,7 +87,7 @@ def _read(file: Path) -> bytes:
 def signature_of(blob: bytes, file: str) -> Signature:
     """Return the signature of a module. `file` is the name of its file, for errors.
 
-    Raises BundleError if the module is no StableHLO portable artifact, is newer than this jaxlib reads, has no public `main`, has
+    Raises BundleError if the module is not a StableHLO portable artifact, is newer than this jaxlib reads, has no public `main`, has
     dynamic shapes, is partitioned over devices, calls other functions than those of known libraries, or is larger than any model.
     Damaged bytes may crash the process, or make the parser run for ever.
     """
@@ -106,7 +106,7 @@ def signature_of(blob: bytes, file: str) -> Signature:
 
 @contextlib.contextmanager
 def parsed(blob: bytes) -> Iterator[Any]:
-    """Parse an artifact in a separate MLIR context. Raises ValueError, with one line of text, if `blob` is no artifact."""
+    """Parse an artifact in a separate MLIR context. Raises ValueError, with one line of text, if `blob` is not an artifact."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import chlo, sdy, stablehlo
 
@@ -142,7 +142,7 @@ def parsed(blob: bytes) -> Iterator[Any]:
 
 
 def artifact_version(blob: bytes) -> str:
-    """Return the StableHLO version that an artifact was written for. Raises ValueError if `blob` is no artifact."""
+    """Return the StableHLO version that an artifact was written for. Raises ValueError if `blob` is not an artifact."""
     match = _ARTIFACT.match(blob)
     if match is None:
         raise ValueError(
@@ -365,7 +365,7 @@ def strip_locations(blob: bytes) -> Stripped:
     """Remove the debug locations of an artifact. The version of StableHLO stays the same.
 
     Debug locations contain paths and line numbers of the exporting program. These are private, and equal modules would have different
-    digests. Raises ValueError if `blob` is no artifact.
+    digests. Raises ValueError if `blob` is not an artifact.
     """
     from jaxlib.mlir import ir
 
@@ -424,7 +424,7 @@ def known_version(text: str | None) -> str:
         return str(stablehlo.get_version_from_compatibility_requirement(four_weeks))
     oldest, newest = stablehlo.get_minimum_version(), stablehlo.get_current_version()
     if re.fullmatch(r"\d+\.\d+\.\d+", text, re.ASCII) is None:
-        raise ValueError(f"'{text}' is no version; write one as {newest}")
+        raise ValueError(f"'{text}' is not a version; write one as {newest}")
     if not _numbers(oldest) <= _numbers(text) <= _numbers(newest):
         raise ValueError(f"this jaxlib writes {oldest} to {newest}, not {text}")
     return text
@@ -433,7 +433,7 @@ def known_version(text: str | None) -> str:
 def rewritten(blob: bytes, version: str) -> bytes:
     """Rewrite an artifact for `version` of StableHLO. Return the same bytes if it already has that version.
 
-    Raises ValueError if it is no artifact, or if that version lacks one of its operations.
+    Raises ValueError if it is not an artifact, or if that version lacks one of its operations.
     """
     current = artifact_version(blob)
     if current == version:

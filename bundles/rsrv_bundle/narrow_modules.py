@@ -80,7 +80,7 @@ def narrowed(blob: bytes, file: str, first: int, changes: Sequence[Change | None
     """Return the module with narrow weights in place of wide weights. The scales are additional arguments behind all weights.
 
     first: the index of the first weight among the arguments. changes: one entry for each weight, or None to keep the weight.
-    Raises BundleError, which names the file, if the result is no valid module.
+    Raises BundleError, which names the file, if the result is not a valid module.
     """
     from jaxlib.mlir import ir
 
@@ -193,7 +193,7 @@ def _is_rounding(operation: Any) -> bool:
 
 
 def _result_axes(operation: Any, place: int) -> dict[int, int] | None:
-    """Map the axes of a product's operand to the axes of its result, as far as the result has them. None if it is no product."""
+    """Map the axes of a product's operand to the axes of its result, as far as the result has them. None if it is not a product."""
     from jaxlib.mlir.dialects import stablehlo
 
     if operation.name == "stablehlo.dot_general":

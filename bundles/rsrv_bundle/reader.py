@@ -291,7 +291,7 @@ def _find_modules(
             problems.add(
                 name,
                 "",
-                "is no module name: model.mlir, model.b{N}.mlir, model.v{i}.mlir or model.v{i}.b{N}.mlir,"
+                "is not a module name: model.mlir, model.b{N}.mlir, model.v{i}.mlir or model.v{i}.b{N}.mlir,"
                 " numbers without leading zeros",
             )
     modules: dict[tuple[int, int], Path] = {}

@@ -202,7 +202,7 @@ class TracedModules:
                 state = exported.constants if spec.target in exported.constants else exported.state_dict
                 yield self._weight(spec, state[spec.target])
             else:
-                raise BundleError(f"module: {spec.target}: is no tensor; only tensors can be weights")
+                raise BundleError(f"module: {spec.target}: is not a tensor; only tensors can be weights")
 
     def _weight(self, spec: Any, tensor: torch.Tensor) -> Argument:
         name = spec.target.removeprefix(_PREFIX)

@@ -201,4 +201,4 @@ def put_in_place(work: Path, target: Path, aside: Path) -> None:
 
 def _refuse_file(target: Path) -> None:
     if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise TargetError(f"{target.name}: is no directory; remove it first")
+        raise TargetError(f"{target.name}: is not a directory; remove it first")

@@ -157,7 +157,7 @@ class _Document:
         items: dict[str, Any] = {}
         while type(key := self._take()) is not yaml.MappingEndEvent:
             if type(key) is not yaml.ScalarEvent or key.tag not in (None, "!", _TAG + "str"):
-                raise _wrong(key, "a key is no text; keys are text")
+                raise _wrong(key, "a key is not text; keys are text")
             self._note_anchor(key)
             # Refuse merge keys, because a few of them, each merging the one before, would expand without bound.
             if key.value == "<<" and key.implicit[0]:

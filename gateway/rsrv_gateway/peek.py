@@ -50,7 +50,7 @@ class Malformed(ValueError):
 def sequence_of(value: object) -> int | str | None:
     """Return the sequence that tritonserver reads from a parameter's value.
 
-    Return None if this is no sequence, or if tritonserver refuses the value.
+    Return None if this is not a sequence, or if tritonserver refuses the value.
     """
     if isinstance(value, str):
         return value.partition("\0")[0] or None

@@ -115,7 +115,7 @@ def _wrong(
     if target not in good:
         if target in aliases:
             return f"'{target}', which is an alias: name the models behind it"
-        return f"'{target}', which is no bundle here{nearest(target, [*good, *broken])}"
+        return f"'{target}', which is not a bundle here{nearest(target, [*good, *broken])}"
     role = Feature.SHADOW if share == "shadow" else Feature.ALIAS
     why = refusal(role, good[target].facts.features)
     return f"'{target}', {why}" if why else ""

@@ -55,7 +55,7 @@ def _wrong_call(callee: str, bundles: Mapping[str, BundleFacts], broken: Collect
         return f"calls '{callee}', and that bundle is broken; fix it first"
     if callee not in bundles:
         rule = "add its bundle, or list it under meta.external if it is another Triton model"
-        return f"calls '{callee}', which is no bundle here: {rule}{nearest(callee, [*bundles, *broken])}"
+        return f"calls '{callee}', which is not a bundle here: {rule}{nearest(callee, [*bundles, *broken])}"
     why = refusal(Feature.CALLED, bundles[callee].features)
     return f"calls '{callee}', {why}" if why else ""
 

@@ -17,7 +17,7 @@ SERVER, STUB, RUNTIME, CLIENT = "tritonserver", "stub", "runtime", "client"
 
 
 def server_processes(server_pid: int, *, has_runtime: bool) -> dict[int, str]:
-    """Return process id -> role of the server, its stubs and the runtime, which is no child and is asked."""
+    """Return process id -> role of the server, its stubs and the runtime, which is not a child and is asked."""
     found = {server_pid: SERVER}
     for child in psutil.Process(server_pid).children(recursive=True):
         if any(part.endswith("triton_python_backend_stub") for part in child.cmdline()[:1]):

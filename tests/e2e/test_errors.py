@@ -142,7 +142,7 @@ def test_truncated_raw_data_is_invalid(triton: RunningTriton, nbytes: int) -> No
     "body", [b"", b"{", b"[]", b'{"inputs": 7}', b'{"inputs": [{"name": "x"}]}', bytes(range(256))]
 )
 def test_a_body_that_is_no_request_is_invalid(triton: RunningTriton, body: bytes) -> None:
-    """Any body that is no request gets an error (some as Triton's own), and the server serves on."""
+    """Any body that is not a request gets an error (some as Triton's own), and the server serves on."""
     assert post_bytes(triton.http_port, "exact", body)[0] in (400, 500)
     test_plain_json_as_curl_sends_it(triton)
 

@@ -199,7 +199,7 @@ def test_settings_are_a_servers_own(fleet: Fleet) -> None:
 
 
 def test_bytes_that_are_no_request(fleet: Fleet) -> None:
-    """The gateway refuses bytes that are no request."""
+    """The gateway refuses bytes that are not a request."""
     with grpc.insecure_channel(fleet.gateway.url) as channel:
         infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer", None, None)
         with pytest.raises(grpc.RpcError) as refused:

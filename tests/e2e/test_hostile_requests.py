@@ -182,7 +182,7 @@ def send(port: int, model: str, start: bytes) -> tuple[int, str]:
 def test_a_request_that_is_no_text_fails_alone(
     triton: RunningTriton, gateway: RunningGateway, model: str, seconds: int
 ) -> None:
-    """A request that is no text is refused as the client's fault without internals, and honest ones are answered."""
+    """A request that is not text is refused as the client's fault without internals, and honest ones are answered."""
     processes = [read_status(triton.pid)["pid"], *sorted(triton.stub_pids())]
     lines = len(triton.log_text().splitlines())
     outcomes: Counter[int] = Counter()

@@ -146,7 +146,7 @@ def test_a_runtime_that_dies_shows_and_the_next_one_too(metrics: Metrics) -> Non
 
 
 def test_a_bundle_that_cannot_be_loaded_shows_until_it_can(metrics: Metrics) -> None:
-    """A bundle whose manifest is no YAML is on the page until it is repaired."""
+    """A bundle whose manifest is not YAML is on the page until it is repaired."""
     manifest = metrics.bundles / "hooked" / "manifest.yaml"
     text = manifest.read_bytes()
     wait_until(lambda: metrics.value("rsrv_reload_failed", model="hooked") == 0, what="the model")

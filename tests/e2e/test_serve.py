@@ -221,7 +221,7 @@ def test_flags_that_xla_refuses_are_said_at_once(folder: Path, monkeypatch: pyte
 
 
 def test_what_a_server_says_of_models_is_true(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that fails is not called cold, an alias is no model, and jax's variables for debugging change nothing."""
+    """A model that fails is not called cold, an alias is not a model, and jax's variables for debugging change nothing."""
     place(write_version(folder / "broken", 2), folder / "bundles" / "dogs")
     (folder / "bundles" / "dogs" / "model.py").write_text(
         "import no_such_module\n\n\ndef preprocess(i): return i\n"

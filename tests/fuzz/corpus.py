@@ -379,7 +379,7 @@ def _some_file(rng: Random, directory: Path) -> Path:
 
 
 def _special(rng: Random, directory: Path) -> None:
-    """Replace one of the files by something that is no file."""
+    """Replace one of the files by something that is not a file."""
     path = _some_file(rng, directory)
     with contextlib.suppress(OSError):
         path.unlink()

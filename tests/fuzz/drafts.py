@@ -134,7 +134,7 @@ def json_bytes(value: Any) -> bytes:
 
 
 def text_bytes(value: object) -> bytes:
-    """Return the same without quotes; a value that is no text as JSON."""
+    """Return the same without quotes; a value that is not text as JSON."""
     if not isinstance(value, str):
         return json_bytes(value)
     try:

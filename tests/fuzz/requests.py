@@ -37,7 +37,7 @@ class Attack:
     seed: int
     #: Names of its changes, of PIECES.
     pieces: tuple[str, ...]
-    #: "http", "grpc", or "h2": bytes for the gRPC port that are no call.
+    #: "http", "grpc", or "h2": bytes for the gRPC port that are not a call.
     protocol: str
     #: Whether it goes to the gateway, or else to the server.
     gateway: bool
@@ -259,7 +259,7 @@ def request_id(rng: Random, draft: Draft) -> None:
 
 @piece()
 def not_utf8_id(rng: Random, draft: Draft) -> None:
-    """Triton's HTTP passes on text that is no UTF-8; gRPC's does not."""
+    """Triton's HTTP passes on text that is not UTF-8; gRPC's does not."""
     draft.document["id"] = rng.choice(NOT_UTF8)
 
 
@@ -362,7 +362,7 @@ def length(rng: Random, draft: Draft) -> None:
 
 @piece(numbers=True)
 def numbers(rng: Random, draft: Draft) -> None:
-    """Send any elements: bytes, and JSON that is no number."""
+    """Send any elements: bytes, and JSON that is not a number."""
     entry = rng.choice(draft.inputs)
     data = [_value(rng) if rng.random() < 0.1 else 0 for _ in range(64)]
     entry.update(raw=rng.randbytes(len(entry["raw"])), data=rng.choice((data, [data], data[:4], _value(rng))))

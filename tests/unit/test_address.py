@@ -56,7 +56,7 @@ def test_host_and_port_are_taken_apart(text: str, address: Address, again: str) 
     ],
 )
 def test_what_is_no_address_is_refused(text: str) -> None:
-    """A text that is no address is refused and quoted."""
+    """A text that is not an address is refused and quoted."""
     with pytest.raises(ValueError, match="is not HOST:PORT"):
         parse_address(text)
 

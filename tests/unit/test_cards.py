@@ -29,7 +29,7 @@ def test_another_file_is_no_profile(tmp_path: Path, content: str) -> None:
     """The error names the command that makes one."""
     path = tmp_path / "l4.profile"
     path.write_text(content)
-    with pytest.raises(ProfileError, match=r"is no profile of a card .*: rsrv gpu profile"):
+    with pytest.raises(ProfileError, match=r"is not a profile of a card .*: rsrv gpu profile"):
         read_profile(path)
 
 

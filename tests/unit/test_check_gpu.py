@@ -47,7 +47,7 @@ def test_a_product_that_escapes_the_policy_fails_without_any_record() -> None:
 
 
 def test_a_changed_figure_is_a_line_of_a_diff_beside_the_versions() -> None:
-    """Modules that were not compiled this time are no difference."""
+    """Modules that were not compiled this time are not a difference."""
     recorded = tool.write("# jax 1", [ROW, replace(ROW, module="m/b8")])
     assert tool.differences(recorded, "# jax 2", [ROW]) == []
     lines = tool.differences(recorded, "# jax 2", [replace(ROW, temporaries=11)])

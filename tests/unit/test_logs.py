@@ -90,7 +90,7 @@ def test_an_array_is_no_field(root: logging.Logger, capsys: pytest.CaptureFixtur
 def test_values_that_json_does_not_have_become_texts(
     root: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Numbers that are none, and keys that are no texts: the line is not lost, and any reader of JSON takes it."""
+    """Numbers that are none, and keys that are not texts: the line is not lost, and any reader of JSON takes it."""
     logs.setup("json")
     made = logs.fields(rate=float("nan"), costs={(0, 1): [float("inf"), 2.0]}, size=3)
     logging.getLogger("rsrv.test").info("here", extra=made)

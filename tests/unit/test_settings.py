@@ -156,8 +156,8 @@ def test_every_time_and_size_may_have_a_unit(monkeypatch: pytest.MonkeyPatch, ke
         ("traces: {endpoint: 'localhost:4318/v1/traces'}", "traces.endpoint: "),
         ("traces: {endpoint: 'grpc://localhost:4317'}", "write it as http://localhost:4318/v1/traces"),
         ("traces: {endpoint: ''}", "traces.endpoint: "),
-        ("gateway: {workers: [{host: 'http://gpu1'}]}", "'http://gpu1' is no name or address"),
-        ("gateway: {workers: [{host: '[[::1]]'}]}", "is no name or address"),
+        ("gateway: {workers: [{host: 'http://gpu1'}]}", "'http://gpu1' is not a name or address"),
+        ("gateway: {workers: [{host: '[[::1]]'}]}", "is not a name or address"),
         (
             "runtime: {idle: {device: 10x}}",
             "runtime.idle.device: must be a time above 0 such as 600, 90s, 10m",

@@ -231,7 +231,7 @@ _CAUSES = {
     "the file is damaged": "the file is damaged",
     "operator": "an operator cannot be compiled",
     "has no axes": "an input has no axes",
-    "is a sequence": "an input or output is no tensor",
+    "is a sequence": "an input or output is not a tensor",
 }
 
 

@@ -203,6 +203,6 @@ def read_profile(path: Path) -> CardProfile:
         raise ProfileError(f"{path} cannot be read: {error.strerror}") from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ProfileError(
-            f"{path} is no profile of a card ({error}). Make one on the card's machine: rsrv gpu profile"
+            f"{path} is not a profile of a card ({error}). Make one on the card's machine: rsrv gpu profile"
         ) from None
     return profile

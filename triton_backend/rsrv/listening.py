@@ -67,7 +67,7 @@ class KnownHosts:
         known = request.path in self._open_paths or is_private(host) or host in self._known
         if not known and host != await self._full_name():
             raise web.HTTPMisdirectedRequest(
-                text=f"the Host {host[:256]!r} is no name of this machine, so a page of another site may have sent this request. Use "
+                text=f"the Host {host[:256]!r} is not a name of this machine, so a page of another site may have sent this request. Use "
                 "the machine's address or host name; a proxy must send one of them as Host\n"
             )
         return await handler(request)

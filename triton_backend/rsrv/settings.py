@@ -364,7 +364,7 @@ class TracesSection(Section):
     def _is_url(cls, endpoint: str | None) -> str | None:
         """Refuse a text that is not a URL. Otherwise, only the first span would show the error."""
         if endpoint is not None and not re.fullmatch(r"(?i:https?)://[^\s/]\S*", endpoint):
-            raise ValueError(f"{endpoint!r} is no URL; write it as http://localhost:4318/v1/traces")
+            raise ValueError(f"{endpoint!r} is not a URL; write it as http://localhost:4318/v1/traces")
         return endpoint
 
 

@@ -77,7 +77,7 @@ class FileMonitor:
     """Checks whether a file must be read again. A change counts when two checks agree."""
 
     def __init__(self, path: Path) -> None:
-        """The current content of the file is no change."""
+        """The current content of the file is not a change."""
         self._path = path
         self._known = self._latest = self._stat()
 

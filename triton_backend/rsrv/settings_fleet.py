@@ -61,7 +61,7 @@ class WorkerEntry(WorkerPorts):
         try:
             parse_address(str(Address(bare(host), 1)))
         except ValueError:
-            raise ValueError(f"{host!r} is no name or address of a host") from None
+            raise ValueError(f"{host!r} is not a name or address of a host") from None
         return host
 
 

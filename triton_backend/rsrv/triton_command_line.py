@@ -97,7 +97,7 @@ class Options:
 
 
 def listening(options: Options, front: str) -> Address:
-    """Return the address where a front end (a key of DEFAULT_PORTS) listens. Raises ValueError if that is no valid address."""
+    """Return the address where a front end (a key of DEFAULT_PORTS) listens. Raises ValueError if that is not a valid address."""
     # The HTTP and metrics front ends expect IPv6 addresses with a prefix, and gRPC expects them in brackets.
     host = bare(options.last(f"{front}-address", "0.0.0.0").removeprefix("ipv4:").removeprefix("ipv6:"))
     port = options.last(f"{front}-port", str(DEFAULT_PORTS[front]))

@@ -38,7 +38,7 @@ def export(arguments: argparse.Namespace) -> int:
                 raise ValueError(f"--{option.replace('_', '-')}: belongs to {takers}; leave it out")
         source, examples, described = _described(kind, target, arguments)
         if arguments.hooks is not None and not arguments.hooks.is_file():
-            raise ValueError(f"--hooks {arguments.hooks}: is no file")
+            raise ValueError(f"--hooks {arguments.hooks}: is not a file")
         for file in arguments.files:
             if not file.exists():
                 raise ValueError(f"--files {file}: does not exist")
@@ -141,7 +141,7 @@ def export_directory(arguments: argparse.Namespace) -> int:
                 raise ValueError(f"--{option.replace('_', '-')}: the directory decides it; leave it out")
         for file in arguments.samples or ():
             if not file.is_file():
-                raise ValueError(f"--samples {file}: is no file")
+                raise ValueError(f"--samples {file}: is not a file")
     except ValueError as e:
         return _trouble(str(e))
     values = {option: getattr(arguments, option) for option in HF_OPTIONS}
@@ -237,7 +237,7 @@ def _number(flag: str, name: str, text: str, kind: type[int | float]) -> Any:
     try:
         return int(text) if text.lstrip("-").isdigit() else kind(text)
     except ValueError:
-        raise ValueError(f"{flag} {name}={text}: '{text}' is no number") from None
+        raise ValueError(f"{flag} {name}={text}: '{text}' is not a number") from None
 
 
 def _named_sizes(text: str) -> dict[str, int]:

@@ -175,7 +175,7 @@ def _instead(target: Path) -> str:
         return f"write {_dotted(target)}:factory, with the name of a function in that file"
     if target.is_file():
         return (
-            "a file of weights is no model: write a function that makes the module, loads the file and returns it"
+            "a file of weights is not a model: write a function that makes the module, loads the file and returns it"
             " (module.load_state_dict(torch.load(FILE)); module.eval()), and name it as package.module:function"
         )
     return "write package.module:factory"

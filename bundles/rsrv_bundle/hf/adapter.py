@@ -69,7 +69,7 @@ def merged(base: Directory, adapter: Path, folder: Path) -> Directory:
 
     `folder` must not exist.
 
-    Raises BundleError for an adapter that is no LoRA, that breaks a rule of directories, or that does not fit the base.
+    Raises BundleError for an adapter that is not a LoRA, that breaks a rule of directories, or that does not fit the base.
     """
     config = _config(adapter)
     weights = adapter / _WEIGHTS
@@ -126,7 +126,7 @@ def _class(base: Directory, config: Mapping[str, Any]) -> Any:
         isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
     ):
         raise BundleError(
-            f"config.json: architectures: '{base.architecture:.100}' is no model of transformers"
+            f"config.json: architectures: '{base.architecture:.100}' is not a model of transformers"
         )
     return model_class
 
@@ -140,7 +140,7 @@ def _merge(model: Any, tensors: Mapping[str, torch.Tensor], config: Mapping[str,
     uses = Counter(map(id, parameters.values()))
     alpha = config.get("lora_alpha", _RANK)
     if not isinstance(alpha, int | float) or not abs(alpha) < _MOST_ALPHA:
-        raise BundleError(f"{_CONFIG}: lora_alpha: {alpha!r:.40} is no number below {_MOST_ALPHA:.0e}")
+        raise BundleError(f"{_CONFIG}: lora_alpha: {alpha!r:.40} is not a number below {_MOST_ALPHA:.0e}")
     if not any(".lora_" in name for name in tensors):
         raise BundleError(f"{_WEIGHTS}: has no matrices of LoRA; save the adapter with save_pretrained")
     for name, tensor in tensors.items():

@@ -123,7 +123,7 @@ def open_directory(path: Path) -> Directory:
     """Check a directory, and return it. Raises BundleError with the broken rule, OSError."""
     if not path.is_dir():
         raise BundleError(
-            f"{path}: this is no directory; name one that save_pretrained or sentence-transformers wrote"
+            f"{path}: this is not a directory; name one that save_pretrained or sentence-transformers wrote"
         )
     path = path.resolve()
     if not (path / "config.json").is_file():
@@ -208,7 +208,7 @@ def _read_json(root: Path, file: Path) -> Any:
         )
     try:
         document = json.loads(file.read_bytes())
-        # Half of a surrogate pair is no text, and could not be written into a bundle.
+        # Half of a surrogate pair is not text, and could not be written into a bundle.
         json.dumps(document, ensure_ascii=False).encode()
         return document
     except (ValueError, RecursionError) as e:
@@ -390,7 +390,7 @@ def weigh(name: str, file: Path) -> int:
             raise ValueError(f"its tensors have {total:,} elements, for which the file is too small")
         return total
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error) as e:
-        raise BundleError(f"{name}: is no safetensors file ({e!s:.200}); save the weights again") from None
+        raise BundleError(f"{name}: is not a safetensors file ({e!s:.200}); save the weights again") from None
 
 
 def _product(shape: Any, most: int) -> int:

@@ -167,7 +167,7 @@ def _stop(directory: Directory, config: Any, tokenizer: Any) -> list[int]:
     several = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if wrong := [token for token in several if type(token) is not int or not 0 <= token < config.vocab_size]:
         raise BundleError(
-            f"generation_config.json: eos_token_id: {wrong[0]!r:.40} is no token of the {config.vocab_size:,} in the vocabulary;"
+            f"generation_config.json: eos_token_id: {wrong[0]!r:.40} is not a token of the {config.vocab_size:,} in the vocabulary;"
             " correct it"
         )
     return several

@@ -30,7 +30,7 @@ def read_lines(files: Sequence[Path]) -> dict[str, str]:
         try:
             lines = file.read_text(encoding="utf-8").split("\n")
         except UnicodeDecodeError as e:
-            raise BundleError(f"--samples {file}: is no text in UTF-8 ({e}); save it as UTF-8") from None
+            raise BundleError(f"--samples {file}: is not text in UTF-8 ({e}); save it as UTF-8") from None
         texts = {f"{file}:{number}": line for number, line in enumerate(lines, 1) if line.strip()}
         # Refuse an empty file, because a comparison of nothing would look like an agreement.
         if not texts:
@@ -53,7 +53,7 @@ def _resized(name: str, content: bytes, size: tuple[int, int]) -> bytes:
     try:
         picture = ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB")
     except Exception as e:  # noqa: BLE001 - the decoders raise all kinds
-        raise BundleError(f"--samples {name}: is no picture that Pillow can read: {e!s:.200}") from None
+        raise BundleError(f"--samples {name}: is not a picture that Pillow can read: {e!s:.200}") from None
     file = io.BytesIO()
     picture.resize((size[1], size[0])).save(file, "PNG")
     return file.getvalue()

@@ -322,7 +322,7 @@ def _dimensions(directory: Directory, options: HubOptions, width: int) -> list[i
             given = given or (sizes if isinstance(sizes, list) else ())
     if wrong := [size for size in given if not isinstance(size, int) or not 0 < size <= width]:
         raise BundleError(
-            f"dimensions: {wrong[0]!r:.40} is no length from 1 to {width}, which the embedding has"
+            f"dimensions: {wrong[0]!r:.40} is not a length from 1 to {width}, which the embedding has"
         )
     return sorted({*given, width}) if given else []
 

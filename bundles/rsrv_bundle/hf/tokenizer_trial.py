@@ -152,7 +152,7 @@ def main() -> int:
         )
         try:
             tokenizer.encode(text)
-        except BaseException as error:  # noqa: BLE001 - a panic of the package is no Exception
+        except BaseException as error:  # noqa: BLE001 - a panic of the package is not an Exception
             print(f"{error!s:.300}", file=sys.stderr)
             return 1
     return 0

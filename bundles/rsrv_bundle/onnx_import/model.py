@@ -108,16 +108,16 @@ def read_model(path: Path) -> OnnxModel:
     """Read an ONNX file, with its external data.
 
     Raises:
-        BundleError: The file is no ONNX model, is damaged, or points outside of its folder. The message says which
+        BundleError: The file is not an ONNX model, is damaged, or points outside of its folder. The message says which
             tensor or node.
         OSError: The file cannot be read.
     """
     try:
         proto = onnx.load_model(path, load_external_data=False)
     except (DecodeError, ValueError) as e:
-        raise BundleError(f"{path.name}: is no ONNX model, or is damaged: {e}") from e
+        raise BundleError(f"{path.name}: is not an ONNX model, or is damaged: {e}") from e
     if not proto.graph.output:
-        raise BundleError(f"{path.name}: has no outputs, so it is no ONNX model, or is damaged")
+        raise BundleError(f"{path.name}: has no outputs, so it is not an ONNX model, or is damaged")
     reader = _Reader(path.resolve().parent)
     try:
         graph = reader.graph(proto.graph, "")

@@ -88,7 +88,7 @@ def test_a_weights_file_that_ends_early_is_torn_before_it_breaks_rules(exported:
 
 
 def test_bytes_that_are_no_weight_count(tmp_path: Path) -> None:
-    """The checksum covers the header and also tensors that are no arguments, wherever they lie."""
+    """The checksum covers the header and also tensors that are not arguments, wherever they lie."""
     entries = {
         name: {"dtype": "U8", "shape": [8], "data_offsets": [8 * i, 8 * i + 8]}
         for i, name in enumerate("abcde")

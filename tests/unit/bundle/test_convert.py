@@ -121,7 +121,7 @@ def test_a_meta_model_has_only_a_manifest_to_convert(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("version", "problem"),
-    [("2.0", "'2.0' is no version"), ("0.0.1", "this jaxlib writes"), ("99.0.0", "this jaxlib writes")],
+    [("2.0", "'2.0' is not a version"), ("0.0.1", "this jaxlib writes"), ("99.0.0", "this jaxlib writes")],
 )
 def test_a_version_that_cannot_be_written_is_wrong_usage(
     version: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -226,7 +226,7 @@ def test_files_of_the_hooks_are_copied(tmp_path: Path) -> None:
         ({"inputs": {"x": np.zeros((1, 3), np.complex64)}}, "x: has the element type complex64"),
         ({"batch_sizes": []}, "batch_sizes: is empty"),
         *(
-            ({"batch_sizes": [size]}, "is no number of rows; give whole numbers from 1 on")
+            ({"batch_sizes": [size]}, "is not a number of rows; give whole numbers from 1 on")
             for size in (-1, 0, 1.5, "2")
         ),
         ({"batch_axis": None}, "batch_sizes: no input has a batch axis, so it must be empty"),
@@ -409,7 +409,7 @@ def test_a_bundle_is_replaced_only_on_request(tmp_path: Path) -> None:
     assert set(export(target, overwrite=True).modules) == {(0, 1), (0, 4)}
     shutil.rmtree(target)
     target.touch()
-    with pytest.raises(TargetError, match="is no directory"):
+    with pytest.raises(TargetError, match="is not a directory"):
         export(target, untraced, overwrite=True)
 
 

@@ -183,7 +183,7 @@ def test_an_export_that_is_ended_leaves_nothing_behind(
         (["--jax", ":pair", "--input", "x=float32[3]"], 2, "no element type 'float32'; did you mean f32?"),
         (["--jax", ":pair"], 2, "gives no example inputs; describe the inputs, such as --input 'x=f32[8]'"),
         (["--jax", ":with_examples", *INPUT], 2, "gives example inputs; leave one of the two out"),
-        (["--jax", ":pair", *INPUT, "--hooks", "none.py"], 2, "--hooks none.py: is no file"),
+        (["--jax", ":pair", *INPUT, "--hooks", "none.py"], 2, "--hooks none.py: is not a file"),
         (["--jax", ":pair", *INPUT, "--files", "none.txt"], 2, "--files none.txt: does not exist"),
         (
             ["--jax", ":pair", *INPUT, "--batch-sizes", "1,0"],
@@ -213,7 +213,7 @@ def test_what_is_wrong_with_a_model_is_1_and_with_the_line_2(
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("net.pt", "'net.pt': a file of weights is no model: write a function"),
+        ("net.pt", "'net.pt': a file of weights is not a model: write a function"),
         ("models/net.py", "'models/net.py': write models.net:factory"),
         ("models/net.py:tagger", "'models/net.py:tagger': write models.net:tagger"),
         ("/models/net.py:tagger", "'/models/net.py:tagger': write net:tagger"),

@@ -175,7 +175,7 @@ def test_rows_beside_an_input_of_one_row_are_the_batch(tmp_path: Path) -> None:
 
 
 def test_axes_that_the_file_calls_by_a_question_mark_have_sizes_of_their_own(tmp_path: Path) -> None:
-    """Paddle writes "?" for each open axis, which is no name that two axes share."""
+    """Paddle writes "?" for each open axis, which is not a name that two axes share."""
     dims: Any = (np.float32, [-1, "?", "?"])
     made = graph([node("Exp", "x", "y")], {"x": dims}, {"y": dims})
     bundle = export(
@@ -285,7 +285,7 @@ def test_a_batch_of_one_row_may_grow_along_another_axis_of_the_output(tmp_path: 
 
 
 def test_state_has_its_batch_where_the_file_names_it(tmp_path: Path) -> None:
-    """The batch of the state is the axis with the name of the first input's first axis; a bound input is no input."""
+    """The batch of the state is the axis with the name of the first input's first axis; a bound input is not an input."""
     bundle = export_onnx(
         recurrent(tmp_path / "m.onnx"), out_dir=tmp_path / "m", batch_sizes=(1, 4), bind={"rate": 2}
     )
@@ -517,7 +517,7 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
         ("cut.onnx", encoder(tmp_path / "m").read_bytes()[:-900]),
     ):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(BundleError, match="is no ONNX model, or is damaged"):
+        with pytest.raises(BundleError, match="is not an ONNX model, or is damaged"):
             export_onnx(tmp_path / name, out_dir=tmp_path / "out")
 
 

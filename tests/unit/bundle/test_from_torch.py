@@ -628,7 +628,7 @@ class Converting(nn.Module):
 
 
 def test_a_conversion_that_changes_nothing_is_exported(tmp_path: Path) -> None:
-    """`self.head.to(dtype)` in forward is no change if the head has that type, as in models with routers."""
+    """`self.head.to(dtype)` in forward is not a change if the head has that type, as in models with routers."""
     assert len(export(tmp_path / "m", Converting()).weights) == 2
 
 

@@ -226,7 +226,7 @@ def test_a_model_is_internal_when_it_says_so(
 
 @pytest.mark.parametrize("text", ["", "[]", "just words", "- a\n- b"])
 def test_a_manifest_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
-    """A manifest that is no mapping gets only that message."""
+    """A manifest that is not a mapping gets only that message."""
     assert problems_of(make_bundle(tmp_path, text)) == ("manifest.yaml: must be a mapping of keys to values",)
 
 

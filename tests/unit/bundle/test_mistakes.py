@@ -1,4 +1,4 @@
-"""Messages of the commands about a path that is no bundle."""
+"""Messages of the commands about a path that is not a bundle."""
 
 from pathlib import Path
 

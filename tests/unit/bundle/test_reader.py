@@ -65,8 +65,8 @@ def test_variants_have_their_own_prefix(tmp_path: Path) -> None:
         (GOOD, [], "model.mlir: is missing, and there is no file for any batch size either"),
         (VARIANTS, ["model.b1.mlir", "model.v0.mlir"], "model.v1.mlir: is missing"),
         (NO_BATCH, ["model.b1.mlir", "model.b2.mlir"], "no executable input has a batch axis"),
-        (NO_SIZES, ["model.b01.mlir", "model.mlir"], "model.b01.mlir: is no module name"),
-        (NO_SIZES, ["model.b0.mlir", "model.mlir"], "model.b0.mlir: is no module name"),
+        (NO_SIZES, ["model.b01.mlir", "model.mlir"], "model.b01.mlir: is not a module name"),
+        (NO_SIZES, ["model.b0.mlir", "model.mlir"], "model.b0.mlir: is not a module name"),
         (NO_SIZES, ["model.b9999999999.mlir"], "batch sizes end at 2147483647"),
     ],
 )
@@ -97,7 +97,7 @@ def test_julia_hooks_are_refused_with_the_way_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [".hidden", "a b", "ä", "a:b"])
 def test_names_that_triton_cannot_take_are_refused(tmp_path: Path, name: str) -> None:
-    """A directory name that is no valid Triton model name is refused."""
+    """A directory name that is not a valid Triton model name is refused."""
     assert any("directory name is letters" in line for line in problems_of(make_bundle(tmp_path, name=name)))
 
 

@@ -167,7 +167,7 @@ def test_every_core_operation_has_a_lowering() -> None:
 )
 def test_recurrent_networks_return_what_pytorch_does(name: str, module: nn.RNNBase) -> None:
     """The outputs and the last states of all layers and directions agree, from random first states."""
-    # The loop takes several steps at a time, of which 11 is no multiple.
+    # The loop takes several steps at a time, of which 11 is not a multiple.
     x = random(2, 11, 3) if module.batch_first else random(11, 2, 3)
     cells = module.num_layers * (2 if module.bidirectional else 1)
     hidden = random(cells, 2, module.proj_size or module.hidden_size)

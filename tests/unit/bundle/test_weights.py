@@ -122,7 +122,7 @@ def test_a_file_that_only_the_safetensors_library_refuses_is_refused(
 def test_an_extra_tensor_may_have_a_type_that_no_weight_has(
     tmp_path: Path, dtype: str, shape: list[int]
 ) -> None:
-    """Tensors that are no weights are ignored, whatever types the safetensors library knows."""
+    """Tensors that are not weights are ignored, whatever types the safetensors library knows."""
     nbytes = 12 if dtype.startswith("F6") else 8
     extra = {"dtype": dtype, "shape": shape, "data_offsets": [8, 8 + nbytes]}
     header = {**two([0, 8], [8, 16]), "__metadata__": {"argument_order": '["a"]'}, "b": extra}

@@ -71,7 +71,7 @@ def test_a_file_that_is_in_use_or_of_others_is_left_alone(tmp_path: Path) -> Non
         PartialFile(path, JOB, Y_ONLY, resume=True)
     for content in (b"half a download", b"\x00\xff\n[1]\n", b"[1]\n"):
         path.write_bytes(content)
-        with pytest.raises(InputError, match="is no file of rsrv map"):
+        with pytest.raises(InputError, match="is not a file of rsrv map"):
             PartialFile(path, JOB, Y_ONLY, resume=True)
         assert path.read_bytes() == content
 
@@ -115,7 +115,7 @@ def test_rows_of_several_shapes_keep_the_answers(tmp_path: Path) -> None:
 
 
 def test_a_parquet_file_has_numbers_lists_and_strings(tmp_path: Path) -> None:
-    """Rows of one number are numbers, others are lists; strings are texts, or bytes if they are no UTF-8."""
+    """Rows of one number are numbers, others are lists; strings are texts, or bytes if they are not UTF-8."""
     parquet = pytest.importorskip("pyarrow.parquet", reason="the extra parquet is not installed")
     arrays = {
         "score": np.arange(ROWS, dtype=np.float32)[:, None],

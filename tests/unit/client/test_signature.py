@@ -74,7 +74,7 @@ def test_lists_become_the_models_type(signature: ModelSignature) -> None:
 
 @pytest.mark.parametrize("value", [[[1.5]], np.array([[1.5], None], object)[:1]])
 def test_no_fraction_is_cut_unnoticed(value: Any) -> None:
-    """Numbers with a fraction are no integers, in lists and in columns of lists."""
+    """Numbers with a fraction are not integers, in lists and in columns of lists."""
     spec = ModelTensor("x", "INT64", (1,))
     with pytest.raises(InputError, match="input x: expected int64: a value has a fraction"):
         as_array(spec, value, has_rows=True)

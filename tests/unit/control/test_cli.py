@@ -329,7 +329,7 @@ async def test_the_status_of_one_model(tmp_path: Path, capsys: pytest.CaptureFix
         rsrv.server.lifecycle.failures["x"] = BundleFailure("it is\nwrong", 0.0)
         assert (await rsrv("alias")).out == "x: a 100%, b shadow (not served so: it is wrong)\n"
         assert "not served so  it is wrong" in (await rsrv("status", "x")).out
-        # The alias is no failed model.
+        # The alias is not a failed model.
         assert "models     2 resident\n" in (await rsrv("status")).out
         refused = {"error": "there is no model 'x'", "code": "NOT_FOUND"}
         rsrv.server.runtime.answers = lambda command: refused if command["command"] == "evict" else {}

@@ -216,7 +216,7 @@ async def test_a_reload_waits_for_all_devices_that_serve_the_model(tmp_path: Pat
 async def test_a_model_that_one_device_cannot_have_is_ready_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model that failed on one of two devices serves, is no failure of the server, and the page says where it is not."""
+    """A model that failed on one of two devices serves, is not a failure of the server, and the page says where it is not."""
     async with served(tmp_path, models=["a"], devices=2) as server:
         server.all[1].change("a@1", entry("a", state="failed", error="no\nroom", weights="absent", stubs=[]))
         await until(server.runtimes, lambda: server.runtimes.links[1].state.revision == 6)

@@ -234,7 +234,7 @@ async def test_in_explicit_mode_only_the_runtime_is_needed(tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["nobody", "../repository/a", "a/1", "/", ".."])
 @looped
 async def test_an_unknown_model_is_not_found(tmp_path: Path, name: str) -> None:
-    """Check answers NOT_FOUND and Watch SERVICE_UNKNOWN for names that are no models."""
+    """Check answers NOT_FOUND and Watch SERVICE_UNKNOWN for names that are not models."""
     async with served(tmp_path, models=["a"]) as server:
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await check(server, name)

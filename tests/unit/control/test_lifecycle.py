@@ -166,7 +166,7 @@ async def test_a_refused_alias_stays_among_the_failures(
 
 @pytest.mark.parametrize(
     ("shares", "reason"),
-    [({"c": 1.0}, "an alias of 'c', which is no bundle here"), ({"b": 1.0}, "cannot load")],
+    [({"c": 1.0}, "an alias of 'c', which is not a bundle here"), ({"b": 1.0}, "cannot load")],
 )
 @in_virtual_time
 async def test_a_change_of_an_alias_that_fails_changes_nothing(

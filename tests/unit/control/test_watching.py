@@ -93,7 +93,7 @@ def test_what_python_leaves_does_not_count(root: Path) -> None:
 
 
 def test_a_hard_link_to_a_large_file_does_not_count(root: Path, tmp_path: Path) -> None:
-    """A new hard link to a large file is no change, since rsrv-gen makes one; a write to it is."""
+    """A new hard link to a large file is not a change, since rsrv-gen makes one; a write to it is."""
     large = root / "one" / "large"
     large.write_bytes(bytes(LINK_BYTES))
     linked, copied = (sign(root / "one", linked=linked) for linked in (True, False))

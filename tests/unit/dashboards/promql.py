@@ -26,7 +26,7 @@ TARGET = {"instance", "job", "namespace", "pod", "app_kubernetes_io_instance"}
 def labels(query: str) -> set[str]:
     """Return the labels that the answer to a query may have.
 
-    Raises ValueError if it is no query, or uses an unknown metric or label.
+    Raises ValueError if it is not a query, or uses an unknown metric or label.
     """
     return _labels(promql_parser.parse(query))
 

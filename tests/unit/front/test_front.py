@@ -257,7 +257,7 @@ def test_suspects_wait_for_their_turn_beyond_the_limit() -> None:
 
 
 def test_a_suspect_whose_next_runtime_dies_before_it_is_executed_goes_on() -> None:
-    """The suspect waits again, is no suspect of the second death, and delays no other suspect."""
+    """The suspect waits again, is not a suspect of the second death, and delays no other suspect."""
     driver = down()
     for _ in range(2):
         driver.arrive(deaths=1)

@@ -86,7 +86,7 @@ def test_several_texts_become_one() -> None:
     ],
 )
 def test_each_kind_of_line_gets_its_label(line: str, merged: str | None) -> None:
-    """Each kind of sample gets the label; lines that are no samples are left out."""
+    """Each kind of sample gets the label; lines that are not samples are left out."""
     assert merge("", [("w", line)]) == ("" if merged is None else merged + "\n")
 
 

@@ -98,7 +98,7 @@ async def test_metadata() -> None:
 
 @looped
 async def test_what_is_no_request() -> None:
-    """Bytes that are no request are refused without a worker."""
+    """Bytes that are not a request are refused without a worker."""
     async with serving(1) as house:
         infer = house.client.unary_unary(SERVICE + "ModelInfer", None, None)
 

@@ -215,7 +215,7 @@ async def test_a_worker_hangs() -> None:
 
 @looped
 async def test_what_is_no_request() -> None:
-    """Bytes that are no request are refused without a worker."""
+    """Bytes that are not a request are refused without a worker."""
     async with serving(1) as house:
         config = house.client.unary_unary("/inference.GRPCInferenceService/ModelConfig", None, None)
 

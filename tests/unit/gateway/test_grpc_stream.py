@@ -565,7 +565,7 @@ async def test_a_deadline() -> None:
 
 @looped
 async def test_what_is_no_request() -> None:
-    """Bytes that are no request end the stream."""
+    """Bytes that are not a request end the stream."""
     async with serving(1) as house:
         call = house.client.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer", None, None)()
         await call.write(b"\x0a\xff")

@@ -324,7 +324,7 @@ async def test_a_worker_without_http() -> None:
 
 @looped
 async def test_a_sequence_whose_id_is_no_text() -> None:
-    """A sequence id that is no valid text still selects one worker."""
+    """A sequence id that is not valid text still selects one worker."""
     async with serving(2) as house:
         sent = [await house.infer(b'{"parameters":{"sequence_id":"\\ud800"}}') for _ in range(3)]
 
@@ -511,7 +511,7 @@ async def test_a_client_that_does_not_read() -> None:
 async def test_a_client_that_goes_as_its_answer_begins(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A connection that closes between a worker's answer and its first bytes to the client is no error of the gateway."""
+    """A connection that closes between a worker's answer and its first bytes to the client is not an error of the gateway."""
     prepare = web.StreamResponse.prepare
 
     async def begin(response: web.StreamResponse, request: Any) -> Any:

@@ -551,7 +551,7 @@ async def test_changes_of_one_server_are_refused(method: str) -> None:
 
 @looped
 async def test_what_is_no_request_is_refused() -> None:
-    """Bytes that are no request, a name behind the tensors, and a lie about a shape are INVALID_ARGUMENT."""
+    """Bytes that are not a request, a name behind the tensors, and a lie about a shape are INVALID_ARGUMENT."""
     async with picking() as desk:
         late = Infer(raw_input_contents=[b"x" * 20_000]).SerializeToString() + b"\x0a\x04both"
         for body in (b"\0\0\0\0\x04abcd", struct.pack(">BI", 0, len(late)) + late[:9000], b"\1\0\0\0\2hi"):

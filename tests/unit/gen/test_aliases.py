@@ -100,7 +100,7 @@ def test_an_alias_follows_its_shares_its_targets_and_its_end(bundles: Path) -> N
 @pytest.mark.parametrize(
     ("aliases", "name", "reason"),
     [
-        ({"a": "v9"}, "a", "an alias of 'v9', which is no bundle here"),
+        ({"a": "v9"}, "a", "an alias of 'v9', which is not a bundle here"),
         ({"a": "meta"}, "a", "an alias of 'meta', which is a meta model: name a model"),
         ({"a": "part"}, "a", "an alias of 'part', which only meta models may call"),
         ({"a": "v7", "b": "a"}, "b", "an alias of 'a', which is an alias: name the models behind it"),
@@ -192,7 +192,7 @@ def test_an_alias_of_a_broken_bundle_stays_as_it_was(bundles: Path) -> None:
     assert "an alias of 'v8', whose bundle is broken" in done.of(Broken)["fraud"].reason
     shutil.rmtree(bundles / "v8")
     done = bring(bundles, "v8", aliases=aliases)
-    assert "'v8', which is no bundle here" in done.of(Broken)["fraud"].reason
+    assert "'v8', which is not a bundle here" in done.of(Broken)["fraud"].reason
     assert is_alias(bundles.parent / "gen/fraud")
 
 
@@ -226,4 +226,4 @@ def test_the_command_writes_aliases_and_refuses_wrong_ones(
     said = capsys.readouterr()
     assert status == 1
     assert "new        champion" in said.out
-    assert "other is skipped: an alias of 'v9', which is no bundle here" in said.err
+    assert "other is skipped: an alias of 'v9', which is not a bundle here" in said.err

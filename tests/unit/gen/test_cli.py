@@ -215,7 +215,7 @@ def inspected(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_check_refuses_is_refused_in_the_same_words(
     tmp_path: Path, gen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A weight of another shape, a module that is missing or no module, hooks that are no hooks; the rest is written."""
+    """A weight of another shape, a module that is missing or no module, hooks that are not hooks; the rest is written."""
     bundles = tmp_path / "bundles"
     for name in ("good", "shape", "missing", "junk", "hooks"):
         shutil.copytree(GOLDEN, bundles / name)

@@ -158,7 +158,7 @@ def test_auto_chooses_the_native_front_where_a_model_needs_no_python(
 def test_auto_chooses_the_python_front_if_the_library_does_not_load(
     bundles: Path, library: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The reason is the loader's: the file is no library."""
+    """The reason is the loader's: the file is not a library."""
     assert generate(bundles, "stub: {front: auto}") == 0
     assert "one (Python front: the library cannot be loaded: " in capsys.readouterr().out
     assert (bundles.parent / "gen/one/1/model.py").is_file()

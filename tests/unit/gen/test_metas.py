@@ -230,12 +230,14 @@ def test_a_changed_callee_changes_the_meta_models_that_carry_it(
         pytest.param(
             ["tow"],
             [],
-            "manifest.yaml: meta.calls: calls 'tow', which is no bundle here: add its bundle, "
+            "manifest.yaml: meta.calls: calls 'tow', which is not a bundle here: add its bundle, "
             "or list it under meta.external if it is another Triton model; did you mean 'two'?",
             id="a typing error",
         ),
-        pytest.param(["zebra"], [], "calls 'zebra', which is no bundle here: add its bundle", id="unknown"),
-        pytest.param(["a\nb"], [], r"calls 'a\nb', which is no bundle here", id="a name of two lines"),
+        pytest.param(
+            ["zebra"], [], "calls 'zebra', which is not a bundle here: add its bundle", id="unknown"
+        ),
+        pytest.param(["a\nb"], [], r"calls 'a\nb', which is not a bundle here", id="a name of two lines"),
         pytest.param(["other"], [], "calls 'other', which is a meta model", id="a meta model"),
         pytest.param(["bad"], [], "calls 'bad', and that bundle is broken; fix it first", id="broken"),
         pytest.param(["empty"], [], "calls 'empty', and that bundle is broken", id="refused by Triton"),

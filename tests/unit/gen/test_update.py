@@ -121,7 +121,7 @@ def test_metas_come_with_what_they_carry(gen: Path, bundles: Path) -> None:
     assert bring(gen, bundles, "one").names(Written) == {"meta"}
     (bundles / "one").rename(bundles / "elsewhere")
     done = bring(gen, bundles, "one", "elsewhere")
-    assert "calls 'one', which is no bundle here" in done.of(Broken)["meta"].reason
+    assert "calls 'one', which is not a bundle here" in done.of(Broken)["meta"].reason
     assert done.names(Written) == set()
     (bundles / "elsewhere").rename(bundles / "one")
     assert bring(gen, bundles, "one").names(Unchanged) == {"meta"}

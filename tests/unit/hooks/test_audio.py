@@ -57,20 +57,20 @@ def test_a_file_becomes_its_samples(file: bytes, rounding: float) -> None:
 
 
 BAD = {
-    "another format": (b"OggS" + bytes(100), "sound 0 is no WAV file"),
+    "another format": (b"OggS" + bytes(100), "sound 0 is not a WAV file"),
     "cut off": (wav(whole(16))[:-1], "it ends within its part b'data'"),
     "empty": (wav(b""), "it has no header or no samples"),
     "another rate": (wav(whole(16), rate=44_100), "has 44100 samples per second; send 16000"),
     "many channels": (wav(whole(16), channels=9), "is damaged: it has 9 channels"),
     "no channels": (wav(whole(16), channels=0), "is damaged: it has 0 channels"),
     "compressed": (wav(whole(16), code=2), "samples of format 2 with 16 bits"),
-    "no numbers": (wav(np.full(4, np.nan, "<f4").tobytes(), code=3, bits=32), "no finite numbers"),
+    "no numbers": (wav(np.full(4, np.nan, "<f4").tobytes(), code=3, bits=32), "not finite numbers"),
     "too long": (wav(bytes(4000)), "has 2000 samples; the model reads at most 1000"),
     "no bits": (wav(whole(16), bits=0), "is damaged: it has 1 channels, and blocks of 0 bytes"),
-    "beyond 32 bits": (wav(np.full(4, 1e300, "<f8").tobytes(), code=3, bits=64), "no finite numbers of 32"),
+    "beyond 32 bits": (wav(np.full(4, 1e300, "<f8").tobytes(), code=3, bits=64), "not finite numbers of 32"),
     "infinite mean": (
         wav(np.full(4, 1.7e308).tobytes(), code=3, bits=64, channels=2),
-        "no finite numbers of 32",
+        "not finite numbers of 32",
     ),
     "many parts": (
         b"RIFF\0\0\0\0WAVE" + b"JUNK\0\0\0\0" * 1000 + wav(whole(16))[12:],
@@ -82,7 +82,7 @@ BAD = {
 
 @pytest.mark.parametrize(("file", "reason"), BAD.values(), ids=BAD)
 def test_a_damaged_file_is_the_clients_mistake(file: bytes, reason: str) -> None:
-    """A file that is no sound, or too long, is refused with its row."""
+    """A file that is not a sound, or too long, is refused with its row."""
     with pytest.raises(BadInput, match=reason):
         decoded(file)
 

@@ -160,7 +160,7 @@ def test_boxes_of_short_integers_are_moved_within_their_range() -> None:
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 def test_scores_that_are_no_floats_are_refused(dtype: Any) -> None:
-    """Scores that are no floats are refused: bf16 arrives as u16, which orders differently."""
+    """Scores that are not floats are refused: bf16 arrives as u16, which orders differently."""
     scores = np.zeros((1, 2), dtype)
     with pytest.raises(ValueError, match=f"scores are floats, not {np.dtype(dtype)}; bf16"):
         boxes.nms(np.zeros((1, 2, 4), np.float32), scores, 0.5)

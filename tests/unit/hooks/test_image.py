@@ -144,16 +144,16 @@ def test_pictures_have_the_channels_that_are_asked_for(
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "image 1 is no JPEG"),
-        (b"hello", "image 1 is no JPEG"),
-        (file(picture(), "GIF"), "image 1 is no JPEG"),
+        (b"", "image 1 is not a JPEG"),
+        (b"hello", "image 1 is not a JPEG"),
+        (file(picture(), "GIF"), "image 1 is not a JPEG"),
         (file(picture(), "JPEG")[:-200], "image 1 is damaged"),
         (file(picture())[:-100], "image 1 is damaged"),
     ],
     ids=["nothing", "text", "gif", "half a jpeg", "half a png"],
 )
 def test_what_is_no_picture_is_the_clients_fault(data: bytes, message: str) -> None:
-    """A file that is no picture is refused with its row, also half a file padded with zeros."""
+    """A file that is not a picture is refused with its row, also half a file padded with zeros."""
     files = as_text([file(picture()), data], width=20_000)
     with pytest.raises(BadInput, match=message):
         image.decode(files)

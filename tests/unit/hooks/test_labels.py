@@ -40,7 +40,7 @@ def test_many_logits_of_16_bits_are_summed_in_32() -> None:
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint8, np.int32, np.bool_])
 def test_what_numpy_does_not_take_for_floats_is_refused(dtype: Any) -> None:
-    """Types other than floats are refused: bf16 arrives as u16, whose bits are no numbers."""
+    """Types other than floats are refused: bf16 arrives as u16, whose bits are not numbers."""
     given = np.zeros((1, 3), dtype)
     with pytest.raises(ValueError, match=f"logits are floats, not {np.dtype(dtype)}; bf16"):
         labels.softmax(given)

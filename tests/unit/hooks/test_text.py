@@ -159,7 +159,7 @@ def test_a_file_that_is_no_tokeniser_is_named(tmp_path: Path) -> None:
     bad = tmp_path / "bad.json"
     bad.write_text("{}")
     for path in (bad, tmp_path / "nothing.json"):
-        with pytest.raises(ValueError, match=f"{path} is no tokeniser: "):
+        with pytest.raises(ValueError, match=f"{path} is not a tokeniser: "):
             Tokeniser(path, LENGTHS)
 
 
@@ -200,7 +200,7 @@ def test_a_prefix_and_places_of_tokens(path: Path) -> None:
 
 
 def test_a_text_that_a_regular_expression_gives_up_on_is_refused(tmp_path: Path) -> None:
-    """The package panics after ten million steps backwards. The panic is no Exception, and would end a thread of the server."""
+    """The package panics after ten million steps backwards. The panic is not an Exception, and would end a thread of the server."""
     made = tokenizer()
     made.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+b"), "isolated")
     made.save(str(tmp_path / "tokenizer.json"))

@@ -78,7 +78,7 @@ def test_text_ends_before_the_first_stop_text(text: str, sizes: list[int], stop:
 
 @given(st.lists(st.integers(0, WHOLE.get_vocab_size() - 1), max_size=80))
 def test_any_tokens_give_text(tokens: list[int]) -> None:
-    """Bytes that are no text appear as replacement characters, at once or after some tokens."""
+    """Bytes that are not text appear as replacement characters, at once or after some tokens."""
     found, _ = pieces(tokens, [])
     whole = WHOLE.decode(tokens, skip_special_tokens=True)
     assert "".join(found).replace("\ufffd", "") == whole.replace("\ufffd", "")

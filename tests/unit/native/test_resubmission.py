@@ -266,7 +266,7 @@ def test_a_request_without_a_descriptor_for_its_memory_names_the_limit(program: 
 
 
 def test_a_server_without_descriptors_names_its_limit(program: Path, tmp_path: Path) -> None:
-    """The kernel drops the runtime's descriptor, and marks the frame as cut; that is no fault of the runtime."""
+    """The kernel drops the runtime's descriptor, and marks the frame as cut; that is not a fault of the runtime."""
     log = tmp_path / "front.log"
 
     def limit(connection: Connection) -> None:

@@ -127,7 +127,7 @@ def test_stubs_are_ended_without_a_descriptor_for_further_ones(
 
 
 def test_another_servers_child_is_no_stub_of_ours() -> None:
-    """A child of another server, as a tool that asks for the status, is no orphan of ours."""
+    """A child of another server, as a tool that asks for the status, is not an orphan of ours."""
     process = start(sys.executable, "-c", _HANGS)
 
     assert child_processes.open_stub(process.pid, os.getppid()) is None

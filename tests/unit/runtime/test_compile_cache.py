@@ -121,7 +121,7 @@ def test_a_second_start_compiles_nothing(filled: Path, doubling: Path) -> None:
 
 @pytest.mark.long
 def test_a_damaged_entry_costs_a_compilation_once(filled: Path, tmp_path: Path, doubling: Path) -> None:
-    """An entry with a flipped bit, a truncated one, and one that is no executable are compiled again and replaced."""
+    """An entry with a flipped bit, a truncated one, and one that is not an executable are compiled again and replaced."""
     cache = Path(shutil.copytree(filled, tmp_path / "cache"))
     first, second, third = cache.iterdir()
     flipped = bytearray(first.read_bytes())

@@ -131,7 +131,7 @@ def test_jaxs_own_variables_win(environment: dict[str, str], expected: dict[str,
     ],
 )
 def test_two_servers_share_a_card_by_jaxs_variables(environment: dict[str, str], expected: float) -> None:
-    """Either of them counts; an empty one is not set, and jax will refuse one that is no number."""
+    """Either of them counts; an empty one is not set, and jax will refuse one that is not a number."""
     assert memory_fraction(0.8, environment) == expected
 
 

@@ -159,7 +159,7 @@ def test_a_stored_executable_is_loaded_on_a_full_device(
     def cannot_lower(_: object) -> None:
         raise RuntimeError("told to")
 
-    # Otherwise, an executable that is no machine code of this CPU would not get as far as this.
+    # Otherwise, an executable that is not machine code of this CPU would not get as far as this.
     monkeypatch.setattr(device_executables, "lower_placeholder", cannot_lower)
     monkeypatch.setattr(device_executables, "use_cache", lambda cache: False)
     examiner = ErrorExaminer(lambda reason: None)

@@ -187,7 +187,7 @@ def test_a_sweep_removes_only_unused_tensors(shm: Path, start_peer: Callable[...
 def test_a_sweep_without_a_free_descriptor_removes_nothing(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading a directory takes one; it is no error."""
+    """Reading a directory takes one; it is not an error."""
     memory = SharedMemory(shm)
 
     def refuse(_: object) -> list[str]:

@@ -181,7 +181,7 @@ def test_a_stub_that_does_not_read_stalls_no_other(start_runtime: StartRuntime, 
 
 
 def test_a_descriptor_that_is_no_memory_closes_the_connection(runtime: Runtime) -> None:
-    """A descriptor that is no sealed memory closes the connection, and is closed itself."""
+    """A descriptor that is not sealed memory closes the connection, and is closed itself."""
     greeted = runtime.open()
     fd = create_sealed(4096, "twice")
     send(greeted.sock, frames.pack_ids(Kind.SEGMENT, [0]), [fd])

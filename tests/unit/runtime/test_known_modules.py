@@ -129,7 +129,7 @@ def test_the_shortest_start_of_a_model_is_kept(tmp_path: Path) -> None:
 
 
 def test_measured_costs_are_kept_for_the_same_model_and_device(tmp_path: Path) -> None:
-    """The next runtime has a model's costs of the same sizes; a cost that is no duration is passed over."""
+    """The next runtime has a model's costs of the same sizes; a cost that is not a duration is passed over."""
     path = tmp_path / "known"
     known = KnownModules(path)
     known.add_costs("a@1", "here", {(0, 1): 0.25, (0, 4): 0.5})

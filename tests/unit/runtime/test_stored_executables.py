@@ -179,7 +179,7 @@ def test_a_file_of_a_later_format_is_refused(stored: Path) -> None:
 def test_an_index_without_digests_is_refused(stored: Path) -> None:
     """An error at the first module would leave the runtime without a device."""
     change_index(stored, digests=[])
-    with pytest.raises(StoredExecutablesError, match="digests of its index is no object"):
+    with pytest.raises(StoredExecutablesError, match="digests of its index is not an object"):
         StoredExecutables(stored)
 
 

@@ -148,6 +148,6 @@ def test_draining_is_what_planning_does_with_singles(
     ],
 )
 def test_seeds_are_checked(costs: dict[tuple[int, int], float], story: str) -> None:
-    """A model without sizes, or with a cost that is no duration, is refused with a reason."""
+    """A model without sizes, or with a cost that is not a duration, is refused with a reason."""
     with pytest.raises(CallerError, match=story):
         variant_costs("m", costs, max_rows=None)

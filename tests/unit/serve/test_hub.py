@@ -81,7 +81,7 @@ def test_directories_need_names_of_their_own(tmp_path: Path, exported: list[list
     same = [directory(tmp_path / part / "model") for part in ("a", "b")]
     with pytest.raises(ServeError, match="would both be the model model; rename one"):
         hub.export_all(same, tmp_path / "hf", lambda _: None)
-    with pytest.raises(ServeError, match="missing is no directory"):
+    with pytest.raises(ServeError, match="missing is not a directory"):
         hub.export_all([tmp_path / "missing"], tmp_path / "hf", lambda _: None)
     assert not exported
 

@@ -268,7 +268,7 @@ def test_an_alias_of_a_model_that_is_no_longer_given_is_not_served(bundles: Path
     sources = read_sources([tmp_path / "other"])
     (refused,) = generate(tmp_path / "models", sources, watched(aliases, [tmp_path / "other"]))
 
-    assert "champion: an alias of 'one', which is no bundle here" in refused
+    assert "champion: an alias of 'one', which is not a bundle here" in refused
     assert model_folders(tmp_path / "models") == {"three"}
 
 

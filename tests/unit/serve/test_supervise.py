@@ -156,7 +156,7 @@ def test_a_server_that_hangs_is_killed_and_started_again(play: Callable[[Play], 
 
 
 def test_a_server_is_started_again_though_it_works(play: Callable[[Play], None]) -> None:
-    """A requested restart is no failure and has no pause."""
+    """A requested restart is not a failure and has no pause."""
 
     async def scenario(scene: Scene) -> None:
         serving = scene.run(POLITE, drain_s=60)

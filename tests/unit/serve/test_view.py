@@ -96,7 +96,7 @@ def test_a_model_that_an_operator_unloads_is_not_loaded() -> None:
 
 @pytest.mark.parametrize("name", ["pets", "aliases.pets"])
 def test_an_alias_is_neither_cold_nor_removed_when_its_failure_ends(name: str) -> None:
-    """It is served then, and is no model that could be cold."""
+    """It is served then, and is not a model that could be cold."""
     changes = Changes({}, lambda: {"cats"}, lambda: {"pets"})
     assert said(changes, failures(**{name: "no such model"})) == [f"{name} has failed: no such model"]
     assert said(changes, failures()) == ["the alias pets is served"]
@@ -163,7 +163,7 @@ def test_a_bundle_that_was_named_before_the_start_is_counted_and_not_named_again
 
 
 def test_an_earlier_version_of_a_broken_bundle_is_ready_and_not_failed() -> None:
-    """The reason that was shown before the start is no failure of the version that serves; another reason is one."""
+    """The reason that was shown before the start is not a failure of the version that serves; another reason is one."""
     changes = Changes({"a": "no manifest", "b": "no manifest"}, lambda: {"a", "b"})
     assert said(changes, failures(a="no manifest", b="no manifest")) == []
     assert said(changes, change("a@1", pb.STATE_READY)) == ["a is ready"]

@@ -261,7 +261,7 @@ def test_a_mistake_in_the_files_sends_nothing(tmp_path: Path, capsys: pytest.Cap
         (tmp_path / "empty.npz").touch()
         for name in ("x.npy", "cut.npz", "empty.npz"):
             assert cli.main(["replay", str(trace), "--url", url, "--inputs", f"fast={tmp_path / name}"]) == 1
-            assert f"{name} is no file of np.savez" in capsys.readouterr().err
+            assert f"{name} is not a file of np.savez" in capsys.readouterr().err
     assert "trace.csv has no requests" in said
     assert "trace.yaml: " in said
     assert not triton.asked

@@ -402,7 +402,7 @@ def test_parameters_that_make_no_sense_are_refused(
 
 
 def test_parameters_reach_the_runtime(model: Model) -> None:
-    """Numbers may be texts, as not every client sends fractions; headers and Triton's own are no parameters."""
+    """Numbers may be texts, as not every client sends fractions; headers and Triton's own are not parameters."""
     model.ask(
         temperature="0.7", top_k=5, top_p=0.9, seed=7, tokens_per_s=20, max_tokens="4", Traceparent="x", triton_x=1, rsrv_priority=3
     )  # fmt: skip

@@ -140,7 +140,7 @@ def test_a_document_of_any_size_survives() -> None:
 
 @pytest.mark.parametrize("text", [b"[1]", b"{", b"\xff", b"[" * 100_000])
 def test_a_document_without_sense_is_the_peers_fault(text: bytes) -> None:
-    """A document that is no JSON object is refused as the peer's fault."""
+    """A document that is not a JSON object is refused as the peer's fault."""
     fd = create_sealed(len(text), "test")
     os.pwrite(fd, text, 0)
     with pytest.raises(SharedMemoryError):

@@ -134,7 +134,7 @@ def test_torn_half_changes_nothing(path: Path, writer: PlacementWriter) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"rsrvpt01", bytes(64), b"rsrvpt01\xff\xff\0\0" + bytes(1000)])
 def test_foreign_file(path: Path, content: bytes) -> None:
-    """A file of another format is no table for a reader, and a writer replaces it."""
+    """A file of another format is not a table for a reader, and a writer replaces it."""
     path.write_bytes(content)
     reader = PlacementReader(path, "cats")
     assert reader.mask(0) == 0

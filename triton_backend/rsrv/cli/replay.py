@@ -137,7 +137,7 @@ def _rows(file: str) -> dict[str, np.ndarray[Any, Any]]:
         with open(file, "rb") as content, np.load(content, allow_pickle=False) as arrays:
             return dict(arrays)
     except (TypeError, ValueError, EOFError, BadZipFile):
-        raise ValueError(f"--inputs: {file} is no file of np.savez(FILE, INPUT=row, ...)") from None
+        raise ValueError(f"--inputs: {file} is not a file of np.savez(FILE, INPUT=row, ...)") from None
 
 
 # --- sending ---------------------------------------------------------------------------------------------

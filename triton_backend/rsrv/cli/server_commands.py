@@ -255,7 +255,7 @@ def _added(text: str) -> pb.AddedModel:
     except (ValueError, OverflowError):
         raise CommandLineError(f"--add {text}: write NAME:BYTES:UTIL, as cats:2GB:0.3") from None
     if not name or not 0 <= added.device_seconds_per_s <= 1e6:
-        raise CommandLineError(f"--add {text}: NAME is empty, or UTIL is no number of devices")
+        raise CommandLineError(f"--add {text}: NAME is empty, or UTIL is not a number of devices")
     return added
 
 

@@ -74,7 +74,7 @@ class PartialFile:
                 stored = dict(json.loads(first))
             except (ValueError, TypeError):
                 raise InputError(
-                    f"{self.path} is no file of rsrv map: move it, or write to another file"
+                    f"{self.path} is not a file of rsrv map: move it, or write to another file"
                 ) from None
             changed_key = next((key for key in job if stored.get(key) != job[key]), "version of rsrv")
             raise InputError(

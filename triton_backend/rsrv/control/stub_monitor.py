@@ -122,7 +122,7 @@ class StubMonitor:
 
     async def dead(self) -> AsyncGenerator[str]:
         """Yield models whose stub is dead, as they are found."""
-        #: Models without a connected stub that are no suspects. Triton need not be asked about them at every change.
+        #: Models without a connected stub that are not suspects. Triton need not be asked about them at every change.
         idle: set[str] = set()
         #: All models that had no connected stub when Triton was last asked.
         unanswered: set[str] = set()

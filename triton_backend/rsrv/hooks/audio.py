@@ -42,7 +42,7 @@ def decode(files: Array, rate: int, *, most: int) -> list[Array]:
 
 def _samples(row: int, file: bytes, rate: int, most: int) -> Array:
     if file[:4] != b"RIFF" or file[8:12] != b"WAVE":
-        raise BadInput(f"sound {row} is no WAV file")
+        raise BadInput(f"sound {row} is not a WAV file")
     header, data, place = b"", b"", 12
     for _ in range(_MAX_PARTS):
         if place + 8 > len(file) or data:
@@ -77,7 +77,7 @@ def _samples(row: int, file: bytes, rate: int, most: int) -> Array:
     with np.errstate(over="ignore", invalid="ignore"):
         mono: Array = values.reshape(-1, channels).mean(1).astype(np.float32)
     if not np.isfinite(mono).all():
-        raise BadInput(f"sound {row} has samples that are no finite numbers of 32 bits")
+        raise BadInput(f"sound {row} has samples that are not finite numbers of 32 bits")
     return mono
 
 

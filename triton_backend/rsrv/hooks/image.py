@@ -238,7 +238,7 @@ def _blame_row(row: int) -> Iterator[None]:
     except MemoryError:
         raise
     except pil.UnidentifiedImageError:
-        raise BadInput(f"image {row} is no JPEG, PNG or WebP file") from None
+        raise BadInput(f"image {row} is not a JPEG, PNG or WebP file") from None
     except Exception as error:  # noqa: BLE001 - the decoders raise all kinds
         raise BadInput(f"image {row} is damaged: {error}") from None
 

@@ -77,7 +77,7 @@ def _open(path: Path | str) -> tokenizers.Tokenizer:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 - tokenizers raises this class itself
-        raise ValueError(f"{path} is no tokeniser: {error}") from None
+        raise ValueError(f"{path} is not a tokeniser: {error}") from None
 
 
 def _encode(
@@ -137,7 +137,7 @@ class Tokeniser:
         lengths: tokens in a row that the model is compiled for. pad_id: the id behind a text's end, by default the file's, or
         0. too_long: whether a text with more tokens than the largest length is cut or refused. prefix: text put in front of
         each text, except the second one of a pair. spans: also return places of the tokens. Raises ImportError if tokenizers is
-        not installed. Raises ValueError if the file is missing or is no tokeniser, or if the largest length does not hold the
+        not installed. Raises ValueError if the file is missing or is not a tokeniser, or if the largest length does not hold the
         marks that the file puts around each text or pair.
         """
         self._tokenizer = _open(path)

@@ -81,7 +81,7 @@ void arena_announced(struct arena*);                          // the runtime kno
 bool arena_dropped(struct arena*, uint32_t* segment);         // finds a dropped segment that the runtime still maps
 void arena_forget(struct arena*);                             // the runtime does not map that segment any more
 
-// Returns the board of the runtime in a directory, mapped for reading. NULL: the descriptor is no board. Closes the
+// Returns the board of the runtime in a directory, mapped for reading. NULL: the descriptor is not a board. Closes the
 // descriptor.
 const _Atomic uint64_t* board_map(int fd, const char* directory);
 // Returns true if the black box of a runtime says that executions of a model may have ended it, or if there is no box.
@@ -222,7 +222,7 @@ struct pending {
     bool cancelling;
     bool read;  // the parameters were read
     // A part of a large request has these rows of Triton's request. The large request holds Triton's request.
-    struct large* large;  // NULL: this is no part
+    struct large* large;  // NULL: this is not a part
     uint32_t first;       // row where the part begins
     uint64_t whole;       // number that the parts have in common
     bool admitted;        // a full queue does not refuse it

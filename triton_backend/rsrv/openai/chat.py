@@ -118,7 +118,7 @@ def _marked(index: int, message: Mapping[str, str]) -> dict[str, str]:
     """Return a message with marks around its content. Blanks at its ends stay outside, because templates may remove them."""
     content = message["content"]
     if any(_MARKS.search(text) for text in message.values()):
-        raise invalid("U+FDD0 and U+FDD1 are no characters of a text", f"messages[{index}]")
+        raise invalid("U+FDD0 and U+FDD1 are not characters of a text", f"messages[{index}]")
     core = content.strip()
     if not core:
         return dict(message)

@@ -30,7 +30,7 @@ async def prompt_of(call: ModelCall[Any]) -> tuple[Value, bool]:
     """Return the prompt of a completion or a chat, and whether a chat template made it. Raises ApiError."""
     body, model = call.body, call.model
     if "ids" in model.inputs:
-        text = f"{model.name} has no tokenizer, so its answers are no text; call it over KServe v2"
+        text = f"{model.name} has no tokenizer, so its answers are not text; call it over KServe v2"
         raise invalid(text, "model")
     if messages := getattr(body, "messages", None):
         if model.chat:
@@ -108,7 +108,7 @@ async def pieces(call: ModelCall[Any]) -> AsyncGenerator[Piece, None]:
 def _decode(tokens: Sequence[int]) -> str:
     """Return the text of tokens that are bytes."""
     if any(token > 255 for token in tokens):
-        raise ApiError(500, "INTERNAL", "a token of the model is no byte; its bundle names the wrong role")
+        raise ApiError(500, "INTERNAL", "a token of the model is not a byte; its bundle names the wrong role")
     return bytes(tokens).decode(errors="replace")
 
 

@@ -47,7 +47,7 @@ class TaskScanner:
                 if (seen := known.get(path)) is None or seen[0] != time:
                     seen = time, _PARAMETER in Path(path).read_bytes()
             except OSError:
-                # The folder is no model, or it is being replaced.
+                # The folder is not a model, or it is being replaced.
                 continue
             self._known[path] = seen
         return any(has_task for _, has_task in self._known.values())

@@ -241,7 +241,7 @@ def use_cache(cache: CompileCache) -> bool:
 class HelperPrograms:
     """The runtime's own programs: they allocate arrays, and read and write slots of pools. They compile in milliseconds.
 
-    The compilation cache does not keep them, because they are no modules of models, and because there are many: loads need an
+    The compilation cache does not keep them, because they are not modules of models, and because there are many: loads need an
     allocator for each set of absent tensors.
     """
 

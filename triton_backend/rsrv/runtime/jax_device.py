@@ -145,7 +145,7 @@ class JaxDevice:
         topology = _jax.get_topology_for_devices([self._device])
         config: str | None = getattr(topology, "target_config", None)
         if config is None:
-            raise DeviceError(f"{self._device.device_kind} is no CUDA device that XLA describes")
+            raise DeviceError(f"{self._device.device_kind} is not a CUDA device that XLA describes")
         return config
 
     @staticmethod

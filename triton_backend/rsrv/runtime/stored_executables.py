@@ -3,7 +3,7 @@
 Such a file is a zip archive without compression. index.json describes the executables and their target. Each other entry
 is one executable in the form of jax's compilation cache. Its name is the SHA-256 of the module that was compiled.
 Executables are machine code, so the file must belong to root or to the runtime's user, and no other user may write to it.
-The digest of each entry detects damage, but is no signature.
+The digest of each entry detects damage, but is not a signature.
 """
 
 import hashlib
@@ -92,7 +92,7 @@ class StoredExecutables:
                     raise ValueError(f"its format is {index['format']}, not {_FORMAT}")
                 for name in ("digests", "seconds", "models"):
                     if not isinstance(index[name], dict):
-                        raise TypeError(f"{name} of its index is no object")
+                        raise TypeError(f"{name} of its index is not an object")
                 self.contents = Contents(
                     CompileTarget(**index["target"]),
                     index["tuned"],

@@ -129,7 +129,7 @@ class Request(NamedTuple):
     #: Absolute time when the client wants the answer, before the deadline. It orders the request, but does not end
     #: it.
     due: float | None = None
-    #: Common number of the parts of one client's request. 0: the request is no part. Only for operators, like `tag`.
+    #: Common number of the parts of one client's request. 0: the request is not a part. Only for operators, like `tag`.
     whole: int = 0
 
 

@@ -30,7 +30,7 @@ def export_all(directories: Sequence[Path], folder: Path, say: Callable[[str], N
     for directory in directories:
         if not directory.is_dir():
             raise ServeError(
-                f"--hf: {directory} is no directory. Name a directory that save_pretrained wrote"
+                f"--hf: {directory} is not a directory. Name a directory that save_pretrained wrote"
             )
         bundle = folder / model_name(directory)
         if bundle in bundles:

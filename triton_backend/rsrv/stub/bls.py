@@ -413,7 +413,7 @@ class Bls:
                 text, request_name(call.client_id), call.model, name, array.dtype, extra=_about(call)
             )
             raise invalid(
-                f"input {name!r} for model {call.model!r}: {array.dtype} is no type of Triton's"
+                f"input {name!r} for model {call.model!r}: {array.dtype} is not a type of Triton's"
             ) from None
 
 

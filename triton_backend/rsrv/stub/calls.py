@@ -341,5 +341,5 @@ def check_keep(callee: Callee, keep: Keep) -> frozenset[str]:
             Status.INTERNAL, "its postprocess hook needs the outputs: they cannot stay on the device"
         )
     if unknown := sorted(names_kept - set(names)):
-        raise RequestFailure(Status.INTERNAL, f"keep_on_device names {unknown[0]!r}, which is no output")
+        raise RequestFailure(Status.INTERNAL, f"keep_on_device names {unknown[0]!r}, which is not an output")
     return names_kept

@@ -33,7 +33,7 @@ class SequenceStep(NamedTuple):
 
 
 def read_step(triton: Any) -> SequenceStep:
-    """Return the sequence parameters of Triton's request. Raises RequestFailure if the id is missing or is no text."""
+    """Return the sequence parameters of Triton's request. Raises RequestFailure if the id is missing or is not text."""
     try:
         id, flags = triton.correlation_id(), triton.flags()
     except UnicodeDecodeError:

@@ -47,7 +47,7 @@ class _MappedTable:
     """A placement table that is mapped into memory."""
 
     def __init__(self, fd: int, access: int) -> None:
-        """Map a file, and close its descriptor. Raises OSError, and ValueError if the file is no table."""
+        """Map a file, and close its descriptor. Raises OSError, and ValueError if the file is not a table."""
         try:
             size = os.fstat(fd).st_size
             if size < HEADER_BYTES:

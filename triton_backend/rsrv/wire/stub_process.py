@@ -24,7 +24,7 @@ class StubCommand:
 
     @classmethod
     def read(cls, pid: int | str) -> Self | None:
-        """Return the command line of a process, or None if it is no stub, has ended, or belongs to another user.
+        """Return the command line of a process, or None if it is not a stub, has ended, or belongs to another user.
 
         Another user's process could have any command line, and name shared memory that is not its own.
         """

@@ -168,7 +168,7 @@ def picture(
 
 
 def detr(folder: Path, family: str) -> Path:
-    """Save a detector of this family, such as Detr, whose network takes a mask of the pixels that are no padding."""
+    """Save a detector of this family, such as Detr, whose network takes a mask of the pixels that are not padding."""
     import transformers
 
     sizes: dict[str, Any] = {"d_model": 32, "num_queries": 7}

@@ -134,7 +134,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "header": (
         lambda folder: plain(folder, **{"model.safetensors": b"\xff" * 64}),
-        "model.safetensors: is no safetensors file",
+        "model.safetensors: is not a safetensors file",
     ),
     "text as a shape": (headed(["a", 4 * 10**9]), "a tensor has the shape"),
     "shape beyond the file": (headed([20, 20]), "a tensor has the shape"),
@@ -158,7 +158,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Path], str]] = {
         files(**{"adapter_model.bin": b"x"}),
         "adapter_model.bin: belongs to an adapter of peft; pass its base to --hf",
     ),
-    "nothing": (lambda folder: folder, "is no directory"),
+    "nothing": (lambda folder: folder, "is not a directory"),
 }
 
 

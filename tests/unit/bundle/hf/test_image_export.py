@@ -184,7 +184,7 @@ def test_pictures_of_many_sizes_are_answered_and_bombs_are_not(tmp_path: Path) -
     assert {key for found in answers[1] for key in found} == {"score", "label", "box"}
     with pytest.raises(BadInput, match="more than 50000000 pixels"):
         served(row(image=file(10_000, 8_000)))
-    with pytest.raises(BadInput, match="image 0 is no JPEG, PNG or WebP file"):
+    with pytest.raises(BadInput, match="image 0 is not a JPEG, PNG or WebP file"):
         served(row(image=b"GIF89a"))
 
 
@@ -270,5 +270,5 @@ def test_pictures_of_the_user_are_compared(tmp_path: Path) -> None:
         )
     (tmp_path / "no.jpg").write_bytes(b"text")
     options = HubOptions(batch_sizes=(2,), samples=[tmp_path / "no.jpg"])
-    with pytest.raises(BundleError, match=r"no\.jpg': the hooks refuse it: image 0 is no JPEG"):
+    with pytest.raises(BundleError, match=r"no\.jpg': the hooks refuse it: image 0 is not a JPEG"):
         export_hf(tmp_path / "ViT", out_dir=tmp_path / "bundle", options=options, overwrite=True)

@@ -38,7 +38,7 @@ def test_a_tab_is_between_a_query_and_its_document(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(b"\n \n", "has no text; write one sample per line"), (b"a\xff", "is no text in UTF-8")],
+    [(b"\n \n", "has no text; write one sample per line"), (b"a\xff", "is not text in UTF-8")],
 )
 def test_a_file_without_texts_is_refused(content: bytes, reason: str, tmp_path: Path) -> None:
     """An empty comparison would look like an agreement."""
@@ -59,5 +59,5 @@ def test_pictures_get_the_size_of_a_map(tmp_path: Path) -> None:
     (request,) = read_samples([tmp_path / "one.png"], recipe("image", picture_size=(16, 24))).values()
     assert Image.open(io.BytesIO(request["image"][0, 0])).size == (24, 16)
     (tmp_path / "no.png").write_bytes(b"text")
-    with pytest.raises(BundleError, match=r"no\.png: is no picture that Pillow can read"):
+    with pytest.raises(BundleError, match=r"no\.png: is not a picture that Pillow can read"):
         read_samples([tmp_path / "no.png"], recipe("image", picture_size=(16, 24)))

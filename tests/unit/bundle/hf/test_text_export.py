@@ -191,7 +191,7 @@ def test_an_embedding_may_be_cut(tmp_path: Path) -> None:
     task = export(model).manifest.task
     assert task is not None
     assert task.dimensions == (8, 16, 32)
-    with pytest.raises(BundleError, match="dimensions: 64 is no length from 1 to 32"):
+    with pytest.raises(BundleError, match="dimensions: 64 is not a length from 1 to 32"):
         export(model, HubOptions(dimensions=(64,)), overwrite=True)
 
 

@@ -303,7 +303,7 @@ class TritonServer:
                 self.process.kill()
         status = self.process.wait()
         # Stubs share the server's process group. After a crash they take a moment to end and to remove their shared
-        # memory, and one may hang for ever.
+        # memory, and one may hang forever.
         until = time.monotonic() + 2
         while (lives := group_lives(self.process.pid)) and time.monotonic() < until:
             time.sleep(0.02)

@@ -1,7 +1,7 @@
 """Element types in five spellings, from one table.
 
-A manifest names an element type by a *token* (`f32`). The other spellings are numpy's dtype, the KServe v2 name that travels on
-the wire (`FP32`), the name in a safetensors header (`F32`) and the element type of an MLIR tensor. The two 8-bit floats have no
+A manifest names an element type by a *token* (`f32`). The other spellings are numpy's dtype, the KServe v2 name in
+requests (`FP32`), the name in a safetensors header (`F32`) and the element type of an MLIR tensor. The two 8-bit floats have no
 KServe name. They can be weights and executable tensors, but never client tensors. Strings of any length (`bytes`) are only
 client tensors, and have no row here. Hooks turn them into executable tensors.
 """

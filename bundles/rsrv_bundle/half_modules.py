@@ -1,9 +1,9 @@
 """Rewrite of a module so that it computes in half precision, as mixed precision does in the frameworks.
 
-Products and convolutions take and return the half type, and sum in f32. Operations that only move such values, or that combine them
+Matrix products and convolutions take and return the half type, and sum in f32. Operations that only move such values, or that combine them
 with weights and constants, also use the half type. All other operations and values stay in f32: reductions (and so softmax and
-norms), exponentials and other functions, products of two activations, products of complex numbers, the state of loops, inputs and
-outputs.
+norms), exponentials and other functions, elementwise multiplications of two activations, complex numbers, the state of loops, inputs
+and outputs.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class _Rewriter:
 
 
 def _is_product(operation: Any) -> bool:
-    """Return whether an operation is a product of f32 whose precision the module leaves to the hardware."""
+    """Return whether an operation is a matrix product or a convolution of f32 whose precision the module leaves to the hardware."""
     if operation.name not in _PRODUCTS or kind_of(operation) != "hardware":
         return False
     # Complex numbers, and sums in f64, have no half type.

@@ -1,7 +1,7 @@
 """Parsing of modules in a child process, which may crash.
 
 jaxlib's parser is native code. For most modules with a few damaged bytes, it reports an error. About one in a few hundred such
-modules crashes it, and about one in a few thousand makes it run for ever. So a separate process parses each module first, with
+modules crashes it, and about one in a few thousand makes it run forever. So a separate process parses each module first, with
 limits on memory and time. It is not a sandbox, because it runs as the same user.
 """
 
@@ -115,7 +115,7 @@ class Inspector:
                     f"{file}: parsing it got {used:.1f} s of the processor in {allowed * _PATIENCE:.0f} s: "
                     "the machine is too busy; the module may be good"
                 ) from None
-            raise BundleError(f"{file}: {_BLAME.format('takes for ever')}") from None
+            raise BundleError(f"{file}: {_BLAME.format('takes forever')}") from None
         except (OSError, ValueError):
             how = _end(child.process)
             lost = child.process.returncode in _FROM_OUTSIDE
@@ -192,7 +192,7 @@ def _end(process: subprocess.Popen[bytes]) -> str:
     except subprocess.TimeoutExpired:
         return "gives no answer"
     if status == -signal.SIGXCPU:
-        return "takes for ever"
+        return "takes forever"
     return f"ends in {signal.Signals(-status).name}" if status < 0 else "gives no answer"
 
 

@@ -409,6 +409,6 @@ class _Parser:
                 if dtypes.kserve_name(spec.dtype) is None:
                     self.bad(
                         f"{'client' if has_section else 'executable'}_{section}.{spec.name}",
-                        f"the element type {spec.dtype} cannot travel to clients; convert it in a hook"
+                        f"the element type {spec.dtype} cannot be sent to clients; convert it in a hook"
                         " or in the model",
                     )

@@ -89,7 +89,7 @@ def signature_of(blob: bytes, file: str) -> Signature:
 
     Raises BundleError if the module is not a StableHLO portable artifact, is newer than this jaxlib reads, has no public `main`, has
     dynamic shapes, is partitioned over devices, calls other functions than those of known libraries, or is larger than any model.
-    Damaged bytes may crash the process, or make the parser run for ever.
+    Damaged bytes may crash the process, or make the parser run forever.
     """
     problems = Problems()
     signature = Signature((), ())

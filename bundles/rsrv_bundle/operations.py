@@ -1,4 +1,4 @@
-"""Limits on a module's operations, because a few kilobytes can keep a compiler busy for ever."""
+"""Limits on a module's operations, because a few kilobytes can keep a compiler busy forever."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def sha256_of(files: Iterable[Path]) -> dict[str, str]:
 def list_files(directory: Path, problems: Problems) -> dict[str, Path]:
     """Return the path of every regular file by its relative POSIX name, without Python's caches.
 
-    Links must stay inside the bundle. Devices and pipes are refused, because opening one can block for ever. Raises BundleError if
+    Links must stay inside the bundle. Devices and pipes are refused, because opening one can block forever. Raises BundleError if
     there are too many files.
     """
     files: dict[str, Path] = {}
@@ -319,7 +319,7 @@ def _find_modules(
 
 
 def _check_listed(manifest: Manifest, names: set[str], problems: Problems) -> None:
-    """Report missing and superfluous checksums. The weights and every module must have a checksum, and no other file."""
+    """Report missing and superfluous checksums. Only the weights and the modules have one, and each of them must."""
     for name in sorted(names - manifest.sha256.keys()):
         rule = (
             "is missing; format 3 has the SHA-256 of the weights and of every module: export the bundle again"

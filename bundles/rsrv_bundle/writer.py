@@ -168,7 +168,7 @@ def free_target(out_dir: str | os.PathLike[str], overwrite: bool) -> Path:
 def scratch_beside(target: Path) -> Iterator[str]:
     """Yield a temporary folder beside the bundle that is written, so that the last step is a rename.
 
-    The folder is hidden, so that no server takes it for a bundle. An OSError that the block raises names the bundle if it
+    The folder is hidden, so that no server treats it as a bundle. An OSError that the block raises names the bundle if it
     names no other file, for example when the disk is full.
     """
     try:

@@ -72,7 +72,7 @@ def parse(text: str) -> Any:
         raise ValueError(f"is not valid YAML: {where}{problem or ' '.join(str(error).split())}") from None
 
 
-#: Writer that quotes text if readers of YAML 1.1 or 1.2 would take it for a number, a date or a boolean.
+#: Writer that quotes text if readers of YAML 1.1 or 1.2 would read it as a number, a date or a boolean.
 _DUMPER: Any = type("_Dumper", (yaml.SafeDumper,), {})
 for _tag, _pattern, _first in _TYPES:
     _DUMPER.add_implicit_resolver(_TAG + _tag, _pattern, list(_first))

@@ -24,7 +24,8 @@ def private_directory() -> Iterator[Path]:
     sweep(base, _KIND)
     path = base / f"{os.getpid()}-{start_time(os.getpid())}-{_KIND}"
     make_private(path)
-    # Our pid means nothing in another PID namespace. A process there takes a directory for dead if nobody holds its lock.
+    # Our pid means nothing in another PID namespace. A process there considers a directory abandoned
+    # if nobody holds its lock.
     lock = hold(path)
     try:
         yield path

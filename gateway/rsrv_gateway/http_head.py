@@ -218,7 +218,7 @@ def _check(name: str, shape: Sequence[int], most: int) -> None:
     """Check that an input has at most `most` elements. Raises Malformed.
 
     Tritonserver 24.10 allocates memory for all elements of an input in JSON before it reads the first one, and ends if this fails.
-    It also takes large extents for negative numbers.
+    It also reads large extents as negative numbers.
     """
     if len(shape) > MOST_EXTENTS:
         raise Malformed(f"input {name[:100]!r} has more than {MOST_EXTENTS} extents")

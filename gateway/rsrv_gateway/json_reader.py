@@ -279,7 +279,7 @@ class JsonReader:
                 at = self._at = content.end()
             if at == len(data):
                 yield from self._more()
-            elif data[at] == _QUOTE:  # The end of the string is not known yet.
+            elif data[at] == _QUOTE:  # The end of this string is not in the data yet.
                 yield from self._skip_string()
             elif data[at] in (_OPEN, _OPEN_LIST):
                 nested += 1

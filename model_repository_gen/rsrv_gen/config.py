@@ -4,7 +4,7 @@ Triton batches only along the first axis, and only if every input and output has
 
 - If every tensor that clients send or get has its batch axis first, `max_batch_size` is positive, and `dims` leaves the batch axis
   out. With the Python front and its guard, Triton batches waiting requests (`dynamic_batching`). A tensor with *only* the batch axis
-  gets `dims: [1]` and travels as [N, 1], because Triton has no empty dims.
+  gets `dims: [1]` and is sent as [N, 1], because Triton has no empty dims.
 - Otherwise, `max_batch_size` is 0, `dims` has all axes with -1 for variable ones, and only the runtime batches requests. A scalar gets
   `dims: [1]`.
 
@@ -42,7 +42,7 @@ NATIVE_BACKEND = "rsrv"
 CANDIDATES = 16_384
 
 #: `max_batch_size` of a model with state. Its requests have one row each, but a client can claim any number of rows: if a tensor
-#: has no rows and the data of one row, Triton's Python backend takes the second axis for the rows. If a request claims more than
+#: has no rows and the data of one row, Triton's Python backend mistakes the second axis for the rows. If a request claims more than
 #: `max_batch_size` rows, the backend fails all requests of the same execute(), so this limit is out of reach.
 MOST_STEPS = 2**30
 

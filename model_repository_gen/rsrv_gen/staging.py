@@ -1,7 +1,7 @@
 """Folders next to a model repository.
 
 They hold new versions until these are complete, and old versions until no rollback is possible. They are not inside the
-repository, because Triton takes every folder there for a model, even a hidden one.
+repository, because Triton treats every folder there as a model, even a hidden one.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Replaced:
         return ours
 
     def leave(self) -> None:
-        """Leave the decision to the next process."""
+        """Let the next process decide whether the replacement is kept or undone."""
         self._aside.leave()
 
 
@@ -182,7 +182,7 @@ def leave_open(repository: Path, puts: Iterable[Replaced]) -> list[str]:
     lost = []
     for put in puts:
         if place_beside(repository) == repository:
-            # Otherwise no server would start, because it would take the kept version for a model that cannot be loaded.
+            # Otherwise no server would start, because Triton would treat the kept version as a model that cannot be loaded.
             put.forget()
             lost.append(put.name)
         else:

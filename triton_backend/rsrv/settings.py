@@ -81,7 +81,7 @@ class IdleSection(Section):
     host: Duration = Field(inf, description="The weights also leave host memory.")
     executable: Duration = Field(
         inf,
-        description="The model becomes cold: the runtime keeps nothing of it, and the next request starts it.",
+        description="The model becomes cold: the runtime holds no part of it, and the next request starts it.",
     )
     server: Duration = Field(
         inf,

@@ -32,7 +32,7 @@ MAX_JSON = 4 * 2**20
 MAX_TOKENIZER = 256 * 2**20
 #: Maximum number of bytes of a safetensors header, and of all JSON files together. Tokenizers have a limit of their own.
 MAX_HEADER = 64 * 2**20
-#: Largest number of heads, channels and the like in a configuration.
+#: Largest number in a configuration, such as the number of heads or channels.
 _MAX_SIZE = 10**7
 #: Largest number of layers in a configuration. Some networks, such as ALBERT, have one layer and call it that many times.
 _MAX_LAYERS = 1000

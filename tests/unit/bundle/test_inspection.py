@@ -93,7 +93,7 @@ def test_a_module_that_takes_for_ever_is_given_up(
     busy.chmod(0o700)
     monkeypatch.setattr("sys.executable", str(busy))
     monkeypatch.setattr(inspection, "_SECONDS", 0.2)
-    with pytest.raises(BundleError, match=r"model\.mlir: parsing it takes for ever"):
+    with pytest.raises(BundleError, match=r"model\.mlir: parsing it takes forever"):
         inspector(GOOD_MODULE, "model.mlir")
     monkeypatch.undo()
     assert inspector(GOOD_MODULE, "model.mlir").outputs == (Y4,)

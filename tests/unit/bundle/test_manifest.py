@@ -98,7 +98,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("provenance", changed(GOOD, provenance="me"), "provenance: must be a mapping"),
     ("numerics", changed(GOOD, numerics={"max_abs_error": "0"}), "numerics.max_abs_error: must be a number"),
     ("numerics", changed(GOOD, numerics={"source": {"b1": []}}), "numerics.source.b1: must be a number"),
-    ("f8 to clients", with_input(dtype="f8_e4m3"), "the element type f8_e4m3 cannot travel to clients"),
+    ("f8 to clients", with_input(dtype="f8_e4m3"), "the element type f8_e4m3 cannot be sent to clients"),
     ("client spec", changed(GOOD, client_outputs=[tensor(c=1)]), "client_outputs: only hooks can change"),
     ("meta on a model", changed(GOOD, meta={"calls": []}), "meta: only a bundle of kind 'meta' has it"),
     ("internal type", changed(GOOD, internal="yes"), "internal: must be true or false, not 'yes'"),

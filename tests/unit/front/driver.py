@@ -180,7 +180,7 @@ class Driver:
                 assert request.deaths or self.front.suspect is None, self.story("it has a runtime, and waits")
                 continue
             assert self.now < request.retry_until, self.story("it waits too long")
-            assert self.now - request.waiting_since <= MAX_STEPS * longest_s, self.story("it waits for ever")
+            assert self.now - request.waiting_since <= MAX_STEPS * longest_s, self.story("it waits forever")
 
     def story(self, text: str) -> str:
         return "\n".join([text, *self.log])

@@ -170,7 +170,7 @@ def test_a_request_outlives_a_start_that_ends_in_a_death() -> None:
 
 
 def test_a_process_that_no_runtime_understands_is_replaced() -> None:
-    """The next process may serve, or its load fails visibly. Without the replacement, this process would try for ever."""
+    """The next process may serve, or its load fails visibly. Without the replacement, this process would try forever."""
     driver = down()
     for _ in range(5):
         assert not driver.given_up

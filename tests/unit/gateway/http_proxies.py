@@ -106,7 +106,7 @@ class FakeHttpWorker:
                 await asyncio.Event().wait()
             finally:
                 cancelled.set()
-            raise AssertionError("it was to wait for ever")
+            raise AssertionError("it was to wait forever")
 
         self.does[""] = hold
         return cancelled

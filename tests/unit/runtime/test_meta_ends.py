@@ -138,7 +138,7 @@ def test_a_request_whose_deadline_has_passed_calls_no_model(runtime: Runtime, st
 def test_a_client_that_goes_is_noticed_before_a_stage(
     runtime: Runtime, start_meta: StartMeta, through: str
 ) -> None:
-    """A run that would call for ever ends after its client has gone."""
+    """A run that would call forever ends after its client has gone."""
     pause = Pause()
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:

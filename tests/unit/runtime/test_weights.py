@@ -480,7 +480,7 @@ def test_a_model_whose_warm_up_fails_is_refused_and_leaves_nothing(
         house.engine(doublings["b"])
     house.runtime.device.fail_next("read", times=0)
 
-    # The other model was evicted for the second try.
+    # The other model was evicted for the retry.
     wait_until(lambda: house.runtime.device.device_bytes == 0)
     wait_until(lambda: house.host()[2] == 1)
     assert answered(send_one(a)) == 1

@@ -155,7 +155,7 @@ class Driver:
         self.idling = False
         #: The latest model to be warmed up again.
         self.warming_again = ""
-        #: Requests whose execution found no memory, and the number of those executions that wait for their second try.
+        #: Requests whose execution found no memory, and the number of those executions that wait for their retry.
         self.again: set[int] = set()
         self.second_tries = 0
         self._next_id = 0
@@ -528,7 +528,7 @@ class Driver:
     def _watch_execute(self, execute: Execute) -> None:
         assert execute.model in self.resident
         assert execute.number not in self.executing
-        # Runs and generations in progress need executions to end; a second try began before this.
+        # Runs and generations in progress need executions to end; a retry began before this.
         generating = any(one.model in self.generative for one in self.waiting.values())
         assert self.under_way or generating or execute.again or not self.winding_down
         requests = [self.requests[request] for request in execute.requests]
@@ -545,7 +545,7 @@ class Driver:
             assert (len(requests), self.executing, self.loading, self.warming) == (1, {}, {}, set())
         assert execute.exclusive == any(request.exclusive for request in requests)
         assert not any(one.exclusive for one in self.executing.values())
-        # A second try began before this.
+        # A retry began before this.
         assert execute.again or not self.held(execute.model)
         if execute.again:
             self.again.difference_update(execute.requests)

@@ -262,7 +262,7 @@ def test_what_waits_for_an_evicted_model_is_refused() -> None:
 
 
 def test_new_calls_do_not_keep_what_is_to_go() -> None:
-    """New calls of running meta models are refused after an eviction, which could otherwise last for ever."""
+    """New calls of running meta models are refused after an eviction, which could otherwise last forever."""
     driver = explicit()
     driver.add(program("a", SINGLE))
     driver.arrive(driver.request())

@@ -64,7 +64,7 @@ def test_a_model_that_finds_memory_only_alone_is_served_beside_others() -> None:
 
 
 def test_a_model_whose_second_try_evicted_nothing_does_not_wait() -> None:
-    """If a second try evicted only idle models, the next one does not wait."""
+    """If a retry evicted only idle models, the next one does not wait."""
     device = storm_of()
     device.alone = True
     device.clients(["bad"], think=0.0)

@@ -285,7 +285,7 @@ def test_broken_callers_are_told_and_change_nothing(machine: Driver) -> None:
 
 
 def test_an_id_may_be_used_again_after_its_end(machine: Driver) -> None:
-    """Ids have to be unique among requests in flight, not for ever."""
+    """Ids have to be unique among requests in flight, not forever."""
     machine.add(program("a"))
     for _ in range(2):
         out = machine.scheduler.handle(RequestsArrived((Request(1, "a", 0, 1),)), 0.0)

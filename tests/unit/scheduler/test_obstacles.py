@@ -116,7 +116,7 @@ def test_restored_weights_wait_for_a_second_try() -> None:
     machine.finish()
     machine.send(Compact())
     machine.finish(out_of_memory=True)
-    assert obstacle(machine, "cats") == "queued (restore): waits for the second try of dogs"
+    assert obstacle(machine, "cats") == "queued (restore): waits for the retry of dogs"
 
     machine.change(weight_budget_bytes=30 * MB)
     machine.finish()

@@ -49,7 +49,7 @@ def test_an_execution_without_memory_is_tried_again_alone() -> None:
 
 
 def test_the_second_time_its_requests_fail_and_no_others() -> None:
-    """If the second try fails, its requests fail, and the model's next execution has two tries again."""
+    """If the retry fails, its requests fail, and the model's next execution has two tries again."""
     driver = driver_of()
     driver.add(program("a"), program("b"))
     first, other = driver.request("a"), driver.request("b")
@@ -743,7 +743,7 @@ def test_no_memory_for_a_model_that_is_gone_evicts_no_weights() -> None:
 
 
 def test_another_warm_up_does_not_end_a_second_try() -> None:
-    """A model that is added with its weights warms up beside it; what waits starts when the second try is over."""
+    """A model that is added with its weights warms up beside it; what waits starts when the retry is over."""
     driver = driver_of()
     driver.add(program("a"))
     driver.add(program("b"), resident=False, warm_up=True)

@@ -185,7 +185,7 @@ def test_a_held_model_is_evicted_as_an_idle_one() -> None:
 
 
 def test_memory_that_ran_out_for_a_held_model_is_not_emptied_for_it(machine: Driver) -> None:
-    """Its load found none while it was held: there is a second try only when it goes on."""
+    """Its load found none while it was held: there is a retry only when it goes on."""
     machine.add(program("a"), resident=False)
     machine.add(program("b"))
     machine.arrive(machine.request("a"))

@@ -439,7 +439,7 @@ def test_traffic_goes_on_while_many_models_are_added(fits: int) -> None:
 
 
 def test_models_are_added_though_those_with_work_find_no_room() -> None:
-    """`low` waits behind a saturated model of a higher priority for ever; a new one does not wait with it."""
+    """`low` waits behind a saturated model of a higher priority forever; a new one does not wait with it."""
     device = Device(SchedulerSettings(weight_budget_bytes=200, discipline="fifo"), validate_every=100)
     device.model(program("high", {(0, 1): 0.01}), load=0.01)
     device.model(program("also", {(0, 1): 0.01}), load=0.01)

@@ -109,7 +109,7 @@ class RandomEvents:
         self.replay()
 
     def reached(self) -> Counter[object]:
-        """Count events and instructions by type, ends by outcome and reason, and second tries."""
+        """Count events and instructions by type, ends by outcome and reason, and retries."""
         counts: Counter[object] = Counter(type(event) for event, _ in self.driver.events)
         for instruction in (one for out in self.driver.instructions for one in out):
             counts[type(instruction)] += 1
@@ -118,7 +118,7 @@ class RandomEvents:
                     counts[outcome] += 1
                     counts[reason] += 1
                 case Execute(again=True) | WarmUp(again=True):
-                    counts["second try"] += 1
+                    counts["retry"] += 1
                 case Execute(exclusive=True):
                     counts["exclusive"] += 1
                 case Execute():
@@ -456,7 +456,7 @@ def test_random_events() -> None:
         *get_args(Instruction),
         *Outcome,
         *Reason,
-        "second try",
+        "retry",
         "exclusive",
         "several lengths",
     ]

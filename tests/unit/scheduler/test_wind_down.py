@@ -79,7 +79,7 @@ def test_a_held_generation_is_counted_when_the_time_is_over(driver: Driver) -> N
 
 
 def test_an_execution_that_waits_for_its_second_try_is_in_progress(driver: Driver) -> None:
-    """It found no memory while other weights load: the device rests when its second try has ended, not before."""
+    """It found no memory while other weights load: the device rests when its retry has ended, not before."""
     driver.add(program("b"), resident=False)
     driver.send(Prefetch("b"))
     request = driver.request()

@@ -86,7 +86,7 @@ def test_a_model_that_cannot_be_loaded_is_never_called_cold() -> None:
 
 
 def test_a_model_that_an_operator_unloads_is_not_loaded() -> None:
-    """The control service is not asked about it for ever."""
+    """The control service is not asked about it forever."""
     changes = Changes({}, lambda: {"a"})
     assert said(changes, change("a@1", pb.STATE_READY)) == ["a is ready"]
     assert said(changes, change("a@1", None)) == []

@@ -46,7 +46,7 @@ def unload(left: str, close: str = "pass", exit_s: float = 60.0) -> subprocess.C
 
 @pytest.mark.parametrize("left", _LEFT.values(), ids=_LEFT)
 def test_what_model_py_leaves_does_not_keep_the_process(left: str) -> None:
-    """Python's exit would wait for it for ever, with the memory of a model that is gone."""
+    """Python's exit would wait for it forever, with the memory of a model that is gone."""
     ended = unload(left, exit_s=0.1)
     assert "Thread" in ended.stderr
     if "PyDLL" not in left:

@@ -170,7 +170,7 @@ def parser() -> CommandParser:
     doctor = command("doctor", "what is wrong or could be better, why, and what to do")
     doctor.add_argument(
         "--url",
-        help="show instead whether large requests from here to this server travel in shared memory, and why not; "
+        help="show instead whether large requests from here to this server use shared memory, and why not; "
         "HOST:PORT of gRPC, or http://HOST:PORT",
     )
     health = command("health", "check whether the server, or a model, can serve")

@@ -140,7 +140,7 @@ class AsyncClient:
 
     @property
     def transport(self) -> str:
-        """How large requests travel: `shared memory`, or `bytes (REASON)`."""
+        """Transport of large requests: `shared memory`, or `bytes (REASON)`."""
         return "shared memory" if self._regions.is_used else f"bytes ({self._regions.reason})"
 
     async def probe(self) -> str:
@@ -607,7 +607,7 @@ class Client:
 
     @property
     def transport(self) -> str:
-        """How large requests travel, as in AsyncClient.transport."""
+        """Transport of large requests, as in AsyncClient.transport."""
         return self._client.transport
 
     signature = _synchronous(AsyncClient.signature, _wait)

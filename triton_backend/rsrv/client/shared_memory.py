@@ -25,7 +25,7 @@ from rsrv.client.retries import Code
 from rsrv.client.signature import ModelSignature
 from rsrv.client.transport import AttemptFailed, InferRequest, InferTensor, RegionPart, ServerConnection
 
-#: Requests of fewer bytes travel as bytes, which is as fast.
+#: Smaller requests are sent as bytes, which is as fast.
 LEAST_BYTES: Final = 64 << 10
 #: Sizes of regions are multiples of this, so that a region fits requests of similar sizes.
 STEP_BYTES: Final = 1 << 20
@@ -70,7 +70,7 @@ class Regions:
     """The regions of one client. Requests reuse them, so there are as many as requests in flight."""
 
     def __init__(self, connection: ServerConnection, unusable: str = "") -> None:
-        """`unusable`: why no request may travel in shared memory."""
+        """`unusable`: why no request may use shared memory."""
         self._connection = connection
         self._free: list[Region] = []
         #: Names of all regions that the server may have mapped.
@@ -78,18 +78,18 @@ class Regions:
         #: Names of registered regions that no request gets any more. The server may still use them for a request that it did not
         #: answer.
         self._abandoned: list[str] = []
-        #: Why requests travel as bytes.
+        #: Why requests are sent as bytes.
         self.reason = unusable or "no request was large enough for shared memory"
         #: True if no further request tries shared memory.
         self._off = bool(unusable)
 
     @property
     def is_used(self) -> bool:
-        """True if requests travelled in shared memory."""
+        """True if requests have used shared memory."""
         return bool(self._registered)
 
     async def take(self, size: int, seconds: float = CALL_S) -> Region | None:
-        """Return a region of at least `size` bytes, or None if the request must travel as bytes.
+        """Return a region of at least `size` bytes, or None if the request must be sent as bytes.
 
         `seconds` is the time that the request has left.
         """

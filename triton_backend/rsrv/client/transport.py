@@ -344,7 +344,7 @@ class _Http:
                 f"{self._url}/v2/{path}",
                 data=data,
                 headers=headers,
-                # aiohttp takes 0 for no limit.
+                # For aiohttp, 0 means no limit.
                 timeout=aiohttp.ClientTimeout(total=max(timeout_s, 0.001)),
             ) as answer:
                 content = await answer.read()

@@ -68,7 +68,7 @@ def _claim(path: Path) -> int | None:
 
 
 async def _control_and_exit(options: argparse.Namespace, server: int) -> None:
-    # Exit without cleanup, because the loop and the interpreter would wait for threads, and a disk may block a thread for ever.
+    # Exit without cleanup, because the loop and the interpreter would wait for threads, and a disk may block a thread forever.
     try:
         await _control(options, server)
     except Exception:

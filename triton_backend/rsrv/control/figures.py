@@ -62,7 +62,7 @@ class ServerFigures:
     policies: Mapping[str, Json] = field(default_factory=dict)
     #: Why the current rsrv.yaml is not used.
     settings_refused: str = ""
-    #: Changes of rsrv.yaml that wait.
+    #: Changes of rsrv.yaml that do not apply yet, each with the command that applies it.
     settings_waiting: Sequence[str] = ()
     #: Why the port of OpenAI's endpoints is closed although a model has a task. Empty if it is open or not needed.
     openai_closed: str = ""
@@ -76,7 +76,7 @@ class ServerFigures:
     loading: frozenset[str] = frozenset()
     #: Number of models that Triton loads concurrently.
     load_threads: int = 4
-    #: Reason why no model can be loaded or unloaded, with the remedy. Empty if models can be.
+    #: Reason why no model can be loaded or unloaded, with the remedy. Empty if there is none.
     barred: str = ""
     #: Number of times that a model's process in Triton was found dead, by model.
     process_ends: Mapping[str, int] = field(default_factory=dict)

@@ -98,7 +98,7 @@ class Metrics:
 
 
 def expose(records: Mapping[int, RuntimeRecords], server: ServerFacts) -> str:
-    """Return the text. `records` has the records of the runtimes that answer, by device."""
+    """Return the page of metrics. `records` has the records of the runtimes that answer, by device."""
     # With several devices, leave out empty histograms, because most models are in use on only some of the devices.
     page = _Exposition(sparse=len(records) > 1)
     for number, record in records.items():

@@ -284,7 +284,7 @@ class Reconciler:
             await asyncio.sleep(STARTUP_POLL_S)
 
     async def _forever(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Repeat the work for ever. An unexpected error is logged, because it must not end the other tasks."""
+        """Repeat the work forever. An unexpected error is logged, because it must not end the other tasks."""
         while True:
             try:
                 await work()

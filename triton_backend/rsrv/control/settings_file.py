@@ -103,7 +103,7 @@ class Rereading:
 
     async def check(self) -> None:
         """Apply the file if it has changed and two checks agree. Record the runtimes that have read it."""
-        # Use a thread, because a disk may block for ever.
+        # Use a thread, because a disk may block forever.
         if await asyncio.to_thread(self._monitor.changed):
             await self._read_again()
         aliases = self._runtimes.desired.merged_aliases(self._file.settings.aliases)

@@ -26,7 +26,7 @@ class ServingState(StrEnum):
     STARTING = "starting"
     #: The runtime answers requests.
     READY = "ready"
-    #: The runtime has nothing of the model, and the front has no connection, until a request starts the model.
+    #: The runtime holds no part of the model, and the front has no connection, until a request starts the model.
     COLD = "cold"
     #: The last attempt found no runtime, or the runtime ended before the model was ready. Another attempt follows.
     BACKING_OFF = "backing off"

@@ -128,7 +128,7 @@ def _measure(network: Any, inputs: list[Tensor], device: str, seconds: float) ->
 
 
 def main(device: str) -> None:
-    """Answer the lines of the input."""
+    """Measure the network that each line of the input names, and print the results."""
     if device == "cuda":
         torch.zeros(1, device=device)
     # Use TF32 if the card has it, as XLA does by default.

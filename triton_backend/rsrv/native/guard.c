@@ -8,7 +8,7 @@
 //   - A string is longer than the rest of its tensor. Triton does not check the last string of a tensor. The guard
 //     replaces all strings of the tensor by empty ones and adds a parameter. The stub refuses a request with this parameter.
 //   - The number of rows is 0 or a multiple of 2^32, and the data are one row. Triton then drops the batch axis, and the
-//     backend takes the second axis for the rows.
+//     backend mistakes the second axis for the rows.
 //   - An extent is negative, or the number of elements overflows. The stub would die.
 //
 // The guard cancels requests of the last two kinds. Triton has no other way to keep them from the backend.

@@ -66,8 +66,8 @@ static void fail(struct link* link, const char* why) {
 
 // Closes the socket, and frees all that belongs to the connection. No request may be in flight. The caller holds the lock.
 static void detach(struct link* link) {
-    // A child that has just been forked has the socket as well, and closing it here would not end its events. So remove it
-    // first.
+    // Remove the socket from epoll first. A child that was just forked has a copy of the descriptor, so close() alone would
+    // not end the socket's events.
     epoll_ctl(epoll_fd, EPOLL_CTL_DEL, link->fd, NULL);
     close(link->fd);
     link->fd = -1;
@@ -491,8 +491,8 @@ uint32_t link_devices(struct link* link) {
     return devices;
 }
 
-// If work or the next round of a runtime is overdue, it is expected to take as much longer as it is overdue already. The same
-// holds if the runtime does not notice a request.
+// If a runtime's work or its next round is overdue by s seconds, it is expected to take s more seconds. The same holds if the
+// runtime does not notice a request.
 int64_t link_answers_in_ns(struct link* link) {
     const uint64_t most = 3600 * (uint64_t)NS_PER_S;  // do not trust the board's numbers, which the runtime writes
     uint64_t now = (uint64_t)now_ns(), expected = UINT64_MAX;

@@ -222,7 +222,7 @@ struct pending {
     bool cancelling;
     bool read;  // the parameters were read
     // A part of a large request has these rows of Triton's request. The large request holds Triton's request.
-    struct large* large;  // NULL: this is not a part
+    struct large* large;  // NULL: this request is not a part
     uint32_t first;       // row where the part begins
     uint64_t whole;       // number that the parts have in common
     bool admitted;        // a full queue does not refuse it
@@ -250,7 +250,7 @@ uint64_t request_input_bytes(const struct pending*);  // bytes of the inputs, as
 // Makes the response of a large request, with a buffer for each output that the client wants. False: the request has
 // failed.
 bool request_open_response(struct pending*, uint8_t** buffers);
-void request_copy_outputs(const struct pending* part, uint8_t* const* buffers);  // to the rows of the part
+void request_copy_outputs(const struct pending* part, uint8_t* const* buffers);  // copies to the part's rows
 void request_fail(struct pending*, enum status, const char* format, ...) __attribute__((format(printf, 3, 4)));
 void request_write(struct pending*);  // copies the inputs to the request's place; may fail the request
 bool request_launched(const struct pending*);  // false: the runtime never gave the request to its device

@@ -67,7 +67,7 @@ int frame_receive(int fd, uint8_t buffer[MAX_FRAME], struct frame* frame, const 
     }
     bool whole = !(message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) && length >= HEADER_BYTES && count < 2;
     if (!whole) {
-        // Check this before the received descriptors are closed, which would free some.
+        // Check this first, because closing the received descriptors would free some.
         bool lost = message.msg_flags & MSG_CTRUNC && lacks_descriptors(fd);
         while (count > 0) close(found[--count]);
         *why = lost          ? OUT_OF_DESCRIPTORS

@@ -43,7 +43,7 @@ MAX_BODIES: Final = 256 << 20
 MAX_CALLS: Final = 1024
 #: Seconds within which a body must arrive.
 BODY_S: Final = 60.0
-#: Disconnect a client that reads nothing of its answer for so many seconds.
+#: Disconnect a client that reads no byte of its answer for this many seconds.
 STALL_S: Final = 60.0
 #: Maximum number of bytes of an answer that are written at a time.
 _PIECE = 1 << 18

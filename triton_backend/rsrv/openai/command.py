@@ -98,7 +98,7 @@ async def listen(app: web.Application, where: Address, stack: AsyncExitStack) ->
     )
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
-    # aiohttp takes None for all addresses of IPv4 and IPv6.
+    # For aiohttp, None means all addresses of IPv4 and IPv6.
     host = None if where.host in ("", "0.0.0.0", "::") else where.host
     site = web.TCPSite(runner, host, where.port, reuse_port=True, reuse_address=True)
     await site.start()

@@ -49,7 +49,7 @@ class CallSlice:
         return self.targets[index]
 
     def mark(self) -> None:
-        """Set the first byte of the first output that has bytes (see `Slice.mark`)."""
+        """Set the first byte of the first non-empty output to 1. `Slice.mark` explains why."""
         for target in self.targets:
             if target is not None and target.nbytes:
                 target.reshape(-1).view(np.uint8)[0] = 1

@@ -68,8 +68,8 @@ def end_orphans(stubs: Mapping[int, Stub], server: int, repository: Path) -> Non
 def open_stub(pid: int, server: int) -> Stub | None:
     """Open a stub of the server. Return None for other processes, such as tools that ask for the status."""
     if pid == server:
-        # For a native front, finding the parent takes milliseconds, because the kernel adds up its thousands of
-        # threads.
+        # The peer is a native front. Do not look for its parent: this takes milliseconds, because the kernel adds up the
+        # times of the server's thousands of threads.
         return None
     try:
         fd = os.pidfd_open(pid)

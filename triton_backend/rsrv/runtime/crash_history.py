@@ -1,4 +1,4 @@
-"""Crash history of a server, and the black box of this runtime. They stop a model from crashing runtimes for ever.
+"""Crash history of a server, and the black box of this runtime. They stop a model from crashing runtimes forever.
 
 The next runtime of the same server reads the black box (`wire.blackbox`) and counts crashes by model. Only a process's parent
 learns how the process ended. So a kill -9 looks like the kernel's out-of-memory killer. Such an end counts only against a

@@ -86,7 +86,7 @@ class FreePieces:
         needed = sorted(filter(None, map(rounded, sizes)), reverse=True)
         with self._lock:
             if self._free and self._free[-1] - sum(needed) >= _SPLIT_BYTES:
-                return True  # The largest piece takes all allocations that do not fit into a better one.
+                return True  # The largest piece alone has room for all allocations.
             pieces = self._free.copy()
         for nbytes in needed:
             at = bisect_left(pieces, nbytes)

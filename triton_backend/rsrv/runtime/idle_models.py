@@ -16,9 +16,10 @@ from rsrv.scheduler.scheduler import Scheduler
 _MIN_CHECK_S, _MAX_CHECK_S = 1.0, 60.0
 #: Maximum number of models that fall back at one check. Each unload blocks the loop for milliseconds.
 _FALLS = 16
-#: Minimum number of seconds until further models fall back.
+#: Minimum number of seconds between two groups of models that fall back.
 _NEXT_FALLS_S = 0.25
-#: After a stub ignores a dismissal, wait this many seconds before asking it again. It has requests, or imports model.py.
+#: After a stub ignores a dismissal, wait this many seconds before asking it again. Such a stub has requests,
+#: or imports model.py.
 _STAYS_S = 30.0
 
 #: Registrations, and models that are kept without one, by key. The value is the name and the keys of the models.

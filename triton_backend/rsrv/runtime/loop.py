@@ -235,8 +235,8 @@ class Loop:
             # Connections that ended late in the last round may have left answers.
             timeout = 0.0
         else:
-            # While the device is free, publish every BEAT_S: with several devices, stubs take an old beat for a stopped
-            # runtime.
+            # While the device is free, publish every BEAT_S: with several devices, stubs regard a runtime with an
+            # old beat as stopped.
             timeout = BEAT_S if self._server.devices > 1 and ahead is None else _MAX_WAIT_S
             timeout = min(max(0.0, (due if wakeup is None else min(due, wakeup)) - now), timeout)
         self.activity.round.end()
@@ -545,7 +545,7 @@ class Loop:
                     assert_never(instruction)
 
     def _start(self, instruction: ev.Execute | ev.WarmUp, *, freed: bool = False) -> None:
-        """Start work on the device. A second try waits until the evicted weights' memory is `freed`."""
+        """Start work on the device. A retry waits until the evicted weights' memory is `freed`."""
         if instruction.again and not freed:
             self._weights.retry_when_freed(instruction)
             return

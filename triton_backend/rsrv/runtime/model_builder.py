@@ -45,7 +45,7 @@ class DeviceReady:
 
     device: Device
     weight_mover: WeightMover
-    #: Precision of the device's products by default, or None on a CPU.
+    #: Default precision of the device's f32 products, or None on a CPU.
     computes: Computes | None
 
 
@@ -209,7 +209,7 @@ class ModelBuilder:
     def warm_up(self, model: CompiledModel, device: Device, *, again: bool) -> None:
         """Execute every size of a model whose weights are on the device. Ends in `ModelWarmedUp`.
 
-        `again`: True if this is the second try, after the device had no memory for the first.
+        `again`: True if this is a retry, because the device had no memory for the first attempt.
         """
         self._warm_up_thread.put(partial(self._warm_up, model, device, again))
 

@@ -202,7 +202,7 @@ class DeviceProcess:
         prepared, self._prepared = self._prepared, None
         if prepared is None:
             return None
-        # Models that no stub has registered by then are not expected to return.
+        # After this time, models without a registered stub are not expected to return.
         threading.Timer(_FORGET_S, prepared.executables.clear).start()
         prepared.device.claim(self._end_without_device)
         return prepared.device

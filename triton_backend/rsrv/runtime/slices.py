@@ -88,7 +88,7 @@ class Slice(PendingRequest, Protocol):
         """Return the place of an output in shared memory. None: the output is not needed there."""
 
     def mark(self) -> None:
-        """Set the first byte of the request's outputs.
+        """Set the first byte of the request's outputs to 1.
 
         If this process dies, the byte shows the stub that the request may be the cause.
         """

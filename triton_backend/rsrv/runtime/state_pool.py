@@ -2,8 +2,8 @@
 
 A slot may belong to a sequence whose state is elsewhere: in host memory after an eviction, or still in another slot.
 `launch` brings each state to the slot where its row expects it. Before that, it saves the state that another live sequence
-has there. So the loop only decides which sequence has which slot. A second try of an execution finds each state where the
-first try left it.
+has there. So the loop only decides which sequence has which slot. A retry of an execution finds each state where the
+first attempt left it.
 """
 
 import logging

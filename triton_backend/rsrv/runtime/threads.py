@@ -43,7 +43,7 @@ class Inbox:
 class WorkerThread:
     """A thread that runs actions in order. An action must handle its own errors, because an unhandled error ends the process.
 
-    A thread that died silently would leave requests unanswered for ever. But every stub notices the end of the process at once,
+    A thread that died silently would leave requests unanswered forever. But every stub notices the end of the process at once,
     and the stubs start another runtime.
     """
 

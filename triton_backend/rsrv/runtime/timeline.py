@@ -154,7 +154,7 @@ class Timeline:
             case ev.WeightsLoaded() | ev.LoadFailed() | ev.LoadAbandoned():
                 start = self._loading.pop((event.model, event.epoch), None)
                 if start is None:
-                    return None  # This is a read, which is no work of the device.
+                    return None  # This is a read from the disk, which does not use the device.
                 # Use the transfer's own time if it is known, because a load may have waited for evictions.
                 if isinstance(event, ev.WeightsLoaded):
                     start = max(start, now - event.seconds)
@@ -252,7 +252,7 @@ class Traces:
         if traced:
             self._executing[execute.number] = traced
         for request in traced:
-            if not request.executed:  # Otherwise this is the second try.
+            if not request.executed:  # Otherwise this is the retry.
                 request.executed = True
                 self._add_waiting(request, now, "")
 

@@ -102,7 +102,7 @@ class WeightManager:
         self.device: Device | None = None
         #: The threads that move weights, or None until the device is ready.
         self.mover: WeightMover | None = None
-        #: Precision of the device's products by default, or None on a CPU.
+        #: Default precision of the device's f32 products, or None on a CPU.
         self.computes: Computes | None = None
         #: Bytes of the device that executions take in addition to weights.
         self.scratch = 0
@@ -153,7 +153,7 @@ class WeightManager:
             self._evicted.setdefault(loading_for, []).append(key)
 
     def retry_when_freed(self, instruction: ev.Execute | ev.WarmUp) -> None:
-        """Carry out a second try when the memory of all evicted weights is free."""
+        """Carry out a retry when the memory of all evicted weights is free."""
         self._mover.post_when_freed(instruction)
 
     def measured(self, message: HostMemoryMeasured, now: float) -> int:

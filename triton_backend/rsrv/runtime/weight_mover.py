@@ -177,7 +177,7 @@ class CopyMade(HostMemoryMeasured):
 
 @dataclass(frozen=True, slots=True)
 class MemoryFreed:
-    """All evictions before this instruction have been carried out. The instruction is a second try."""
+    """All evictions before this instruction have been carried out. The instruction is a retry."""
 
     instruction: ev.Execute | ev.WarmUp
 
@@ -231,7 +231,7 @@ class _Transfer:
         return self._abandoned.is_set()
 
     def _read(self, index: int) -> Array:
-        # Without a host copy, the read may take any time. It is no work of the device, so the watchdog must ignore it.
+        # Without a host copy, the read may take any time. The device is not involved, so the watchdog must ignore the read.
         self._slot.rest()
         try:
             return self._model.host.read(index)

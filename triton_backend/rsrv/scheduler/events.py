@@ -97,7 +97,7 @@ class Program:
     name: str = ""
     #: True if the end of a request brings the next request at once, as with the steps of a generation. An execution then
     #: waits for the end of the one before, to include these requests. Otherwise, two halves of the generations would take
-    #: turns for ever.
+    #: turns forever.
     feeds_back: bool = False
     #: True if the variants are lengths of one axis in ascending order. Requests of a variant may then be padded and execute
     #: at a longer variant.
@@ -111,7 +111,7 @@ class Request(NamedTuple):
     model: str
     variant: int
     rows: int
-    #: Absolute deadline, or None if the request waits for ever.
+    #: Absolute deadline, or None if the request waits forever.
     deadline: float | None = None
     #: Priority as in Triton. Smaller is more urgent, 1 is the highest, and 0 means the default, `DEFAULT_PRIORITY`.
     priority: int = 0
@@ -377,7 +377,7 @@ Event = (
 class Execute:
     """Execute one compiled size of a model on these requests, in the order of service. `rows` of the `size` are useful."""
 
-    #: Number of the execution. Numbers rise from 1. A second try has its own number.
+    #: Number of the execution. Numbers rise from 1. A retry has its own number.
     number: int
     model: str
     variant: int
@@ -386,7 +386,7 @@ class Execute:
     requests: tuple[int, ...]
     #: Expected seconds. They inform operators, and are not part of the decision.
     seconds: float = field(default=0.0, compare=False)
-    #: True if it is the second try after a lack of device memory: carry out all evictions first.
+    #: True if this is the retry after a lack of device memory. Carry out all evictions first.
     again: bool = False
     #: True if the request is exclusive.
     exclusive: bool = False
@@ -421,7 +421,7 @@ class WarmUp:
     """Execute and measure every size of the model. Its weights are on the device. Ends in `WarmUpEnded`."""
 
     model: str
-    #: True if it is the second try after a lack of device memory: carry out all evictions first.
+    #: True if this is the retry after a lack of device memory. Carry out all evictions first.
     again: bool = False
 
 
@@ -462,7 +462,7 @@ class WoundDown:
     """
 
     #: Numbers of runs, executions and generations that have not ended in time. An executing step of a generation
-    #: counts as an execution, and so does an execution that waits for its second try.
+    #: counts as an execution, and so does an execution that waits for its retry.
     runs: int
     executions: int
     steps: int = 0

@@ -254,8 +254,8 @@ class Fair:
         """Return (committed or not, virtual start, place).
 
         Loads are not ordered by virtual deadline: while models wait for the link, the clock hardly moves, and cheap newcomers
-        would pass an expensive model for ever. They are not ordered by priority either: models that owe device time would keep
-        their weights, and models that are owed device time would wait for ever.
+        would pass an expensive model forever. They are not ordered by priority either: models that owe device time would keep
+        their weights, and models that are owed device time would wait forever.
         """
         account, place = self._accounts[candidate.name], candidate.place
         assert place is not None

@@ -19,12 +19,12 @@ _MAX_HOST_S = 0.001
 
 @dataclass(slots=True)
 class StartedExecution:
-    """An execution in flight, or one that found no memory and is to be retried."""
+    """An execution in flight, or one that found no memory and will be retried."""
 
     execute: Execute
     model: ModelState
     started: float
-    #: Number by which the discipline knows the execution. It is the number of the first try.
+    #: Number under which the discipline charges the execution: the number of its first attempt.
     charged: int
     #: Seconds for which nothing else could execute. It is known at the end of the execution.
     occupied_seconds: float = 0.0
@@ -45,7 +45,7 @@ class InFlight(dict[int, StartedExecution]):
         self.started = 0
 
     def start(self, execute: Execute, model: ModelState, now: float, charged: int | None = None) -> None:
-        """Add an execution. `charged`: the number of the first try, if this is the second."""
+        """Add an execution. `charged`: the number of the first attempt if this is a retry."""
         self.started = number = execute.number
         self[number] = StartedExecution(execute, model, now, number if charged is None else charged)
 

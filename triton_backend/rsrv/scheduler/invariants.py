@@ -265,10 +265,13 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
     again = any(execution.execute.again for execution in running)
     retried = compaction.retried
     warms_up = retried is not None and retried.weights.state is WeightState.RESERVED
-    _require((retried is not None and not warms_up) == again, "a second try is not known")
+    _require(
+        (retried is not None and not warms_up) == again,
+        "the compaction and the running executions disagree about the retry",
+    )
     # A model whose weights were on the device when it was added may warm up at the same time.
     apart = len(running) + warms_up == 1 and scheduler._residency.accounts.loading is None
-    _require(retried is None or apart, "a second try does not have the device to itself")
+    _require(retried is None or apart, "a retry does not have the device to itself")
     exclusive = [execution for execution in running if execution.execute.exclusive]
     whole = len(running) == 1 and scheduler._residency.accounts.loading is None
     requests = sum(len(execution.execute.requests) for execution in exclusive)

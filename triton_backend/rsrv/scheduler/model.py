@@ -124,7 +124,7 @@ class ModelState:
             self.holds.append((-inf, inf))
         #: Runs of meta models whose calls are accepted while the model drains: the runs in progress when that began.
         self.finishing: Collection[int] = ()
-        #: Time until which the model does not execute. Its second try evicted other models, and these execute first.
+        #: Time until which the model does not execute. Its retry evicted other models, and these execute first.
         self.blocked_until = -inf
         # `recount` derives the following values, up to `dispatchable_at`, from the queues and the costs.
 

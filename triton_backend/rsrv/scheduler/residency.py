@@ -43,7 +43,7 @@ class CompactionState(Enum):
     NONE = "none"
     #: Nothing starts on the device until nothing executes, loads or warms up. Then the compaction is carried out.
     DUE = "due"
-    #: An execution or a warm-up has its second try, with the device to itself. Further ones may wait for their second try.
+    #: An execution or a warm-up is retried, and has the device to itself. Others may wait for their retry.
     RETRYING = "retrying"
 
 
@@ -53,8 +53,8 @@ class Compaction:
     There are two causes:
 
     - A command asked for it. The evicted weights are then restored.
-    - An execution, a load or a warm-up found no memory. It is then retried once. An execution or a warm-up has the device to
-      itself in its second try.
+    - An execution, a load or a warm-up found no memory. It is then retried once. A retried execution or warm-up has the
+      device to itself.
     """
 
     __slots__ = ("_asked", "_restores", "active", "retried", "retries", "state", "warm_ups")
@@ -71,7 +71,7 @@ class Compaction:
         self.retries: deque[StartedExecution] = deque()
         #: Models whose warm-up found no memory. Their weights stay reserved.
         self.warm_ups: deque[ModelState] = deque()
-        #: Model whose execution or warm-up has its second try now.
+        #: Model whose execution or warm-up is being retried.
         self.retried: ModelState | None = None
 
     def ask(self, *, restores: bool) -> None:
@@ -115,7 +115,7 @@ class Compaction:
         return self.retried
 
     def end_retry(self) -> None:
-        """End the second try of an execution or a warm-up."""
+        """End the retry of an execution or a warm-up."""
         self.retried = None
         self._derive()
 

@@ -100,7 +100,7 @@ class Scheduler:
         self._disciplines = disciplines
         self._now = -inf
         self._check_settings(self.settings)
-        #: Known models. A removed model moves to `_draining` until nothing of it is on the device.
+        #: Known models. A removed model moves to `_draining` until the device holds no part of it.
         self._models: dict[str, ModelState] = {}
         self._draining: dict[str, ModelState] = {}
         self._past = PastTotals()
@@ -110,7 +110,7 @@ class Scheduler:
         self._residency = DeviceResidency(self._models, self._draining, self._queues, self.settings)
         self._loads = self._residency.loads
         #: Models that may not execute yet, with the time when they may. They wait for more requests, or let other models
-        #: execute first after a second try.
+        #: execute first after a retry.
         self._delayed: Ranking[str] = Ranking()
         #: Executions in flight, at most `depth`.
         self._running = InFlight()
@@ -678,7 +678,7 @@ class Scheduler:
 
             backlog + seconds for which the running execution is overdue
 
-        An execution that is overdue is expected to take as long again as it is overdue. Requests that wait for their weights,
+        An execution that is overdue by s seconds is expected to take s more seconds. Requests that wait for their weights,
         or because their model is paused, are expected to use no device time.
         """
         if not self._running:
@@ -770,7 +770,7 @@ class Scheduler:
         state, retried = self._models.get(model), self._residency.compaction.retried
         device = ""
         if retried is not None:
-            device = f"the second try of {retried.family}"
+            device = f"the retry of {retried.family}"
         elif self._residency.compaction.state is CompactionState.DUE:
             device = "a compaction of the device's memory"
         elif self._kept_exclusive:

@@ -16,7 +16,7 @@ _rows = attrgetter("rows")
 
 
 class LiveRequest:
-    """A request that has not ended. It is queued while it has a queue. Afterwards it executes, or waits for its second try."""
+    """A request that has not ended. It is queued while it has a queue. Afterwards it executes, or waits for its retry."""
 
     __slots__ = ("arrived", "place", "queue", "request", "rows")
 

@@ -15,8 +15,8 @@ The following facts are not states, because each of them may be true in several 
 - reasons to load: there may be several at a time, and they stay when a load fails;
 - desired: the weights are to be on the device even without requests;
 - a warm-up that is due (`ModelState.needs_warm_up`): it is due before the weights are on the device;
-- a second try after a lack of memory: absent weights may wait for the second try of their load, and reserved weights for the
-  second try of a warm-up;
+- a retry after a lack of memory: absent weights may wait for the retry of their load, and reserved weights for the
+  retry of a warm-up;
 - the end of the back-off: requests are refused until then, even if a new reason queues the weights.
 """
 

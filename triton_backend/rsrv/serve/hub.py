@@ -16,7 +16,7 @@ from rsrv.serve.plan import ServeError
 
 #: Folder of the bundles, in the directory of `rsrv serve`.
 FOLDER = "hf"
-#: Folder that records what each bundle was exported from. No server takes a hidden folder for a bundle.
+#: Folder that records what each bundle was exported from. No server treats a hidden folder as a bundle.
 _STAMPS = ".exported"
 
 

@@ -163,7 +163,7 @@ async def _stop(process: Process, server: ServerPlan, hooks: SupervisorHooks, or
                     "all models are unloaded, but clients keep connections open, for which tritonserver would wait: it is killed"
                 )
     except TimeoutError:
-        # On an overloaded machine, release 24.10 waits for ever for stubs that it considers dead.
+        # On an overloaded machine, release 24.10 waits forever for stubs that it considers dead.
         log.warning("tritonserver has not ended %g s after its drain time: it is killed", _GRACE)
     finally:
         unloading.cancel()

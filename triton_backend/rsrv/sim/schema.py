@@ -199,7 +199,7 @@ class RequestKeys(Part):
     deadline_s: float | None = Field(
         None,
         le=LONGEST,
-        description="Deadline, in seconds after the arrival; absent: the request waits for ever.",
+        description="Deadline, in seconds after the arrival; absent: the request waits forever.",
     )
     priority: int = Field(0, ge=0, description="1 is the most urgent; 0 means the scheduler's default level.")
     variant: int = Field(0, ge=0, description="Index in the model's `variants`.")

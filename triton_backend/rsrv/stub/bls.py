@@ -38,7 +38,7 @@ _DEFAULT_POOL = 32
 #: Maximum number of calls that one meta model hands to Triton at a time, if its thread pool allows as many. This is a quarter
 #: of the default pool, which also sends the responses.
 MAX_CALLS = 8
-#: A call without an answer fails after this many seconds, so that no call waits for a model for ever.
+#: A call without an answer fails after this many seconds, so that no call waits for a model forever.
 CALL_TIMEOUT_S = 60.0
 
 
@@ -49,7 +49,7 @@ def limit(pool: int) -> int:
     """Return the number of calls that an instance may have in flight with a pool of this many threads.
 
     Each call holds a thread until it is answered. The instance's own answers also need a thread, if `execute()` does
-    not return them. Without a free thread they wait for the calls, for ever if those are never answered.
+    not return them. Without a free thread they wait for the calls, forever if those are never answered.
     """
     return pool - 1
 
@@ -439,7 +439,7 @@ def _about(call: _BlsCall) -> dict[str, Any]:
 
 
 class ThroughTriton:
-    """The sub-calls of one run through Triton: tensors travel by value, and none stays on the device."""
+    """The sub-calls of one run through Triton. Tensors are copied, and none stays on the device."""
 
     def __init__(self, bls: Bls, deadline_ns: int, client_id: str, span: OpenSpan | None = None) -> None:
         """`client_id` is the id of the run's request. Spans of calls become children of `span`."""
@@ -463,7 +463,7 @@ class ThroughTriton:
         arrays = check_inputs(callee, inputs)
         check_keep(callee, keep)
         remote = callee.remote
-        # Triton has no tensors without an axis of their own: [N] travels as [N, 1].
+        # Triton has no tensors without an axis of their own: [N] is sent as [N, 1].
         least = 2 if remote.batched else 1
         for name, array in arrays.items():
             if array.ndim < least:

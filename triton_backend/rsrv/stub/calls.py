@@ -228,7 +228,7 @@ class AsyncCall(_Calls):
             self.under_way -= 1
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Return a context in which the run's event loop waits: for its calls, or for work of its own."""
+        """Return a context for a wait of the run's event loop. If calls are in progress, it counts as waiting for them."""
         return self._callees.waiting() if self.under_way else nullcontext()
 
 

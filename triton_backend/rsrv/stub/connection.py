@@ -414,7 +414,7 @@ class RuntimeConnection:
     def device_free_in_s(self) -> float:
         """Return the seconds until the device has done all of its work, as the runtime predicts; 0: it is free.
 
-        Overdue work is expected to take as much longer as it is overdue already.
+        Work that is overdue by s seconds is expected to take s more seconds.
         """
         word: int = self._board[0]
         return abs(word - time.monotonic_ns()) / 1e9 if word & 1 else 0.0

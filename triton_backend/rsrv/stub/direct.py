@@ -335,7 +335,7 @@ class DirectRun:
             )
         except RequestFailure as failure:
             return failure
-        except Exception as error:  # noqa: BLE001 - the run would wait for ever for a call without an end
+        except Exception as error:  # noqa: BLE001 - the run would wait forever for a call without an end
             return hook_failed("postprocess", f"its result cannot be read: {error!r}", self._client_id)
         return {wire.name: array for wire, array in zip(wires, results, strict=True)}
 

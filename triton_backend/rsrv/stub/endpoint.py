@@ -395,7 +395,7 @@ def read_inputs(tensors: Tensors, request: Any, wires: Mapping[str, WireTensor])
         except ValueError as error:
             raise invalid(f"input {name!r} {error}") from None
         if array.ndim == len(wire.dims) + 1 and array.shape[-1] == 1:
-            # Triton has no tensors without an axis of their own: [N] travels as [N, 1].
+            # Triton has no tensors without an axis of their own: [N] is sent as [N, 1].
             array = array.reshape(array.shape[:-1])
         # Triton checks the number of axes as well, unless the product of the extents exceeds 64 bits.
         if array.ndim != len(wire.dims):
@@ -446,7 +446,7 @@ def check_results(
 
 
 def _on_copies(hook: Hook, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Call a hook with copies of the inputs: it may write to them, and a second try or an alias's shadow reads them again."""
+    """Call a hook with copies of the inputs: it may write to them, and a retry or an alias's shadow reads them again."""
     return hook({name: array.copy() for name, array in arrays.items()})
 
 

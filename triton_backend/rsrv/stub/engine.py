@@ -256,7 +256,7 @@ class Engine(ModelReplica[ModelRequest]):
             try:
                 return self._answer_in_place(attachment, attachment.direct, requests)
             except BaseException as error:
-                # Frames that are left on the connection must not be taken for the next batch's.
+                # The next batch must not read frames that are left on the connection.
                 self._deferred.lose(attachment, error)
                 raise
         self._answer_later(attachment, requests)

@@ -260,7 +260,7 @@ class FrontLoop:
                 self.handle(item)
         except Exception:
             log.exception("a fault in the model's front")
-            # Without this, the request would wait for ever.
+            # Without this, the request would wait forever.
             if isinstance(item, RequestArrived | RunAsks) and item.request in self._kept:
                 self._end(item.request, RequestFailure(Status.INTERNAL, NOT_HANDLED))
 

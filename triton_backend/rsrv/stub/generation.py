@@ -190,7 +190,7 @@ class GenerationEngine(ModelReplica[AnswerStream]):
         request.rows = 1
 
     def rescue(self, stream: AnswerStream) -> None:
-        """Begin an answer again in another runtime if nothing of it was sent. Otherwise, end it."""
+        """Begin an answer again in another runtime if no part of it was sent. Otherwise, end it."""
         request = stream.request
         with stream.lock:
             if stream.over:

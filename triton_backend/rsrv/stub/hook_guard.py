@@ -147,7 +147,7 @@ def bound_exit(leave: Callable[[int], object] = os._exit, backstop: Backstop | N
     """Limit the duration of the interpreter's exit, which begins after this call.
 
     The exit calls the exit handlers of model.py, and joins the threads of executors and of the module `threading`. Triton waits
-    for it without a limit. So if one of them never returned, the process and its memory would stay for ever.
+    for it without a limit. So if one of them never returned, the process and its memory would stay forever.
     """
     lift_limit()
     # The thread below cannot run while code holds the interpreter's lock.

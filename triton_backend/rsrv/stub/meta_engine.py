@@ -285,9 +285,9 @@ class MetaEngine(ModelReplica[MetaRequest]):
                     self._process.front.record(0 if status is Status.OK else deaths, self._read(meta_request))
 
     def _enter_again(self, meta_request: MetaRequest, span: OpenSpan | None) -> RunPlace | None:
-        """Return a place on the device that admits a run soonest whose runtime has died. None: there is no place now.
+        """Return a new place for a run whose runtime has died, on the device that admits the run soonest.
 
-        Raises RequestFailure.
+        None: there is no place now. Raises RequestFailure.
         """
         model = self._process.model
         engine: MetaEngine | None = None if model is None else model.live()
@@ -300,7 +300,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
         """Return a place for a run that begins on this device. None: the runtime is gone. Raises RequestFailure.
 
         If the callees are on several devices, each of these devices must admit the run. The run asks them in ascending order,
-        beginning here. Otherwise two runs could wait for each other's places for ever.
+        beginning here. Otherwise two runs could wait for each other's places forever.
         """
         place = RunPlace(meta_request.request.params.deadline_ns)
         try:

@@ -158,7 +158,7 @@ class Reporting:
                 self._report(self._meters.take())
             except Exception:
                 log.exception("reporting measurements failed")
-                self._drop()  # An unread answer must not be taken for the next one.
+                self._drop()  # Otherwise, the next report would read this report's answer.
             if self._closed.wait(self._period):
                 return
 

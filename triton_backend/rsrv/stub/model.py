@@ -81,7 +81,7 @@ class ModelStub:
 
 
 def end_if_orphaned(pid: int, leave: Callable[[int], object] = os._exit) -> None:
-    """If the server has ended, remove the shared memory of this stub and end its process. Triton's code would wait for ever."""
+    """If the server has ended, remove the shared memory of this stub and end its process. Triton's code would wait forever."""
     command = StubCommand.read(pid)
     if command is not None and not start_time(command.server):
         remove_regions([command.region])
@@ -239,8 +239,8 @@ def _use_utf8() -> None:
 def set_up(args: dict[str, str], pb_utils: Any) -> Setup:
     """Read `initialize`'s arguments, and begin to log. Raises TritonModelException."""
     _use_utf8()
-    # The imports of a hook must not leave .pyc files in the model's directory, because Triton's poll mode would take them for a
-    # change of the model.
+    # The imports of a hook must not leave .pyc files in the model's directory, because Triton's poll mode would regard them
+    # as a change of the model.
     sys.dont_write_bytecode = True
     name = args["model_name"]
     logs.setup(model=name)

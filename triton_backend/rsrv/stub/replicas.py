@@ -233,7 +233,7 @@ class Replicas:
         has_left = replica.leave()
         if has_left:
             replica.meters.some.set()
-            log.info("the model is cold: the runtime keeps nothing of it until the next request")
+            log.info("the model is cold: the runtime holds no part of it until the next request")
         return has_left
 
     def tell(self, demand: Mapping[str, int]) -> None:
@@ -508,7 +508,7 @@ class Replicas:
     def close(self) -> None:
         """Fail the requests that wait, and detach."""
         self._front.close()
-        if self._first is not None:  # Otherwise, only other models of the process use the guard.
+        if self._first is not None:  # Otherwise, this model has never used the guard.
             self._process.guard.close()
         for reporting in self._reporting:
             reporting.close()

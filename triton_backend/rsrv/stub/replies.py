@@ -160,7 +160,7 @@ class Reply:
 
         Triton closes a sender permanently before it copies a final response. If its shared memory has no room for the
         copy, the client would get nothing. So if there may be no room, the answer is sent first, and the end in a second step.
-        This must not be done for a request of another model through BLS: Triton 24.10 takes a separate end for a second
+        This must not be done for a request of another model through BLS: Triton 24.10 mistakes a separate end for a second
         answer, and the whole server crashes.
         """
         with self._lock:

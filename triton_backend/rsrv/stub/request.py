@@ -188,7 +188,7 @@ def read_params(timeout_us: int, parameters: Mapping[str, Any], now_ns: int, uni
     # As in ReactantServer, 0 or a negative number is no deadline.
     if (timeout_ns := _integer(parameters, _REACTANT_TIMEOUT, -(1 << 63), 1 << 63)) > 0:
         deadlines.append(now_ns + timeout_ns)
-    # The token is text, because readers that take JSON numbers for floating-point numbers would change it.
+    # The token is text, because readers that parse JSON numbers as floating-point numbers would change it.
     run = _decimal(parameters, RUN)
     device = _decimal(parameters, RUN_DEVICE) if run else 0
     return RequestParams(min(*deadlines, _LATEST_DEADLINE_NS) if deadlines else 0, priority, run, device)

@@ -100,7 +100,7 @@ class Shadow:
         return begun
 
     def execute(self, copies: Sequence["RequestCopy"]) -> None:
-        """Let a thread answer the copies. If no thread can start, they wait until one starts for later copies, or for ever."""
+        """Let a thread answer the copies. If no thread can start, they wait until one starts for later copies, or forever."""
         with suppress(RuntimeError):
             self._thread.submit(self._execute, copies)
 

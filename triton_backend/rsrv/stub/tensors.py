@@ -21,7 +21,8 @@ Array = npt.NDArray[Any]
 BYTES = "bytes"
 #: numpy's dtypes of the tensors of clients and hooks, by token.
 CLIENT_DTYPES: Mapping[str, np.dtype[Any]] = {**NUMPY, BYTES: np.dtype(object)}
-#: rsrv's types by numpy's types. Types that travel as their bits are left out, because uint8 and uint16 stand for themselves.
+#: rsrv's types by numpy's types. Types that are sent as uint8 or uint16 bits are left out, because
+#: arrays of uint8 and uint16 have the types u8 and u16.
 _TOKENS = {dtype: token for token, dtype in NUMPY.items() if token not in ("bf16", "f8_e5m2", "f8_e4m3")}
 
 

@@ -43,7 +43,7 @@ def linked_folder(folder: Path) -> Path:
 
 
 def piped(folder: Path) -> Path:
-    """Return a directory with a pipe, whose reader would wait for ever."""
+    """Return a directory with a pipe, whose reader would wait forever."""
     made = plain(folder)
     os.mkfifo(made / "tokenizer.json")
     return made

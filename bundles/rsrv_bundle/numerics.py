@@ -239,7 +239,7 @@ class Judge:
         self.bundle = bundle
         self.tolerance = tolerance
         self.called = source
-        # They take several runs, so they are computed for the first error that exceeds its tolerance.
+        # The magnitudes take several runs, so they are computed for the first error that exceeds its tolerance.
         self._magnitudes = cache(magnitudes)
         self._absolute = self._relative = 0.0
         #: Errors by kind of comparison.

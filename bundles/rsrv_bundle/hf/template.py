@@ -20,7 +20,7 @@ MAX_TEXT = 16_384
 MAX_SECONDS = 1
 #: Maximum number of bytes of the process's memory.
 MAX_BYTES = 512 * 2**20
-#: Kill the process after so many seconds, even if a busy machine has given it no processor time.
+#: Kill the process after this many seconds, even if a busy machine has given it no processor time.
 _PATIENCE_S = 60
 #: Place of the client's text in a template of the manifest.
 TEXT: Final = "{text}"

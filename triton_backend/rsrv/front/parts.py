@@ -28,11 +28,11 @@ class Parts:
         self._next = 0
         #: Number of parts that are submitted and have no answer yet.
         self._submitted = 0
-        #: True if the request has ended. Its parts without an answer are to be cancelled.
+        #: True if the request has ended. Its parts without an answer must be cancelled.
         self.ended = False
 
     def take(self) -> list[RowRange]:
-        """Return the parts that are to be submitted now. They count as submitted."""
+        """Return the parts that must be submitted now. They count as submitted."""
         taken: list[RowRange] = []
         while not self.ended and self._next < self._rows and self._submitted < MAX_PARTS:
             part = RowRange(self._next, min(self._largest, self._rows - self._next))

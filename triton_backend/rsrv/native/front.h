@@ -25,7 +25,7 @@ void device_free(struct device*);
 // Each of these functions is an event. If the table has no such change, the device does not change, and the result is false.
 // Begins an attempt if none was made, or if the model is cold and `asked` for.
 bool device_start(struct device*, bool asked);
-bool device_step(struct device*, const char* step, int64_t least_ns, int64_t now);  // `least_ns` 0: not known
+bool device_step(struct device*, const char* step, int64_t least_ns, int64_t now);  // `least_ns` 0: the time is not known
 bool device_register(struct device*);
 bool device_cool(struct device*);
 bool device_lose(struct device*, bool sleeps, int64_t now);
@@ -86,7 +86,7 @@ struct parts {
     bool ended;
 };
 
-// Returns the rows of the next part, if it is to be submitted now. It counts as submitted.
+// Returns true, and the rows of the next part, if the part must be submitted now. The part then counts as submitted.
 bool parts_take(struct parts*, uint32_t* first, uint32_t* rows);
 // Records the end of a submitted part. Returns true if the request ends with it.
 bool parts_end(struct parts*, bool answered);

@@ -49,7 +49,7 @@ static void end_part(struct large* large, enum status status, struct text** fail
     *failure = NULL;
 }
 
-// Makes the parts that are to be submitted now. The caller holds the lock.
+// Makes the parts that must be submitted now. The caller holds the lock.
 static uint32_t make_parts(struct large* large, struct pending* made[MAX_PARTS]) {
     uint32_t count = 0, first, rows;
     while (parts_take(&large->parts, &first, &rows)) {

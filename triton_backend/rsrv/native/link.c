@@ -113,7 +113,7 @@ static void lose(struct link* link, const char* why, const char* client) {
             waiting_finish(link, pending);
     }
     if (mends) mender_add(link);
-    link_drop(link);  // the socket's reference
+    link_drop(link);  // drop the socket's reference
 }
 
 static void add_demand(struct text* text, struct demand demand) {
@@ -189,7 +189,7 @@ bool link_reconnect(struct link* link, atomic_bool* fails) {
     pthread_mutex_unlock(&link->lock);
     if (!connects) return true;
     bool attached = attach(link, &why, &final);
-    atomic_store(fails, !attached);  // before link_await is woken
+    atomic_store(fails, !attached);  // set this before link_await wakes up
     if (attached) return true;
     pthread_mutex_lock(&link->lock);
     bool is_due = device_fail(&link->device, why.bytes, !final, now_ns());
@@ -256,7 +256,7 @@ static bool take_cold(struct link* link, int64_t start_timeout_ns) {
         pthread_cond_broadcast(&link->changed);
     }
     pthread_mutex_unlock(&link->lock);
-    if (leaves) link_drop(link);  // the socket's reference
+    if (leaves) link_drop(link);  // drop the socket's reference
     return !leaves;
 }
 
@@ -516,7 +516,7 @@ void link_close(struct link* link) {
     pthread_mutex_lock(&link->lock);
     if (link->device.state == STATE_READY && link->measured) waiting_report(link, now_ns());
     device_close(&link->device);
-    if (link->fd >= 0) shutdown(link->fd, SHUT_RDWR);  // the reader closes it
+    if (link->fd >= 0) shutdown(link->fd, SHUT_RDWR);  // the reader then closes the socket
     pthread_mutex_unlock(&link->lock);
     link_drop(link);
 }

@@ -63,7 +63,7 @@ struct replicas {
     struct link* links[MAX_DEVICES];
     _Atomic uint64_t ready;  // devices whose runtime serves the model, bit n for device n
     _Atomic uint64_t mask;   // the placement table's mask when the model was last spread over its devices
-    _Atomic int64_t retry_ns, start_timeout_ns;  // as in read_outage
+    _Atomic int64_t retry_ns, start_timeout_ns;  // arguments of read_outage
     // Requests that wait for a runtime, under the lock of resubmission.c.
     struct queue waiting;
     struct demand demand;
@@ -90,12 +90,12 @@ bool resubmission_begin(void);
 void resubmission_add(struct link*, struct pending*);
 // Submits a part of a large request on the thread that resubmits requests. The limits of waiting requests do not apply to it.
 void resubmission_add_part(struct link*, struct pending*);
-void resubmission_ended(struct link*, struct pending*);  // the submitted suspect has its answer
+void resubmission_ended(struct link*, struct pending*);  // records that the submitted suspect has its answer
 // Records for a request's inputs how many runtimes died while they executed them. 0: the request was answered.
 void resubmission_record(struct link*, const struct pending*, uint32_t deaths);
 // Fails a request if requests with equal inputs have ended too many runtimes. Its inputs must be in its place.
 void resubmission_check(struct link*, struct pending*);
-void resubmission_wake(void);  // a model has a runtime, or cannot have one
+void resubmission_wake(void);  // called when a model has a runtime, or cannot have one
 
 // Returns a link that is not used yet. The caller drops it, or closes it after loading or connecting. NULL: no memory.
 struct link* link_new(struct replicas*, const char* model, const char* bundle, const char* settings, uint32_t device);
@@ -121,11 +121,11 @@ void link_watch(struct link*);
 // back-off.
 bool link_reconnect(struct link*, atomic_bool* fails);
 
-bool mender_begin(uint32_t device);  // false: its thread cannot be started
+bool mender_begin(uint32_t device);  // starts the device's thread; false: the thread cannot be started
 void mender_add(struct link*);       // makes the device's thread reconnect the link when that is due
-bool mender_fails(uint32_t device);  // the last attempt to reach the device's runtime failed
+bool mender_fails(uint32_t device);  // true if the last attempt to reach the device's runtime failed
 bool begin_thread(void* (*run)(void*), void* argument);
-void begin_condition(pthread_cond_t*);  // by CLOCK_MONOTONIC
+void begin_condition(pthread_cond_t*);  // its timeouts are times of CLOCK_MONOTONIC
 
 // Takes all waiting requests, as a list by `next`. The caller holds the lock.
 struct pending* waiting_take_all(struct link*);

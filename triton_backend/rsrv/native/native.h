@@ -49,8 +49,8 @@ struct text {
 
 void text_clear(struct text*);
 void text_add(struct text*, const char* format, ...) __attribute__((format(printf, 2, 3)));
-void text_add_bytes(struct text*, const char* bytes, size_t length);  // broken UTF-8 becomes U+FFFD
-void text_add_quoted(struct text*, const char*, size_t most);         // in the form of Python's repr, cut to `most` characters
+void text_add_bytes(struct text*, const char* bytes, size_t length);  // adds the bytes, with U+FFFD for broken UTF-8
+void text_add_quoted(struct text*, const char*, size_t most);         // adds Python's repr of the text, cut to `most` characters
 void text_add_json(struct text*, const char*);                        // adds a JSON string with its quotes
 bool is_utf8(const char*);
 extern const char OUT_OF_DESCRIPTORS[];
@@ -73,13 +73,13 @@ struct place {
 // Not thread-safe: the lock of the link that owns an arena guards it. The memory stays mapped until the last place is released.
 struct arena* arena_new(void);
 bool arena_take(struct arena*, uint64_t bytes, struct place*);
-bool arena_lacks_descriptors(const struct arena*);  // the reason of the latest failure of arena_take
+bool arena_lacks_descriptors(const struct arena*);  // true if a lack of descriptors caused the latest failure of arena_take
 void arena_give(struct place*);
 void arena_close(struct arena*);
 bool arena_fresh(struct arena*, uint32_t* segment, int* fd);  // finds a segment that the runtime does not know yet
-void arena_announced(struct arena*);                          // the runtime knows that segment now
+void arena_announced(struct arena*);                          // records that the runtime knows that segment
 bool arena_dropped(struct arena*, uint32_t* segment);         // finds a dropped segment that the runtime still maps
-void arena_forget(struct arena*);                             // the runtime does not map that segment any more
+void arena_forget(struct arena*);                             // records that the runtime has unmapped that segment
 
 // Returns the board of the runtime in a directory, mapped for reading. NULL: the descriptor is not a board. Closes the
 // descriptor.
@@ -186,7 +186,7 @@ bool runtime_open(const char* settings, uint32_t device, struct greeted*, struct
 // Returns the devices of the model whose name has this digest of 16 bytes, bit n for device n. 0: the table does not
 // name it.
 uint64_t placement_mask(const uint8_t digest[DIGEST_BYTES]);
-uint32_t crc32_of(uint32_t crc, const void* bytes, size_t length);  // zlib's
+uint32_t crc32_of(uint32_t crc, const void* bytes, size_t length);  // same as crc32 of zlib
 
 // --- trace.c ------------------------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ struct trace {
     uint8_t trace[16], parent[8], id[8];
 };
 
-// Opens the span of a request that is to be traced. NULL: the request is not traced. If both Triton and the client have
+// Opens the span of a request that must be traced. NULL: the request is not traced. If both Triton and the client have
 // a context, Triton's is used, because its own span is the client's child.
 struct trace* trace_begin(TRITONBACKEND_Request*);
 void trace_mark(const struct trace*, uint64_t request, uint8_t mark[MARK_BYTES]);
@@ -245,7 +245,7 @@ bool request_read_parameters(struct pending*);
 // Checks the request against the description of a model, and sets its variant, its rows and the bytes of its place. False: the
 // request has failed.
 bool request_read(struct pending*, struct interface*);
-bool request_is_large(const struct pending*);  // it has more rows than the largest compiled size
+bool request_is_large(const struct pending*);  // true if it has more rows than the largest compiled size
 uint64_t request_input_bytes(const struct pending*);  // bytes of the inputs, as far as they can be read
 // Makes the response of a large request, with a buffer for each output that the client wants. False: the request has
 // failed.

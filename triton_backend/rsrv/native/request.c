@@ -463,7 +463,7 @@ void request_submission(const struct pending* pending, uint8_t entry[SUBMISSION_
     put_u64(entry + 40, pending->place.offset + pending->input_bytes);
     put_u64(entry + 48, pending->run);
     put_u64(entry + 56, pending->tag);
-    put_u64(entry + 64, pending->whole);  // never a sequence, because stateful models have the Python front
+    put_u64(entry + 64, pending->whole);  // this is never a sequence, because stateful models have the Python front
     put_u64(entry + 72, pending->length);
 }
 
@@ -501,7 +501,7 @@ static uint8_t* add_output(struct pending* pending, TRITONBACKEND_Response* resp
     memcpy(shape, tensor->dims, rank * sizeof *shape);
     if (tensor->batch_axis >= 0) shape[tensor->batch_axis] = pending->rows;
     if (tensor->padded_axis >= 0) shape[tensor->padded_axis] = pending->length;
-    if (rank == (pending->interface->batched ? 1u : 0u)) shape[rank++] = 1;  // as in config.pbtxt
+    if (rank == (pending->interface->batched ? 1u : 0u)) shape[rank++] = 1;  // config.pbtxt has the same axis
     if (!worked(pending, TRITONBACKEND_ResponseOutput(response, &output, tensor->name, tensor->type, shape, rank)) ||
         !worked(pending, TRITONBACKEND_OutputBuffer(output, &buffer, bytes, &memory, &memory_id)))
         return NULL;

@@ -32,8 +32,8 @@ static bool read_hex(const char* from, uint8_t* to, size_t bytes, bool may_be_ze
     return may_be_zero || !is_zero;
 }
 
-// Reads W3C's Trace Context up to `end`. Later versions may append fields, the first one must not. False: there is none,
-// or it is not sampled.
+// Reads W3C's Trace Context up to `end`. Later versions may append fields, but version 00 must
+// not. False: there is no valid context, or it is not sampled.
 static bool read_traceparent(const char* text, char end, struct trace* trace) {
     uint8_t version, flags;
     if (strnlen(text, 55) < 55) return false;

@@ -49,7 +49,7 @@ STALL_S: Final = 60.0
 _PIECE = 1 << 18
 #: Seconds for which the HTTP status of a stream is held back. An error after its status was sent becomes an event.
 STATUS_S: Final = 1.0
-#: Write a comment to a stream that was silent for so many seconds, so that no proxy closes it.
+#: Write a comment to a stream that was silent for this many seconds, so that no proxy closes it.
 COMMENT_S: Final = 5.0
 _COMMENT = b": the model has not answered yet\n\n"
 #: Header with the seconds that an answer may take.

@@ -23,7 +23,7 @@ Value = bytes | Sequence[int]
 
 #: Maximum number of requests that one call has in flight.
 IN_FLIGHT: Final = 128
-#: Wait so many seconds longer than the deadline, because the server itself reports a missed deadline.
+#: Wait this many seconds longer than the deadline, because the server itself reports a missed deadline.
 _GRACE_S = 1.0
 
 

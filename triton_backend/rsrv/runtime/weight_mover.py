@@ -262,7 +262,7 @@ class WeightMover:
         self.lacks_mappings = False
         #: Time of the latest count of mappings.
         self._counted_at = -inf
-        #: True if the mappings are to be counted at the next measurement.
+        #: True if the next measurement must count the mappings.
         self._uncounted = False
 
     def load(self, model: CompiledModel, epoch: int) -> None:

@@ -35,7 +35,7 @@ class Resident:
 class _FreedBytes:
     """Counts the bytes that are freed while victims are chosen one by one.
 
-    The groups in `keep` are never freed, because the model that is to be loaded also has them.
+    The groups in `keep` are never freed, because the model that loads next also has them.
     """
 
     def __init__(self, keep: Collection[SharedTensorGroup]) -> None:
@@ -68,7 +68,7 @@ def choose_victims(
 
     Candidates are chosen in the order of `in_eviction_order`. Victims that the other victims make unnecessary are removed. A
     candidate frees nothing if models that stay use all of its groups, or if its groups are in `keep`. `keep` has the groups of
-    the model that is to be loaded.
+    the model that loads next.
     """
     if missing <= 0:
         return []

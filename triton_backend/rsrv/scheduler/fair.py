@@ -223,7 +223,7 @@ class Fair:
     def end(self, number: int, seconds: float) -> None:
         started = self._executing.pop(number, None)
         if started is None:
-            return  # It started under another discipline, or its model was removed.
+            return  # The execution started under another discipline, or its model was removed.
         name, expected = started
         self._due += seconds - expected
         ahead = (

@@ -1,8 +1,8 @@
 """Invariants of the scheduler, which hold after every event.
 
 Of requests:
-    1. every live request waits in exactly one queue or is in exactly one execution. That execution runs, or is to be
-       retried after a lack of memory;
+    1. every live request waits in exactly one queue or is in exactly one execution. That execution runs, or waits
+       for its retry after a lack of memory;
     2. arrived = ended + queued + executing: no request is lost or ends twice;
     3. a queue is in the order of service, and its rows are the sum of its requests' rows. Requests are numbered in the order
        of their arrival. Only requests of runs may move up;

@@ -91,7 +91,7 @@ class Compaction:
         self._derive()
 
     def finish(self) -> bool:
-        """End a compaction. Return True if the evicted weights are to be restored."""
+        """End a compaction. Return True if the evicted weights must be restored."""
         restores = self._restores
         self._asked = self._restores = False
         self._derive()

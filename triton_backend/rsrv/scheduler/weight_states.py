@@ -13,7 +13,7 @@ The following facts are not states, because each of them may be true in several 
 - an abandoned read or load: it may still succeed, so the weights are reading or loading until it ends;
 - an eviction that was requested while the weights load or warm up: it takes effect at the end of the load or warm-up;
 - reasons to load: there may be several at a time, and they stay when a load fails;
-- desired: the weights are to be on the device even without requests;
+- desired: the weights must be on the device even without requests;
 - a warm-up that is due (`ModelState.needs_warm_up`): it is due before the weights are on the device;
 - a retry after a lack of memory: absent weights may wait for the retry of their load, and reserved weights for the
   retry of a warm-up;
@@ -48,7 +48,7 @@ class WeightState(StrEnum):
 class LoadReason(StrEnum):
     """Reason of a load that weights are in line for, in order of precedence."""
 
-    #: The model is pinned, or is to be warmed up, or its load found no memory and is retried once.
+    #: The model is pinned, or must be warmed up, or its load found no memory and is retried once.
     REQUIRED = "required"
     #: Requests wait for the weights.
     DEMAND = "demand"
@@ -73,7 +73,7 @@ class WeightEvent(StrEnum):
     READ_ENDED = "end of read"
     #: The load of the weights starts.
     LOAD = "load"
-    #: The read or load is to be abandoned. It may still succeed.
+    #: The read or load must be abandoned. It may still succeed.
     ABANDON = "abandon"
     #: The load succeeded.
     LOADED = "loaded"
@@ -85,7 +85,7 @@ class WeightEvent(StrEnum):
     WARM_UP = "warm up"
     #: The warm-up ended, successfully or not.
     WARMED_UP = "warmed up"
-    #: The weights are to be evicted as soon as nothing uses them.
+    #: The weights must be evicted as soon as nothing uses them.
     RELEASE = "release"
     #: The requested eviction of the weights is withdrawn.
     KEEP = "keep"

@@ -152,7 +152,7 @@ class ModelWeights:
         self.groups: list[SharedTensorGroup] = []
         #: True if the weights stay on the device even if other weights need room.
         self.pinned = program.pinned
-        #: True if the weights are to be on the device even without requests: they were pinned, prefetched, adopted, or present
+        #: True if the weights must be on the device even without requests: they were pinned, prefetched, adopted, or present
         #: when loads on demand ended. An eviction ends this, unless the weights return after it.
         self.desired = program.pinned
         #: True if the host has no copy, so that the weights are read from disk before a load.
@@ -165,7 +165,7 @@ class ModelWeights:
         self.load_bytes = 0
         #: True if the latest read or load that ended was abandoned.
         self.abandoned = False
-        #: True if a load found no memory and is to be retried once after a compaction.
+        #: True if a load found no memory and must be retried once after a compaction.
         self.retry_due = False
         #: Time when the back-off after a failed load ends.
         self.backoff_until = -inf
@@ -276,10 +276,10 @@ class WeightAccounts:
         self.pinned_bytes = 0
         #: Weights that take bytes and are not pinned. This is a dictionary to keep the order.
         self.unpinned: dict[ModelWeights, None] = {}
-        #: The weights that are loading, and whether their load is to be abandoned.
+        #: The weights that are loading, and whether their load must be abandoned.
         self.loading: ModelWeights | None = None
         self.abandoning = False
-        #: The weights that are being read from disk, and whether their read is to be abandoned.
+        #: The weights that are being read from disk, and whether their read must be abandoned.
         self.reading: ModelWeights | None = None
         self.abandoning_read = False
         #: Number of models whose weights are reserved for a warm-up.

@@ -29,7 +29,7 @@ from rsrv.triton_install import Installation, InstallError, default_folder
 from rsrv_gen.known import Known
 
 log = logging.getLogger(__name__)
-#: The parent of the loggers of this package's modules. Its handlers get their lines, too.
+#: The parent of the loggers of this package's modules. Its handlers also get the lines of these loggers.
 _package_log = logging.getLogger("rsrv.serve")
 
 LOG_FILE = "serve.log"

@@ -60,7 +60,7 @@ class Spans:
         self._warned = False
 
     def begin(self, request: Any, parameters: Mapping[str, Any]) -> "OpenSpan | None":
-        """Open the span of a Triton request with these parameters if it is to be traced. Never raises.
+        """Open the span of a Triton request with these parameters if it must be traced. Never raises.
 
         If both Triton and the client have a context, Triton's is used, because Triton's span is a child of the client's.
         """

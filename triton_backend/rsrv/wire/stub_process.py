@@ -64,7 +64,7 @@ def remove_regions(regions: Iterable[str]) -> None:
     while a model was loading. In a pod, such memory would stay allocated until the pod ends.
     """
     for region in regions:
-        with suppress(OSError):  # It has gone, or belongs to another user.
+        with suppress(OSError):  # The file is gone, or belongs to another user.
             (_SHARED_MEMORY / region).unlink()
 
 

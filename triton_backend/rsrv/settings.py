@@ -52,7 +52,7 @@ class SchedulerSection(Section):
     max_queue_depth: int = Field(
         1024,
         ge=1,
-        description="Maximum number of waiting requests of one model; further ones are refused (QUEUE_FULL).",
+        description="Maximum number of waiting requests of one model. Further requests are refused (QUEUE_FULL).",
     )
     meta_concurrency: int = Field(
         2,
@@ -136,8 +136,8 @@ class RuntimeSection(Section):
     host_memory_bytes: Bytes | None = Field(
         None,
         ge=0,
-        description="Host memory for copies of weights and for state of sequences. Beyond it, the least recently used ones "
-        "leave. null: three quarters of the container's or the machine's memory.",
+        description="Host memory for copies of weights and for state of sequences. Beyond it, the least recently used copies and "
+        "states are removed. null: three quarters of the container's or the machine's memory.",
     )
     weight_budget_bytes: Bytes | None = Field(
         None,

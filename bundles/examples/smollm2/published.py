@@ -31,6 +31,12 @@ class Published:
     weights: dict[str, Array]
     #: Text that tokenizers.Tokenizer.from_str reads.
     tokenizer: str
+    #: Arguments of transformers' LlamaConfig.
+    config: dict[str, Any]
+    #: Chat template in Jinja.
+    chat: str
+    #: Special tokens that the chat template may use, such as eos_token.
+    special: dict[str, str]
     #: Prompt for one question. {text} stands for the question.
     template: str
     #: The token that ends an answer.
@@ -60,12 +66,29 @@ def _read(path: Path) -> Published:
     content = gguf.GGUFReader(path)
     fields = {name: field.contents() for name, field in content.fields.items()}
     question = [{"role": "user", "content": "{text}"}]
-    template = jinja2.Template(fields["tokenizer.chat_template"], keep_trailing_newline=True)
+    chat = fields["tokenizer.chat_template"]
+    template = jinja2.Template(chat, keep_trailing_newline=True)
+    ids = {name: fields[f"tokenizer.ggml.{name}_token_id"] for name in ("bos", "eos")}
     return Published(
+        config={
+            "hidden_size": fields["llama.embedding_length"],
+            "intermediate_size": fields["llama.feed_forward_length"],
+            "num_hidden_layers": fields["llama.block_count"],
+            "num_attention_heads": fields["llama.attention.head_count"],
+            "num_key_value_heads": fields["llama.attention.head_count_kv"],
+            "max_position_embeddings": fields["llama.context_length"],
+            "rms_norm_eps": fields["llama.attention.layer_norm_rms_epsilon"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": fields["llama.rope.freq_base"]},
+            "vocab_size": fields["llama.vocab_size"],
+            "tie_word_embeddings": True,
+            **{f"{name}_token_id": index for name, index in ids.items()},
+        },
         weights={_name(tensor.name): _weight(tensor) for tensor in content.tensors},
         tokenizer=_tokenizer(fields),
+        chat=chat,
+        special={f"{name}_token": fields["tokenizer.ggml.tokens"][index] for name, index in ids.items()},
         template=template.render(messages=question, add_generation_prompt=True),
-        stop=int(fields["tokenizer.ggml.eos_token_id"]),
+        stop=int(ids["eos"]),
     )
 
 

@@ -94,7 +94,7 @@ def export_decoder(
     compared = _prompts(bundle, tokenizer, chat, decoder.context - _COMPARED, own)
     # Options of the directory, such as repetition_penalty, would choose other tokens than the most likely ones.
     model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
-    return {"tokens": greedy_gap(bundle, model, compared, _COMPARED, limit)}
+    return {"tokens": max(greedy_gaps(bundle, model, compared, _COMPARED, limit))}
 
 
 def decoder_of(config: Any, rotary: Any, context: int | None) -> Decoder:
@@ -186,7 +186,8 @@ def _prompts(
     assert generate.tokenizer is not None
     ours = PromptTokeniser(bundle.path / generate.tokenizer, generate.template)
     questions = {**{question: question for question in _QUESTIONS}, **own}
-    texts = prompts(*_parts(chat), list(questions.values())) if chat else questions.values()
+    plain = list(questions.values())
+    texts = prompts(*_parts(chat), plain) if chat else plain
     found = []
     for (name, question), text in zip(questions.items(), texts, strict=True):
         tokens = ours.encode(question)
@@ -203,17 +204,17 @@ def _prompts(
     return found
 
 
-def greedy_gap(
+def greedy_gaps(
     bundle: Bundle, model: Any, prompts: Sequence[Sequence[int]], count: int, limit: float
-) -> float:
+) -> list[float]:
     """Compare greedy answers of `count` tokens with the answers of transformers.
 
     Rounding may exchange two tokens with nearly equal logits. At the first token that differs, the gap is the difference of the two
-    logits, relative to the largest magnitude. The rest of that answer is not compared. Return the largest gap. Raises BundleError
-    if a gap exceeds `limit`.
+    logits, relative to the largest magnitude. The rest of that answer is not compared. Return the gap of each prompt, or 0 for an
+    equal answer. Raises BundleError if a gap exceeds `limit`.
     """
     run = ModuleRunner(bundle)
-    worst = 0.0
+    gaps = []
     with steps(f"prove {bundle.name}", len(prompts)) as progress:
         for prompt in prompts:
             with torch.no_grad():
@@ -228,21 +229,22 @@ def greedy_gap(
                     pad_token_id=0,
                     eos_token_id=None,
                 )
+            gap = 0.0
             logits = np.stack([step[0].float().numpy() for step in answer.logits])
             for step, token in enumerate(_greedy(run, prompt, count)):
                 best = int(logits[step].argmax())
                 if token == best:
                     continue
                 gap = float(logits[step, best] - logits[step, token]) / float(np.abs(logits[step]).max())
-                worst = max(worst, gap)
                 if not gap <= limit:
                     raise BundleError(
                         f"token {step + 1} of an answer is {token}, and transformers' is {best}, whose logit is larger by {gap:.3g}"
                         f" of the largest magnitude; the tolerance is {limit:g}"
                     )
                 break
+            gaps.append(gap)
             progress.step(f"{len(prompt)} tokens")
-    return worst
+    return gaps
 
 
 def _greedy(run: ModuleRunner, prompt: Sequence[int], count: int) -> list[int]:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from rsrv.hooks import BadInput
 from rsrv_bundle import BundleError
@@ -123,6 +124,18 @@ DIRECTORIES: dict[str, tuple[str, Make]] = {
         lambda f: picture(f, "DPTForDepthEstimation", "DPT", SQUARE, **DENSE),
     ),
 }
+
+
+def damped(folder: Path) -> Path:
+    """Divide the kernels of convolutions by the root of their inputs. Sums of large numbers would magnify each rounding."""
+    weights = load_file(folder / "model.safetensors")
+    for weight in weights.values():
+        if weight.ndim == 4:
+            weight *= (weight.shape[3] / weight[0].numel()) ** 0.5
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 #: Directories whose processors make pictures of different sizes.
 RESIZED: dict[str, Make] = {
     "Depth Anything over DINOv2": lambda f: picture(
@@ -141,8 +154,16 @@ RESIZED: dict[str, Make] = {
         fusion_hidden_size=8,
         head_hidden_size=8,
     ),
-    "GLPN": lambda f: picture(
-        f, "GLPNForDepthEstimation", "GLPN", {}, hidden_sizes=[8, 16, 16, 16], decoder_hidden_size=8, **STAGES
+    "GLPN": lambda f: damped(
+        picture(
+            f,
+            "GLPNForDepthEstimation",
+            "GLPN",
+            {},
+            hidden_sizes=[8, 16, 16, 16],
+            decoder_hidden_size=8,
+            **STAGES,
+        )
     ),
 }
 

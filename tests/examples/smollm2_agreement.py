@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from examples.smollm2 import published
 from rsrv_bundle import read_bundle
-from rsrv_bundle.hf.generate import greedy_gap
+from rsrv_bundle.hf.generate import greedy_gaps
 
 TOKENS = 64
 #: Largest difference of two nearly equal logits, relative to the largest magnitude.
@@ -74,7 +74,7 @@ def main(folder: Path) -> None:
     asked = [tokenizer.encode(generate.template.replace("{text}", prompt)).ids for prompt in prompts()]
     with tempfile.TemporaryDirectory() as room:
         model = model_of(published.file(Path(room)))
-    gap = greedy_gap(bundle, model, asked, TOKENS, LIMIT)
+    gap = max(greedy_gaps(bundle, model, asked, TOKENS, LIMIT))
     print(
         f"{len(asked)} prompts: equal tokens, up to logits that differ by {gap:.2g} of the largest magnitude"
     )

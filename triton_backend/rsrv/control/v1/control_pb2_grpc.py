@@ -204,7 +204,7 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetResidency(self, request, context):
-        """Set where the weights of a model are always kept, for all its present and future versions.
+        """Set where the weights of a model are always kept, for all its current and future versions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -104,14 +104,8 @@ def _export_file(path: str, folder: Path) -> str:
     """Export an ONNX file to `folder`/wide with its last options, and return its package."""
     [file] = [file for file in FILES if file.path == path]
     options = (FIRST, *file.attempts)[-1].replace(FIRST, f"--batch-sizes {ROWS}")
-    command = [
-        Path(sys.executable).parent / "rsrv-bundle",
-        "export",
-        "--onnx",
-        path_of(file),
-        "-o",
-        folder / "wide",
-    ]
+    program = Path(sys.executable).parent / "rsrv-bundle"
+    command = [str(program), "export", "--onnx", str(path_of(file)), "-o", str(folder / "wide")]
     subprocess.run([*command, *shlex.split(options)], check=True)
     return file.package
 

@@ -144,9 +144,13 @@ RESIZED: dict[str, Make] = {
         "DPT",
         {**SQUARE, "ensure_multiple_of": 4, "keep_aspect_ratio": True},
         transformers.Dinov2Config(
-            **{**PATCHES, "patch_size": 4, "num_hidden_layers": 4},
-            out_indices=[1, 2, 3, 4],
-            reshape_hidden_states=False,
+            **{
+                **PATCHES,
+                "patch_size": 4,
+                "num_hidden_layers": 4,
+                "out_indices": [1, 2, 3, 4],
+                "reshape_hidden_states": False,
+            }
         ),
         reassemble_hidden_size=32,
         patch_size=4,

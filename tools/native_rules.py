@@ -36,7 +36,7 @@ SHARED: Mapping[ModuleType, Mapping[str, str] | None] = {
         "Status": "",
     },
     layout: {"FLAT_MAGIC": "", "ALIGNMENT": ""},
-    memory: {"BOARD_BYTES": "", "SILENT_S": "", "FIRST_BYTES": "", "KEEP_BYTES": "", "KEEP_LAST_BYTES": ""},
+    memory: {"BOARD_BYTES": "", "SILENT_S": "", "FIRST_BYTES": "", "KEEP_BYTES": ""},
     traces: {"MARK": "MARK_BYTES", "MAX_SPANS": "", "MAX_TEXT": "MAX_SPAN_TEXT"},
     blackbox: {
         "SLOT_BYTES": "",

@@ -25,7 +25,7 @@ from tests.held import open_files
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    made = Arena(first=4096, keep=1 << 20, keep_last=2 << 20)
+    made = Arena(first=4096, keep=1 << 20)
     yield made
     made.close()
 
@@ -60,7 +60,7 @@ def test_ranges_never_overlap_and_all_come_back(steps: list[tuple[int, bool]]) -
 
 
 def test_a_large_tensor_gets_a_segment_of_its_own_and_gives_it_back(arena: Arena) -> None:
-    """Above `keep_last`, an idle segment is dropped at once, and the runtime is told."""
+    """Above `keep`, an idle segment is dropped at once, and the runtime is told."""
     small = arena.take(100)
     before = arena.nbytes
     large = arena.take(8 << 20)
@@ -85,22 +85,6 @@ def test_idle_segments_together_take_no_more_than_may_stay(arena: Arena) -> None
 
     assert arena.nbytes == 1 << 20
     assert arena.dropped == [place.segment for place in places[:2]]
-
-
-def test_large_requests_that_follow_one_another_use_the_same_segment(arena: Arena) -> None:
-    """A GPU's driver page-locks each new segment. Of two that were used at once, the last one stays."""
-    first, second = arena.take(2 << 20), arena.take(2 << 20)
-    for _ in range(2):
-        arena.announced()
-
-    arena.give(first)
-    assert arena.take(2 << 20) == first
-    arena.give(second)
-    arena.give(first)
-
-    assert arena.take(2 << 20) == first
-    assert arena.dropped == [second.segment]
-    assert arena.nbytes == 2 << 20
 
 
 def test_a_segment_that_was_never_announced_is_not_announced_after_its_end(arena: Arena) -> None:

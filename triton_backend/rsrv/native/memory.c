@@ -274,39 +274,6 @@ static void give_to(struct segment* segment, uint64_t offset, uint64_t bytes) {
     }
 }
 
-static bool is_idle(const struct segment* segment) {
-    return segment->free_count == 1 && segment->free[0].bytes == segment->bytes;
-}
-
-// Frees a segment, and notes that the runtime still maps it. Returns false if there is no memory for the note.
-static bool drop(struct arena* arena, uint32_t i) {
-    struct segment* segment = &arena->segments[i];
-    if (segment->fd < 0) {
-        uint32_t* grown = realloc(arena->dropped, (arena->dropped_count + 1) * sizeof *grown);
-        if (!grown) return false;
-        arena->dropped = grown;
-        grown[arena->dropped_count++] = segment->id;
-    }
-    arena->bytes -= segment->bytes;
-    unmap(segment);
-    memmove(segment, segment + 1, (--arena->count - i) * sizeof *segment);
-    return true;
-}
-
-// Frees idle segments beyond KEEP_BYTES. The segment `i`, which was used last, stays unless it is very large.
-static void drop_idle(struct arena* arena, uint32_t i) {
-    uint32_t last = arena->segments[i].id;
-    if (arena->bytes > KEEP_BYTES && arena->segments[i].bytes > KEEP_LAST_BYTES && !drop(arena, i)) return;
-    for (uint32_t other = 0; other < arena->count && arena->bytes > KEEP_BYTES;) {
-        struct segment* segment = &arena->segments[other];
-        if (segment->id == last || !is_idle(segment)) {
-            other++;
-        } else if (!drop(arena, other)) {
-            return;
-        }
-    }
-}
-
 void arena_give(struct place* place) {
     struct arena* arena = place->arena;
     if (!arena) return;
@@ -316,7 +283,17 @@ void arena_give(struct place* place) {
         struct segment* segment = &arena->segments[i];
         if (segment->id != place->segment) continue;
         give_to(segment, place->offset, place->bytes);
-        if (is_idle(segment) && !arena->closed) drop_idle(arena, i);
+        bool idle = segment->free_count == 1 && segment->free[0].bytes == segment->bytes;
+        if (!idle || arena->bytes <= KEEP_BYTES || arena->closed) break;
+        if (segment->fd < 0) {
+            uint32_t* grown = realloc(arena->dropped, (arena->dropped_count + 1) * sizeof *grown);
+            if (!grown) break;
+            arena->dropped = grown;
+            grown[arena->dropped_count++] = segment->id;
+        }
+        arena->bytes -= segment->bytes;
+        unmap(segment);
+        memmove(segment, segment + 1, (--arena->count - i) * sizeof *segment);
         break;
     }
     if (arena->closed && arena->places == 0) end(arena);

@@ -24,7 +24,6 @@ enum status { OK = 0, INVALID = 1, NOT_FOUND = 2, QUEUE_FULL = 3, DEADLINE = 4, 
 #define SILENT_NS 500000000ll
 #define FIRST_BYTES 1048576
 #define KEEP_BYTES 67108864
-#define KEEP_LAST_BYTES 268435456
 
 // rsrv.wire.traces
 #define MARK_BYTES 32

@@ -29,9 +29,6 @@ Bytes = npt.NDArray[np.uint8]
 FIRST_BYTES = 1 << 20
 #: Bytes that an idle arena keeps.
 KEEP_BYTES = 64 << 20
-#: Maximum bytes of a larger segment that an idle arena keeps in their place, because the next request may be as large. A GPU's
-#: driver page-locks each new segment, which takes longer than a transfer.
-KEEP_LAST_BYTES = 256 << 20
 
 #: Bytes of the largest document. They suffice for the status of thousands of models.
 _MAX_DOCUMENT = 64 << 20
@@ -119,8 +116,6 @@ class _Segment:
 class Arena:
     """Allocator of a stub's shared memory. It uses the first range that fits, and frees idle segments beyond `keep` bytes.
 
-    The segment that was used last stays if it has at most `keep_last` bytes.
-
     The arena is not thread-safe: the connection that owns it guards it. That connection also announces `fresh` and
     `dropped` segments to the runtime. `spare` returns the bytes that the machine has left. The arena calls it before it
     makes a segment, because the kernel allocates pages only when they are touched. If no page is left then, the kernel
@@ -128,16 +123,11 @@ class Arena:
     """
 
     def __init__(
-        self,
-        first: int = FIRST_BYTES,
-        keep: int = KEEP_BYTES,
-        keep_last: int = KEEP_LAST_BYTES,
-        spare: Callable[[], int] = lambda: sys.maxsize,
+        self, first: int = FIRST_BYTES, keep: int = KEEP_BYTES, spare: Callable[[], int] = lambda: sys.maxsize
     ) -> None:
         self._spare = spare
         self._first = first
         self._keep = keep
-        self._keep_last = keep_last
         self._segments: dict[int, _Segment] = {}
         self._next = 0
         self._closed = False
@@ -184,13 +174,8 @@ class Arena:
         if segment is None:
             return  # The arena was closed before the request ended.
         segment.give(place.offset, place.nbytes)
-        if not segment.idle or self.nbytes <= self._keep:
-            return
-        if segment.nbytes > self._keep_last:
+        if segment.idle and self.nbytes > self._keep:
             self._drop(place.segment)
-        for id, other in list(self._segments.items()):
-            if other is not segment and other.idle and self.nbytes > self._keep:
-                self._drop(id)
 
     def segment(self, place: Place) -> Bytes:
         """Return the whole segment that holds a place."""

@@ -78,7 +78,9 @@ def load_model(
                 if hasattr(auto, "from_config")
                 else auto(config)
             )
-        needed = sum(tensor.numel() for tensor in (*shape.parameters(), *shape.buffers()))
+        needed = sum(tensor.numel() for tensor in shape.parameters())
+        # Some models keep masks of all positions, one byte each.
+        needed += sum(constant.nbytes for constant in shape.buffers()) // 4
     except BundleError:
         raise
     except Exception as e:

@@ -7,15 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import transformers
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
 from rsrv_bundle import BundleError
 from rsrv_bundle.hf import loading
 from rsrv_bundle.hf.directory import open_directory
 from rsrv_bundle.hf.export import recipe_of
-from rsrv_bundle.hf.loading import check_tokenizer, growth_of, load_tokenizer
+from rsrv_bundle.hf.loading import check_tokenizer, growth_of, load_model, load_tokenizer
 from rsrv_bundle.hf.recipe import HubOptions
-from tests.unit.bundle.hf.directories import PATCHES, bert, picture, plain, wordpiece
+from tests.unit.bundle.hf.directories import PATCHES, bert, picture, plain, save, wordpiece
 from tests.unit.bundle.hf.test_audio_export import listener
 from tests.unit.bundle.hf.test_image_export import SQUARE
 
@@ -143,3 +144,18 @@ def test_a_tokenizer_that_takes_hours_is_refused_before_it_is_used(tmp_path: Pat
     found.save(str(folder / "tokenizer.json"))
     with pytest.raises(BundleError, match=r"tokenizer\.json: fails with"):
         recipe_of(open_directory(folder), "feature-extraction", HubOptions())
+
+
+def test_masks_of_all_positions_are_not_weights(tmp_path: Path) -> None:
+    """GPT-Neo keeps a mask of one byte for each pair of positions in each layer, and no file has them."""
+    config = transformers.GPTNeoConfig(
+        vocab_size=100,
+        hidden_size=16,
+        num_layers=8,
+        num_heads=2,
+        attention_types=[[["global", "local"], 4]],
+        max_position_embeddings=2048,
+    )
+    made = save(tmp_path / "model", transformers.GPTNeoModel(config))
+    masks = sum(mask.nbytes for mask in load_model(transformers.AutoModel, open_directory(made)).buffers())
+    assert masks == 8 * 2048**2

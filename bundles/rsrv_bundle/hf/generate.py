@@ -161,14 +161,15 @@ def _parts(chat: Mapping[str, str]) -> tuple[str, dict[str, str]]:
 
 def _stop(directory: Directory, config: Any, tokenizer: Any) -> list[int]:
     """Return the tokens that end an answer. Raises BundleError if one is not in the vocabulary."""
-    ends = directory.json("generation_config.json").get("eos_token_id")
+    file, ends = "generation_config.json", directory.json("generation_config.json").get("eos_token_id")
     if ends is None:
-        ends = config.eos_token_id if config.eos_token_id is not None else tokenizer.eos_token_id
+        file, ends = "config.json", config.eos_token_id
+    if ends is None:
+        file, ends = "tokenizer_config.json", tokenizer.eos_token_id
     several = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if wrong := [token for token in several if type(token) is not int or not 0 <= token < config.vocab_size]:
         raise BundleError(
-            f"generation_config.json: eos_token_id: {wrong[0]!r:.40} is not a token of the {config.vocab_size:,} in the vocabulary;"
-            " correct it"
+            f"{file}: eos_token_id: {wrong[0]!r:.40} is not a token of the {config.vocab_size:,} in the vocabulary; correct it"
         )
     return several
 

@@ -64,15 +64,17 @@ class _PictureSteps:
     def code(self) -> str:
         """Return the lines of `preprocess` that convert `pictures` to `pixels`."""
         how = f'resample="{self.resample}"'
+        flip = "[..., ::-1]" if self.flipped else ""
         if self.fitted:
-            return f"    pixels, extents = image.fit(pictures, {self.size}, {how})\n"
+            fit = f"    pixels, extents = image.fit(pictures, {self.size}, {how})\n"
+            return fit + (f"    pixels = pixels{flip}\n" if flip else "")
         if self.size is None:
             call = f'image.resize_crop(pictures, {self.shorter}, {self.crop}, {how}, rounding="transformers")'
         else:
             call = f"image.resize(pictures, {self.size}, {how})"
             if self.crop is not None and self.crop != self.size:
                 call = f"image.crop({call}, {self.crop})"
-        return f"    pixels = {call}{'[..., ::-1]' if self.flipped else ''}\n"
+        return f"    pixels = {call}{flip}\n"
 
 
 def _steps(processor: Any, options: HubOptions, masked: bool) -> _PictureSteps:

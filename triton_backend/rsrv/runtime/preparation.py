@@ -1,8 +1,8 @@
 """Work of the next runtime before its turn, while the current runtime still serves: it makes its device and executables.
 
 A GPU's memory has no room for the weights of two runtimes. So on a GPU, the next runtime only makes its CUDA context and loads
-executables, also those of the probe and of the programs that allocate memory for weights. The context takes some hundred megabytes outside of `memory_fraction`. The next runtime takes the memory for
-weights when its turn has come.
+executables, also those of the probe and of the programs that allocate memory for weights. The context takes some hundred
+megabytes outside of `memory_fraction`. The next runtime takes the memory for weights when its turn has come.
 """
 
 import hashlib

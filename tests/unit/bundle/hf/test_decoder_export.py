@@ -113,7 +113,9 @@ def test_stop_tokens_outside_the_vocabulary_are_refused(tokens: object, tmp_path
     """The error names the file, before anything is compiled."""
     made = decoder(tmp_path / "model", "Llama")
     (made / "generation_config.json").write_text(json.dumps({"eos_token_id": tokens}))
-    with pytest.raises(BundleError, match=r"eos_token_id: .* is not a token of the 400 in the vocabulary"):
+    with pytest.raises(
+        BundleError, match=r"generation_config.json: eos_token_id: .* is not a token of the 400"
+    ):
         export_hf(made, out_dir=tmp_path / "bundle", options=QUICK)
 
 

@@ -83,7 +83,7 @@ async def test_a_template_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         ("{{ messages[0].role.ljust(9999999999) }}", "x", "more than 512 MiB"),
         ("{% for i in range(9999) %}{{ messages[0].content }}{% endfor %}", "x" * 99, "99,999 characters"),
         ("{{ messages[0].content }}", "x" * 100_000, "99,999 characters"),
-        ("{{ messages[0].content }}", f"x{CONTENT_END}", "no characters of a text"),
+        ("{{ messages[0].content }}", f"x{CONTENT_END}", "not characters of a text"),
     ):
         with pytest.raises(ApiError, match=reason) as refused:
             await templates.prompt({"template": template}, [{"role": "user", "content": content}])

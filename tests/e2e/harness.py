@@ -135,6 +135,12 @@ class RunningTriton:
         return next((one.address for one in find.running() if one.server_pid == self.pid), None)
 
 
+#: Seconds for the start of a server. With an empty cache it compiles dozens of models, while other servers start as well.
+START_S = 240.0
+#: Starts of a server that Triton's own fault ends before it is ready.
+_STARTS = 4
+
+
 class StartTriton(Protocol):
     """The `start_triton` fixture: start a server that ends with the test."""
 
@@ -146,7 +152,7 @@ class StartTriton(Protocol):
         env: Mapping[str, str] | None = None,
         exit_on_error: bool = True,
         wait_ready: bool = True,
-        timeout: float = PATIENCE_S,
+        timeout: float = START_S,
         spare: bool = False,
         expected: Collection[str] | None = (),
         make: Callable[..., TritonServer] = TritonServer,
@@ -166,7 +172,7 @@ def running_triton(
     env: Mapping[str, str] | None = None,
     exit_on_error: bool = True,
     wait_ready: bool = True,
-    timeout: float = PATIENCE_S,
+    timeout: float = START_S,
     spare: bool = False,
     expected: Collection[str] | None = (),
     make: Callable[..., TritonServer] = TritonServer,
@@ -213,13 +219,16 @@ def running_triton(
 
 
 def _wait_ready(running: RunningTriton, timeout: float) -> None:
-    """Wait until the server is ready, or a second process if Triton's own fault ended the first."""
-    try:
-        running.server.wait_ready(timeout)
-    except ServerFailed:
-        if not aborted_by_a_lock(running):
-            raise
-        running.server.start().wait_ready(timeout)
+    """Wait until the server is ready. Start it again if Triton's own fault ended it: on a busy machine, several times in a row."""
+    for start in range(1, _STARTS + 1):
+        try:
+            running.server.wait_ready(timeout)
+        except ServerFailed:
+            if start == _STARTS or not aborted_by_a_lock(running):
+                raise
+            running.server.start()
+        else:
+            return
 
 
 def crashed_by_a_cancellation(server: RunningTriton) -> bool:

@@ -1,9 +1,9 @@
 """Rewrite of a module so that it computes in half precision, as mixed precision does in the frameworks.
 
-Matrix products and convolutions take and return the half type, and sum in f32. Operations that only move such values, or that combine them
-with weights and constants, also use the half type. All other operations and values stay in f32: reductions (and so softmax and
-norms), exponentials and other functions, elementwise multiplications of two activations, complex numbers, the state of loops, inputs
-and outputs.
+Matrix products and convolutions take and return the half type, and sum in f32. Operations that only move such values, or that
+combine them with weights and constants, also use the half type. All other operations and values stay in f32: reductions (and so
+softmax and norms), exponentials and other functions, elementwise multiplications of two activations, complex numbers, the state
+of loops, inputs and outputs.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from tests.status import read_status
 
 #: Windows that perf_analyzer measures; ours lies within them.
 WINDOWS = 3
-#: Requests of each kind before those that are timed.
+#: Untimed requests of each kind before the measurement.
 _WARM_UP = 200
 
 

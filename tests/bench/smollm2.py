@@ -99,8 +99,8 @@ def _continue(model: Any, prompt: Sequence[int]) -> None:
     tokens, cache = torch.tensor([list(prompt)]), None
     with torch.no_grad():
         for _ in range(_TOKENS):
-            found = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            tokens, cache = found.logits[:, -1].argmax(-1, keepdim=True), found.past_key_values
+            output = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            tokens, cache = output.logits[:, -1].argmax(-1, keepdim=True), output.past_key_values
 
 
 if __name__ == "__main__":

@@ -54,8 +54,8 @@ def test_bundles_join_the_models_of_an_existing_server(
 
         def answer(model: str) -> float | None:
             """Return the answer to 5, or None if there is none."""
-            found = outcome(lambda: call(model, rows(1, 5.0)))
-            return None if isinstance(found, Refused) else float(found["y"][0, 0])
+            answer = outcome(lambda: call(model, rows(1, 5.0)))
+            return None if isinstance(answer, Refused) else float(answer["y"][0, 0])
 
         wait_until(lambda: answer("triple") == 15, what="the last bundle")
         assert [answer(model) for model in ("plain", "double", "both")] == [16, 10, 32]

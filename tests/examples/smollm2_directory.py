@@ -1,9 +1,10 @@
-"""Export SmolLM2 from a directory of `save_pretrained`, and compare its greedy tokens with those of transformers: 200 prompts.
+"""Export SmolLM2 from a Hugging Face directory, and compare its answers to 200 prompts with the answers of transformers.
 
     python -m tests.examples.smollm2_directory
 
-The published file becomes a directory, which `rsrv-bundle export --hf` exports with its default options. Half of the prompts are
-questions of a chat. The command exits with 1 if the first different token of an answer is no near tie of two logits.
+The script writes the published file as a directory, as `save_pretrained` does. `rsrv-bundle export --hf` exports it with its
+default options. Half of the prompts are questions of a chat. The command exits with 1 if the first different token of an answer
+is not a near tie of two logits.
 """
 
 from __future__ import annotations

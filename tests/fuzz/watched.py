@@ -103,7 +103,7 @@ def _run(case: Case, seeds: Sequence[int], out: int) -> NoReturn:
 
 
 def _forget_peak() -> int:
-    """Have the kernel count the peak from here; return the current memory in bytes."""
+    """Reset the kernel's record of this process's peak memory. Return the current memory in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return _memory("VmRSS")
 

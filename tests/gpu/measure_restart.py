@@ -1,8 +1,8 @@
-"""What happens on the fake card while a restart or a death of the runtime leaves a model without answers.
+"""Print the events on the fake card while a restart or a death of the runtime leaves a model without answers.
 
     .venv/bin/python -m tests.gpu.measure_restart --event death
 
-One client asks all the time. The times are seconds since the last answer of the old runtime. The first restart replaces a
+One client sends requests continuously. The times are seconds since the last answer of the old runtime. The first restart replaces a
 runtime that nothing had prepared; later ones replace a prepared one.
 """
 
@@ -72,11 +72,11 @@ def replace_runtime(gpu: FakeGpu, event: str, answers: list[float]) -> list[tupl
     os.close(process)
     wait_until(lambda: answers[-1] > ended, timeout=PATIENCE_S)
     last, first = max(pairwise(answers), key=lambda pair: pair[1] - pair[0])
-    found = [(ended, "the old process is gone"), (first, "the first answer of the next runtime")]
+    stamps = [(ended, "the old process is gone"), (first, "the first answer of the next runtime")]
     for call in gpu.calls("context", "alloc", "h2d", "kernel"):
         if call.pid != old and begun < call.start < first:
-            found.append((call.end, f"the driver's {_described(call)}"))
-    return [(when - last, what) for when, what in sorted(found)]
+            stamps.append((call.end, f"the driver's {_described(call)}"))
+    return [(when - last, what) for when, what in sorted(stamps)]
 
 
 def _described(call: Call) -> str:

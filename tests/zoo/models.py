@@ -37,9 +37,9 @@ def words(text: str) -> list[str]:
 
 def entries() -> list[Entry]:
     """Return the list; names are unique."""
-    found = [*_timm(), *_torchvision(), *_transformers(), *_others()]
-    assert len({entry.name for entry in found}) == len(found)
-    return found
+    made = [*_timm(), *_torchvision(), *_transformers(), *_others()]
+    assert len({entry.name for entry in made}) == len(made)
+    return made
 
 
 def _timm() -> Iterator[Entry]:

@@ -22,7 +22,7 @@ def read_samples(file: Path) -> dict[str, Array]:
     """Read the arrays of an .npz file, by name. Raises OSError, ValueError for Python objects or no samples."""
     with file.open("rb") as opened:
         if not zipfile.is_zipfile(opened):
-            raise ValueError("is no .npz file; write it with numpy.savez(file, NAME=array)")
+            raise ValueError("is not a .npz file; write it with numpy.savez(file, NAME=array)")
     with np.load(file, allow_pickle=False) as archive:
         samples = {name: archive[name] for name in archive.files}
     # Refuse an empty file, because a comparison of nothing would look like an agreement.

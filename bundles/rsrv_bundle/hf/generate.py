@@ -189,7 +189,7 @@ def _prompts(
     questions = {**{question: question for question in _QUESTIONS}, **own}
     plain = list(questions.values())
     texts = prompts(*_parts(chat), plain) if chat else plain
-    found = []
+    fitting = []
     for (name, question), text in zip(questions.items(), texts, strict=True):
         tokens = ours.encode(question)
         if tokens != tokenizer(text, add_special_tokens=not chat)["input_ids"]:
@@ -197,12 +197,12 @@ def _prompts(
                 f"the prompt '{question:.40}' has other tokens than transformers'; its template cannot be served"
             )
         if 0 < len(tokens) <= most:
-            found.append(tokens)
+            fitting.append(tokens)
         elif name in own:
             raise BundleError(f"--samples {name}: has {len(tokens)} tokens; --context leaves room for {most}")
-    if not found:
+    if not fitting:
         raise BundleError("--context: is too small for the prompts of the proof; give a larger one")
-    return found
+    return fitting
 
 
 def greedy_gaps(

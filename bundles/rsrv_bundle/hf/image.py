@@ -27,7 +27,8 @@ _UNKNOWN: Final = (
     "do_image_splitting",
 )
 _THRESHOLD = 0.5
-#: Values of model_type of networks whose depths have the size of their input, or are scaled to it by bicubic interpolation.
+#: Supported values of model_type for depth estimation. transformers scales the depths of these networks to the size of the picture by
+#: bicubic interpolation.
 _DEPTHS: Final = ("dpt", "depth_anything", "glpn")
 _OWN_HOOKS: Final = "export the network with rsrv_bundle.from_torch.export_torch, and hooks of yours"
 #: Maximum number of pixels of a side of the network's input.
@@ -385,7 +386,7 @@ def segment(directory: Directory, options: HubOptions) -> HubRecipe:
 
     if not directory.architecture.endswith("ForSemanticSegmentation"):
         raise BundleError(
-            f"config.json: architectures: '{directory.architecture:.100}' is no ...ForSemanticSegmentation, which has a class for each"
+            f"config.json: architectures: '{directory.architecture:.100}' is not a ...ForSemanticSegmentation, which has a class for each"
             f" pixel; {_OWN_HOOKS}"
         )
     network = load_model(AutoModelForSemanticSegmentation, directory)

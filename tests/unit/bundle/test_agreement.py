@@ -316,7 +316,7 @@ def test_a_meta_model_has_nothing_to_run(tmp_path: Path) -> None:
         (["--numerics", "--tolerance", "f32=-1"], "'f32=-1': the error is a finite number of at least 0"),
         (["--numerics", "--tolerance", "f32=inf"], "the error is a finite number"),
         (["--numerics", "--samples", "none.npz"], "--samples none.npz: "),
-        (["--numerics", "--samples", __file__], "is no .npz file"),
+        (["--numerics", "--samples", __file__], "is not a .npz file"),
         (["--numerics", "--against", "nobody:nothing"], "No module named 'nobody'"),
         (["--numerics", "--torch", "nothing"], "write package.module:factory"),
         (["--torch", "nobody:nothing"], "belong to --numerics"),

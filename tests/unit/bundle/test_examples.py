@@ -60,7 +60,7 @@ def test_an_unknown_example_is_wrong_usage(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_bundle_is_built_again_when_any_source_that_its_maker_imports_changes() -> None:
-    """The hash of a built bundle covers other examples, also those that these import, and other files that a maker reads."""
+    """The hash covers the examples that a maker imports, directly or through other examples, and the files that it reads."""
     names = {source.name for source in examples.build._sources("family_odd")}
     assert {"digits.py", "digits_hooks.py", "adam.py", "export.py", "labels.py"} <= names
     assert "cli.py" not in names

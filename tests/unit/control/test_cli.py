@@ -548,11 +548,11 @@ async def test_an_eviction_of_pinned_weights_frees_nothing(
 @looped
 async def test_why_lists_all_requests_with_an_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`rsrv why` has a sentence per request; if none is found, it says which ones are kept, and fails."""
-    found = [slow_request(2.0, 0.5), slow_request(1.0, 0.25)]
+    known = [slow_request(2.0, 0.5), slow_request(1.0, 0.25)]
 
     def answer(command: dict[str, Any]) -> dict[str, Any]:
         asked = [{"command": "find", "request": "r"}, {"command": "slowest", "model": "a"}]
-        return {"unix_s": 1e9, "requests": list(found if command in asked else ())}
+        return {"unix_s": 1e9, "requests": list(known if command in asked else ())}
 
     async with shell(tmp_path, capsys) as rsrv:
         rsrv.server.runtime.answers = answer
@@ -569,7 +569,7 @@ async def test_why_lists_all_requests_with_an_id(tmp_path: Path, capsys: pytest.
         assert [line.split()[0] for line in table[:3]] == ["NUMBER", "3.17", "3.17"]
         assert "OTHERS (the device executed other requests)" in "".join(table[3:])
         assert "500 ms" in table[1]
-        found.clear()
+        known.clear()
         missing = await rsrv("why", "r")
         assert (missing.status, missing.out) == (1, "")
         assert "no request 'r' is known" in missing.err

@@ -751,7 +751,7 @@ async def test_a_model_that_was_unloaded_while_the_runtime_was_down_does_not_ret
     "form", ["{relative}/a/1/model.py", "{absolute}//a/1/model.py", "{relative}/./a/1/model.py"]
 )
 def test_a_process_is_found_however_the_server_spells_its_repository(tmp_path: Path, form: str) -> None:
-    """Stubs of `tritonserver --model-repository=gen/` have a path relative to its directory. Only this server's count."""
+    """A server that got a relative path passes it to its stubs. Stubs of other servers are ignored."""
     file = tmp_path / "gen/a/1/model.py"
     file.parent.mkdir(parents=True)
     file.write_text("import os, sys; os.chdir('/'); print(flush=True); sys.stdin.read()")

@@ -160,7 +160,7 @@ async def test_only_what_changes_is_asked_for(tmp_path: Path) -> None:
 
 @looped
 async def test_a_device_that_has_become_idle_leaves_room_for_a_hot_model(tmp_path: Path) -> None:
-    """The model gets both devices. A load that does not change is a measurement, too: of a device that does nothing."""
+    """The hot model is placed on both devices. The idle device reports the same counters again, and this counts as a measurement."""
     async with placed(tmp_path) as world:
         await world.rounds(3)
         await world.rounds(4, b=0.9)

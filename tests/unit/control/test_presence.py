@@ -52,7 +52,7 @@ def test_the_stub_of_any_version_counts() -> None:
 
 
 def test_a_model_that_falls_back_as_the_link_begins_is_leaving_and_cold() -> None:
-    """A snapshot may have a version that its stubs were asked to leave, as a change may."""
+    """The first snapshot of a link may contain a version whose stubs were asked to leave. Changes may contain it as well."""
     presence, fallen = up(), entry("a", state="cold", stubs=[])
     presence.devices[0].begin({"a@1": fallen}, 0.0)
     assert (fallen["state"], presence.cold) == ("leaving", {"a"})

@@ -743,7 +743,7 @@ def test_no_memory_for_a_model_that_is_gone_evicts_no_weights() -> None:
 
 
 def test_another_warm_up_does_not_end_a_second_try() -> None:
-    """A model that is added with its weights warms up beside it; what waits starts when the retry is over."""
+    """A second model warms up during the retry, because it already has its weights. The waiting load starts after the retry."""
     driver = driver_of()
     driver.add(program("a"))
     driver.add(program("b"), resident=False, warm_up=True)

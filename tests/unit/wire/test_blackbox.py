@@ -94,7 +94,7 @@ def test_a_device_that_sleeps_is_told_after_the_next_runtime_has_begun(tmp_path:
 
 
 def test_without_a_box_each_end_is_a_crash(tmp_path: Path) -> None:
-    """The safe side: a request is not tried forever. A box that was cut counts, too."""
+    """If the black box is missing or too short, each model is suspect. Otherwise, a request could be retried forever."""
     assert BlackBoxReader(tmp_path).is_suspect("m@1")
     (tmp_path / paths.BLACKBOX).write_bytes(bytes(BYTES - 1))
 

@@ -1,4 +1,4 @@
-"""The findings of a running server. They compare the current figures with those of a minute ago."""
+"""Diagnosis of a running server: its rules compare the current figures with the figures of a minute ago."""
 
 import asyncio
 import logging

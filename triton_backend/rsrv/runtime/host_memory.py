@@ -76,7 +76,7 @@ def _read_note(path: Path) -> _Note:
                 isinstance(digest, str) and _NAME.fullmatch(digest) for digest in digests
             ):
                 return _Note(file, form, digests)
-    raise ValueError("it is no note")
+    raise ValueError("it is not a note")
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ def own_number(id: int) -> int:
 
 
 def parse_number(text: str) -> int | None:
-    """Return the global id for a text of `request_number`. None: the text is no such number."""
+    """Return the global id for a text of `request_number`. None: the text is not such a number."""
     connection, _, request = text.partition(".")
     if len(text) > _MAX_NUMBER or not (text.isascii() and request.isdigit()):
         return None

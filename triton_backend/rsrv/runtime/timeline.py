@@ -104,7 +104,7 @@ class RecentArrivals:
                     arrival.run != 0,
                 )
                 for at, arrival in entries
-                # An accepted request arrived before a restart of the runtime, so it is no new arrival.
+                # An accepted request arrived before a restart of the runtime, so it is not a new arrival.
                 if not arrival.accepted
             ],
         }

@@ -1,4 +1,4 @@
-"""One scenario under several idle limits, or with several types of weights. The comparison shows latency beside memory."""
+"""Simulation of one scenario with several idle limits, or with several types of weights, and a table of latency and memory."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -185,7 +185,7 @@ def read_params(timeout_us: int, parameters: Mapping[str, Any], now_ns: int, uni
     priority = _integer(parameters, "rsrv_priority", 0, 0xFFFF)
     if until_unix_ns := _integer(parameters, "rsrv_deadline_unix_ns", 0, 1 << 63):
         deadlines.append(max(1, until_unix_ns - unix_ns + now_ns))
-    # As in ReactantServer, 0 or a negative number is no deadline.
+    # As in ReactantServer, 0 or a negative number means no deadline.
     if (timeout_ns := _integer(parameters, _REACTANT_TIMEOUT, -(1 << 63), 1 << 63)) > 0:
         deadlines.append(now_ns + timeout_ns)
     # The token is text, because readers that parse JSON numbers as floating-point numbers would change it.

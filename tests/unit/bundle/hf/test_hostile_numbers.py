@@ -109,18 +109,18 @@ def test_a_tokenizer_that_makes_much_of_a_character_is_refused(tmp_path: Path) -
     """Replacements one after the other multiply; usual ones keep the length."""
     folder = plain(tmp_path / "model")
     wordpiece(folder)
-    found = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     usual = normalizers.Sequence([normalizers.Replace(" ", "\u2581"), normalizers.NFKC()])
     assert growth_of(json.loads(usual.__getstate__())) == 1
-    found.normalizer = normalizers.Sequence(
+    tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Replace("a", "a" * 9), normalizers.Replace("a", "a" * 8)]
     )
-    found.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     with pytest.raises(BundleError, match="normalizer: may make 72 characters of one"):
         check_tokenizer(load_tokenizer(open_directory(folder)), longest=64)
-    found.normalizer = usual
-    found.decoder = decoders.Sequence([decoders.Replace("a", "a" * 99), decoders.Fuse()])
-    found.save(str(folder / "tokenizer.json"))
+    tokenizer.normalizer = usual
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("a", "a" * 99), decoders.Fuse()])
+    tokenizer.save(str(folder / "tokenizer.json"))
     with pytest.raises(BundleError, match="decoder: may make 99 characters of one"):
         check_tokenizer(load_tokenizer(open_directory(folder)), longest=64)
 
@@ -129,9 +129,9 @@ def test_a_giant_token_is_refused(tmp_path: Path) -> None:
     """A client would get it for a prompt of a few bytes."""
     folder = plain(tmp_path / "model")
     wordpiece(folder)
-    found = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    found.add_tokens(["x" * 5000])
-    found.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens(["x" * 5000])
+    tokenizer.save(str(folder / "tokenizer.json"))
     with pytest.raises(BundleError, match="has a token of 5,000 characters; 4,096 are allowed"):
         check_tokenizer(load_tokenizer(open_directory(folder)), longest=64)
 
@@ -139,9 +139,9 @@ def test_a_giant_token_is_refused(tmp_path: Path) -> None:
 def test_a_tokenizer_that_takes_hours_is_refused_before_it_is_used(tmp_path: Path) -> None:
     """A regular expression that no sample text would survive ends in an error, and not in a panic of the package."""
     folder = bert(tmp_path / "model")
-    found = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    found.pre_tokenizer = pre_tokenizers.Split(Regex(r"(\w|_)+(?<!.)"), "isolated")
-    found.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(\w|_)+(?<!.)"), "isolated")
+    tokenizer.save(str(folder / "tokenizer.json"))
     with pytest.raises(BundleError, match=r"tokenizer\.json: fails with"):
         recipe_of(open_directory(folder), "feature-extraction", HubOptions())
 

@@ -266,9 +266,9 @@ def test_a_detector_with_a_mask_keeps_proportions(
     [
         ("DeformableDetrForObjectDetection", "deformable_detr", "is none of detr, table-transformer, yolos"),
         ("ZoeDepthForDepthEstimation", "zoedepth", "is none of dpt, depth_anything, glpn"),
-        ("MaskFormerForInstanceSegmentation", "maskformer", "is no ...ForSemanticSegmentation"),
-        ("Mask2FormerForUniversalSegmentation", "mask2former", "is no ...ForSemanticSegmentation"),
-        ("DetrForSegmentation", "detr", "is no ...ForSemanticSegmentation"),
+        ("MaskFormerForInstanceSegmentation", "maskformer", "is not a ...ForSemanticSegmentation"),
+        ("Mask2FormerForUniversalSegmentation", "mask2former", "is not a ...ForSemanticSegmentation"),
+        ("DetrForSegmentation", "detr", "is not a ...ForSemanticSegmentation"),
     ],
 )
 def test_other_networks_are_refused(architecture: str, kind: str, reason: str, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Narrow the examples that have trained weights, measure how well they do their tasks, and write docs/narrowed-examples.csv.
 
-    python -m tests.examples.narrowed
+    PYTHONPATH=tools python -m tests.examples.narrowed
 
 Each figure is measured on data that the example was not trained with. The bounds of `rsrv-bundle narrow` are lifted, so that each
 type of weights has a figure.

@@ -539,6 +539,10 @@ class Settings(BaseSettings):
             return self.runtime.idle
         return self.runtime.idle.model_copy(update=own.model_dump(exclude_unset=True))
 
+    def may_be_cold(self, name: str) -> bool:
+        """Return True if a model may be cold while the server runs. This is as cheap as `start_of`."""
+        return self.start_of(name) == "lazy" or self.idle_limits(name).executable < inf
+
 
 def read_settings(path: Path | None, remedy: str = "Name a file of settings") -> Settings:
     """Read the settings from a file, if there is a path, and from the environment. Raises SettingsError.

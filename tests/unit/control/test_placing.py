@@ -309,6 +309,55 @@ async def test_pins_hold(tmp_path: Path) -> None:
 
 
 @looped
+@pytest.mark.parametrize(
+    ("start", "second", "mask"),
+    [("lazy", "", 3), ("lazy", "failed", 1), ("lazy", "cold", 1), ("eager", "", 1)],
+)
+async def test_a_model_that_starts_with_a_request_gets_further_devices(
+    tmp_path: Path, start: str, second: str, mask: int
+) -> None:
+    """The table names a device where the model is still cold. It does not if the model has failed there or has just left."""
+    text = f"{{runtime: {{start: {start}}}, placement: {{replicas: all}}}}"
+    async with placed(tmp_path, "a", settings=text) as world:
+        device, link = world.devices[1], world.runtimes.links[1]
+        device.weights.loads.clear()
+        device.change("a@1", None)
+        await until(world.runtimes, lambda: not link.state.entries)
+        if second:
+            device.change("a@1", entry("a", state=second, weights="absent"))
+            await until(world.runtimes, lambda: "a@1" in link.state.entries)
+        await world.rounds(8)
+
+        assert world.masks() == {"a": mask}
+
+
+@looped
+async def test_busy_models_that_started_on_one_device_are_divided(tmp_path: Path) -> None:
+    """Two models start with requests on the first device. One of them moves to the other one, and serves until it has started there."""
+    async with placed(tmp_path, "ab", settings="runtime: {start: lazy}") as world:
+        device, link = world.devices[1], world.runtimes.links[1]
+        device.weights.loads.clear()
+        for name in "ab":
+            device.change(f"{name}@1", None)
+        await until(world.runtimes, lambda: not link.state.entries)
+        await world.rounds(7)
+        assert world.masks() == {"a": 1, "b": 1}
+        while world.now < 120 and 3 not in world.masks().values():
+            for model in world.devices[0].weights.loads.values():
+                model.device_seconds += 0.3
+            await world.rounds()
+
+        assert world.masks() == {"a": 3, "b": 1}
+
+        device.weights.loads["a"] = new("a")
+        device.change("a@1", entry("a"))
+        await until(world.runtimes, lambda: "a@1" in link.state.entries)
+        await world.rounds(2)
+        assert world.masks() == {"a": 2, "b": 1}
+        assert device.weights.resident == {"a"}
+
+
+@looped
 async def test_an_external_placement_comes_by_the_service(tmp_path: Path) -> None:
     """With `external`, the table is what SetPlacement says, and wrong devices are refused."""
     async with served(tmp_path, models="ab", settings="placement: {mode: external}", devices=2) as server:

@@ -42,6 +42,9 @@ _ARRIVAL_S = 5.0
 #: Shortest pause between two rounds if runtimes or models change.
 _HURRY_S = 0.1
 
+#: Pause after a model has become cold on a device. Until its end, only a request starts the model there again.
+_COLD_S = 60.0
+
 _DEAD = WorkerView(alive=False)
 
 
@@ -77,8 +80,11 @@ class Placing:
         # Measure the work of a model by its requests, because the stubs divide requests among the devices by themselves.
         self._planner = Planner(PlannerOptions.of(settings.placement, settings.models, work_basis="requests"))
         self._pinned = _pinned(settings)
+        self._settings = settings
         #: Latest views of the devices, by number.
         self._seen: dict[int, WorkerView] = {}
+        #: Devices that would start a model if the placement table named them, by model.
+        self._cold: Mapping[str, Collection[int]] = {}
         #: Positions from which the devices' next loads continue.
         self._positions: Positions = {}
         self._views: dict[str, WorkerView] = {}
@@ -98,7 +104,7 @@ class Placing:
     async def change(self, settings: Settings) -> None:
         """Use the settings of an rsrv.yaml that was read again. The mode does not change."""
         async with self._planning:
-            self._pinned = _pinned(settings)
+            self._pinned, self._settings = _pinned(settings), settings
             options = PlannerOptions.of(settings.placement, settings.models, work_basis="requests")
             self._planner.change(options)
 
@@ -126,8 +132,8 @@ class Placing:
             plan = await asyncio.to_thread(self._planner.plan, views, now)
             self._views, self._decided, self._unfinished = views, now, plan.moving or plan.settling
             try:
-                if plan.table is not self._table:
-                    self._write({name: map(int, routes.placed) for name, routes in plan.table.items()})
+                if plan.table is not self._table or self._cold:
+                    self._write(self._places(plan.table))
                     self._table = plan.table
             except OSError as error:
                 log.error("the placement table cannot be written, so models stay where they are: %s", error)
@@ -203,17 +209,56 @@ class Placing:
         links = self._runtimes.links
         ready = {number: frozenset(links[number].presence.ready) for number in records}
         arriving = self._arrivals(list(ready.values()))
+        self._cold = self._cold_devices(ready)
         server = load_messages.load(range(len(links)), records, self.mode, {})
         self._positions = {number: (position.instance, position.next) for number, position in records.items()}
+        placeable = {number: {*names} for number, names in ready.items()}
+        for name, numbers in self._cold.items():
+            for number in numbers:
+                placeable[number].add(name)
         self._seen = {
             device.number: load_messages.view_of(
-                device, server, ready[device.number] - arriving, self._seen.get(device.number)
+                device,
+                server,
+                frozenset(placeable[device.number] - arriving),
+                self._seen.get(device.number),
             )
             if device.number in records
             else _DEAD
             for device in server.devices
         }
         return {str(number): view for number, view in self._seen.items()}
+
+    def _cold_devices(self, ready: Mapping[int, frozenset[str]]) -> dict[str, list[int]]:
+        """Return the devices where a model is cold while another device has it ready, by model.
+
+        A model that may be cold starts on the device that gets its first request. Its stub starts it on every device that the
+        table names. Devices on which the model has failed, or which it has just left, are not returned.
+        """
+        somewhere = frozenset[str]().union(*ready.values())
+        return {
+            name: devices
+            for name in somewhere
+            if self._settings.may_be_cold(name)
+            and (devices := [number for number in ready if self._is_cold(number, name)])
+        }
+
+    def _is_cold(self, number: int, name: str) -> bool:
+        presence = self._runtimes.links[number].presence
+        has_failed = any(version["state"] == "failed" for version in presence.versions(name))
+        has_left = self._clock() - presence.left_at(name) < _COLD_S
+        return name not in presence.ready and not has_failed and not has_left
+
+    def _places(self, table: Table) -> dict[str, list[int]]:
+        """Return the devices of each model for the stubs: the chosen ones, and cold ones that shall start the model."""
+        targets = self._planner.targets()
+        return {
+            name: [
+                *map(int, routes.placed),
+                *(number for number in self._cold.get(name, ()) if str(number) in targets.get(name, ())),
+            ]
+            for name, routes in table.items()
+        }
 
     def _arrivals(self, ready: list[frozenset[str]]) -> set[str]:
         """Return the new models that are not ready on all devices yet. `ready` has the ready models of each device."""

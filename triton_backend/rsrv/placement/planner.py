@@ -349,11 +349,14 @@ class Planner:
         target = self._moves.targets.get(unit.name, ())
         staying = [worker for worker in target if worker in unit.allowed]
         if not staying:
-            warm = set(unit.allowed if unit.bytes else ())
+            started, warm = set(unit.allowed), set(unit.allowed if unit.bytes else ())
             for model in map(fleet.models.__getitem__, unit.models):
+                started.difference_update(model.cold)
                 if model.bytes:
                     warm.intersection_update(model.resident)
-            return tuple(sorted(warm)) if len(warm) <= count else ()
+            # A model that was cold has a place even if its weights have left the device since its start.
+            places = warm or started
+            return tuple(sorted(places)) if len(places) <= count else ()
         used: dict[str, float] = {}
         if self._moves.settled(unit):
             for name in unit.models:

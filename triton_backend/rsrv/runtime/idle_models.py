@@ -64,11 +64,8 @@ class IdleModels:
         """
         if self._catalog.is_dismissing or now < self._relieved + _NEXT_FALLS_S:
             return None
-        self._relieved, settings = now, self._catalog.policy.settings
-        warm = self._warm(
-            registered,
-            lambda name: settings.start_of(name) == "lazy" or settings.idle_limits(name).executable < inf,
-        )
+        self._relieved = now
+        warm = self._warm(registered, self._catalog.policy.settings.may_be_cold)
         idle = [
             model
             for model in warm

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from google.protobuf import text_format
@@ -15,9 +17,11 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from rsrv_bundle import yaml12
 from rsrv_bundle.export import export_bundle
+from rsrv_bundle.stateful import export_generative, export_stateful
 from tests.builders import write_meta
 from tests.e2e.bundles import Array, ensure_made
 from tests.e2e.harness import ROOT
+from tests.e2e.stateful import CONTEXT, STORY, bytes_tokenizer
 
 #: Compiled lengths, and their largest number of rows.
 LENGTHS, SIZES = (4, 8), (1, 4)
@@ -88,9 +92,62 @@ def _ids(out_dir: Path, *, pad: str) -> None:
     )
 
 
+def _reader(out_dir: Path) -> None:
+    """Write a model of sequences: it embeds all tokens that a sequence has sent."""
+
+    def step(params: Any, state: Any, ids: Any) -> Any:
+        total = state["total"] + params["table"][ids].sum(1)
+        return {"embedding": jnp.tanh(total @ params["head"])}, {"total": total}
+
+    export_stateful(
+        step,
+        {"total": jax.ShapeDtypeStruct((32,), np.float32)},
+        PARAMS,
+        {"ids": np.ones((1, 4), np.int32)},
+        slots=8,
+        batch_sizes=SIZES,
+        axes={"ids": "nt"},
+        input_shapes=[{"t": length} for length in LENGTHS],
+        out_dir=out_dir,
+        **_NARROW,
+    )
+
+
+def _teller(out_dir: Path) -> None:
+    """Write a generation that tells the story of `stateful.STORY` from the end of the prompt on."""
+    letters = bytes_tokenizer()
+    story = jnp.asarray(letters.encode(STORY).ids, jnp.int32)
+
+    def step(params: Any, state: Any, position: Any, tokens: Any, lengths: Any) -> Any:
+        # A row of the table has its largest product with itself.
+        token = story[(position + lengths) % len(story)]
+        return params["table"][token] @ params["table"].T, {"read": position + lengths}
+
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        letters.save(file.name)
+        export_generative(
+            step,
+            {"read": jax.ShapeDtypeStruct((), np.int32)},
+            {"table": _RNG.standard_normal((256, 64), np.float32)},
+            slots=8,
+            context=CONTEXT,
+            max_tokens=CONTEXT,
+            chunks=[1, 16],
+            batch_sizes=SIZES,
+            tokenizer=file.name,
+            out_dir=out_dir,
+            **_NARROW,
+        )
+
+
 def ensure() -> Path:
-    """Return the folder of the exported models of rows, built if necessary."""
-    makers = {"sizes": partial(_ids, pad=""), "padded": partial(_ids, pad="t=0")}
+    """Return the folder of the exported models, built if necessary."""
+    makers: dict[str, Callable[[Path], None]] = {
+        "sizes": partial(_ids, pad=""),
+        "padded": partial(_ids, pad="t=0"),
+        "reader": _reader,
+        "teller": _teller,
+    }
     return ensure_made(ROOT / "build" / "compositions", makers, [Path(__file__)])
 
 
@@ -117,12 +174,20 @@ def write(folder: Path) -> None:
     write_meta(folder / "meta", META, ["text_called", "text_internal", "ids_native"], client=client)
 
 
+def write_stateful(folder: Path) -> None:
+    """Write the bundles of a server of models with state."""
+    made = ensure()
+    _with_text(made / "reader", folder / "reader", lengths=LENGTHS)
+    shutil.copytree(made / "teller", folder / "teller")
+
+
 #: Models that clients ask, with the factor of their answers.
 EMBEDDERS: Mapping[str, int] = {"ids_native": 1, "ids_padded_native": 1, "alias_padded": 1, "meta": 3}
-SETTINGS = """
-runtime: {devices: [cpu, cpu], start: lazy}
-models: {ids_native: {front: native}, ids_padded_native: {front: native}}
-aliases: {alias_padded: {text_padded1: 1, text_padded2: shadow}}
+#: Two devices, whose models start with their first requests.
+DEVICES = "runtime: {devices: [cpu, cpu], start: lazy}\n"
+SETTINGS = f"""{DEVICES}
+models: {{ids_native: {{front: native}}, ids_padded_native: {{front: native}}}}
+aliases: {{alias_padded: {{text_padded1: 1, text_padded2: shadow}}}}
 """
 #: Model of Triton's own that passes a request on to the model whose name follows `via_`.
 _VIA = """

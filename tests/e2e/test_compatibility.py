@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import random
 import signal
 import threading
@@ -27,6 +28,7 @@ from tests.e2e import compositions
 from tests.e2e.bundles import Array
 from tests.e2e.calls import Caller, at_once
 from tests.e2e.harness import RunningTriton, StartTriton, make_repository
+from tests.e2e.stateful import told
 from tests.status import read_status
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -67,6 +69,11 @@ class Region:
         return True
 
 
+def everything_of_a_request() -> dict[str, Any]:
+    """Return parameters with a priority and a deadline."""
+    return {"rsrv_priority": 7, "rsrv_deadline_unix_ns": time.time_ns() + int(4 * PATIENCE_S * 1e9)}
+
+
 class Asker:
     """One client: it sends random rows to embedders in all ways, and checks the answers."""
 
@@ -101,9 +108,7 @@ class Asker:
 
     def everything(self, model: str, entry: str) -> None:
         """Send one request with all that a request may have."""
-        deadline = time.time_ns() + int(4 * PATIENCE_S * 1e9)
-        parameters = {"rsrv_priority": 7, "rsrv_deadline_unix_ns": deadline}
-        self.ask(model, entry, LARGE, shared=True, **parameters)
+        self.ask(model, entry, LARGE, shared=True, **everything_of_a_request())
 
     def cancel(self, model: str) -> None:
         """Cancel a request: it ends, answered or not."""
@@ -113,6 +118,46 @@ class Asker:
         context = self._client.async_infer(model, [tensor], lambda result, error: ended.set())
         context.cancel()
         assert ended.wait(PATIENCE_S)
+
+    def read(self, sequences: Sequence[int]) -> None:
+        """Send two requests of each sequence, each with all that a request may have."""
+        ids = self._rng.integers(1, 256, (len(sequences), 12)).astype(np.int32)
+        for first, last in ((0, 8), (8, 12)):
+            for sequence, row in zip(sequences, ids, strict=True):
+                tensor = tritonclient.grpc.InferInput("text", (1, 1), "BYTES")
+                self._region.put(tensor, np.array([[" ".join(map(str, row[first:last])).encode()]], object))
+                result = self._client.infer(
+                    "reader",
+                    [tensor],
+                    sequence_id=sequence,
+                    sequence_start=first == 0,
+                    sequence_end=last == 12,
+                    parameters=everything_of_a_request(),
+                )
+                want = compositions.embedded(row[None, :last])
+                error = np.abs(result.as_numpy("embedding") - want).max() / np.abs(want).max()
+                assert error < compositions.BOUND, error
+
+    def hear(self) -> None:
+        """Send a prompt with all that a request may have, and check the text that it streams."""
+        prompt, answers = b"Es war einmal", queue.SimpleQueue[tuple[Any, Exception | None]]()
+        tensor = tritonclient.grpc.InferInput("text_input", (1,), "BYTES")
+        self._region.put(tensor, np.array([prompt], object))
+        self._client.start_stream(lambda result, error: answers.put((result, error)))
+        self._client.async_stream_infer(
+            "teller",
+            [tensor],
+            enable_empty_final_response=True,
+            parameters={"max_tokens": 40, **everything_of_a_request()},
+        )
+        text, is_last = b"", False
+        while not is_last:
+            result, error = answers.get(timeout=PATIENCE_S)
+            assert error is None, error
+            text += b"".join(result.as_numpy("text_output"))
+            is_last = result.get_response().parameters["triton_final_response"].bool_param
+        self._client.stop_stream()
+        assert text.decode() == told(prompt, 40)
 
     def at_random(self, models: Sequence[str]) -> None:
         """Send one random request to one of the models, in one of the ways to reach it."""
@@ -224,3 +269,29 @@ def assert_shadows_agree(server: RunningTriton, alias: str) -> None:
         return row if " same" in row else ""
 
     assert "different" not in wait_until(copies, what="compared answers")
+
+
+def answered(server: RunningTriton, model: str) -> bool:
+    """Return whether each device has answered requests of a model."""
+    found = [read_status(server.pid, device)["models"].get(model) for device in "01"]
+    return all(model is not None and model["answered"] for model in found)
+
+
+def test_models_with_state_answer_as_their_models(start_triton: StartTriton, tmp_path: Path) -> None:
+    """Narrow sequences with hooks, and a narrow generation: cold at first, on two devices, with all that a request may have."""
+    compositions.write_stateful(tmp_path / "bundles")
+    repository = make_repository(tmp_path, settings=f"{compositions.DEVICES}placement: {{replicas: all}}")
+    server = start_triton(repository, make=partial(TritonServer, client_shared_memory=True))
+    with asker(server, 0) as first, asker(server, 1) as second, ThreadPoolExecutor(2) as pool:
+        # A sequence or an answer goes to the device with the fewest ones, once this device has started the model.
+        def have_read() -> bool:
+            first.read(range(1, 5))
+            return answered(server, "reader")
+
+        def have_heard() -> bool:
+            for answer in [pool.submit(client.hear) for client in (first, second)]:
+                answer.result()
+            return answered(server, "teller")
+
+        wait_until(have_read, what="sequences on both devices")
+        wait_until(have_heard, what="answers of both devices")

@@ -46,7 +46,7 @@ _MEANING = {
     "top1": "the share of samples with another best score is",
 }
 #: A comparison of a generation covers at least this many tokens of each module, and this many steps of each text.
-_TOKENS, _STEPS = 64, 16
+_TOKENS, _STEPS = 256, 16
 _CURE = "Keep the type of some weights, choose a wider type, or accept the error with --tolerance"
 
 

@@ -248,7 +248,7 @@ def step_sequences(bundle: Path) -> dict[str, Any]:
     for row in (SlotRow(1, first, True), SlotRow(1, second, True), SlotRow(1, first, False)):
         pool.read(device, *pool.launch(device, executable, model.weights, [x], 1, [row]))
     stayed = addresses() == before
-    wait_until(lambda: device.memory_in_use() == loaded)
+    wait_until(lambda: device.memory_in_use() <= loaded)
     saved = second.arrays is not None and [array.shape for array in second.arrays]
     pool.unload(device)
     device.free(model.weights)

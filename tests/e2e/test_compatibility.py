@@ -277,6 +277,7 @@ def answered(server: RunningTriton, model: str) -> bool:
     return all(model is not None and model["answered"] for model in found)
 
 
+@pytest.mark.long
 def test_models_with_state_answer_as_their_models(start_triton: StartTriton, tmp_path: Path) -> None:
     """Narrow sequences with hooks, and a narrow generation: cold at first, on two devices, with all that a request may have."""
     compositions.write_stateful(tmp_path / "bundles")

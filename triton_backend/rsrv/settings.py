@@ -540,7 +540,7 @@ class Settings(BaseSettings):
         return self.runtime.idle.model_copy(update=own.model_dump(exclude_unset=True))
 
     def may_be_cold(self, name: str) -> bool:
-        """Return True if a model may be cold while the server runs. This is as cheap as `start_of`."""
+        """Return True if a model may be cold while the server runs."""
         return self.start_of(name) == "lazy" or self.idle_limits(name).executable < inf
 
 

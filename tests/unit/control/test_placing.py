@@ -223,9 +223,10 @@ async def test_a_meta_model_is_with_the_models_that_it_calls(tmp_path: Path) -> 
 
 
 @looped
-async def test_models_that_arrive_on_one_device_first_are_spread(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", ["", "runtime: {idle: {executable: 10m}}"])
+async def test_models_that_arrive_on_one_device_first_are_spread(tmp_path: Path, settings: str) -> None:
     """New models are placed when all devices have them, or after a while: the quickest device does not get them all."""
-    async with placed(tmp_path, "abcd") as world:
+    async with placed(tmp_path, "abcd", settings) as world:
         second = world.runtimes.links[1]
         for name in "abcd":
             world.devices[1].change(f"{name}@1", entry(name, state="loading", weights="absent"))
@@ -311,12 +312,12 @@ async def test_pins_hold(tmp_path: Path) -> None:
 @looped
 @pytest.mark.parametrize(
     ("start", "second", "mask"),
-    [("lazy", "", 3), ("lazy", "failed", 1), ("lazy", "cold", 1), ("eager", "", 1)],
+    [("lazy", "", 3), ("lazy", "failed", 1), ("eager", "", 1)],
 )
 async def test_a_model_that_starts_with_a_request_gets_further_devices(
     tmp_path: Path, start: str, second: str, mask: int
 ) -> None:
-    """The table names a device where the model is still cold. It does not if the model has failed there or has just left."""
+    """The table names a device where the model is still cold. It does not if the model has failed there, or is not lazy."""
     text = f"{{runtime: {{start: {start}}}, placement: {{replicas: all}}}}"
     async with placed(tmp_path, "a", settings=text) as world:
         device, link = world.devices[1], world.runtimes.links[1]
@@ -332,8 +333,12 @@ async def test_a_model_that_starts_with_a_request_gets_further_devices(
 
 
 @looped
-async def test_busy_models_that_started_on_one_device_are_divided(tmp_path: Path) -> None:
-    """Two models start with requests on the first device. One of them moves to the other one, and serves until it has started there."""
+@pytest.mark.parametrize("starts", [True, False])
+async def test_busy_models_that_started_on_one_device_are_divided(tmp_path: Path, starts: bool) -> None:
+    """Two models start on the first device, and one of them moves. The first device answers until it has started on the second.
+
+    If it does not start there within a minute, it stays.
+    """
     async with placed(tmp_path, "ab", settings="runtime: {start: lazy}") as world:
         device, link = world.devices[1], world.runtimes.links[1]
         device.weights.loads.clear()
@@ -346,15 +351,38 @@ async def test_busy_models_that_started_on_one_device_are_divided(tmp_path: Path
             for model in world.devices[0].weights.loads.values():
                 model.device_seconds += 0.3
             await world.rounds()
+        await world.rounds(3)
 
         assert world.masks() == {"a": 3, "b": 1}
+        assert world.devices[0].weights.resident == {"a", "b"}
 
-        device.weights.loads["a"] = new("a")
-        device.change("a@1", entry("a"))
-        await until(world.runtimes, lambda: "a@1" in link.state.entries)
-        await world.rounds(2)
-        assert world.masks() == {"a": 2, "b": 1}
-        assert device.weights.resident == {"a"}
+        if starts:
+            device.weights.loads["a"] = new("a")
+            device.change("a@1", entry("a"))
+            await until(world.runtimes, lambda: "a@1" in link.state.entries)
+        await world.rounds(80)
+        assert world.masks() == ({"a": 2, "b": 1} if starts else {"a": 1, "b": 1})
+        assert device.weights.resident == ({"a"} if starts else set())
+        assert world.devices[0].weights.resident == ({"b"} if starts else {"a", "b"})
+
+
+@looped
+async def test_a_model_that_becomes_cold_on_a_device_starts_there_again_after_some_minutes(
+    tmp_path: Path,
+) -> None:
+    """The idle copy of a model leaves its device. The table does not name the device at once, as the model would start and leave."""
+    text = "{runtime: {idle: {executable: 1m}}, placement: {replicas: all}}"
+    async with placed(tmp_path, "a", settings=text) as world:
+        await world.rounds(3)
+        assert world.masks() == {"a": 3}
+        world.devices[1].weights.loads.clear()
+        world.devices[1].change("a@1", None)
+        await until(world.runtimes, lambda: not world.runtimes.links[1].state.entries)
+        await world.rounds(100)
+        assert world.masks() == {"a": 1}
+        world.now += 600
+        await world.rounds(8)
+        assert world.masks() == {"a": 3}
 
 
 @looped

@@ -42,8 +42,8 @@ _ARRIVAL_S = 5.0
 #: Shortest pause between two rounds if runtimes or models change.
 _HURRY_S = 0.1
 
-#: Pause after a model has become cold on a device. Until its end, only a request starts the model there again.
-_COLD_S = 60.0
+#: After a model becomes cold on a device, the placement waits this many seconds before it starts the model there again.
+_COLD_S = 600.0
 
 _DEAD = WorkerView(alive=False)
 
@@ -83,8 +83,14 @@ class Placing:
         self._settings = settings
         #: Latest views of the devices, by number.
         self._seen: dict[int, WorkerView] = {}
-        #: Devices that would start a model if the placement table named them, by model.
+        #: Live devices where a model is cold while another device has it ready, by model.
         self._cold: Mapping[str, Collection[int]] = {}
+        #: Cold devices that the table names so that they start a model, by model.
+        self._starts: Mapping[str, Collection[int]] = {}
+        #: Ready models of each device in the last round.
+        self._before: Mapping[int, frozenset[str]] = {}
+        #: Time when a model became cold on a device, by model and device.
+        self._cold_since: dict[tuple[str, int], float] = {}
         #: Positions from which the devices' next loads continue.
         self._positions: Positions = {}
         self._views: dict[str, WorkerView] = {}
@@ -132,9 +138,15 @@ class Placing:
             plan = await asyncio.to_thread(self._planner.plan, views, now)
             self._views, self._decided, self._unfinished = views, now, plan.moving or plan.settling
             try:
-                if plan.table is not self._table or self._cold:
-                    self._write(self._places(plan.table))
-                    self._table = plan.table
+                starts = self._chosen_starts()
+                if plan.table is not self._table or starts != self._starts:
+                    self._write(
+                        {
+                            name: [*map(int, routes.placed), *starts.get(name, ())]
+                            for name, routes in plan.table.items()
+                        }
+                    )
+                    self._table, self._starts = plan.table, starts
             except OSError as error:
                 log.error("the placement table cannot be written, so models stay where they are: %s", error)
             steps: dict[str, list[WeightAction]] = {}
@@ -210,17 +222,16 @@ class Placing:
         ready = {number: frozenset(links[number].presence.ready) for number in records}
         arriving = self._arrivals(list(ready.values()))
         self._cold = self._cold_devices(ready)
+        startable = {
+            number: {name for name, numbers in self._cold.items() if number in numbers} for number in ready
+        }
         server = load_messages.load(range(len(links)), records, self.mode, {})
         self._positions = {number: (position.instance, position.next) for number, position in records.items()}
-        placeable = {number: {*names} for number, names in ready.items()}
-        for name, numbers in self._cold.items():
-            for number in numbers:
-                placeable[number].add(name)
         self._seen = {
             device.number: load_messages.view_of(
                 device,
                 server,
-                frozenset(placeable[device.number] - arriving),
+                (ready[device.number] | startable[device.number]) - arriving,
                 self._seen.get(device.number),
             )
             if device.number in records
@@ -230,34 +241,43 @@ class Placing:
         return {str(number): view for number, view in self._seen.items()}
 
     def _cold_devices(self, ready: Mapping[int, frozenset[str]]) -> dict[str, list[int]]:
-        """Return the devices where a model is cold while another device has it ready, by model.
+        """Return the live devices where a model is cold while another device has it ready, by model.
 
         A model that may be cold starts on the device that gets its first request. Its stub starts it on every device that the
-        table names. Devices on which the model has failed, or which it has just left, are not returned.
+        table names. Devices where the model has failed or has recently become cold are left out.
         """
-        somewhere = frozenset[str]().union(*ready.values())
-        return {
-            name: devices
-            for name in somewhere
-            if self._settings.may_be_cold(name)
-            and (devices := [number for number in ready if self._is_cold(number, name)])
+        now = self._clock()
+        ready_anywhere = frozenset[str]().union(*ready.values())
+        for number, names in ready.items():
+            self._cold_since |= {(name, number): now for name in self._before.get(number, names) - names}
+        self._before = ready
+        self._cold_since = {
+            (name, number): since
+            for (name, number), since in self._cold_since.items()
+            if name in ready_anywhere and now - since < _COLD_S
         }
+        cold: dict[str, list[int]] = {}
+        for number, names in ready.items():
+            for name in ready_anywhere - names:
+                if self._may_start(name, number):
+                    cold.setdefault(name, []).append(number)
+        return cold
 
-    def _is_cold(self, number: int, name: str) -> bool:
-        presence = self._runtimes.links[number].presence
-        has_failed = any(version["state"] == "failed" for version in presence.versions(name))
-        has_left = self._clock() - presence.left_at(name) < _COLD_S
-        return name not in presence.ready and not has_failed and not has_left
+    def _may_start(self, name: str, number: int) -> bool:
+        if (name, number) in self._cold_since or not self._settings.may_be_cold(name):
+            return False
+        states = {version["state"] for version in self._runtimes.links[number].presence.versions(name)}
+        # A model that loads for another reason, for example at the server's start, gets its place once it is ready.
+        loads = "loading" in states and number not in self._starts.get(name, ())
+        return "failed" not in states and not loads
 
-    def _places(self, table: Table) -> dict[str, list[int]]:
-        """Return the devices of each model for the stubs: the chosen ones, and cold ones that shall start the model."""
+    def _chosen_starts(self) -> dict[str, list[int]]:
+        """Return the cold devices that the planner has chosen, by model."""
         targets = self._planner.targets()
         return {
-            name: [
-                *map(int, routes.placed),
-                *(number for number in self._cold.get(name, ()) if str(number) in targets.get(name, ())),
-            ]
-            for name, routes in table.items()
+            name: chosen
+            for name, numbers in self._cold.items()
+            if (chosen := [number for number in numbers if str(number) in targets.get(name, ())])
         }
 
     def _arrivals(self, ready: list[frozenset[str]]) -> set[str]:

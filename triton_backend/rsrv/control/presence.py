@@ -7,7 +7,6 @@ live.
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from math import inf
 
 from rsrv.control.runtime_state import ModelVersion
 
@@ -55,10 +54,6 @@ class DevicePresence:
     def dismissed(self) -> set[str]:
         """Models whose stubs wait without a connection: this runtime, or the one before a sleep, asked them to leave."""
         return {*self._dismissed}
-
-    def left_at(self, name: str) -> float:
-        """Return the time when a dismissed model left this device, or -inf."""
-        return self._dismissed.get(name, -inf)
 
     @property
     def returning(self) -> set[str]:

@@ -354,7 +354,7 @@ class Planner:
                 started.difference_update(model.cold)
                 if model.bytes:
                     warm.intersection_update(model.resident)
-            # A model that was cold has a place even if its weights have left the device since its start.
+            # Weights may have left a device since the model started there. The device still counts as a place.
             places = warm or started
             return tuple(sorted(places)) if len(places) <= count else ()
         used: dict[str, float] = {}

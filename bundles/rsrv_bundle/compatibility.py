@@ -140,7 +140,7 @@ _COMPOSED: Final = "tests/e2e/test_compatibility.py::test_the_compositions_answe
 _WITH_STATE: Final = "tests/e2e/test_compatibility.py::test_models_with_state_answer_as_their_models"
 _EXPORTED: Final = (_F.VARIANTS, _F.TASK, _F.NARROW, _F.HALF)
 _CLIENTS: Final = (_F.LARGE, _F.DEADLINE, _F.PRIORITY, _F.CANCEL, _F.SHARED_MEMORY, _F.CALLER, _F.ENSEMBLE)
-_REQUESTED: Final = (_F.COLD, _F.DEVICES, _F.DEADLINE, _F.PRIORITY, _F.SHARED_MEMORY)
+_ASKED_WITH_STATE: Final = (_F.COLD, _F.DEVICES, _F.DEADLINE, _F.PRIORITY, _F.SHARED_MEMORY)
 _ASKED: Final = (_F.COLD, _F.DEVICES, _F.DEATH, *_CLIENTS)
 
 #: Tests of single pairs come first: the page names the first test of a pair.
@@ -170,8 +170,8 @@ PROOFS: Final = (
     Proof("tests/e2e/test_sequences.py::test_a_client_that_goes_frees_its_slot", _PYTHON, (_F.GENERATION, _F.CANCEL)),
     Proof("tests/e2e/test_sequences.py::test_a_client_that_goes_frees_its_slot", _PYTHON, (_F.GENERATION, _F.DEADLINE)),
     Proof("tests/e2e/test_sequences.py::test_an_answer_streams_by_the_name_of_an_alias", _PYTHON, (_F.ALIAS, _F.GENERATION, _F.STRINGS, _F.VARIANTS, _F.TASK)),
-    Proof(_WITH_STATE, _PYTHON, (_F.STATE, _F.HOOKS, _F.STRINGS, *_EXPORTED, *_REQUESTED)),
-    Proof(_WITH_STATE, _PYTHON, (_F.GENERATION, _F.STRINGS, *_EXPORTED, *_REQUESTED)),
+    Proof(_WITH_STATE, _PYTHON, (_F.STATE, _F.HOOKS, _F.STRINGS, *_EXPORTED, *_ASKED_WITH_STATE)),
+    Proof(_WITH_STATE, _PYTHON, (_F.GENERATION, _F.STRINGS, *_EXPORTED, *_ASKED_WITH_STATE)),
     Proof(_COMPOSED, ("native",), (*_EXPORTED, *_ASKED)),
     Proof(_COMPOSED, ("native",), (_F.PADDING, *_EXPORTED, *_ASKED)),
     Proof(_COMPOSED, ("native",), (_F.CALLED, *_EXPORTED, *_ASKED)),

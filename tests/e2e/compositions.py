@@ -114,7 +114,7 @@ def _reader(out_dir: Path) -> None:
 
 
 def _teller(out_dir: Path) -> None:
-    """Write a generation that tells the story of `stateful.STORY` from the end of the prompt on."""
+    """Write a generation that continues `stateful.STORY` after the prompt."""
     letters = bytes_tokenizer()
     story = jnp.asarray(letters.encode(STORY).ids, jnp.int32)
 

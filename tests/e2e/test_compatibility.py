@@ -69,7 +69,7 @@ class Region:
         return True
 
 
-def everything_of_a_request() -> dict[str, Any]:
+def priority_and_deadline() -> dict[str, Any]:
     """Return parameters with a priority and a deadline."""
     return {"rsrv_priority": 7, "rsrv_deadline_unix_ns": time.time_ns() + int(4 * PATIENCE_S * 1e9)}
 
@@ -108,7 +108,7 @@ class Asker:
 
     def everything(self, model: str, entry: str) -> None:
         """Send one request with all that a request may have."""
-        self.ask(model, entry, LARGE, shared=True, **everything_of_a_request())
+        self.ask(model, entry, LARGE, shared=True, **priority_and_deadline())
 
     def cancel(self, model: str) -> None:
         """Cancel a request: it ends, answered or not."""
@@ -132,13 +132,13 @@ class Asker:
                     sequence_id=sequence,
                     sequence_start=first == 0,
                     sequence_end=last == 12,
-                    parameters=everything_of_a_request(),
+                    parameters=priority_and_deadline(),
                 )
                 want = compositions.embedded(row[None, :last])
                 error = np.abs(result.as_numpy("embedding") - want).max() / np.abs(want).max()
                 assert error < compositions.BOUND, error
 
-    def hear(self) -> None:
+    def generate(self) -> None:
         """Send a prompt with all that a request may have, and check the text that it streams."""
         prompt, answers = b"Es war einmal", queue.SimpleQueue[tuple[Any, Exception | None]]()
         tensor = tritonclient.grpc.InferInput("text_input", (1,), "BYTES")
@@ -148,7 +148,7 @@ class Asker:
             "teller",
             [tensor],
             enable_empty_final_response=True,
-            parameters={"max_tokens": 40, **everything_of_a_request()},
+            parameters={"max_tokens": 40, **priority_and_deadline()},
         )
         text, is_last = b"", False
         while not is_last:
@@ -273,8 +273,8 @@ def assert_shadows_agree(server: RunningTriton, alias: str) -> None:
 
 def answered(server: RunningTriton, model: str) -> bool:
     """Return whether each device has answered requests of a model."""
-    found = [read_status(server.pid, device)["models"].get(model) for device in "01"]
-    return all(model is not None and model["answered"] for model in found)
+    views = [read_status(server.pid, device)["models"].get(model) for device in "01"]
+    return all(view is not None and view["answered"] for view in views)
 
 
 @pytest.mark.long
@@ -289,10 +289,10 @@ def test_models_with_state_answer_as_their_models(start_triton: StartTriton, tmp
             first.read(range(1, 5))
             return answered(server, "reader")
 
-        def have_heard() -> bool:
-            for answer in [pool.submit(client.hear) for client in (first, second)]:
+        def have_generated() -> bool:
+            for answer in [pool.submit(client.generate) for client in (first, second)]:
                 answer.result()
             return answered(server, "teller")
 
         wait_until(have_read, what="sequences on both devices")
-        wait_until(have_heard, what="answers of both devices")
+        wait_until(have_generated, what="answers of both devices")

@@ -45,7 +45,7 @@ class Example(NamedTuple):
     name: str
     #: Bundles of the example. Bundles without large weights stay as they are.
     bundles: tuple[str, ...]
-    #: What the figure is.
+    #: Description of the figure.
     figure: str
     #: Return the figure of the bundles in a folder. The second folder has the wide bundles.
     measure: Callable[[Path, Path], float]

@@ -40,7 +40,7 @@ def _own_servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Not below tmp_path, because a socket's path is limited to 107 characters.
     with tempfile.TemporaryDirectory(prefix="rsrv-test-", ignore_cleanup_errors=True) as home:
         monkeypatch.setenv("RSRV_RUNTIME_DIR", home)
-        # It overrides the settings of a test, and all tests of `make test-gpu` would share a cache.
+        # This variable overrides a test's settings, so all tests of `make test-gpu` would share one cache.
         monkeypatch.delenv("RSRV_RUNTIME__COMPILATION_CACHE_DIR", raising=False)
         yield
 

@@ -11,7 +11,7 @@ from tests.chaos.figures import Row, Stretch, judge
 from tests.chaos.health import watched
 from tests.chaos.house import House
 from tests.chaos.load import Load, load
-from tests.e2e.harness import crashed_by_a_cancellation
+from tests.e2e.harness import crashed_by_a_cancellation, last_words
 
 
 class Pace(NamedTuple):
@@ -67,7 +67,7 @@ def run_fault(fault: Fault, house: House, pace: Pace, seed: int) -> Row:
                     "tritonserver crashed by its own cancellation race (24.10), and was started again"
                 )
             else:
-                problems.append("tritonserver died")
+                problems.append(f"tritonserver died: {last_words(house.server)}")
             house.revive()
             relief = time.monotonic()
             _settle(clients, house, fault, relief, relief, pace)

@@ -245,6 +245,13 @@ def crashed_by_a_cancellation(server: RunningTriton) -> bool:
     return bool(crashed) and "pthread_mutex_lock" in where
 
 
+def last_words(server: RunningTriton) -> str:
+    """Return what the log of a server says about its crash: the signal or exception, and the first calls of the stack."""
+    log = server.log_text()
+    begin = max(log.rfind("Signal ("), log.rfind("terminate called"), 0)
+    return log[begin:][:1000] if begin else log[-1000:]
+
+
 def aborted_by_a_lock(server: RunningTriton) -> bool:
     """Return whether the server crashed by its own fault with locks that it shares with its stubs.
 

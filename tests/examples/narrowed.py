@@ -59,14 +59,17 @@ def _answers(folder: Path, name: str, values: Array) -> Array:
     return np.concatenate([model({given.name: part})[returned.name] for part in parts])
 
 
+def _accuracy(folder: Path, name: str, images: Array, labels: Array) -> float:
+    """Return the share of images whose best class is the label."""
+    return float((_answers(folder, name, images).argmax(1) == labels).mean())
+
+
 def _digits(folder: Path, _: Path) -> float:
-    images, labels = digits.held_out()
-    return float((_answers(folder, "digits", images).argmax(1) == labels).mean())
+    return _accuracy(folder, "digits", *digits.held_out())
 
 
 def _family(folder: Path, _: Path) -> float:
-    images, labels = family.held_out("family_square")
-    return float((_answers(folder, "family_square", images).argmax(1) == labels).mean())
+    return _accuracy(folder, "family_square", *family.held_out("family_square"))
 
 
 def _unet(folder: Path, _: Path) -> float:

@@ -83,19 +83,17 @@ class Placing:
         self._settings = settings
         #: Latest views of the devices, by number.
         self._seen: dict[int, WorkerView] = {}
-        #: Live devices where a model is cold while another device has it ready, by model.
-        self._cold: Mapping[str, Collection[int]] = {}
+        #: Models that are cold on a live device while another device has them ready, by device.
+        self._cold: Mapping[int, frozenset[str]] = {}
         #: Cold devices that the table names so that they start a model, by model.
         self._starts: Mapping[str, Collection[int]] = {}
-        #: Ready models of each device in the last round.
-        self._before: Mapping[int, frozenset[str]] = {}
         #: Time when a model became cold on a device, by model and device.
         self._cold_since: dict[tuple[str, int], float] = {}
         #: Positions from which the devices' next loads continue.
         self._positions: Positions = {}
         self._views: dict[str, WorkerView] = {}
-        #: Names of the ready models of each device when `_arriving` was last updated.
-        self._ready: list[frozenset[str]] = []
+        #: Names of the ready models of each live device in the last round.
+        self._ready: Mapping[int, frozenset[str]] = {}
         self._writer: PlacementWriter | None = None
         self._written: Mapping[str, int] = {}
         #: The planner's table that was written last.
@@ -220,18 +218,15 @@ class Placing:
             records = {}
         links = self._runtimes.links
         ready = {number: frozenset(links[number].presence.ready) for number in records}
-        arriving = self._arrivals(list(ready.values()))
-        self._cold = self._cold_devices(ready)
-        startable = {
-            number: {name for name, numbers in self._cold.items() if number in numbers} for number in ready
-        }
+        self._cold = self._cold_models(ready)
+        arriving = self._arrivals(ready)
         server = load_messages.load(range(len(links)), records, self.mode, {})
         self._positions = {number: (position.instance, position.next) for number, position in records.items()}
         self._seen = {
             device.number: load_messages.view_of(
                 device,
                 server,
-                (ready[device.number] | startable[device.number]) - arriving,
+                (ready[device.number] | self._cold[device.number]) - arriving,
                 self._seen.get(device.number),
             )
             if device.number in records
@@ -240,8 +235,8 @@ class Placing:
         }
         return {str(number): view for number, view in self._seen.items()}
 
-    def _cold_devices(self, ready: Mapping[int, frozenset[str]]) -> dict[str, list[int]]:
-        """Return the live devices where a model is cold while another device has it ready, by model.
+    def _cold_models(self, ready: Mapping[int, frozenset[str]]) -> dict[int, frozenset[str]]:
+        """Return the models that are cold on a live device while another device has them ready, by device.
 
         A model that may be cold starts on the device that gets its first request. Its stub starts it on every device that the
         table names. Devices where the model has failed or has recently become cold are left out.
@@ -249,19 +244,16 @@ class Placing:
         now = self._clock()
         ready_anywhere = frozenset[str]().union(*ready.values())
         for number, names in ready.items():
-            self._cold_since |= {(name, number): now for name in self._before.get(number, names) - names}
-        self._before = ready
+            self._cold_since |= {(name, number): now for name in self._ready.get(number, names) - names}
         self._cold_since = {
             (name, number): since
             for (name, number), since in self._cold_since.items()
             if name in ready_anywhere and now - since < _COLD_S
         }
-        cold: dict[str, list[int]] = {}
-        for number, names in ready.items():
-            for name in ready_anywhere - names:
-                if self._may_start(name, number):
-                    cold.setdefault(name, []).append(number)
-        return cold
+        return {
+            number: frozenset(name for name in ready_anywhere - names if self._may_start(name, number))
+            for number, names in ready.items()
+        }
 
     def _may_start(self, name: str, number: int) -> bool:
         if (name, number) in self._cold_since or not self._settings.may_be_cold(name):
@@ -274,19 +266,21 @@ class Placing:
     def _chosen_starts(self) -> dict[str, list[int]]:
         """Return the cold devices that the planner has chosen, by model."""
         targets = self._planner.targets()
-        return {
-            name: chosen
-            for name, numbers in self._cold.items()
-            if (chosen := [number for number in numbers if str(number) in targets.get(name, ())])
-        }
+        starts: dict[str, list[int]] = {}
+        for number, names in self._cold.items():
+            for name in names:
+                if str(number) in targets.get(name, ()):
+                    starts.setdefault(name, []).append(number)
+        return starts
 
-    def _arrivals(self, ready: list[frozenset[str]]) -> set[str]:
+    def _arrivals(self, ready: Mapping[int, frozenset[str]]) -> set[str]:
         """Return the new models that are not ready on all devices yet. `ready` has the ready models of each device."""
         if not self._arriving and ready == self._ready:
             return set()
         self._ready = ready
         now, placed = self._clock(), self._planner.targets()
-        partly = frozenset().union(*ready) - frozenset.intersection(*ready) - placed.keys() if ready else ()
+        names = ready.values()
+        partly = frozenset().union(*names) - frozenset.intersection(*names) - placed.keys() if ready else ()
         self._arriving = {name: self._arriving.get(name, now) for name in partly}
         return {name for name, since in self._arriving.items() if now - since < _ARRIVAL_S}
 

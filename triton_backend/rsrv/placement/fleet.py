@@ -60,7 +60,12 @@ class Fleet(Immutable):
     torn: tuple[str, ...]
 
     def warm(self, unit: Unit, worker: str) -> bool:
-        """Return true if all weights that the unit needs are on this worker's device, as far as it reports them."""
+        """Return true if all weights that the unit needs are on this worker's device, as far as it reports them.
+
+        A worker where a model of the unit is cold lacks them.
+        """
+        if any(worker in self.models[name].cold for name in unit.models):
+            return False
         models = self.views[worker].models
         return all(
             view.weights is WeightsView.RESIDENT or view.bytes == 0

@@ -159,16 +159,8 @@ class Moves:
     def _cold(
         self, unit: Unit, workers: Collection[str], fleet: Fleet, crowded: Collection[tuple[str, str]]
     ) -> list[str]:
-        """Return the workers whose GPU does not hold the weights, without those that would evict them again.
-
-        A worker that has to start a model of the unit does not hold its weights.
-        """
-        unstarted = {worker for name in unit.models for worker in fleet.models[name].cold}
-        return [
-            worker
-            for worker in workers
-            if (unit.name, worker) not in crowded and (worker in unstarted or not fleet.warm(unit, worker))
-        ]
+        """Return the workers that lack the unit's weights on their device. Crowded workers are left out."""
+        return [w for w in workers if (unit.name, w) not in crowded and not fleet.warm(unit, w)]
 
     def _place(
         self,

@@ -243,12 +243,12 @@ def step_sequences(bundle: Path) -> dict[str, Any]:
         return [array.unsafe_buffer_pointer() for array in pool._pools.arrays]  # type: ignore[union-attr]
 
     before, first, second = addresses(), SequenceTensors(), SequenceTensors()
-    loaded = device.memory_in_use()
+    loaded = device.memory_in_use() or 0
     x = np.ones((1, 3), np.float32)
     for row in (SlotRow(1, first, True), SlotRow(1, second, True), SlotRow(1, first, False)):
         pool.read(device, *pool.launch(device, executable, model.weights, [x], 1, [row]))
     stayed = addresses() == before
-    wait_until(lambda: device.memory_in_use() <= loaded)
+    wait_until(lambda: (device.memory_in_use() or 0) <= loaded)
     saved = second.arrays is not None and [array.shape for array in second.arrays]
     pool.unload(device)
     device.free(model.weights)

@@ -1,4 +1,4 @@
-"""Export the architectures of the zoo, each in a process of its own, and write docs/what-exports.md.
+"""Export the architectures of the zoo, each in a process of its own, and write docs/what-exports.md and .csv.
 
 Runs in the environment of `make zoo`. Results are in build/zoo-results.jsonl, and an architecture that is there is not run again.
 """
@@ -6,6 +6,7 @@ Runs in the environment of `make zoo`. Results are in build/zoo-results.jsonl, a
 from __future__ import annotations
 
 import argparse
+import csv
 import gc
 import importlib
 import json
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.zoo.models import AGPL, Entry, Made, entries
-from tests.zoo.page import page
+from tests.zoo.page import page, table
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "build" / "zoo-results.jsonl"
@@ -57,6 +58,8 @@ def main() -> None:
     if not arguments.eager:
         served = json.loads(SERVED.read_text()) if SERVED.exists() else {}
         PAGE.write_text(page(entries(), results(), served))
+        with PAGE.with_suffix(".csv").open("w", newline="") as output:
+            csv.writer(output, lineterminator="\n").writerows(table(entries(), results()))
 
 
 def run(arguments: argparse.Namespace) -> None:

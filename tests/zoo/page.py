@@ -1,4 +1,4 @@
-"""The page "What exports", from the results of the zoo."""
+"""The page "What exports" and its table, from the results of the zoo."""
 
 from __future__ import annotations
 
@@ -22,17 +22,7 @@ architectures without a result, and writes this page. `ZOO="--only timm --limit 
 
 {errors}{waiting}
 
-## Not exported
-
-{refused}
-
-## Exported after one change
-
-{changed}
-
-## By package
-
-{names}
+[The table of architectures](what-exports.csv) has the result of each one, the change that it needed, or the reason why it was refused.
 """
 
 
@@ -60,20 +50,20 @@ def page(entries: Sequence[Entry], results: Sequence[Mapping[str, Any]], served:
         counts="\n".join([_HEAD, *counts]),
         errors=_errors(done) + _served(served),
         waiting=_waiting(sorted(groups.keys() - run.keys())),
-        refused="\n".join(
-            f"- {entry.name}: {_short(by_name[entry.name])}"
-            for entry, state in everything
-            if state in ("refused", "dynamic")
-        )
-        or "Nothing.",
-        changed="\n".join(
-            f"- {entry.name}: {by_name[entry.name]['change']}"
-            for entry, state in everything
-            if state == "after one change"
-        )
-        or "Nothing.",
-        names="\n".join(_names(package, group) for package, group in run.items()),
     )
+
+
+def table(entries: Sequence[Entry], results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the rows of the table of architectures that have results, with a row of titles first."""
+    by_name = {result["name"]: result for result in results}
+    return [
+        ["package", "architecture", "result", "change or reason"],
+        *(
+            [entry.package, entry.name.removeprefix(f"{entry.package} "), state, _note(state, result)]
+            for entry in sorted(entries, key=lambda entry: entry.package)
+            if (result := by_name.get(entry.name)) and (state := _state(entry, result))
+        ),
+    ]
 
 
 _HEAD = """| package | licence | listed | run | first try | after one change | refused | dynamic |
@@ -127,15 +117,7 @@ def _waiting(packages: Sequence[str]) -> str:
     return f"\n\nListed, and not run yet: {', '.join(packages)}." if packages else ""
 
 
-def _short(result: Mapping[str, Any]) -> str:
-    text: str = result["failed"].splitlines()[0]
-    return text if len(text) < 240 else text[:240] + "…"
-
-
-def _names(package: str, group: Sequence[tuple[Entry, str]]) -> str:
-    lines = []
-    for wanted in ("first try", "after one change", "refused", "dynamic"):
-        names = [entry.name.removeprefix(f"{package} ") for entry, state in group if state == wanted]
-        if names:
-            lines.append(f"    - {wanted}: {', '.join(names)}")
-    return "\n".join([f"- **{package}**", *lines])
+def _note(state: str, result: Mapping[str, Any]) -> str:
+    if state == "after one change":
+        return str(result["change"])
+    return str(result["failed"]).partition("\n")[0]

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.zoo.models import entries
-from tests.zoo.onnx_files import FIRST, table
+from tests.zoo.onnx_files import FIRST
 from tests.zoo.onnx_files import page as section
-from tests.zoo.page import page
+from tests.zoo.onnx_files import table as table_of_files
+from tests.zoo.page import page, table
 
 PAGE = Path(__file__).parents[3] / "docs" / "what-exports.md"
 
@@ -19,29 +20,33 @@ def test_the_page_counts_every_architecture_of_the_list() -> None:
 
 
 def test_results_are_counted_by_what_the_user_had_to_do() -> None:
-    """First tries, changes, refusals, dynamic results and architectures that were not run are counted apart."""
+    """First tries, changes, refusals, dynamic results and architectures that were not run are counted and listed apart."""
     some = {entry.name: entry for entry in entries() if entry.package == "torchvision"}
     dynamic, changed = (some[f"torchvision {name}"] for name in ("fcos_resnet50_fpn", "RoIAlign"))
     done = {"failed": "", "error": 1e-6, "cpu_s": 3.0, "bytes": 1, "version": "1.0", "licence": "BSD"}
-    text = page(
-        list(some.values()),
-        [
-            {"name": "torchvision resnet18", **done},
-            {"name": changed.name, **done, "error": 2e-5, "first": "refused", "change": "do this"},
-            {"name": dynamic.name, "failed": "forward decides by a tensor's values"},
-            {"name": "torchvision DeformConv2d", "failed": "torchax has no x"},
-        ],
-        {"resnet": 1e-7, "vit": 3e-7},
-    )
+    results = [
+        {"name": "torchvision resnet18", **done},
+        {"name": changed.name, **done, "error": 2e-5, "first": "refused", "change": "do this"},
+        {"name": dynamic.name, "failed": "forward decides by a tensor's values"},
+        {"name": "torchvision DeformConv2d", "failed": "torchax has no x\nand no y"},
+    ]
+
+    text = page(list(some.values()), results, {"resnet": 1e-7, "vit": 3e-7})
+    _, *rows = table(list(some.values()), results)
+
     assert f"| torchvision 1.0 | BSD | {len(some)} | 4 | 1 | 1 | 1 | 1 |" in text
     assert f"2.0e-05 ({changed.name})" in text
-    assert f"- {changed.name}: do this" in text
     assert (
         "2 of them were served by Triton (`PYTHONPATH=tools python -m tests.zoo.served`), and their answers were within 3.0e-07"
         in text
     )
-    assert "- torchvision DeformConv2d: torchax has no x" in text
     assert "not run yet" not in text
+    assert sorted(rows) == [
+        ["torchvision", "DeformConv2d", "refused", "torchax has no x"],
+        ["torchvision", "RoIAlign", "after one change", "do this"],
+        ["torchvision", "fcos_resnet50_fpn", "dynamic", "forward decides by a tensor's values"],
+        ["torchvision", "resnet18", "first try", ""],
+    ]
 
 
 def test_a_package_without_results_is_only_named() -> None:
@@ -83,7 +88,7 @@ def test_the_table_of_onnx_files_has_their_errors_or_the_reason_of_the_refusal()
     done = {**file, "path": "a/b.onnx", "options": options, "refusals": [""], "error": 3e-4, "own": 1e-5}
     refused = {**file, "path": "a/c.onnx", "options": [FIRST], "refusals": ["operator Foo at node 'n': ..."]}
 
-    _, *rows = table([refused, done])
+    _, *rows = table_of_files([refused, done])
 
     assert rows == [
         ["p==1", "MIT", "b.onnx", "detector", options[1], "3.0e-04", "1.0e-05"],

@@ -54,7 +54,7 @@ FAILS = {
     "rsrv status pictures": "the server has no such model; a test of the lifecycle runs this with one",
 }
 #: The page with the commands that start a server by hand.
-OPERATING = ROOT / "docs" / "operating.md"
+EXISTING_TRITON = ROOT / "docs" / "existing-triton.md"
 #: Models of the demo, and further examples, that the pages use.
 DEMO_MODELS = (demo.MODEL, "glossary_bytes")
 EXAMPLES = ("glossary", "mlp")
@@ -129,9 +129,13 @@ def world() -> Iterator[World]:
         assert [world.run(export.text)[0] for export in EXPORTS] == [0, 0]
         (folder / "reference.py").write_text(_block(ROOT / "docs" / "bundle-tools.md", "python"))
         (folder / "rsrv.yaml").write_text(_block(ROOT / "docs" / "configuration.md", "yaml"))
-        (generate,) = (one for one in commands() if one.page == OPERATING.name and one.program == "rsrv-gen")
+        (generate,) = (
+            one for one in commands() if one.page == EXISTING_TRITON.name and one.program == "rsrv-gen"
+        )
         assert world.run(generate.text)[0] == 0
-        with running_triton(folder / "gen", folder / "server.log", extra_args=_flags(OPERATING)) as server:
+        with running_triton(
+            folder / "gen", folder / "server.log", extra_args=_flags(EXISTING_TRITON)
+        ) as server:
             world.ports = _ports(server)
             with (
                 running_gateway(folder, [entry(server, "one")], mode="lpt_packing"),
@@ -155,11 +159,10 @@ def _block(page: Path, wanted: str) -> str:
 
 
 def _flags(page: Path) -> list[str]:
-    """Return the flags of the page's tritonserver, without the repository."""
-    (command,) = (one for one in commands() if one.page == page.name and one.program == "tritonserver")
-    program, repository, *flags = command.words
-    assert (program, repository) == ("tritonserver", "--model-repository=gen/")
-    return flags
+    """Return the flags of the page's tritonserver that serves only rsrv's models, without the repository."""
+    alone = ["tritonserver", "--model-repository=gen/"]
+    (command,) = (one for one in commands() if one.page == page.name and one.words[:2] == alone)
+    return list(command.words[2:])
 
 
 def _ports(server: RunningTriton) -> dict[str, str]:

@@ -36,7 +36,7 @@ PAGES = {
     "stub": "hooks.md#limits",
     "meta": "hooks.md#meta-models",
     "lifecycle": "operating.md#when-bundles-change",
-    "control": "operating.md#the-control-service",
+    "control": "control-service.md",
     "gateway": "gateway.md",
     "metrics": "monitoring.md#prometheus",
     "logs": "monitoring.md#the-log",

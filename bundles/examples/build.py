@@ -64,7 +64,7 @@ _STAMPS = ".built"
 
 
 def build(out_dir: Path, names: Sequence[str] = NAMES) -> None:
-    """Build the named examples below `out_dir`, skipping those that are up to date. Prints a line for each."""
+    """Build the named examples below `out_dir`, except examples that are up to date. Prints a line for each example."""
     stamps = out_dir / _STAMPS
     stamps.mkdir(parents=True, exist_ok=True)
     for name in names:

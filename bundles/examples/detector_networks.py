@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-#: Channels of the feature map.
+#: Number of channels of the feature map.
 FEATURES = 24
 
 

@@ -77,7 +77,7 @@ def _loss(
 ) -> jax.Array:
     """Return the loss: objectness and offsets of the anchors, and classes and offsets of the regions, with equal weights."""
     maps: Any = backbone(params["backbone"], images)
-    # Anchors on a shape count more, because most anchors have no shape. Anchors in between do not count.
+    # Anchors on a shape have a larger weight, because most anchors have no shape. Anchors in between have the weight 0.
     weights = jnp.where(objects == 1, 4.0, objects == 0)
     cross = jax.nn.softplus(maps["objectness"]) - objects * maps["objectness"]
     total = (weights * cross).sum() / weights.sum()
@@ -107,7 +107,7 @@ def pool(features: Any, boxes: Any) -> Any:
 
 
 def _distance(predicted: Any, target: Any, counted: Any) -> Any:
-    """Return Huber's loss over the boxes that count."""
+    """Return Huber's mean loss over the boxes for which `counted` is True."""
     error = jnp.abs(predicted - target) * 4
     error = jnp.where(error < 1, error**2 / 2, error - 0.5).sum(-1)
     return (error * counted).sum() / jnp.maximum(counted.sum(), 1)

@@ -1,4 +1,4 @@
-"""forecast: learns each time series as its values come, and forecasts the next one, by recursive least squares.
+"""forecast: learns each time series as its values arrive, and forecasts the next value, by recursive least squares.
 
 A thousand meters are a thousand sequences, of which 64 are on the device at once.
 """
@@ -20,7 +20,7 @@ Params = dict[str, Any]
 #: Number of values in a chunk, one variant for each.
 CHUNKS = (1, 16)
 BATCH_SIZES = (1, 32)
-#: Sequences on the device.
+#: Number of sequences on the device.
 SLOTS = 64
 #: A forecast is a weighted sum of this many previous values.
 LAGS = 8

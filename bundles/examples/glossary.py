@@ -29,7 +29,7 @@ STOP = 0
 #: Prompt of a term. Without the quotation mark at its end, the beginning of a term would also be a prompt.
 TEMPLATE = '"{text}" '
 WIDTH = 48
-#: Sequences on the device.
+#: Number of sequences on the device.
 SLOTS = 32
 BATCH_SIZES = (1, 4, 16)
 
@@ -69,7 +69,7 @@ def tokens(text: str) -> list[int]:
 def step(
     params: Params, state: dict[str, jax.Array], position: jax.Array, tokens: jax.Array, lengths: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Read the tokens, i32 [n, t], of which `lengths`, i32 [n], count -> logits of the next, [n, 256], and the state."""
+    """Read the first `lengths`, i32 [n], of the tokens, i32 [n, t] -> logits of the next token, [n, 256], and the state."""
     del position  # A GRU needs no counter.
     counted = jnp.arange(tokens.shape[1]) < lengths[:, None]
     hidden = gru.states(params, state["hidden"], tokens, counted)[:, -1]

@@ -32,7 +32,7 @@ def initial(tokens: int, embedding: int, width: int, outputs: int) -> Params:
 def states(params: Params, before: jax.Array, tokens: jax.Array, counted: jax.Array) -> jax.Array:
     """before: [n, width], tokens: i32 [n, t], counted: bool [n, t] -> the state after each token, [n, t, width].
 
-    A token that does not count leaves the state as it is.
+    A token that is not `counted` does not change the state.
     """
     embedded = jnp.take(params["embedding"], tokens, axis=0, mode="clip")
     inputs = embedded @ params["input"] + params["bias"]

@@ -20,10 +20,10 @@ from rsrv_bundle.stateful import export_stateful
 Array = np.ndarray[Any, Any]
 Params = dict[str, Any]
 
-#: Characters in a chunk, one variant each.
+#: Numbers of characters in a chunk, one variant each.
 CHUNKS = (8, 64)
 BATCH_SIZES = (1, 16)
-#: Texts on the device.
+#: Number of texts on the device.
 SLOTS = 64
 #: Share of the held-out characters that a trained tagger must get right.
 REQUIRED_ACCURACY = 0.999
@@ -64,7 +64,7 @@ def texts(count: int, length: int, seed: int) -> Array:
 def step(
     params: Params, state: dict[str, jax.Array], text: jax.Array
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Read a chunk of texts, u8 [n, t], 0 behind the last character -> tags: u8 [n, t], and the state."""
+    """Read a chunk of texts, u8 [n, t], 0 after the last character -> tags: u8 [n, t], and the state."""
     states = gru.states(params, state["hidden"], text.astype(jnp.int32), text != 0)
     tags = jnp.argmax(gru.logits(params, states), axis=-1).astype(jnp.uint8)
     return {"tags": tags}, {"hidden": states[:, -1]}

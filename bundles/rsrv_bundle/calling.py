@@ -107,8 +107,8 @@ def caller(
     """Return a function that calls `call` with inputs by name.
 
     They are passed by keyword, or in the order of `names` if `call` takes only positional arguments. like: function with the
-    signature, if `call` itself does not show it. Raises BundleError if `call` has no argument of such a name, or an
-    argument without a default that has no input.
+    signature, if `call` itself does not show it. Raises BundleError if `call` has no argument with the name of an input, or if an
+    argument has neither an input nor a default.
     """
     try:
         parameters = inspect.signature(like or call).parameters.values()

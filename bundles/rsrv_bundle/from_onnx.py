@@ -68,7 +68,7 @@ def export_onnx(
     bind: values of inputs that are fixed from now on, by name, such as `{"sr": 16000}`.
     outputs: values of the graph to return in place of its outputs. Nodes that they do not depend on are dropped.
     samples: inputs for the comparison, by name, in addition to random ones. The first axis of an array counts samples. Its other
-        axes are those of the input without the batch axis.
+        axes are the axes of the input without the batch axis.
     The rest is as for `rsrv_bundle.export.export_bundle`.
 
     Raises BundleError if the file is damaged or reads data outside of its folder, if an operator cannot be compiled, or if the values of
@@ -85,7 +85,7 @@ def export_onnx(
         ]
         plan = _plan(named_inputs, batch_sizes, batch_axis or {}, input_shapes)
         rows = plan.batch if len(plan.open) < len(plan.batch) or _mixes_rows(model) else {}
-        # The user confirms the batch by its axis in the first of these inputs.
+        # If the user names the batch axis of the first input in `plan.open`, the batch axes of all inputs are confirmed.
         unproven = [] if (batch_axis or {}).keys() & plan.open[:1] else plan.open
         names = list(dict.fromkeys(outputs or model.graph.outputs))
         examples = {value.name: _example(model, value, plan) for value in named_inputs}
@@ -304,7 +304,7 @@ def _example(model: OnnxModel, value: Input, plan: _Axes) -> Any:
     if size is not None:
         top = size
     elif len(shape) == 1 and plan.axes[value.name] == "n":
-        # These are lengths, within the longest axis of the other inputs.
+        # An input of one number per row probably has lengths, within the longest axis of the other inputs.
         longest = [
             size
             for input_name, sizes in plan.shapes.items()
@@ -313,10 +313,10 @@ def _example(model: OnnxModel, value: Input, plan: _Axes) -> Any:
         ]
         low, top = 1, max(longest, default=1) + 1
     elif value.dtype.itemsize == 1:
-        # These are pixels.
+        # Integers of 8 bits are probably pixels.
         top = np.iinfo(value.dtype).max + 1
     else:
-        # This is a mask, or one of two kinds.
+        # Other integers are probably a mask, or one of two kinds.
         top = 2
     # Draw 64 rows, because one row would have few of the possible values.
     drawn_shape = [
@@ -481,8 +481,8 @@ def _check_rows(
 ) -> None:
     """Raise BundleError if elements of the batch axes of `unproven` depend on each other, as time steps do.
 
-    Computing each row alone would hide this. So compare the last row with the same row behind the first one. Inputs whose batch has one
-    row in the file have the same value in both.
+    Computing each row alone would hide this. So run the model on the last row alone, and on the first row followed by the last row,
+    and compare the results for the last row. Inputs that are not in `unproven` have only their last row in both runs.
     """
 
     def chosen(*rows: int) -> dict[str, Array]:
@@ -574,7 +574,7 @@ def session_options() -> Any:
     options = onnxruntime.SessionOptions()
     # Warnings are about the file, and no user of rsrv can act on them.
     options.log_severity_level = 3
-    # Without it, sums of two 8-bit products saturate at 16 bits on x86 processors without VNNI.
+    # Without this entry, sums of two 8-bit products saturate at 16 bits on x86 processors without VNNI.
     options.add_session_config_entry("session.x64quantprecision", "1")
     return options
 

@@ -51,7 +51,7 @@ def check_hooks(file: Path, kind: Kind) -> tuple[str, ...]:
                 for defined_name, how in defined
                 if defined_name == name
             ]
-            # If there are several definitions, only running the file would show which one counts.
+            # If there are several definitions, only running the file would show which definition is used.
             if all(rules):
                 problems.add(file.name, name, rules[-1])
     except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as e:

@@ -105,7 +105,7 @@ def integers_of(bundle: Bundle, samples: Mapping[int, Sequence[Array]]) -> dict[
 
 
 def _chunk(bundle: Bundle, arrays: list[Array]) -> list[Array]:
-    """Turn random inputs of a generation into a chunk of prompts, with zeros behind their lengths and greedy sampling."""
+    """Turn random inputs of a generation into a chunk of prompts, with zeros after the prompts and greedy sampling."""
     generate = bundle.manifest.generate
     assert generate is not None
     index = {spec.name: i for i, spec in enumerate(bundle.manifest.inputs)}

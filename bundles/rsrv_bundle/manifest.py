@@ -32,7 +32,7 @@ CURRENT = 3
 
 _VERSIONS = {"2": "2.0", "2.0": "2.0", "3": "3", "3.0": "3"}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# This is more than any model needs, and few enough for comparing each pair.
+# A thousand tensors are more than any model needs, and few enough for comparing each pair.
 _MAX_TENSORS = 1000
 _MAX_VARIANTS = 1000
 _MAX_SIZES = 1000

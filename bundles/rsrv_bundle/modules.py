@@ -88,7 +88,7 @@ def signature_of(blob: bytes, file: str) -> Signature:
     """Return the signature of a module. `file` is the name of its file, for errors.
 
     Raises BundleError if the module is not a StableHLO portable artifact, is newer than this jaxlib reads, has no public `main`, has
-    dynamic shapes, is partitioned over devices, calls other functions than those of known libraries, or is larger than any model.
+    dynamic shapes, is partitioned over devices, calls functions that are not in known libraries, or is larger than any model.
     Damaged bytes may crash the process, or make the parser run forever.
     """
     problems = Problems()
@@ -212,8 +212,8 @@ def check_signatures(
     the inputs, the pools follow the weights, and the results are the outputs and then the pools.
 
     Each module is compared with its checksum in the manifest, if there is one, and then read by `read_signature`. Return the
-    signatures by (variant, batch size). If the name of a module has no size, its batch extent counts, or 1 if the inputs have no
-    batch axis. Raises BundleError with all problems.
+    signatures by (variant, batch size). If the name of a module has no size, the size is the module's batch extent, or 1 if the
+    inputs have no batch axis. Raises BundleError with all problems.
     """
     problems = Problems()
     signatures: dict[tuple[int, int], Signature] = {}

@@ -334,7 +334,7 @@ def _answers(
 def _texts(
     before: ModuleRunner, after: ModuleRunner, key: tuple[int, int], prompts: Sequence[Array]
 ) -> list[list[Array]]:
-    """Return the greedy tokens of two generations: behind the prompts, and behind each further token of the wide one's texts.
+    """Return the greedy tokens of two modules: after the prompts, and after each further token of the wide module's texts.
 
     Both read the same texts, because one different token would change all later ones. A single token of each prompt would say too
     little: with one row, either none or all of them are different.

@@ -1,9 +1,9 @@
 """Rewrite of a module so that it takes narrow weights and widens them where it uses them.
 
-The compiler fuses a widening into the operation that reads its result. So this rewrite moves the widening behind transpositions,
+The compiler fuses a widening into the operation that reads its result. So this rewrite moves the widening after transpositions,
 table lookups and loops, which then handle the narrow tensor. A product also takes the weight without its scale. Instead, the
-product's result is multiplied by the scale, which is mathematically the same, and the result is smaller than the weight. Without the
-scale, f16 could overflow. So a product in f16 returns f32 until it is scaled, and a convolution in f16 takes the scaled weight.
+product's result is multiplied by the scale, which is mathematically the same, and the result is smaller than the weight. Without
+the scale, f16 could overflow. So a product in f16 returns f32 until it is scaled, and a convolution in f16 takes the scaled weight.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def shared_axes(blob: bytes, first: int, count: int) -> dict[int, frozenset[int]
 
 
 def narrowed(blob: bytes, file: str, first: int, changes: Sequence[Change | None]) -> bytes:
-    """Return the module with narrow weights in place of wide weights. The scales are additional arguments behind all weights.
+    """Return the module with narrow weights in place of wide weights. The scales are additional arguments after all weights.
 
     first: the index of the first weight among the arguments. changes: one entry for each weight, or None to keep the weight.
     Raises BundleError, which names the file, if the result is not a valid module.

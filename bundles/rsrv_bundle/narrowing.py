@@ -40,7 +40,7 @@ class WeightTypes:
 
     #: Type of the tensors that no pattern names.
     default: str
-    #: Pairs (pattern, type). The first pattern that fits a name counts.
+    #: Pairs (pattern, type). The first pattern that fits a name is used.
     patterns: tuple[tuple[str, str], ...] = ()
     #: The user's text.
     text: str = field(default="", compare=False)

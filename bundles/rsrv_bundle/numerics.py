@@ -203,8 +203,8 @@ def magnitudes(
 
     `direct` is the original model. Without it, the module itself computes the outputs.
 
-    Errors are relative to this magnitude. A single row may be near zero by chance, but its rounding errors are as large as those of
-    other rows.
+    Errors are relative to this magnitude. A single row may be near zero by chance, but its rounding errors are as large as the
+    errors of other rows.
     """
     bundle = run.bundle
     outputs = {

@@ -34,7 +34,7 @@ def treat(blob: bytes, file: str, treatment: Treatment, seen: Precision) -> tupl
                     changed.update(done)
             # Write the library's current version, because the compiler reads the module with the same library.
             blob = serialised(module, stablehlo.get_current_version())
-        # Read the result back, because only the compiler's input counts.
+        # Read the result back, because only this text is what the compiler gets.
         with parsed(blob) as module:
             precision = precision_of(module)
             left = _not_in_f32(module) if treatment == "pin" else ""

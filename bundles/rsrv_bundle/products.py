@@ -58,7 +58,7 @@ class Precision:
     rewritten: int = 0
     #: Products whose TF32 algorithm was removed.
     stripped: int = 0
-    #: Operations on f32 in a library, by name and target. The module does not set their precision.
+    #: Numbers of operations on f32 that a library computes, by name and target. A module cannot set their precision.
     ungovernable: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:

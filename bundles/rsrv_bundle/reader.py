@@ -279,8 +279,8 @@ def _find_modules(
     """Return the file of each module by (variant, batch size).
 
     The prefix of a file is `model`, or `model.v{i}` with variants. If files `<prefix>.b{N}.mlir` exist, they are the modules of this
-    prefix, and `<prefix>.mlir` is ignored. Every declared size must be among them, and undeclared sizes also count. Otherwise,
-    `<prefix>.mlir` must exist, and has the size 0.
+    prefix, and `<prefix>.mlir` is ignored. Every declared size must be among them. Files of other sizes are also modules of the
+    bundle. If there are no such files, `<prefix>.mlir` must exist, and has the size 0.
     """
     by_prefix: dict[str, dict[int, Path]] = {}
     for name, path in files.items():

@@ -167,7 +167,7 @@ def compare_answers(
 ) -> dict[str, Any]:
     """Compare the greedy tokens of a generation, whose prompts are read in chunks, with the logits of whole prompts.
 
-    logits: a function from tokens and lengths to the logits behind the last token. A token may differ from the likeliest one if the
+    logits: a function from tokens and lengths to the logits after the last token. A token may differ from the likeliest one if the
     gap between their logits is within the tolerance for f32, relative to the largest magnitude.
 
     Return the manifest's `numerics`, which are the largest gaps. Raises BundleError.

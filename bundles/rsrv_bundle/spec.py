@@ -100,9 +100,9 @@ class StateSpec:
 class GenerateSpec:
     """Generation of tokens with a model that has state. The runtime feeds each token back until an answer ends."""
 
-    #: Name of the input i32 [n, t] with a chunk of tokens of each sequence, and zeros behind the last token.
+    #: Name of the input i32 [n, t] with a chunk of tokens of each sequence, and zeros after the last token.
     tokens: str
-    #: Name of the input i32 [n] with the number of tokens that count in each chunk.
+    #: Name of the input i32 [n] with the number of valid tokens in each chunk.
     lengths: str
     #: Name of the input f32 [n, 4] with the temperature (0: greedy), top_k (0: off), top_p (1: off) and seed (0 to 2**24 - 1).
     sampling: str

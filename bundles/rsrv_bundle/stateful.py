@@ -99,8 +99,8 @@ def export_generative(
     """Write a language model as a bundle that generates tokens. Check it, and return it as read back.
 
     step: `step(params, state, position, tokens, lengths) -> (logits, state)`. `tokens`, i32 [n, t], has a chunk of each sequence, of
-        which the first `lengths`, i32 [n], tokens count. `position`, i32 [n], is the number of tokens before the chunk. `logits`,
-        [n, vocabulary], are the logits behind the last token that counts. The function must work for every `t`.
+        which only the first `lengths`, i32 [n], tokens are valid. `position`, i32 [n], is the number of tokens before the chunk.
+        `logits`, [n, vocabulary], are the logits after the last valid token. The function must work for every `t`.
     in_place: `step(params, pools, slots, begins, position, tokens, lengths) -> (logits, pools)`, as for `export_stateful`.
     context, max_tokens, stop, template, chat: as in the manifest.
     chunks: lengths of chunks to compile. They must include 1, for the steps after the prompt.
@@ -259,7 +259,7 @@ class _Generating:
         return {"token": token}, [counts.at[index].set(after, mode="drop"), *written]
 
     def logits(self, params: Any, position: Any, tokens: Any, lengths: Any) -> Any:
-        """Return the logits behind whole prompts.
+        """Return the logits after whole prompts.
 
         `position` is an argument although it is always 0. As a constant, XLA would fold it for half a minute.
         """

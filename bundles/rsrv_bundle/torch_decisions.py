@@ -34,7 +34,7 @@ READS = (aten._local_scalar_dense.default, aten.equal.default)
 _SHAPED_LIKE = {
     aten.empty_like, aten.full_like, aten.ones_like, aten.zeros_like, aten.new_empty, aten.new_full, aten.new_ones, aten.new_zeros,
 }  # fmt: skip
-#: Python may use a value or a size of the result of operations with these tags.
+#: Operations with these tags may show Python a value of a tensor, or a size that depends on values.
 _EXPOSING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 #: Functions that return the memory of a tensor to Python.
 _EXPOSING = {torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.numpy}

@@ -60,7 +60,7 @@ with _quiet():
 
 #: Folders whose lines are left out of error messages, because they do not help the model's author.
 _TORCH, _HERE = (Path(file).resolve().parent for file in (torch.__file__, __file__))
-#: Assertions, which have no result. PyTorch keeps the first one in order by tokens.
+#: Assertions, which have no result. PyTorch wraps the first of these operations in `with_effects`, whose tokens keep the order.
 _ASSERTIONS = (torch.ops.aten._linalg_check_errors.default, torch.ops.aten._assert_async.msg)
 _NUMBER_ASSERTIONS = (
     torch.ops.aten._assert_scalar.default,
@@ -221,7 +221,10 @@ class TracedModules:
 
 
 def _traced(served: _Served, zeros: tuple[Any, ...]) -> Any:
-    """Trace a module with torch.export. If values decide what it computes, trace it again with the values that no request changes."""
+    """Trace a module with torch.export.
+
+    If its Python code depends on values of tensors, trace it again, and give Python the values that depend on no input.
+    """
 
     def trace() -> Any:
         with unchanged(served.module), without_idle_conversions():
@@ -338,7 +341,7 @@ class _Interpreter(JaxInterpreter):  # type: ignore[misc]
     def __init__(self, graph: Any, lowerings: Mapping[str, Callable[..., Any]]) -> None:
         super().__init__(graph)
         self.lowerings = lowerings
-        # Otherwise, torchax would append its own text to an error.
+        # Prevent torchax from appending its own text to an error.
         self.extra_traceback = False
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -359,7 +362,7 @@ class _Interpreter(JaxInterpreter):  # type: ignore[misc]
             raise BundleError(f"module: {_where(node)}: torchax fails at {node.target}: {summary(e)}") from e
         meta = node.meta.get("val")
         if isinstance(meta, torch.Tensor) and hasattr(value, "dtype"):
-            # Convert the value, because constants of jax may be wider than those of PyTorch.
+            # Convert the value, because constants of jax may be wider than PyTorch's constants.
             dtype = jnp.dtype(str(meta.dtype).removeprefix("torch."))
             return value if value.dtype == dtype else jnp.asarray(value).astype(dtype)
         return value

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 #: A state is a tuple of arrays [n, hidden], of which the first is the output. A product is [n, gates * hidden].
 Cell = Callable[[tuple[Any, ...], Any, Any], tuple[Any, ...]]
 
-#: Time steps in one iteration of a compiled loop. An iteration costs more than the operations of a small network.
+#: Number of time steps in one iteration of a compiled loop. An iteration costs more than the operations of a small network.
 _UNROLLED = 8
 
 

@@ -340,7 +340,7 @@ class WeightsFile:
                 yield index, self._read(index, new)
             return
         whole, position = hashlib.sha256(), 0
-        # Hash the file on another thread, because the caller meanwhile hashes each weight, which takes as long.
+        # Hash the file on another thread, because the caller hashes each weight at the same time, which takes as long.
         with ThreadPoolExecutor(1) as thread:
             for index in order:
                 weight = self._weights[index]

@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Requests in flight then get gateway.drain_s seconds. A second signal ends them at once."""
     end_in_order()
     options = parser().parse(argv)
-    # Otherwise, gRPC would log an error for every peer that leaves.
+    # Disable gRPC's own log, because it has an error for every peer that leaves.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from rsrv_gateway import main as gateway
 

@@ -155,7 +155,7 @@ class GatewayLoop:
         await self.proxy.start()
 
     async def round(self) -> None:
-        """Plan with the current views, and apply the plan. If the caller is cancelled, the round goes on."""
+        """Plan with the current views, and apply the plan. If the caller is cancelled, the round continues."""
         task = asyncio.create_task(self._round())
         self._rounding.add(task)
         task.add_done_callback(self._rounding.discard)

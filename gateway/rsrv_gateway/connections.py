@@ -31,7 +31,7 @@ _OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # Otherwise, channels to one address would share a connection. If that connection hangs, a new channel would use it again.
+    # By default, channels to one address share a connection. If that connection hangs, a new channel would use it again.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -133,7 +133,7 @@ def _worker_files(section: GatewaySection, renewals: Renewals) -> Renewed[_Worke
         files = (("worker_ca", ca), ("worker_key", key), ("worker_certificate", certificate))
         contents = [None if path is None else _read(name, path) for name, path in files]
         try:
-            # gRPC does not report unusable files. If a file has no authorities, gRPC uses the public ones.
+            # gRPC does not report unusable files. If a file has no authorities, gRPC uses the public authorities.
             context = ssl.create_default_context(cafile=ca.expanduser())
             if certificate is not None and key is not None:
                 context.load_cert_chain(certificate.expanduser(), key.expanduser())
@@ -317,7 +317,7 @@ class StreamEnd:
 
 
 def sendable(metadata: Iterable[tuple[str, str | bytes]]) -> Metadata:
-    """Return the metadata that gRPC can send. gRPC receives texts with bytes that it refuses to send; leave those out."""
+    """Return the metadata that gRPC can send. gRPC receives texts with bytes that it refuses to send. Such texts are left out."""
     return tuple(
         [
             pair

@@ -75,7 +75,7 @@ class Inflater:
 
     @property
     def ended(self) -> bool:
-        """True at the end of the compressed data. Later bytes do not count."""
+        """True at the end of the compressed data. Later bytes are ignored."""
         return self._zlib.eof
 
     def slices(self, data: bytes) -> Iterator[bytes]:

@@ -32,7 +32,7 @@ class HttpInquiries:
         async def ask(worker: str) -> HttpReply | Refusal:
             answer = await self._ask(worker, query, timeout)
             if "ready" in target.what and isinstance(answer, HttpRefusal) and answer.status == 400:
-                # This is not an error but the answer no.
+                # With this status, the worker answers that it is not ready. That is not an error.
                 return HttpReply(answer.status, answer.headers, answer.body)
             return answer
 

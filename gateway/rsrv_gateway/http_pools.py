@@ -252,8 +252,8 @@ class Pool:
     async def _watch_for_stop(self) -> None:
         """Close the idle connections while the worker stops.
 
-        A stopping tritonserver waits up to --exit-timeout-secs for its HTTP connections, even for idle ones. Meanwhile, it still
-        reports that it is ready, but closes new connections at once.
+        A stopping tritonserver waits up to --exit-timeout-secs for its HTTP connections, even for idle ones. During this time, it
+        still reports that it is ready, but closes new connections at once.
         """
         while True:
             await asyncio.sleep(_STOP_CHECK_S)

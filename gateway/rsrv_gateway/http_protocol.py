@@ -1,7 +1,7 @@
 """KServe v2 over HTTP: paths and statuses. Pure.
 
-Model names are used as they stand in the path, because tritonserver does not decode them either. Names cannot contain
-a #, because the part after it would not be forwarded.
+Model names are used as they are written in the path, because tritonserver does not decode them either. Names cannot contain a #,
+because the part after it would not be forwarded.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Reader for a few members of a JSON document, which may be too large for the memory.
 
 `JsonReader` takes the document in pieces, returns the members that are in a pattern, and skips all others without storing them.
-It reads members as rapidjson does in tritonserver: keys are decoded, only the first of several equal keys counts, and `NaN` and
+It reads members as rapidjson does in tritonserver: keys are decoded, only the first of several equal keys is used, and `NaN` and
 `Inf` are numbers. It does not check skipped values, because tritonserver checks them itself.
 """
 
@@ -127,7 +127,7 @@ class JsonReader:
             raise Malformed("the request's JSON is not an object")
         yield from self._object(self._pattern, self.tree)
 
-    # Each of these methods reads from `_at` and moves `_at` behind the read bytes. It yields when it needs more data.
+    # Each of these methods reads from `_at` and moves `_at` to the end of the read bytes. It yields when it needs more data.
 
     def _more(self) -> Generator[None, None, None]:
         if self._last:

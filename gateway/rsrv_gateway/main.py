@@ -53,7 +53,7 @@ def run(config: Path | None, workers: str | None, picker: str | None = None) -> 
         settings = read(config, workers)
     except (SettingsError, MembersError) as error:
         print(f"rsrv-gateway: {error}", file=sys.stderr)
-        # Only MembersError can come from the command line.
+        # Of these errors, only MembersError can be about the command line.
         return 2 if isinstance(error, MembersError) else 1
     logs.setup(settings.logs.format)
     # Each client needs an open file. Without a free one, the gateway could not connect to workers.

@@ -59,9 +59,9 @@ class Members:
         self._logged: dict[str, str] = {}
 
     def workers(self) -> Mapping[str, Worker]:
-        """Return the workers by name: first those in the settings, then those in the file, then those in the DNS.
+        """Return the workers by name: first the workers in the settings, then in the file, then in the DNS.
 
-        If several workers have the same name or address, only the first one counts.
+        If several workers have the same name or address, only the first of these workers is used.
         """
         merged: dict[str, Worker] = {}
         addresses: set[str] = set()

@@ -258,7 +258,7 @@ class _MergedFamily:
 def merge(own: str, workers: Iterable[tuple[str, str]]) -> str:
     """Merge the gateway's metrics with those of the workers, whose samples get a label `worker`.
 
-    Lines that are not in Prometheus' text format are left out. If a family has several HELPs or TYPEs, the first one counts.
+    Lines that are not in Prometheus' text format are left out. If a family has several HELPs or TYPEs, the first one is used.
     """
     families: dict[str, _MergedFamily] = {}
     _take(families, own, "")

@@ -269,7 +269,7 @@ class MessageReader:
         elif kind in _SIZES:
             size = _SIZES[kind]
         else:
-            # This is a group, which no version of the message has had, or a wire type that does not exist.
+            # The field is a group, which no version of the message has had, or its wire type does not exist.
             raise Malformed(_WRONG)
         left = size
         while left:

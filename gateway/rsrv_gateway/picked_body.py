@@ -50,7 +50,7 @@ class Body(Protocol):
         """Return the model, or an empty text if it is not known yet. Raises Malformed."""
 
     def wanted(self, measured: Measured) -> Wanted:
-        """Return the parts that are known now. Later parts only count for `findings`. Raises Malformed."""
+        """Return the parts that are known now. Only `findings` uses later parts. Raises Malformed."""
 
     def findings(self) -> tuple[str, ...]:
         """Return new names of outputs that the client wants as classes. Raises Malformed if the choice was wrong."""

@@ -140,7 +140,7 @@ class Picker:
         """Resolve all addresses again, because a name may have a new address."""
         while True:
             await asyncio.sleep(READ_PAUSE_S)
-            # `apply` may add hosts meanwhile.
+            # `apply` may add hosts to `_ips` during this wait.
             await asyncio.gather(*map(self._resolve, list(self._ips)))
             self._name_endpoints(self.traffic.workers)
 
@@ -241,7 +241,7 @@ def _needs_body(target: Target, is_grpc: bool) -> bool:
 
 
 class PickedRequest:
-    """One request that Envoy forwards: the parts that have arrived, and the chosen server. The request counts until `end`."""
+    """One request that Envoy forwards: the parts that have arrived, and the chosen server. It is in flight until `end`."""
 
     def __init__(self, picker: Picker) -> None:
         self._picker = picker

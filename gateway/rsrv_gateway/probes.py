@@ -185,7 +185,7 @@ class _WorkerProbe:
         self._task = asyncio.create_task(self._run(), name=f"probe {worker.name}")
 
     def hurry(self) -> None:
-        """Probe again soon. A running probe does not count, because it may have seen an earlier state."""
+        """Probe again soon. A running probe does not suffice, because it may have seen an earlier state."""
         self._hurried.set()
 
     async def next_probe(self) -> None:
@@ -368,7 +368,7 @@ class GrpcProber:
                 self._served = frozenset()
             return DEAD
         self._vanished = False
-        # Triton may be slow to list its models while it loads some. Meanwhile, it still serves the others.
+        # Triton may be slow to list its models while it loads some. It still serves the other models.
         if not _is_late(index):
             self._ready, reason = _listed(index)
             self._refuse(reason)
@@ -465,7 +465,7 @@ class GrpcProber:
     async def _ask_alive(self) -> Any:
         """Call ServerReady, only to see whether the server answers.
 
-        The content of the answer does not count: a server that starts, loads or ends is not ready, but may have ready models.
+        The content of the answer is ignored: a server that starts, loads or ends is not ready, but may have ready models.
         """
         return await _answer(self._triton.unary_unary(SERVICE + "ServerReady")(b"", timeout=self._timeout))
 

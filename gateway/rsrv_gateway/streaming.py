@@ -209,7 +209,7 @@ class _Stream:
         async with self._writing:
             if self._first_write is None:
                 self._first_write = asyncio.ensure_future(self._context.write(answer))
-                # If this stream is cancelled meanwhile, nothing else reads its error.
+                # If this stream is cancelled during the write, nothing else reads the error of the write.
                 self._first_write.add_done_callback(lambda write: write.cancelled() or write.exception())
                 await asyncio.shield(self._first_write)
             else:
@@ -274,7 +274,7 @@ class _Stream:
             wrong = await self._traffic.refusal_of_classes(
                 home, request.model, request.version, request.classified
             )
-            # The stream may have moved to another worker meanwhile.
+            # During the question, the stream may have moved to another worker.
             if wrong is not None or home == self._home:
                 return wrong
 

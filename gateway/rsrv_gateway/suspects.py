@@ -1,9 +1,9 @@
 """Suspect requests. A request is suspect if two workers died while they executed it, because it may be the cause.
 
 A worker counts as dead if it served the model, its connection broke, and nothing listens at its port any more. A worker that was
-stopped does not count: it answers its requests in flight, and reports in probes that it ends. A broken connection alone does not
-count either. After a death, the requests that were in flight take turns at the next worker. Only one of them executes at a time, so
-if the next worker also dies, the request that it executed is the suspect. Requests equal to a suspect are refused for some minutes.
+stopped is not dead: it answers its requests in flight, and reports in probes that it ends. A broken connection alone is no proof,
+either. After a death, the requests that were in flight take turns at the next worker. Only one of them executes at a time, so if
+the next worker also dies, the request that it executed is the suspect. Requests equal to a suspect are refused for some minutes.
 The front does the same with requests that end a runtime.
 """
 

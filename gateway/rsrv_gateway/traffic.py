@@ -115,7 +115,7 @@ class Traffic:
         # Without workers, all models are unknown, so report the missing workers instead.
         if not self.workers:
             return no_worker()
-        # Comparing names takes milliseconds, and other requests wait meanwhile.
+        # Comparing names takes milliseconds, in which other requests wait.
         known = () if self._hints.take("hint") is None else self.table
         return not_found(model, known)
 

@@ -306,7 +306,7 @@ def max_batch_size(
 
     Most models execute a request with more rows than the largest compiled size in parts, and the `run` of a meta model divides
     requests itself. Such a model accepts as many rows as fit in `room`, with variable axes at their largest variant. The number
-    is at most EXECUTE_ROWS, and at least the largest compiled size. `limits.request` replaces it. The same holds if the names of
+    is at most EXECUTE_ROWS, and at least the largest compiled size. `limits.request` replaces it. The same applies if the names of
     the modules do not contain their size.
 
     Other models accept at most the rows of one execution.
@@ -332,7 +332,7 @@ def row_bytes(bundle: Bundle) -> int:
 
 
 def _variants(bundle: Bundle) -> Sequence[dict[str, int]]:
-    """Return the sizes of each variant's variable axes by letter. If two inputs share a letter, the larger size counts."""
+    """Return the sizes of each variant's variable axes by letter. If two inputs share a letter, the larger size is used."""
     manifest = bundle.manifest
     letters = [manifest.inputs[index].letters[axis] for index, axis in manifest.variable_axes]
     variants: list[dict[str, int]] = []

@@ -110,7 +110,7 @@ class Known:
     def save(self, bundles: Mapping[str, Path]) -> None:
         """Write the file if it has changed. Keep only the notes about these bundles, and the places of the repository's models.
 
-        If that fails, this run goes on, and the next run only takes longer.
+        If that fails, this run continues, and the next run only takes longer.
         """
         if self._repository is None:
             return

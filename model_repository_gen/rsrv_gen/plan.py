@@ -33,8 +33,8 @@ __all__ = ["TritonPythonModel"]
 NATIVE_MARK = f"{VERSION}/native"
 META_MODEL_PY = MODEL_PY.replace(b"rsrv.stub.model", b"rsrv.stub.meta_model")
 
-#: How a bundle's files come into the repository. `hard` links the large files and copies the small ones. A link takes no
-#: space and survives the removal of the bundle. `copy` shares no file with the bundles.
+#: The way in which a bundle's files get into the repository. `hard` links the large files and copies the small ones. A link takes
+#: no space and survives the removal of the bundle. `copy` shares no file with the bundles.
 LinkMode = Literal["hard", "copy"]
 
 
@@ -169,8 +169,8 @@ def plan_repository(
 
     `tritonserver` is the path of the program that will serve the repository, or None if it is not known.
 
-    Clients can address every model except those whose manifest has `internal`. An internal model has a directory only if meta
-    models call it through Triton.
+    Clients can address every model whose manifest does not have `internal`. An internal model has a directory only if meta models
+    call it through Triton.
     """
     calls = {name: source.facts.calls for name, source in sources.items()}
     metas = callers(calls)

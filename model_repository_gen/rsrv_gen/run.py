@@ -261,7 +261,8 @@ class _Generator:
         file = self._repository / SETTINGS_FILE
         present = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
         if self._options.check and present is not None:
-            # Ignore the folders of the bundles, because they may differ from machine to machine. Only the resulting models count.
+            # Ignore the folders of the bundles, because they may differ from machine to machine. Only the resulting models are
+            # compared.
             before = recorded(file)
             settings = _with_lifecycle(settings, bundles=before.bundles, link=before.link)
         text = dump_settings(settings)

@@ -54,7 +54,7 @@ class Replaced:
         self._aside.remove()
 
     def undo(self) -> bool:
-        """Restore the replaced version, if there was one. Return False if the model has changed meanwhile.
+        """Restore the replaced version, if there was one. Return False if the model has changed since the replacement.
 
         Raises OSError if that is impossible. The replaced version is kept then.
         """
@@ -178,11 +178,11 @@ def clear_away(repository: Path) -> list[Replaced]:
 
 
 def leave_open(repository: Path, puts: Iterable[Replaced]) -> list[str]:
-    """Leave the choice of the version to the next server. Returns the models whose old version had to go."""
+    """Leave the choice of the version to the next server. Returns the models whose old version was removed."""
     lost = []
     for put in puts:
         if place_beside(repository) == repository:
-            # Otherwise no server would start, because Triton would treat the kept version as a model that cannot be loaded.
+            # If the old version were kept, no server would start, because Triton would treat it as a model that cannot be loaded.
             put.forget()
             lost.append(put.name)
         else:

@@ -40,7 +40,7 @@ class PlannedAction:
     verb: Verb
     #: Plan of the directory, or None if there is nothing to write.
     plan: ModelPlan | None = None
-    #: Text behind the name: empty, or " (...)".
+    #: Text after the name: empty, or " (...)".
     note: str = ""
     #: Digest of the model's recipe, for `Known`.
     recipe: str = ""
@@ -183,7 +183,7 @@ def _without_directory(folder: Path, metas: tuple[str, ...]) -> PlannedAction:
 
 
 def _note(source: SourceBundle, metas: Sequence[str]) -> str:
-    """Return the note after a model's name: the callees that it carries, or the meta models that call it if only they can."""
+    """Return the note after a model's name: the callees that it carries, or the callers of an internal model."""
     if source.facts.calls:
         return f" (carries {', '.join(source.facts.calls)})"
     return f" (internal: called by {', '.join(metas)})" if metas else ""
@@ -364,7 +364,7 @@ class RepositoryUpdate:
         first: Mapping[str, str] | None,
         done: Update,
     ) -> None:
-        """Carry out the actions for the models `only` and store their results. `first` are the digests of the first reading."""
+        """Carry out the actions for the models `only`, and store their results. `first` is as in `_flaw`."""
         planned = steps(
             self._repository,
             sources,
@@ -433,7 +433,8 @@ def _flaw(
 ) -> Torn | Unsure | Later | None:
     """Return why a model's bundles cannot be written yet, or None if their files are complete.
 
-    `first` are the digests of the first reading, or None if files without checksums are read only once.
+    `first` has, by model, the digest of the files without checksums at their first reading. A model that is not in `first` is
+    Unsure. If `first` is None, these files are not compared with an earlier reading.
     """
     roots = step.targets or (step.name,)
     try:

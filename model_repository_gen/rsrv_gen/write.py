@@ -131,8 +131,8 @@ def _is_equal(target: Path, content: Content, mode: LinkMode, written: int) -> b
 def touch(folder: Path, later_than: int = 0) -> int:
     """Make Triton load an unchanged model again. Returns the new time of one of its files, nanoseconds.
 
-    Triton loads a model again if its newest file is newer than the newest one was. So model.py, or the mark of the
-    native front, gets a time after all of these and after `later_than`, even if the clock is behind.
+    Triton loads a model again if its newest file is newer than the newest file was at the last load. So model.py, or the mark of
+    the native front, gets a time after all of these and after `later_than`, even if the clock is behind.
     """
     return _stamp(folder, max(later_than, newest(folder)))
 

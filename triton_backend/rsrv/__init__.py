@@ -1,4 +1,4 @@
-"""rsrv serves many compiled models on one GPU, behind Triton. To import this package costs nothing."""
+"""rsrv serves many compiled models on one GPU, behind Triton. Importing this package loads no other module."""
 
 __version__: str
 

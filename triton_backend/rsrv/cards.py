@@ -49,7 +49,7 @@ class Card:
     def target(self) -> str:
         """Return the card as text of XLA's GpuTargetConfigProto, for the versions in docker/requirements.txt."""
         major, minor = self.capability
-        # From 9.0 on, there are instructions of one generation only, such as wgmma.
+        # From compute capability 9.0 on, some instructions exist in only one generation, such as wgmma.
         extension = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
         return f"""gpu_device_info {{
   threads_per_block_limit: 1024

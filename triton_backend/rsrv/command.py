@@ -241,7 +241,7 @@ def end_in_order() -> None:
 def put(line: str, stream: TextIO | None = None) -> None:
     """Print a line at once, on `stream` or stdout. If the reader has closed it, this line and all later ones are lost.
 
-    For commands that continue without a reader, and for processes that they start.
+    Commands that continue without a reader use this function, and so do processes that they start.
     """
     stream = stream or sys.stdout
     try:

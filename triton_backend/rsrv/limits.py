@@ -16,7 +16,7 @@ _NO_LIMIT = 1 << 31
 
 
 def raise_limit(which: int) -> None:
-    """Raise a soft limit, the one that applies, to the hard limit. `which` is one of `resource.RLIMIT_...`."""
+    """Raise a soft limit, which the kernel enforces, to the hard limit. `which` is one of `resource.RLIMIT_...`."""
     _, hard = resource.getrlimit(which)
     resource.setrlimit(which, (hard, hard))
 
@@ -45,7 +45,7 @@ def spare_memory(root: Path = Path("/")) -> int:
 
 
 def spare_mappings(root: Path = Path("/")) -> tuple[int, int]:
-    """Return how many more mappings this process may make, and how many it may have in all. To count 60,000 takes 60 ms.
+    """Return how many more mappings this process may make, and how many it may have in all. Counting 60,000 takes 60 ms.
 
     If the system does not report the limit, both are _NO_LIMIT.
     """
@@ -72,7 +72,7 @@ def limit_private_bytes(more: int) -> None:
 
 
 def stack_bytes() -> int:
-    """Return the private memory of each further thread, most of which it never touches."""
+    """Return the bytes of private memory that each further thread takes for its stack. Threads never touch most of them."""
     soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
     return _DEFAULT_STACK_BYTES if soft == resource.RLIM_INFINITY else soft
 

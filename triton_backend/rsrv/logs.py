@@ -91,7 +91,7 @@ def setup(format: Format = "human", model: str | None = None, *, aside: bool = F
 
 
 def flush() -> None:
-    """Write the waiting lines, within limited time. For processes that end without the interpreter's exit."""
+    """Write the waiting lines, within limited time. A process that ends without the interpreter's exit must call this."""
     for handler in logging.getLogger().handlers:
         handler.flush()
 

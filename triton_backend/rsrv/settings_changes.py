@@ -32,8 +32,8 @@ _SECTIONS: Final[Mapping[str, Effect]] = {
     "gateway": "gateway",
     "models": "at once",
 }
-#: Exceptions: keys whose changes take effect at another time than those of their section. Sections that are not in _SECTIONS
-#: wait for a restart of the server.
+#: Exceptions: keys whose changes take effect at another time than the changes of other keys of their section. Sections that are not
+#: in _SECTIONS wait for a restart of the server.
 _KEYS: Final[Mapping[str, Effect]] = {
     "runtime.platform": "server",
     "runtime.devices": "server",
@@ -74,7 +74,7 @@ FILE_CHECK_S: Final = 1.0
 
 
 class FileMonitor:
-    """Checks whether a file must be read again. A change counts when two checks agree."""
+    """Checks whether a file must be read again. It reports a change once two consecutive checks find the same file."""
 
     def __init__(self, path: Path) -> None:
         """The current content of the file is not a change."""
@@ -171,7 +171,7 @@ def change_settings(settings: Settings, changes: Mapping[str, Any]) -> Settings:
 def _explained(where: tuple[str, ...], error: Exception, raw: object) -> SettingsError:
     if not isinstance(error, ValidationError):
         return SettingsError(f"{'.'.join(where)}: must be a mapping of keys")
-    # Explain only the first errors, because this takes time, and the runtime waits meanwhile.
+    # Explain only the first errors, because this takes time, in which the runtime waits.
     errors = [{**problem, "loc": (*where, *problem["loc"])} for problem in error.errors()[:10]]
     return SettingsError("\n".join(explain(problem, Settings, raw) for problem in errors))
 

@@ -25,8 +25,8 @@ class Throttle:
         self._burst = burst
         self._clock = clock
         self._lock = threading.Lock()
-        #: For each kind, the number of lines that could be written at a time, that time, and the number of lines left out since
-        #: the last written one.
+        #: For each kind: the number of lines that could be written after the latest call of `take`, the time of that call, and the
+        #: number of lines left out since the last written line.
         self._kinds: dict[Hashable, tuple[float, float, int]] = {}
 
     def take(self, kind: Hashable) -> int | None:

@@ -89,7 +89,7 @@ class Options:
         return [value for flag, value in self._given if flag.startswith(shortest) and name.startswith(flag)]
 
     def last(self, name: str, default: str) -> str:
-        """Return the last value of an option, which is the one that counts, or `default`."""
+        """Return the last value of an option, which is the value that tritonserver uses, or `default`."""
         return [default, *self.values(name)][-1]
 
     def is_on(self, name: str, *, default: bool) -> bool:

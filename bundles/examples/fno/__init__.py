@@ -16,7 +16,7 @@ from rsrv_bundle.export import export_bundle
 Array = np.ndarray[Any, Any]
 
 BATCH_SIZES = (1, 8, 32)
-#: Points around the circle, one variant each.
+#: Numbers of points around the circle, one variant each.
 GRIDS = (POINTS // 2, POINTS)
 #: Largest mean error of a trained operator on starts that it has not seen, relative to the answers' size.
 REQUIRED_ERROR = 0.02

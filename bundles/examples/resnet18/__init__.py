@@ -27,7 +27,7 @@ def reference(inputs: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def make(out_dir: Path, module: ResNet18 | None = None) -> None:
-    """Write the bundle `out_dir`, replacing an existing one. Without a module, it gets random weights."""
+    """Write the bundle `out_dir`, replacing an existing one. Without a module, the network gets random weights."""
     export_torch(
         module or source(),
         {"image": np.zeros((1, 3, hooks.SIDE, hooks.SIDE), np.float32)},

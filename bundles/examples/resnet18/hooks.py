@@ -5,13 +5,13 @@ import numpy as np
 from rsrv.hooks.image import IMAGENET_MEAN, IMAGENET_STD, decode, normalise, resize_crop
 from rsrv.hooks.labels import softmax, top_k
 
-#: Pixels of the shorter side of a resized image, and of its cropped middle. The proportion is that of torchvision's 256 and
-#: 224.
+#: Numbers of pixels of the shorter side of a resized image, and of a side of its cropped middle. The proportion is that of
+#: torchvision's 256 and 224.
 SHORTER, SIDE = 110, 96
 
 
 def preprocess(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """file: u8 [n, bytes], JPEG, PNG or WebP with zeros behind -> image: f32 [n, 3, SIDE, SIDE]."""
+    """file: u8 [n, bytes], JPEG, PNG or WebP with zeros after the file -> image: f32 [n, 3, SIDE, SIDE]."""
     pixels = resize_crop(decode(inputs["file"]), SHORTER, (SIDE, SIDE))
     return {"image": normalise(pixels, IMAGENET_MEAN, IMAGENET_STD)}
 

@@ -12,7 +12,7 @@ from rsrv_bundle.stateful import export_generative
 BATCH_SIZES = (1, 4, 8)
 #: Numbers of tokens that are read at once, one variant each.
 CHUNKS = (1, 16, 128)
-#: Sequences on the device, 24 MB each.
+#: Number of sequences on the device, 24 MB each.
 SLOTS = 8
 
 

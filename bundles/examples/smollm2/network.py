@@ -6,7 +6,7 @@ import numpy as np
 
 from rsrv_bundle.hf.decoder import Decoder
 
-#: Numbers in a head.
+#: Number of values in a head.
 HEAD = 64
 _ROPE_BASE = 100_000.0
 

@@ -14,7 +14,7 @@ import optax
 
 from examples.detector_scenes import SIDE, scenes
 
-#: Channels of each level, the finest first.
+#: Number of channels of each level, the finest first.
 CHANNELS = (8, 16, 32)
 
 _IMAGES = 400

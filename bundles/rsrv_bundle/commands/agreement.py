@@ -105,7 +105,7 @@ def _arrays(examples: Mapping[str, Any]) -> dict[str, Array]:
     return arrays
 
 
-#: Words behind the largest error of each kind of comparison, in the order of the report.
+#: Words after the largest error of each kind of comparison, in the order of the report.
 _WORDS = {
     "buckets": "from the smallest batch size",
     "rows": "among rows and places",

@@ -37,8 +37,8 @@ def read_samples(file: Path) -> dict[str, Array]:
 def rows_of(bundle: Bundle, samples: Mapping[str, Array]) -> dict[int, list[Array]]:
     """Return samples as executable inputs: for each variant, one array for each input. Its first axis counts rows.
 
-    samples: arrays by input name. The first axis of an array counts samples. Its other axes are those of the tensor without the batch
-    axis.
+    samples: arrays by input name. The first axis of an array counts samples. Its other axes are the axes of the tensor without the
+    batch axis.
 
     The bundle's `preprocess` converts client inputs, one sample in each request; this runs the bundle's code. Executable inputs
     are returned unchanged. Raises BundleError if the names, types or shapes fit neither kind of inputs, or if the hook fails.

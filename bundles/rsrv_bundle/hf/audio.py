@@ -26,16 +26,16 @@ _MAX_RATE = 192_000
 
 
 class _MaskedGroupNorm(nn.Module):
-    """A norm of each channel over time. It ignores the padding behind the end of a sound.
+    """A norm of each channel over time. It ignores the padding after the end of a sound.
 
-    The first layer of wav2vec2's smaller models has such a norm. Zeros behind a sound would change its mean and variance.
+    The first layer of wav2vec2's smaller models has such a norm. Zeros after a sound would change its mean and variance.
     """
 
     def __init__(self, norm: nn.GroupNorm, frames: Callable[[Any], Any]) -> None:
         super().__init__()
         self.norm = norm
         self.frames = frames
-        #: Number of samples that count in each row. The module around this one sets it before each call.
+        #: Number of samples of each row's sound, without padding. The module around this one sets it before each call.
         self.lengths: Any = None
 
     def forward(self, hidden: Any) -> Any:
@@ -49,7 +49,7 @@ class _MaskedGroupNorm(nn.Module):
 
 
 class _Listener(nn.Module):
-    """A network that reads samples. In each row, only the first `lengths` samples count."""
+    """A network that reads samples. In each row, only the first `lengths` samples belong to the sound."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()

@@ -60,7 +60,7 @@ class Decoder:
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Read new tokens, i32 [n, t]. Return the logits of the next token, and the pools.
 
-        In each row, `lengths` [n] tokens count, and `position` [n] tokens were read before.
+        In each row, only the first `lengths` [n] tokens are valid, and `position` [n] tokens were read before.
 
         Each block first writes the keys and values of the new tokens, and then reads the pools, because XLA would copy a pool that is
         read before it is written. A row without a slot writes nothing.
@@ -69,7 +69,7 @@ class Decoder:
         n, t = tokens.shape
         at = position[:, None] + jnp.arange(t)
         counted = jnp.arange(t) < lengths[:, None]
-        # Tokens that do not count get a place outside of the pool, which is not written.
+        # Invalid tokens get a place outside of the pool, which is not written.
         where = jnp.where(counted, at, self.context)
         causal = (jnp.arange(self.context) <= at[:, :, None])[:, None, None]
         known = (jnp.arange(self.context) < (position + lengths)[:, None])[:, None, :, None]
@@ -99,7 +99,7 @@ class Decoder:
                 n, self.kv_heads, -1, self.head
             )
             keys = cached("keys", _rotated(heads("k", given, self.kv_heads), rotations))
-            # The slot keeps values of an earlier sequence behind the position. Infinite values times zero would not be zero.
+            # After the position, the slot still has values of an earlier sequence. Infinite values times zero would not be zero.
             values = jnp.where(known, cached("values", heads("v", given, self.kv_heads)), 0)
             scores = jnp.einsum("nhad,nhbd->nhab", query, keys) / self.head**0.5
             scores = scores.reshape(n, self.kv_heads, -1, t, self.context)

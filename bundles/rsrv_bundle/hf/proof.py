@@ -111,7 +111,7 @@ def _error(got: Array, reference: Any) -> float:
 def _tree_error(got: Any, expected: Any) -> float:
     """Return the largest error of the numbers in two JSON documents. It is infinite if anything else differs."""
     if isinstance(expected, Mapping) and isinstance(got, Mapping) and got.keys() == expected.keys():
-        # The sides of a box are whole pixels, so 12.9999 and 13.0 may become different numbers. Such sides do not count.
+        # The sides of a box are whole pixels, so 12.9999 and 13.0 may become different numbers. The error ignores such sides.
         return max(
             (_tree_error(got[key], expected[key]) for key in expected if not _is_side(key, got, expected)),
             default=0.0,

@@ -106,7 +106,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     request = json.loads(sys.stdin.buffer.read())
     try:
-        # Cut what is too long anyway.
+        # Cut texts that are too long, because they are refused anyway.
         texts = [
             text[: MAX_TEXT + len(question) + 1]
             for text, question in zip(render(**request), request["questions"], strict=True)

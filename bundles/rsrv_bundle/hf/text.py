@@ -27,7 +27,7 @@ _SENTENCES = (
 )
 _DEFAULT_LENGTHS = (32, 128, 512)
 _CANDIDATES = 5
-#: For each executable input, the array of `rsrv.hooks.text.Tokens` that it gets, and its value behind a text's end.
+#: For each executable input, the array of `rsrv.hooks.text.Tokens` that it gets, and its value after a text's end.
 _INPUTS: Final[Mapping[str, tuple[str, int]]] = {
     "input_ids": ("ids", 0),
     "attention_mask": ("mask", 0),
@@ -151,7 +151,7 @@ class Text:
 
         `outputs` are the clients' outputs without `tokens`, which every recipe has. With `spans`, the module gets the places of tokens
         in their text. `check` is code of the hooks after the tokenizer, and `post` is code around `postprocess`. `samples` are by
-        default those of `texts`.
+        default the samples of `texts`.
         """
         unused = {*([] if self.with_types else ["token_type_ids"]), *([] if spans else ["starts", "ends"])}
         inputs = [name for name in _INPUTS if name not in unused]

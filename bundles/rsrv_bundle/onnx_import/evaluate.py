@@ -176,7 +176,7 @@ class Evaluator:
                 env.update(self._node(node, env, opsets))
         finally:
             self._depth -= 1
-        # The definition of an operator has no attributes that its node does not set.
+        # An output is None if the graph does not compute it.
         return tuple(env.get(name) for name in graph.outputs)
 
     def _value(self, value: Any) -> Any:

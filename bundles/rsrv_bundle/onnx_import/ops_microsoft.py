@@ -148,7 +148,7 @@ def _mask_of(mask: Any, length: int, low: float) -> Any:
     if mask is None:
         return None
     if mask.ndim == 1:
-        # This is the number of keys of each row.
+        # Such a mask is the number of keys of each row.
         mask = jnp.arange(length) < mask[:, None]
     visible = mask.astype(np.float32)
     shape = {

@@ -137,7 +137,7 @@ class Server:
     def health(self, reason: Callable[[Any], str]) -> int:
         """Print whether the service, or the model of the command, serves. Return the exit status. Raises grpc.RpcError.
 
-        `reason` returns the reason why it does not serve from the answer to GetStatus.
+        If it does not serve, `reason` gets the answer to GetStatus, and returns the reason.
         """
         model: str = self.options.model
         request = health_pb2.HealthCheckRequest(service=model)

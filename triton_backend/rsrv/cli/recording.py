@@ -36,7 +36,7 @@ _MODES = ("least_outstanding", "lpt_packing")
 
 
 class Recording:
-    """The requests of one record. They come from answers each of which continues where the previous one ended."""
+    """The requests of one record, read from answers of the server. Each answer continues where the previous answer ended."""
 
     def __init__(self) -> None:
         self._positions: dict[int, pb.TimelinePosition] = {}
@@ -56,7 +56,7 @@ class Recording:
         return pb.GetArrivalsRequest(positions=self._positions.values())
 
     def begin(self, answer: pb.GetArrivalsResponse) -> bool:
-        """Skip the requests in an answer from before the record. Return False if there are more of them."""
+        """Skip the requests that came before the record. `answer` has some of them. Return False if the server has more of them."""
         self._positions = {position.device: position for position in answer.positions}
         return all(position.next >= position.end for position in answer.positions)
 

@@ -204,7 +204,8 @@ def infer_request(config: Any, rows: int, arrays: Mapping[str, np.ndarray[Any, A
             )
         else:
             shape = [1, *tensor.dims] if config.max_batch_size else list(tensor.dims)
-            array = np.zeros(shape, triton_to_np_dtype(datatype) or np.uint16)  # BF16 has as many bits
+            # numpy lacks BF16. A uint16 has as many bits.
+            array = np.zeros(shape, triton_to_np_dtype(datatype) or np.uint16)
         if config.max_batch_size:
             array = np.repeat(array[:1], rows, axis=0)
         message.inputs.add(name=tensor.name, datatype=datatype, shape=array.shape)

@@ -302,7 +302,7 @@ def show(events: Iterable[tuple[str, str]]) -> None:
 
 
 def print_events(events: Iterable[tuple[str, str]]) -> None:
-    """Print each event as a line of JSON, for programs. The printed states are whole, unlike those of the stream."""
+    """Print each event as a line of JSON, for programs. The printed states are whole, unlike the states in the stream."""
     top = Top()
     for event, text in events:
         shown = top.state if top.take(event, text) else json.loads(text)

@@ -36,9 +36,10 @@ from rsrv.client.transport import Answers, AttemptFailed, InferRequest, InferTen
 #: Default limit in seconds for a request with all its attempts.
 TIMEOUT_S = 60.0
 
-#: Send no further request while this many answers, per request that may be in flight, wait for the answers to earlier rows.
+#: Maximum number of answers that wait for the answers to earlier rows, for each request that may be in flight. While there are this
+#: many, the client sends no further request.
 EARLY = 4
-#: Bytes of rows in flight and of waiting answers after which no further request is sent.
+#: Maximum number of bytes of rows in flight and of waiting answers. While there are this many, the client sends no further request.
 HELD_BYTES = 256 << 20
 
 P = ParamSpec("P")
@@ -86,7 +87,7 @@ class Answered(NamedTuple):
 
     start: int
     stop: int
-    #: Arrays with an axis of rows, also if the model's tensors have none.
+    #: Arrays with an axis of rows, even if the model's tensors have no such axis.
     outputs: Outputs
 
     def rows(self) -> Iterator[tuple[int, Outputs]]:
@@ -538,7 +539,7 @@ def _synchronous(
 
 
 class Client:
-    """A client for programs without asyncio. Threads may share it. Its methods are those of AsyncClient."""
+    """A client for programs without asyncio. Threads may share it. It has the methods of AsyncClient."""
 
     def __init__(self, url: str, **options: Any) -> None:
         """Make a client. The arguments are those of AsyncClient."""
@@ -596,7 +597,7 @@ class Client:
             while (value := self._wait(_next(values))) is not None:
                 yield value
         finally:
-            # `close` has cancelled the generator's tasks, and the loop runs no further ones.
+            # `close` has cancelled the generator's tasks, and the loop runs no further tasks.
             if not self._is_closed:
                 self._wait(_ended(values))
 

@@ -16,7 +16,7 @@ GAIN: Final = 1.08
 ROUND_ANSWERS = 3
 #: Shortest duration of a round.
 ROUND_S = 0.1
-#: Rounds until a larger limit is tried again.
+#: Number of rounds until a larger limit is tried again.
 HOLD_ROUNDS: Final = 20
 
 
@@ -25,14 +25,15 @@ class InFlightLimit:
 
     def __init__(self, now: float, fixed: int | None = None) -> None:
         """`fixed` is the caller's limit. A full queue still halves it for a time."""
-        #: How many requests may be in flight.
+        #: Maximum number of requests in flight.
         self.limit: int = fixed or FIRST
         self._most = fixed or MOST
         #: Rows per second at the best limit so far.
         self._best = 0.0
         #: The best limit so far.
         self._best_limit = self.limit
-        #: Rounds until a larger limit is tried. 0: the limit was just raised, and the round shows whether that was worth it.
+        #: Number of rounds until a larger limit is tried. 0: the limit was just raised, and the round shows whether that was worth
+        #: it.
         self._hold = 0
         self._refused_at = -1.0
         self._begin(now)

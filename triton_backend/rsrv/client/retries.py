@@ -85,7 +85,7 @@ def decide(
         now: the time.
         deadline: the time after which the answer is useless.
         repeatable: False for a step of a sequence, because a repetition would do its work twice.
-        reached: the server has answered before. Otherwise, the address is more likely wrong than the server down.
+        reached: the server has answered before. If it has not, a wrong address is more likely than a server that is down.
         served: the server has served the model to this client. An unknown model then means that the server restarts.
         chance: a random number from 0 to 1.
     """

@@ -1,4 +1,4 @@
-"""The answers to a data set on disk. After an interruption, the written answers stay, and the job can go on.
+"""The answers to a data set on disk. After an interruption, the written answers are kept, and the job can be continued.
 
 Answers are written to the file OUT.partial in the order of their rows. OUT is written once all answers are there.
 """
@@ -17,7 +17,7 @@ from rsrv.client.errors import InputError
 from rsrv.client.rows import pyarrow
 from rsrv.client.signature import Array, ModelSignature, ModelTensor, from_bytes, to_bytes
 
-#: Rows of a row group of a .parquet file.
+#: Number of rows of a row group in a .parquet file.
 GROUP_ROWS: Final = 1 << 16
 
 

@@ -62,12 +62,12 @@ class Region:
             os.close(file)
 
     def unlink(self) -> None:
-        """Remove the file. The memory stays for all who have mapped it."""
+        """Remove the file. Processes that have mapped the file keep its memory."""
         (_FOLDER / self.name).unlink(missing_ok=True)
 
 
 class Regions:
-    """The regions of one client. Requests reuse them, so there are as many as requests in flight."""
+    """The regions of one client. Requests reuse regions, so there are as many regions as requests in flight."""
 
     def __init__(self, connection: ServerConnection, unusable: str = "") -> None:
         """`unusable`: why no request may use shared memory."""
@@ -105,7 +105,7 @@ class Regions:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             region = Region(-(-size // STEP_BYTES) * STEP_BYTES)
         except OSError as error:
-            # If regions fitted before, /dev/shm may have room again later.
+            # Later requests still try shared memory if earlier regions fitted, because /dev/shm may have room again.
             self._off = self._off or not self._registered
             self.reason = f"/dev/shm: {error.strerror}"
             return None
@@ -125,7 +125,7 @@ class Regions:
             region.unlink()
 
     async def _register(self, region: Region, seconds: float) -> Region | None:
-        """Let the server map a new region. Return None if it still uses an abandoned one. Raises AttemptFailed."""
+        """Let the server map a new region. Return None if the server still uses an abandoned region. Raises AttemptFailed."""
         if self._abandoned:
             # The new region replaces an abandoned one, so that their number stays small.
             name = self._abandoned.pop(0)
@@ -240,7 +240,7 @@ class Placement:
         return replace(self._request, inputs=inputs, outputs=outputs)
 
     def read(self, outputs: Sequence[InferTensor], region: Region) -> list[InferTensor]:
-        """Return the outputs. Copy those in the region, because later requests reuse it."""
+        """Return the outputs. Copy the outputs in the region, because later requests reuse it."""
         return [
             replace(output, content=self._copied(output, region)) if output.name in self._outputs else output
             for output in outputs

@@ -1,7 +1,7 @@
 """Single attempts to send a request over gRPC or HTTP. A failure raises `AttemptFailed`; `rsrv.client.client` repeats attempts.
 
-The messages for gRPC are those of tritonclient. tritonclient's own `infer` would encode the tensors again for each attempt,
-so this module encodes them once.
+The messages for gRPC are from tritonclient. tritonclient's own `infer` would encode the tensors again for each attempt, so this
+module encodes them once.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""Decides which changes of the bundles on disk count, by comparing successive scans.
+"""Decides when to accept a change of the bundles on disk, by comparing successive scans.
 
 Pure: time is an argument, and nothing is read.
 
-Bundles are in the directories of roots. A change counts when two scans that are far enough apart agree, so that a bundle is not
-taken while it is being copied. A missing root changes nothing, because it may be a disk that is not mounted.
+Bundles are in the directories of roots. A change is accepted when two scans agree, with enough time between them, so that a bundle
+is not read while it is being copied. A missing root changes nothing, because it may be a disk that is not mounted.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class BundleDebounce:
         """`pause` is the minimum number of seconds between the two scans that must agree."""
         self._pause = pause
         self._roots: dict[Path, _Root] = {}
-        #: The states that count, by name.
+        #: The accepted states, by name.
         self._settled: dict[str, _State] = {}
         #: Names that had a bundle at any time.
         self._known: set[str] = set()
-        #: States that differ from the settled ones, with the time of the first scan that saw them, by name.
+        #: States that differ from the accepted states, with the time of the first scan that saw them, by name.
         self._pending: dict[str, tuple[_State, float]] = {}
         self._first: float | None = None
         #: True once two scans could have agreed on every root that is not missing. Before that, nothing is known.
@@ -69,12 +69,12 @@ class BundleDebounce:
 
     @property
     def unsettled(self) -> bool:
-        """True if another scan is needed before the changes that were seen count."""
+        """True if another scan is needed before the changes that were seen are accepted."""
         return bool(self._pending) or not self.agreed
 
     def add_scan(self, roots: Mapping[Path, Seen], now: float) -> tuple[frozenset[str], list[str]]:
-        """Evaluate a scan of all roots. Return the names of the bundles whose change counts now, and lines for the log."""
-        # Bundles in a root that is no longer watched count as removed.
+        """Evaluate a scan of all roots. Return the names of the bundles whose change is accepted now, and lines for the log."""
+        # Forget roots that are not watched any more. Their bundles count as removed.
         self._roots = {path: self._roots.get(path, _Root()) for path in roots}
         seen_before = self.sightings
         lines = [line for path, seen in roots.items() if (line := self._root(path, seen))]

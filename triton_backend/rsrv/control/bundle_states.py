@@ -357,7 +357,7 @@ class BundleStates:
         return min(times, default=None)
 
     def _pending(self, now: float) -> list[str]:
-        """Return the models to unload, without those whose bundles must be compared first."""
+        """Return the models to unload, without the models whose bundles must be compared first."""
         return [
             name
             for name, bundle in self._bundles.items()

@@ -1,8 +1,8 @@
 """The settings in rsrv.yaml and the commands of operators, merged into one document for each runtime.
 
 For each key, a command to this control process takes precedence over the file of overrides, which stores the commands to
-earlier control processes. The file takes precedence over rsrv.yaml. For an alias, the latest change counts, whether it
-was made in rsrv.yaml or by a command.
+earlier control processes. The file takes precedence over rsrv.yaml. For an alias, the latest change applies, whether it was made in
+rsrv.yaml or by a command.
 """
 
 import logging

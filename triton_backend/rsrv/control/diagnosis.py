@@ -61,7 +61,7 @@ def _worst(
 ) -> Iterator[ServerFinding]:
     """Apply a rule to models. Yield one finding of each name, with the names of the other models that it is true of.
 
-    It is the severest one. Of equally severe ones, it is about the model with the most requests.
+    It is the severest finding of its name. Among equally severe findings, it is the one about the model with the most requests.
     """
     several: dict[str, list[tuple[str, ServerFinding]]] = {}
     for activity in models.values():
@@ -160,8 +160,8 @@ class Diagnosis:
                 )
                 for number, link in enumerate(runtimes.links)
             },
-            # Leave out failed versions of models that the repository does not have any more. Nobody informs the runtime that a
-            # model has ended that it could not start.
+            # Leave out failed versions of models that the repository does not have any more. If a runtime could not start a model,
+            # nobody tells the runtime when this model has ended.
             entries={
                 key: entry
                 for key, entry in runtimes.entries.items()

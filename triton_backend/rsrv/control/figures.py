@@ -239,7 +239,7 @@ def windows(before: ServerFigures, now: ServerFigures) -> list[DeviceWindow]:
         active = _activities(was, device.records.models)
         metas = {name: activity for name, activity in active.items() if activity.now.meta}
         models = {name: activity for name, activity in active.items() if not activity.now.meta}
-        # Leave out meta models: their seconds are those of their calls, which also count for the called models.
+        # Leave out meta models: their seconds are the seconds of their calls, which the called models also have.
         busy = min(1.0, sum(activity.device_s for activity in models.values()) / seconds)
         busiest = max(models.values(), key=lambda activity: activity.device_s, default=None)
         windows.append(DeviceWindow(number, seconds, device.records, models, metas, busy, busiest))
@@ -252,7 +252,7 @@ def _activities(
     activities = {}
     for name, record in now.items():
         was = before.get(name, _NO_RECORD)
-        # The record of a model that was idle has not changed. With a thousand models, these are most.
+        # The record of a model that was idle has not changed. With a thousand models, most models are idle.
         if record is not was or record.queued:
             activities[name] = ModelActivity(was if _grows(was, record) else _NO_RECORD, record)
     return activities

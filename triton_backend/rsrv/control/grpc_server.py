@@ -150,7 +150,7 @@ _OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.so_reuseport", 0),
     *KEEPALIVE,
 )
-#: Calls at a time on one listener, watchers included.
+#: Maximum number of calls at a time on one listener, including watchers.
 _MAX_CALLS = 256
 
 

@@ -12,9 +12,9 @@ from rsrv_gen.write import carried, is_alias
 class Health(HealthService):
     """The health of a server and of its models.
 
-    The models that should serve are the models of the repository at the start, and each model that has served since then. They
-    count for as long as the repository has them and no operator has unloaded them. So a model that fails from the start counts,
-    and an added model counts once it is ready.
+    The models that should serve are the models of the repository at the start, and each model that has served since then. A model
+    belongs to them for as long as the repository has it and no operator has unloaded it. So a model that fails from the start
+    belongs to them, and an added model does once it has been ready.
     """
 
     def __init__(self, view: Runtimes, repository: Path, lifecycle: Reconciler, *, decides: bool) -> None:
@@ -39,7 +39,7 @@ class Health(HealthService):
             await self.changed()
 
     async def changed(self) -> None:
-        """Return after the next change of the models or runtimes. Loads and evictions of weights do not count."""
+        """Return after the next change of the models or runtimes. Loads and evictions of weights are not such changes."""
         seen = self._view.other_changes
         while self._view.other_changes == seen:
             await self._view.wait_change()

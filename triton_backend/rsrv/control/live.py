@@ -182,7 +182,7 @@ class Live:
             feed.close()
 
     def _serving(self, device: int, changed: ModelVersion | None) -> str:
-        """Return what serves a model on a device after a change of one of its versions."""
+        """Return a text about the version that serves a model on a device after a change of one of its versions."""
         if changed is None or changed["state"] == "loading":
             return ""
         name, presence = changed["name"], self._runtimes.presence

@@ -62,7 +62,7 @@ class Work:
         self.requests += latest.answered - was.answered
         self.errors += max(0, latest.errors - was.errors)
         self.misses += max(0, latest.misses - was.misses)
-        if not latest.meta:  # A meta model's seconds are those of its calls, and count for the called models.
+        if not latest.meta:  # Its seconds are those of the called models.
             self.device_s += latest.device_seconds - was.device_seconds
             self.request.add(now.request if before is None else now.request.since(before.request))
 
@@ -186,7 +186,7 @@ def device_picture(records: RuntimeRecords) -> dict[str, Any]:
         **{kind: getattr(memory, name) if memory.HasField(name) else None for kind, name in limits.items()},
         **{kind: getattr(memory, f"{kind}_bytes") for kind in ("pinned", "logical", "physical", "held")},
         "host": records.device.host.physical_bytes,
-        # Leave out meta models: their seconds are those of their calls, which also count for the called models.
+        # Leave out meta models: their seconds are the seconds of their calls, which the called models also have.
         "device_s": sum(model.device_seconds for model in records.models.values() if not model.meta),
     }
 
@@ -277,7 +277,7 @@ def _p99(samples: Sequence[tuple[float, Histogram]], now: float) -> float | None
 def describe(before: ModelVersion | None, after: ModelVersion | None, serving: str = "") -> str | None:
     """Return a line of the event log for the change of a version. Returns None if the log does not show the change.
 
-    `serving` says what serves the model after a version has left.
+    `serving` is a text about the version that serves the model after a version has left.
     """
     either = after or before
     if either is None:

@@ -76,7 +76,7 @@ class DevicePresence:
         return self._versions.get(name, {}).values()
 
     def begin(self, entries: Mapping[str, ModelVersion], now: float) -> None:
-        """Replace all versions by those of a new connection to the runtime. `come_up` follows."""
+        """Replace all versions by the versions of a new connection to the runtime. `come_up` follows."""
         for names in (self._versions, self.ready, self.loading, self._connected):
             names.clear()
         for key, entry in entries.items():

@@ -1,9 +1,9 @@
 """Makes Triton serve the current bundles, replaces dead stubs, and loads a model again when an operator asks.
 
-`bundle_debounce` decides which changes on disk count. `bundle_states` decides what to do for each bundle, and when.
-`stub_monitor` finds dead stubs. `rsrv_gen` writes the repository, and `model_loader` makes Triton load and unload models. All
-of this happens in the mode `dynamic`. In the modes `static` and `explicit`, only dead stubs are replaced, and models are
-loaded again on request.
+`bundle_debounce` decides when to accept a change on disk. `bundle_states` decides what to do for each bundle, and when.
+`stub_monitor` finds dead stubs. `rsrv_gen` writes the repository, and `model_loader` makes Triton load and unload models. All of
+this happens in the mode `dynamic`. In the modes `static` and `explicit`, only dead stubs are replaced, and models are loaded again
+on request.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ M = TypeVar("M", bound=Message)
 _WEIGHT_STATES = (
     *("resident", "evicting", "reserved", "loading", "reading", "queued", "backoff", "absent", "on disk", ""),
 )
-#: Figures of a model over several devices that are those of the first device.
+#: Figures of a model that are not added up over several devices. The figure of the first device is used.
 _OF_ONE = ("weight_bytes", "device_bytes", "state_bytes", "host_bytes", "load_seconds", "cost_s", "max_rows")
 _NUMBERS = (FieldDescriptor.TYPE_UINT64, FieldDescriptor.TYPE_DOUBLE)
 _FIELDS = pb.ModelRecord.DESCRIPTOR.fields

@@ -501,7 +501,7 @@ class RuntimeLink:
         if not moves:
             self.presence.follow(change.key, change.entry, _now())
         self._changes.note(moves=moves)
-        if self.up:  # Otherwise, a snapshot follows.
+        if self.up:  # While the link is down, a snapshot follows.
             state.publish(change)
 
     def _come_up(self) -> None:

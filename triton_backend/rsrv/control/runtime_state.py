@@ -92,7 +92,7 @@ class RuntimeState:
         #: Identifies the runtime. Empty before the first runtime.
         self.instance = ""
         self.revision = 0
-        #: Number of runtimes that there have been.
+        #: Number of runtimes so far.
         self.lives = 0
         self.entries: dict[str, ModelVersion] = {}
         self._up = False

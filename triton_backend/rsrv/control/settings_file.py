@@ -132,7 +132,7 @@ class Rereading:
         await self._placing.change(settings)
         desired, old, new = self._runtimes.desired, before.aliases, settings.aliases
         desired.follow_file(settings)
-        # For an alias, the latest change counts. So drop the commands about aliases that have changed in the file.
+        # For an alias, the latest change applies. So drop the commands about aliases that have changed in the file.
         aliases = desired.overrides.aliases.items()
         desired.set_aliases({name: shares for name, shares in aliases if old.get(name) == new.get(name)})
         if changed := [key for key, when in differences(before, settings) if when == "at once"]:

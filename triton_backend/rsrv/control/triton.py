@@ -32,7 +32,7 @@ HOW_TO_START = "start tritonserver with --model-control-mode=explicit --load-mod
 _TIMEOUT_S = 10.0
 #: Seconds that the call for statistics may take. The time is short because missing statistics do little harm.
 _STATISTICS_S = 2.0
-#: Config of a placeholder, a model that is loaded in place of a failed model before that is unloaded.
+#: Config of a placeholder, a model that is loaded in place of a failed model before the failed model is unloaded.
 _PLACEHOLDER_CONFIG = (
     '{"backend": "python", "instance_group": [{"kind": "KIND_CPU", "count": 1}],'
     ' "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [1]}],'

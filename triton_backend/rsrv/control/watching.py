@@ -1,7 +1,7 @@
 """Reads the bundles on disk (a "scan"), soon after a notice from the kernel, and periodically.
 
-The periodic scans are necessary because network and bind mounts give no notices. A notice only starts the next scan of the
-bundles that it names sooner. A full scan of ten thousand bundles takes a second of CPU time.
+The periodic scans are necessary because network and bind mounts give no notices. A notice only makes the next scan of the bundles
+that it names start sooner. A full scan of ten thousand bundles takes a second of CPU time.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Registered:
     device: int
     #: Number of the server's devices.
     devices: int
-    #: Longest time that a request waits for a runtime, over all deaths.
+    #: Longest total time that a request waits for runtimes, however many of them die.
     retry_s: float
 
 
@@ -152,7 +152,7 @@ class RequestCancelled:
 
 @dataclass(frozen=True, slots=True)
 class RequestAnswered:
-    """A request that was resubmitted alone as a suspect is answered, or the stub has ended a waiting one after its deadline."""
+    """A request that was resubmitted alone as a suspect is answered, or the stub has ended a waiting request after its deadline."""
 
     request: FrontRequest
 

@@ -104,7 +104,7 @@ class Front:
         #: Devices by number, in the model's order of preference.
         self._devices: dict[int, FrontDevice] = {}
         self._mask = mask
-        #: Longest time that a request waits for a runtime, over all deaths, in seconds.
+        #: Longest total time that a request waits for runtimes, however many of them die, in seconds.
         self._retry_s = 0.0
         #: Longest time that a request waits for the next step of a start, in seconds; 0 until a runtime has announced it.
         self._start_timeout_s = 0.0
@@ -234,7 +234,7 @@ class Front:
     # --- devices
 
     def _grow(self, count: int) -> None:
-        """Know of at least `count` devices."""
+        """Add devices until there are at least `count`."""
         count = max(count, len(self._devices), 1)
         if count > len(self._devices):
             numbers = by_preference(self._model, count)

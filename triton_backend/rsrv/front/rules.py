@@ -36,7 +36,7 @@ LONGER_WEIGHT, LONGER_CAP = 0.01, 4
 #: Shortest time between two reports of measurements.
 REPORT_PERIOD_S = 1.0
 
-#: Most waiting requests of a model, and most bytes of their inputs.
+#: Maximum number of waiting requests of a model, and of bytes of their inputs.
 MAX_REQUESTS, MAX_REQUEST_BYTES = 1000, 256 << 20
 #: Maximum number of parts of a request that are submitted at a time. They keep two devices busy, each with one
 #: execution at work and the next one in its queue.
@@ -45,8 +45,8 @@ MAX_PARTS = 4
 MAX_STEPS = 10
 #: After this number of runtimes died while they executed a request, it is not tried again, because it may be the cause.
 MAX_DEATHS = 2
-#: Most stored digests of inputs that were executing when runtimes died. A digest is stored for as long as a crash counts
-#: against a model.
+#: Maximum number of stored digests of inputs that were executing when runtimes died, and the seconds for which a digest is stored.
+#: A model's crashes are remembered for the same time.
 MAX_DIGESTS, DIGEST_COUNTS_S = 64, 3600.0
 #: Time that a runtime is down before its model starts on another device. The next runtime usually starts sooner.
 ELSEWHERE_S = 3.0
@@ -55,7 +55,7 @@ TICK_S = 0.02
 
 # --- statuses -----------------------------------------------------------------------------------------------
 
-#: Triton's code of each status. The others are UNAVAILABLE.
+#: Triton's code of each status. Triton's code of all other statuses is UNAVAILABLE.
 CODES = {
     Status.INVALID: "INVALID_ARG",
     Status.NOT_FOUND: "NOT_FOUND",

@@ -61,7 +61,7 @@ class ServingEvent(StrEnum):
 
 S, E = ServingState, ServingEvent
 
-#: The table.
+#: State after each event in each state. No other change is allowed.
 TRANSITIONS: Mapping[tuple[ServingState, ServingEvent], ServingState] = {
     (S.UNTRIED, E.CONNECT): S.CONNECTING,
     (S.CONNECTING, E.STEP): S.STARTING,
@@ -84,7 +84,7 @@ TRANSITIONS: Mapping[tuple[ServingState, ServingEvent], ServingState] = {
     **{(state, E.CLOSE): S.CLOSED for state in S if state is not S.CLOSED},
 }
 
-#: The instruction that carries out an event. Events without one are bookkeeping.
+#: The instruction that carries out an event. An event without an instruction only changes the state.
 EFFECTS: Mapping[ServingEvent, str] = {E.CONNECT: "Connect", E.LOSE: "Connect"}
 
 #: States in which an attempt is under way.

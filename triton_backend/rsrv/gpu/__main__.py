@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
 
 @dataclass(slots=True)
 class Table:
-    """The findings so far. Each finding is written to the file at once, and printed as a row when the next one comes."""
+    """The findings so far. Each finding is written to the file at once, and printed as a row when the next finding arrives."""
 
     device: DeviceFacts
     file: Path | None
@@ -122,7 +122,7 @@ class Table:
 
 @contextmanager
 def _table(device: DeviceFacts, file: Path | None) -> Iterator[Table]:
-    """Print the table's heading, and its last row also after an error."""
+    """Print the table's heading, and at the end of the block its last row, even after an error."""
     put(heading(device))
     table = Table(device, file)
     try:
@@ -137,7 +137,7 @@ def _own(folder: Path, name: str) -> Path:
 
 
 def _bundles(paths: list[Path]) -> list[Path]:
-    """Return the bundles among these and in these folders. Raises OSError."""
+    """Return the bundles among these paths, and the bundles in the other paths, which are folders. Raises OSError."""
     among = [bundle for path in paths for bundle in ([path] if _is_bundle(path) else sorted(path.iterdir()))]
     if bundles := [path.absolute() for path in among if _is_bundle(path)]:
         return bundles

@@ -1,4 +1,4 @@
-"""Parts `correctness` and `numerics`: compare the device's answers with those of the CPU, and its products with float64."""
+"""Parts `correctness` and `numerics`: compare the device's answers with the CPU's answers, and its products with float64."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -19,7 +19,7 @@ from rsrv_bundle.numerics import TOLERANCE, Judge, difference
 
 #: Tolerances for TF32, which has as many bits of mantissa as f16.
 _TF32 = {**TOLERANCE, "f32": TOLERANCE["f16"]}
-#: Rows and columns of the matrices.
+#: Number of rows, and of columns, of the matrices.
 _SIDE = 512
 #: Maximum errors of a product relative to its largest element.
 _F32_ERROR, _TF32_ERROR = 1e-5, 5e-3

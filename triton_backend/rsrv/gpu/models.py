@@ -21,7 +21,7 @@ from rsrv_bundle.weights import load_weights
 #: Bundles of the examples. If a bundle has several input shapes, the last one is measured.
 _NAMES = ("resnet18", "vit_tiny", "minilm_encoder")
 _TORCH = Path(__file__).with_name("torch_models.py")
-#: Executions before the measured ones.
+#: Number of executions before the measured executions.
 _WARM = 3
 #: Share of the part's time for each measurement: three ways to execute two sizes of three models.
 _MEASURING = 0.02

@@ -10,7 +10,7 @@ import numpy as np
 from rsrv.runtime.device import Array
 from rsrv_bundle.export import export_bundle
 
-#: Elements of an input and of an output.
+#: Number of elements of an input and of an output.
 WIDTH = 256
 #: The Python-backend model. It also runs as a program, without Triton.
 MODEL = Path(__file__).with_name("plain_model.py")

@@ -19,7 +19,7 @@ class Finding:
     verdict: Verdict
     value: str = ""
     reason: str = ""
-    #: Numbers behind `value`: seconds, bytes, and rates of these.
+    #: The numbers in `value`: seconds, bytes, and rates.
     figures: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -40,7 +40,7 @@ class Amounts:
 
     transfer: int = 1_000_000_000
     rounds: int = 5
-    #: Rows and columns of the matrices of a long execution.
+    #: Number of rows, and of columns, of the matrices of a long execution.
     side: int = 8192
     latency: Sequence[int] = (10_000_000, 100_000_000, 1_000_000_000, 5_000_000_000)
     #: Number of models in the part `eviction`. A quarter of their weights fits on the device.
@@ -152,7 +152,7 @@ PARTS: Mapping[str, PlannedPart] = {
     "latency": PlannedPart("serving", "latency", 50),
     "many": PlannedPart("serving", "many", 25),
 }
-#: Characters of a cell of the table.
+#: Maximum number of characters of a cell of the table.
 _CELL = 300
 #: A part is not started if less than this share of its `seconds` is left.
 _LEAST_SHARE = 0.25
@@ -161,7 +161,7 @@ _LEAST_SHARE = 0.25
 def ends_of(names: Sequence[str], seconds: float) -> Mapping[str, float]:
     """Return for each part the second at which it must end.
 
-    Each part gets a share in proportion to its `seconds`. Later parts can use the time that a part leaves over.
+    Each part gets a share in proportion to its `seconds`. If a part needs less time than its share, later parts can use the rest.
     """
     total, ends, end = sum(PARTS[name].seconds for name in names), {}, 0.0
     for name in names:

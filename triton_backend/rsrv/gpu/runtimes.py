@@ -33,9 +33,9 @@ from rsrv_bundle.writer import document_of, write_manifest, write_weights
 
 #: Maximum number of seconds until an answer.
 _ANSWER_S = 120.0
-#: Elements of the input of `make_models`.
+#: Number of elements of the input of the models of `make_models`.
 WIDTH = 4
-#: Models that are written at a time.
+#: Number of models that are written at a time.
 _WRITERS = 4
 _TENSORS = 8
 _WEIGHTS = "weights.safetensors"
@@ -104,7 +104,7 @@ def _factor(tensor: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeProcess:
-    """A runtime, as a tritonserver starts one."""
+    """A runtime process, started as a tritonserver starts its runtimes."""
 
     launcher: Launcher
 
@@ -197,7 +197,7 @@ class ModelClient:
 
 
 class Answers:
-    """Answers of the models of `make_models`: their times, and the number of wrong ones."""
+    """Answers of the models of `make_models`: their times, and the number of wrong answers."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

@@ -22,7 +22,7 @@ from rsrv.gpu.runtimes import (
 from rsrv.text import amount, duration, rate
 from rsrv_bundle.export import export_bundle
 
-#: Warm requests for each cold one.
+#: Number of warm requests for each cold request.
 _WARM = 5
 #: Share of all models' weights that fits on the device.
 _FIT = 0.25

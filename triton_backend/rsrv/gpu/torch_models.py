@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-#: Executions before the measured ones.
+#: Number of executions before the measured executions.
 _WARM = 3
 
 

@@ -24,7 +24,7 @@ _MAX_PARTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Sounds:
-    """Samples f32 [n, length] with zeros behind each sound, and the number of samples that count, i32 [n]."""
+    """Samples f32 [n, length] with zeros after each sound, and the number of samples of each sound without these zeros, i32 [n]."""
 
     samples: Array
     lengths: Array
@@ -101,7 +101,7 @@ def _numbers(data: bytes, code: int, bits: int) -> Array | None:
 def pad(sounds: Sequence[Array], lengths: Sequence[int], *, least: int, normalise: bool) -> Sounds:
     """Put sounds into rows of the smallest of `lengths` that holds all of them.
 
-    lengths: samples in a row that the model is compiled for. least: minimum number of samples of a sound. Shorter ones raise
+    lengths: samples in a row that the model is compiled for. least: minimum number of samples of a sound. Shorter sounds raise
     BadInput. normalise: give each sound the mean 0 and the variance 1, as the feature extractors of wav2vec2 do.
     """
     for row, sound in enumerate(sounds):

@@ -98,8 +98,8 @@ def decode(
 ) -> Array:
     """Move and stretch anchors or regions [..., 4] by a network's deltas, [..., 4] (dx, dy, dw, dh).
 
-    The results are centre + (dx, dy) * size, and size * exp(dw, dh): Ren et al. 2015, "Faster R-CNN", equation 2 solved for the box. The deltas
-    are first divided by `weights`; dw and dh are then limited to `largest`, as in torchvision's BoxCoder.
+    The results are centre + (dx, dy) * size, and size * exp(dw, dh): Ren et al. 2015, "Faster R-CNN", equation 2 solved for the
+    box. The deltas are first divided by `weights`; dw and dh are then limited to `largest`, as in torchvision's BoxCoder.
     """
     deltas = deltas / np.array(weights, deltas.dtype)
     size = boxes[..., 2:] - boxes[..., :2]
@@ -136,7 +136,7 @@ def nms(
     classes: Array | None = None,
     least: float = -math.inf,
 ) -> Array:
-    """Suppress boxes [n, k, 4] of n images greedily (non-maximum suppression). Returns a mask of the kept ones, bool [n, k].
+    """Suppress boxes [n, k, 4] of n images greedily (non-maximum suppression). Returns a mask of the kept boxes, bool [n, k].
 
     Boxes are visited from the best score to the worst, and boxes with equal scores in their order. A box suppresses all later boxes
     whose intersection over union with it is larger than `overlap`. Images are independent.
@@ -171,8 +171,8 @@ def best(scores: Array, kept: Array, most: int) -> tuple[Array, Array]:
 def levels(boxes: Array, lowest: int, highest: int, *, size: float = 224, level: int = 4) -> Array:
     """Return the level of a pyramid from which each region [..., 4] is read: i64 [...], 0 for the level `lowest`.
 
-    The level is floor(level + log2(sqrt(width * height) / size)), limited to `lowest` and `highest`: Lin et al. 2017, "Feature Pyramid Networks for
-    Object Detection", equation 1, with 1e-6 added before the floor, as in torchvision's MultiScaleRoIAlign.
+    The level is floor(level + log2(sqrt(width * height) / size)), limited to `lowest` and `highest`: Lin et al. 2017, "Feature
+    Pyramid Networks for Object Detection", equation 1, with 1e-6 added before the floor, as in torchvision's MultiScaleRoIAlign.
     """
     boxes = _wide(boxes)
     area = (boxes[..., 2:] - boxes[..., :2]).clip(0).prod(-1)

@@ -25,7 +25,7 @@ Filter = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
-#: Formats of clients' files. Fewer decoders leave less to attack.
+#: Formats of clients' files. With fewer decoders, there is less code to attack.
 _FORMATS = ("JPEG", "PNG", "WEBP")
 
 #: Progressive JPEGs have about ten scans. Each scan takes time for the whole picture, although it may be only a few bytes long.
@@ -51,7 +51,7 @@ _UPRIGHT = {
 def decode(files: Array, *, channels: Literal[1, 3] = 3, most_pixels: int = 50_000_000) -> list[Array]:
     """Decode JPEG, PNG and WebP files to pixels, u8 [h, w, channels] each, upright by EXIF's orientation.
 
-    `files` are strings [n] or [n, 1], objects of type bytes, or u8 [n, bytes] with one file in each row and zeros behind it.
+    `files` are strings [n] or [n, 1], objects of type bytes, or u8 [n, bytes] with one file in each row and zeros after it.
     Transparency is dropped, 16 bits become 8, and only the first picture of an animation is decoded. The arrays are read-only.
 
     `most_pixels` limits the sum over all rows. It is checked with the files' headers before anything is decoded. Pillow limits
@@ -59,7 +59,7 @@ def decode(files: Array, *, channels: Literal[1, 3] = 3, most_pixels: int = 50_0
     and copied, it takes 10 to 14 bytes in each thread that decodes.
 
     Raises BadInput for files of other formats, damaged files, and files with too many pixels. However, a WebP file that was cut off
-    is decoded with the zeros behind it.
+    is decoded with the zeros after it.
     """
     rows: Iterable[Array]
     if files.dtype == object and files.size == len(files):
@@ -114,7 +114,8 @@ def resize_crop(
     longer side is rounded down, and the crop's corner to the nearest pixel (halves to the even one). size: (height, width),
     each at most `shorter`, else ValueError. rounding: "transformers" rounds the crop's corner down, as the processors of
     transformers do. most_pixels: maximum number of pixels of all images together after scaling and before the crop, else
-    BadInput. A file of a few bytes can hold a line of one pixel by thousands, which scaling makes hundreds of times as broad.
+    BadInput. A file of a few bytes can hold a line that is one pixel wide and thousands of pixels long. Scaling enlarges both sides
+    hundreds of times.
     """
     if max(size) > shorter:
         raise ValueError(f"a crop of {size} does not fit into images whose shorter side is {shorter}")
@@ -259,7 +260,7 @@ def _open(padded: Array) -> PIL.Image.Image:
 
 
 def _has_too_many_scans(jpeg: bytes) -> bool:
-    """Return whether a JPEG has too many scans. Scans inside its segments (a thumbnail) and behind its end do not count."""
+    """Return whether a JPEG has too many scans. Scans inside its segments (a thumbnail) and after its end are ignored."""
     scans, place = 0, 0
     while (marker := _MARKER.search(jpeg, place)) and marker[1] != b"\xd9":
         scans += marker[1] == b"\xda"

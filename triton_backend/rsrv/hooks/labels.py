@@ -17,8 +17,8 @@ Array = npt.NDArray[Any]
 def softmax(logits: Array, axis: int = -1) -> Array:
     """Return exp(x) / sum(exp(x)) over `axis`, in the dtype of `logits`. Large numbers do not overflow.
 
-    logits: floats, else ValueError. Floats of 16 bits are converted to 32 bits for the computation, because a sum of many would
-    be infinite.
+    logits: floats, else ValueError. Floats of 16 bits are converted to 32 bits for the computation, because the sum of many of them
+    would be infinite.
     """
     floats(logits, "logits")
     wide = logits.astype(np.result_type(logits, np.float32), copy=False)
@@ -39,7 +39,7 @@ def top_k(scores: Array, k: int) -> tuple[Array, Array]:
 
 
 def read_names(path: Path | str, *, width: int | None = None) -> Array:
-    """Read the names of classes from a file in UTF-8 with one name per line: u8 [c, width], with zeros behind each name.
+    """Read the names of classes from a file in UTF-8 with one name per line: u8 [c, width], with zeros after each name.
 
     Indexed with the classes of `top_k`, the result is a tensor that clients can read: `NAMES[classes]`, u8 [..., k, width].
     width: bytes of a row, by default those of the longest name. Raises ValueError when a name is longer.

@@ -1,4 +1,4 @@
-"""Texts and tokens. Texts are strings, or u8 [n, bytes] in UTF-8 with zeros behind each row. Tokens need the package tokenizers."""
+"""Texts and tokens. Texts are strings, or u8 [n, bytes] in UTF-8 with zeros after each text. Tokens need the package tokenizers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _BYTES_PER_TOKEN = 64
 
 
 def as_text(texts: Sequence[str | bytes], *, width: int | None = None) -> Array:
-    """Encode texts in UTF-8, with zeros behind each: u8 [n, width].
+    """Encode texts in UTF-8, with zeros after each text: u8 [n, width].
 
-    Bytes stay as they are. width: bytes of a row, by default those of the longest text, but at least 1.
+    Texts that are bytes are not changed. width: bytes of a row, by default those of the longest text, but at least 1.
 
     Raises ValueError when a text is longer.
     """
@@ -105,10 +105,10 @@ def _no_panics() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens, [n, length] each: ids, mask (1 for a token, 0 behind the last one), and type (1 in the second text of a pair).
+    """Tokens, [n, length] each: ids, mask (1 for a token, 0 after the last token), and type (1 in the second text of a pair).
 
-    starts, ends: places of the tokens in their text, in characters. They are -1 for marks and behind the last token, and None
-    unless the Tokeniser was made with spans=True.
+    starts, ends: places of the tokens in their text, in characters. They are -1 for marks and after the last token, and None unless
+    the Tokeniser was made with spans=True.
     """
 
     ids: Array
@@ -134,11 +134,11 @@ class Tokeniser:
     ) -> None:
         """Read the tokeniser's file.
 
-        lengths: tokens in a row that the model is compiled for. pad_id: the id behind a text's end, by default the file's, or
-        0. too_long: whether a text with more tokens than the largest length is cut or refused. prefix: text put in front of
-        each text, except the second one of a pair. spans: also return places of the tokens. Raises ImportError if tokenizers is
-        not installed. Raises ValueError if the file is missing or is not a tokeniser, or if the largest length does not hold the
-        marks that the file puts around each text or pair.
+        lengths: tokens in a row that the model is compiled for. pad_id: the id after a text's end, by default the id in the file,
+        or 0. too_long: whether a text with more tokens than the largest length is cut or refused. prefix: text put in front of each
+        text, except the second one of a pair. spans: also return places of the tokens. Raises ImportError if tokenizers is not
+        installed. Raises ValueError if the file is missing or is not a tokeniser, or if the largest length does not hold the marks
+        that the file puts around each text or pair.
         """
         self._tokenizer = _open(path)
         self._lengths = sorted(lengths)
@@ -217,7 +217,7 @@ class Tokeniser:
         return int(token_id)
 
     def words(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens in the middle of a text, special ones included."""
+        """Return the text of tokens in the middle of a text, including special tokens."""
         names = [self._tokenizer.id_to_token(token_id) or "" for token_id in ids]
         decoder = self._tokenizer.decoder
         return " ".join(names) if decoder is None else str(decoder.decode(names))
@@ -234,8 +234,8 @@ CONTENT_BEGIN, CONTENT_END = "\ufdd0", "\ufdd1"
 class PromptTokeniser:
     """Makes prompts of texts for a model that generates, and text of its tokens. Safe to use from any thread.
 
-    The text takes the place of `{text}` in a template. Special tokens, for example those of a chat's turns, count only in the
-    template. In the text they are ordinary characters.
+    The text takes the place of `{text}` in a template. Special tokens, for example the marks of a chat's turns, are recognised only
+    in the template. In the text they are ordinary characters.
     """
 
     def __init__(self, path: Path | str, template: str = "{text}") -> None:
@@ -254,7 +254,7 @@ class PromptTokeniser:
         begin = max((before.rfind(mark) + len(mark) for mark in marks if mark in before), default=0)
         end = min((after.find(mark) for mark in marks if mark in after), default=len(after))
         self._left, self._right = before[begin:], after[:end]
-        #: True if the template has no special tokens. The file then puts its own around the text.
+        #: True if the template has no special tokens. The file then puts its own special tokens around the text.
         self._marked = not (begin or after[end:])
         self._before = _encode(tokenizer, before[:begin], add_special_tokens=False).ids
         self._after = _encode(tokenizer, after[end:], add_special_tokens=False).ids
@@ -265,7 +265,7 @@ class PromptTokeniser:
 
     @cached_property
     def _template_tokenizer(self) -> tokenizers.Tokenizer:
-        """The tokeniser for the parts of a chat's template, where special tokens count."""
+        """The tokeniser for the parts of a chat's template, where special tokens are recognised."""
         tokenizer = _open(self._path)
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -277,14 +277,14 @@ class PromptTokeniser:
         return [*self._before, *own, *self._after]
 
     def encode_chat(self, text: str) -> list[int]:
-        """Return the prompt for a chat, in which special tokens count outside of the marks around contents."""
+        """Return the prompt for a chat. Special tokens are recognised only outside of the marks around contents."""
         ids: list[int] = []
         plain = ""
         for index, part in enumerate(re.split(f"[{CONTENT_BEGIN}{CONTENT_END}]", text)):
             spots = [] if index % 2 else [spot.span() for spot in self._special.finditer(part)]
             if spots:
                 begin, end = spots[0][0], spots[-1][1]
-                # Text before and behind a content belongs to it, because spaces belong to words.
+                # Encode a content together with the text before and after it, because spaces belong to words.
                 ids += _encode(self._tokenizer, plain + part[:begin], add_special_tokens=False).ids
                 ids += _encode(self._template_tokenizer, part[begin:end], add_special_tokens=False).ids
                 plain = ""
@@ -300,7 +300,7 @@ class PromptTokeniser:
 
 #: Character in place of bytes that are not a character, or not yet a complete one.
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-#: After this many tokens without a whole character, their bytes count as no character.
+#: After this many tokens without a whole character, replacement characters stand for their bytes.
 _MAX_HELD = 16
 
 

@@ -48,7 +48,7 @@ def _groups(best: Array, starts: Array, labels: Sequence[str]) -> list[tuple[str
         if groups and tag == last and not label.startswith("B-"):
             groups[-1][1].append(place)
         else:
-            # Like the pipeline, name a group by the text behind the first hyphen of the label.
+            # Like the pipeline, name a group by the text after the first hyphen of the label.
             groups.append((label.partition("-")[2] or label, [place]))
         last = tag
     return groups

@@ -41,7 +41,7 @@ PageToken = Callable[[], bytes]
 
 
 def page_token(file: Path | None, renewals: Renewals) -> PageToken | None:
-    """Return a function that returns the token in metrics.token_file. None: the setting names no file. Raises TokenError."""
+    """Return a function that returns the token in metrics.token_file, or None if the setting names no file. Raises TokenError."""
     if file is None:
         return None
     setting = "metrics.token_file"

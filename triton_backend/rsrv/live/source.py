@@ -7,7 +7,7 @@ from typing import Any, Protocol
 ACTIONS = ("pin", "unpin", "prefetch", "evict")
 #: The residency that each of these actions sets.
 RESIDENCIES = {"pin": "device", "unpin": "system"}
-#: HTTP status of a gRPC status.
+#: HTTP status for each gRPC status.
 _STATUSES = {
     "NOT_FOUND": 404,
     "INVALID_ARGUMENT": 400,

@@ -54,7 +54,7 @@ struct devices {
 // can start the model.
 int find_start(const struct devices*, uint64_t mask, int64_t now);
 
-// Why a model has no runtime.
+// Facts about a model's runtimes that decide how long requests wait.
 struct outage {
     bool is_down;      // false: the model has a runtime
     bool was_ready;    // the model was ready on a device, and has not been cold there since
@@ -74,7 +74,7 @@ void read_outage(
 // text for the client. Otherwise, sets the time until which the request may wait.
 bool refuse_arrival(
     struct pending*, const struct outage*, uint32_t count, uint64_t bytes, int64_t now, enum status*, struct text*);
-// The same for a request that already waits.
+// Decides the same for a request that already waits.
 bool refuse_waiting(struct pending*, const struct outage*, int64_t now, enum status*, struct text*);
 
 // The parts of a request with more rows than the largest compiled size, as in rsrv.front.parts. The request has ended with its
@@ -82,7 +82,7 @@ bool refuse_waiting(struct pending*, const struct outage*, int64_t now, enum sta
 struct parts {
     uint32_t rows, largest;
     uint32_t next;       // first row that was not submitted
-    uint32_t submitted;  // parts that are submitted and have no answer yet
+    uint32_t submitted;  // number of parts that are submitted and have no answer yet
     bool ended;
 };
 

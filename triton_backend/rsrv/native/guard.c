@@ -3,10 +3,10 @@
 // Triton's Python backend reads all requests of an execute() before the model sees one. If it cannot read one of them, it
 // fails them all, and with dynamic batching the others belong to other clients. So Triton loads this library once more, as
 // the batching strategy of the model: batchstrategy.so in the model's directory. The guard changes nothing in the batches
-// of readable requests. It finds three kinds of unreadable ones:
+// of readable requests. It finds three kinds of unreadable requests:
 //
 //   - A string is longer than the rest of its tensor. Triton does not check the last string of a tensor. The guard
-//     replaces all strings of the tensor by empty ones and adds a parameter. The stub refuses a request with this parameter.
+//     replaces all strings of the tensor by empty strings and adds a parameter. The stub refuses a request with this parameter.
 //   - The number of rows is 0 or a multiple of 2^32, and the data are one row. Triton then drops the batch axis, and the
 //     backend mistakes the second axis for the rows.
 //   - An extent is negative, or the number of elements overflows. The stub would die.
@@ -32,7 +32,7 @@ EXPORT TRITONSERVER_Error* TRITONBACKEND_ModelBatchIncludeRequest(TRITONBACKEND_
 
 // A guarded model. Triton gets it as the model's batcher, and as the state of each batch.
 struct guarded {
-    uint32_t axes;   // axes of all inputs together, batch axes included
+    uint32_t axes;   // number of axes of all inputs together, including batch axes
     int64_t logged;  // time of the latest line in the log
     char name[256];
 };
@@ -106,7 +106,7 @@ static bool strings_fit(TRITONBACKEND_Input* input, uint32_t buffers) {
     return !missing;
 }
 
-// Replace the strings of an input by empty ones, and mark the request so that the stub refuses it. Return false on errors.
+// Replace the strings of an input by empty strings, and mark the request so that the stub refuses it. Return false on errors.
 static bool refuse_strings(TRITONSERVER_InferenceRequest* request, const char* input, int64_t strings) {
     static const char zeros[1 << 16];
     TRITONSERVER_Error* error = TRITONSERVER_InferenceRequestRemoveAllInputData(request, input);

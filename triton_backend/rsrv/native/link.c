@@ -328,7 +328,7 @@ static void check_all(struct link** at, int64_t now) {
         struct pending* late = link->device.state == STATE_READY ? waiting_check(link, now) : NULL;
         if (link->device.state == STATE_READY && link->measured && now - link->reported_ns >= REPORT_PERIOD_NS)
             waiting_report(link, now);
-        // Do not watch a link for measurements while it has no runtime. They wait for the next one.
+        // Do not watch a link for measurements while it has no runtime. The measurements wait for the next runtime.
         link->watched = link->first || (link->measured && link->device.state == STATE_READY);
         bool watched = link->watched;
         if (watched)
@@ -389,7 +389,7 @@ static void begin(void) {
 
 // --- a model is loaded and unloaded ---------------------------------------------------------------------------------
 
-// If a runtime ends meanwhile, perhaps because of another model, the next one is tried. A runtime rejects a model that has
+// If a runtime ends during the load, perhaps because of another model, try the next runtime. A runtime rejects a model that has
 // crashed runtimes repeatedly.
 bool link_load(struct link* link, struct text* why, bool* barred) {
     link->loading = true;

@@ -71,7 +71,7 @@ struct replicas {
     uint64_t waiting_bytes;
     bool has_suspect;  // a suspect was submitted and has no answer yet
     struct killers* killers;  // under the same lock; NULL until a request has ended a runtime
-    _Atomic int64_t killers_until_ns;  // time from which on no recorded inputs count
+    _Atomic int64_t killers_until_ns;  // time when the last record of inputs expires
     struct replicas* next_waiting;
 };
 

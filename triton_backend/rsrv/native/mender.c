@@ -2,8 +2,8 @@
 
 #include "link.h"
 
-// A thread that reconnects the links of one device. Each device has its own, so that a runtime that hangs does not delay other
-// devices. The links are in the order of their arrival, so that each has its turn.
+// A thread that reconnects the links of one device. Each device has such a thread, so that a runtime that hangs does not delay
+// other devices. The links are in the order of their arrival, so that each has its turn.
 struct mender {
     bool begun;
     atomic_bool fails;  // the last attempt failed

@@ -18,8 +18,8 @@
 //   rules.h     constants, statuses and texts that both fronts share; tools/native_rules.py writes it
 //   text.c      texts: UTF-8, quoting, the tag of a request's id, and the log
 //
-// A fault here ends the server with all of its models. So the bytes of the runtime are checked like those of a client,
-// every buffer is passed with its length, and no function keeps a pointer into a frame.
+// A fault here ends the server with all of its models. So the bytes of the runtime are checked like the bytes of a client, every
+// buffer is passed with its length, and no function keeps a pointer into a frame.
 #pragma once
 #include <stdatomic.h>
 #include <stdbool.h>

@@ -308,7 +308,7 @@ static bool find_inputs(struct pending* pending, TRITONBACKEND_Input** found, st
             return false;
         }
         const struct tensor* expected = &model->client_inputs[model->input_of[at]];
-        // Triton has no tensors without an axis of their own: [N] is sent as [N, 1].
+        // In Triton, a tensor needs an axis after the batch axis, so [N] is sent as [N, 1].
         if (shape.rank == expected->rank + 1 && shape.dims[shape.rank - 1] == 1) shape.rank--;
         if (shape.rank != expected->rank) {
             fail_shape(pending, name, expected, -1, shape);

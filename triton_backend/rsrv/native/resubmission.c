@@ -115,7 +115,7 @@ void resubmission_check(struct link* link, struct pending* pending) {
     struct replicas* all = link->owner;
     uint8_t digest[DIGEST_BYTES];
     int64_t until_ns = atomic_load(&all->killers_until_ns), now = until_ns ? now_ns() : 0;
-    // Do not hash the inputs if none are recorded.
+    // Do not hash the inputs if no inputs are recorded.
     if (now >= until_ns) return;
     request_digest(pending, digest);
     pthread_mutex_lock(&lock);
@@ -166,7 +166,8 @@ static void check_model(struct replicas* all, int64_t now, struct queue* failed,
     replicas_tell(all, demand);
 }
 
-// Answers a request. The model may be unloaded as soon as its last request is answered, so hold the link meanwhile.
+// Answers a request. The model may be unloaded as soon as its last request is answered, so hold the link until the end of this
+// function.
 static void answer(struct pending* pending) {
     struct link* link = pending->link;
     link_hold(link);

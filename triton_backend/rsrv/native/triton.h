@@ -1,5 +1,5 @@
-// The part of Triton's C API that this library uses. The functions are those of the server that loads it, so no header and
-// no library of Triton is needed to build it. Names and values are those of tritonbackend.h and tritonserver.h, API 1.
+// The part of Triton's C API that this library uses. The server that loads this library has the functions, so no header and no
+// library of Triton is needed to build it. Names and values are from tritonbackend.h and tritonserver.h, API 1.
 #pragma once
 #include <stdbool.h>
 #include <stddef.h>

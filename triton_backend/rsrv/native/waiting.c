@@ -105,7 +105,8 @@ struct pending* waiting_take_all(struct link* link) {
     return list;
 }
 
-// Learns the duration of an execution. A shorter one counts at once, because no execution is shorter than its work.
+// Learns the duration of an execution. A shorter execution replaces the learned duration, because no execution is shorter than its
+// work.
 static void learn(struct link* link, uint64_t ns) {
     uint64_t known = link->execution_ns, most = known > UINT64_MAX / LONGER_CAP ? UINT64_MAX : LONGER_CAP * known;
     if (ns < known) link->execution_ns = ns;
@@ -250,7 +251,8 @@ static void submit(struct link* link, struct interface* interface, struct pendin
     }
     pending->sent_ns = now_ns();
     pthread_mutex_lock(&link->lock);
-    // Check again that the place belongs to the current connection, because the runtime may have been lost meanwhile.
+    // Check again that the place belongs to the current connection, because the runtime may have been lost since the place was
+    // taken.
     same = link->device.state == STATE_READY && link->arena == pending->place.arena;
     bool sent = same && send_request(link, pending);
     pthread_mutex_unlock(&link->lock);

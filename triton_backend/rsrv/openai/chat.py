@@ -29,7 +29,7 @@ _PAIRS = re.compile(
 
 
 class ChatTemplates:
-    """Renders chat templates in a separate process, one at a time. For one event loop."""
+    """Renders chat templates in a separate process, one at a time. Only one event loop may use it."""
 
     def __init__(self) -> None:
         self._process: Process | None = None

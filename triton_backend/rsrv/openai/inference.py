@@ -133,7 +133,7 @@ def read_outputs(response: Any) -> dict[str, Any]:
 
 
 class Backend:
-    """A server, or a gateway. For one event loop."""
+    """A server, or a gateway. Only one event loop may use it."""
 
     def __init__(self, address: str, operator: Metadata = ()) -> None:
         """`operator` are the headers that the server's repository API requires. `rsrv serve` restricts that API."""

@@ -1,4 +1,4 @@
-"""Divides a batch among several devices if its last answer then comes sooner than from one device. Pure."""
+"""Divides a batch among several devices if they answer all of it sooner than one device would. All functions are pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from rsrv.placement.device_choice import SOONER
 
-#: Minimum number of seconds that dividing a batch must gain. The answers of a divided batch go through response senders, which
-#: cost more than a list that execute() returns.
+#: Minimum number of seconds that the division of a batch must save. The answers of a divided batch are sent through response
+#: senders, which takes more time than a list that execute() returns.
 _LEAST_GAIN_S = 0.001
 
 
@@ -21,7 +21,10 @@ class ExecutionCosts:
         self._known: dict[int, float] = {0: 0.0}
 
     def __call__(self, rows: int) -> float:
-        """Return the shortest time for so many rows. Most are executed at one size, the remainder at this or another size."""
+        """Return the shortest time for `rows` rows.
+
+        Full executions of one size compute most rows. The remainder may have another size.
+        """
         seconds = self._known.get(rows)
         if seconds is None:
             seconds = self._known[rows] = min(
@@ -30,7 +33,7 @@ class ExecutionCosts:
         return seconds
 
     def _alike(self, rows: int) -> float:
-        """Return the shortest time for so many rows in executions of one size."""
+        """Return the shortest time in which executions of one size compute `rows` rows."""
         return min(-(-rows // size) * each for size, each in self._executions)
 
 
@@ -56,11 +59,11 @@ class _Share:
 
 
 def divide(rows: Sequence[int], whole: Forecast, others: Sequence[Forecast]) -> list[int]:
-    """Return the device of each request of a batch: 0 for the device `whole`, then the `others` in order.
+    """Return a device number for each request of a batch: 0 is the device `whole`, and 1, 2, ... are the `others` in order.
 
-    Each request, the largest first, gets the device that would finish it first. If all requests have one row, the batch then
-    ends as early as possible. The batch stays whole unless its last answer comes clearly sooner. Devices in `others` that lack
-    the weights get nothing.
+    The largest requests are assigned first. Each request is assigned to the device that would finish it first. If all requests
+    have one row, the batch then ends as early as possible. The batch is not divided unless this makes its last answer clearly
+    earlier. Devices in `others` that lack the weights get no requests.
 
     Args:
         rows: number of rows of each request. No request is divided.

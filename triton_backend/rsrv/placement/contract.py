@@ -11,7 +11,7 @@ from typing import Literal, Self
 
 
 class Immutable:
-    """Base of values that a copy of the planner may share."""
+    """Base class of immutable values. A deep copy of the planner shares them with the original."""
 
     __slots__ = ()
 
@@ -24,10 +24,11 @@ class Worker:
     """A tritonserver that receives requests."""
 
     name: str
-    #: HOST:PORT or unix:PATH
+    #: Address of the gRPC service: HOST:PORT or unix:PATH.
     grpc: str
-    #: HOST:PORT, or None if the worker does not serve it.
+    #: HOST:PORT of the HTTP service, or None if the worker has no such service.
     http: str | None = None
+    #: HOST:PORT of the metrics service, or None if the worker has no such service.
     metrics: str | None = None
     #: Address of the worker's control service, in the form of `grpc`. None: the worker's weights and costs are unknown.
     control: str | None = None
@@ -67,9 +68,9 @@ class WorkerView(Immutable):
 
     #: True if the last probe was answered.
     alive: bool
-    #: Names of the models and meta models that the worker serves now, also of models of other backends.
+    #: Names of the models and meta models that the worker serves, including models of other Triton backends.
     ready: frozenset[str] = frozenset()
-    #: Identifier of the worker's runtime process. Each process counts from 0. None if no control service answers.
+    #: Identifier of the worker's runtime process. The counters of each process start at 0. None if no control service answers.
     instance: str | None = None
     #: Device bytes for weights, or None without a limit or if unknown.
     budget_bytes: int | None = None
@@ -82,11 +83,11 @@ class WorkerView(Immutable):
     aliases: Mapping[str, str] = field(default_factory=dict)
     #: Number of the device on its server.
     device: int = 0
-    #: Device bytes that no weights take, or None without a limit or if unknown.
+    #: Device bytes that no weights occupy, or None without a limit or if unknown.
     free_bytes: int | None = None
     #: Number of devices of the worker.
     devices: int = 1
-    #: Number of the measurement. A view with the number of the previous one has no new counters.
+    #: Number of the measurement. If a view has the same number as the previous view, it has no new counters.
     measurement: int = field(default=0, compare=False)
 
 
@@ -98,14 +99,15 @@ class Routes(Immutable):
     ready: tuple[str, ...]
     #: Names of the workers of `ready` that the packing chose. Empty if the model is not packed.
     placed: tuple[str, ...] = ()
-    #: Items sent to one replica before the next replica's turn. With 1, each request goes to the least loaded replica.
+    #: Number of items that one replica gets before the next replica is chosen. If it is 1, each request gets the least loaded
+    #: replica.
     quantum: int = 1
     #: Choice among the replicas with the fewest quanta in flight: the least loaded one (`least`), or each in turn (`rr`).
     fill: Literal["least", "rr"] = "least"
     #: Load of one item on a worker, or of one request if `per_item` is false.
     charge: float = 1.0
     per_item: bool = True
-    #: The input whose shape gives the number of items, and its axis. None if a request counts as one item.
+    #: The input whose shape gives the number of items, and its axis. None if a request is treated as one item.
     batch_input: tuple[str, int] | None = None
 
 

@@ -1,9 +1,9 @@
 """Load of each model on the devices, from the counters that the workers report.
 
-Only the differences between two views of one worker count, model by model. If a worker was silent for a while, the
-difference covers that time. If counters have restarted (another instance, or a smaller value), one difference is skipped.
-Views are at least SAMPLE_S apart, because device seconds are counted at the end of an execution, so shorter intervals
-are uneven.
+The load of a model comes from the difference between two views of the same worker. If a worker did not answer for a while, the
+difference covers that time. If counters have restarted (another instance, or a smaller value), one difference is skipped. The
+two views have an interval of at least SAMPLE_S. Device seconds are added at the end of an execution, so the differences over
+shorter intervals would vary too much.
 
 A model's *utilisation* is its demand in device seconds per second:
 
@@ -16,10 +16,10 @@ whole fleet consumed dt:
 
     a = 1 - 2^(-dt/h);   w <- (1 - a) w + a;   s <- (1 - a) s + a x;   utilisation = s / w
 
-w normalises a young average: it is the mean of the samples so far.
+While there are few samples, w is less than 1, and s / w is the weighted mean of the samples so far.
 
-A model's *demand* is x between views that are DEMAND_S apart, without any average. It shows within a second that a
-model has become hot. In it, the first term of a worker counts for at most one device second per second.
+A model's *demand* is x, computed from two views with an interval of at least DEMAND_S, and not averaged. It shows within a
+second that a model has become hot. In the demand, the first term of each worker is limited to one device second per second.
 """
 
 from collections import defaultdict
@@ -30,7 +30,7 @@ from rsrv.placement.contract import Immutable, WorkerView
 
 SAMPLE_S = 2.0
 DEMAND_S = 0.9
-#: Seconds within which waiting requests should be done.
+#: Number of seconds in which the waiting requests should be executed.
 WAITING_S = 1.0
 
 
@@ -40,7 +40,7 @@ class Measured:
 
     #: Device seconds per second, summed over all workers.
     utilisation: float = 0.0
-    #: Requests per second while the devices worked.
+    #: Requests per second, summed over all workers. The average is weighted by consumed device seconds.
     requests_s: float = 0.0
     #: Device seconds of one item, or None if the model was never executed.
     item_s: float | None = None
@@ -80,17 +80,17 @@ class Costs:
         #: Last view of each worker with counters, and its time.
         self._views: dict[str, tuple[WorkerView, float]] = {}
         self._samples: dict[str, dict[str, _Sample]] = {}
-        #: Views that the next measurement of the demand is compared with, and their times, by worker.
+        #: View of the last measurement of the demand, and its time, by worker. The next measurement is compared with this view.
         self._seen: dict[str, tuple[WorkerView, float]] = {}
         #: Demand by worker and model. Models without demand are left out.
         self._demand: dict[str, dict[str, float]] = {}
-        #: Sums of the demand by model.
+        #: Demand by model, summed over all workers.
         self._hot: defaultdict[str, float] = defaultdict(float)
         #: Device seconds per item that the workers expect, by model. They are used before the first measurement.
         self._expected: dict[str, float] = {}
 
     def observe(self, views: Mapping[str, WorkerView], now: float) -> float:
-        """Handle all workers' current views. Return the device seconds consumed since the views before.
+        """Handle all workers' current views. Return the device seconds consumed since the previous views.
 
         A view is skipped if the worker's last view is less than SAMPLE_S old or has the same measurement. A worker that is not
         in `views` is forgotten.
@@ -143,7 +143,7 @@ class Costs:
         )
 
     def demand(self, model: str) -> float:
-        """Return the current demand of a model, in device seconds per second, all workers together."""
+        """Return the current demand of a model in device seconds per second, summed over all workers."""
         return self._hot.get(model, 0.0)
 
     def pressure(self, worker: str) -> float:
@@ -173,7 +173,7 @@ class Costs:
             self._demand[worker] = demand
 
     def _compare(self, worker: str, before: WorkerView, view: WorkerView, seconds: float) -> float:
-        """Sample all models of a worker between two views. Return the device seconds consumed."""
+        """Compute the samples of all models of a worker from two views. Return the consumed device seconds."""
         samples: dict[str, _Sample] = {}
         consumed = 0.0
         for name, model in view.models.items():
@@ -228,7 +228,7 @@ class Costs:
                 average.device_s *= keep
 
     def _together(self) -> dict[str, tuple[float, float]]:
-        """Return the current utilisation and requests per second of each model, all workers together."""
+        """Return the current utilisation and the requests per second of each model, summed over all workers."""
         together: dict[str, tuple[float, float]] = {}
         for samples in self._samples.values():
             for name, sample in samples.items():

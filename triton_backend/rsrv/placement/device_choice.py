@@ -1,6 +1,7 @@
-"""The choice of a device for a batch, among the devices of one server. Pure.
+"""Chooses one of a server's devices for a batch. All functions are pure.
 
-Each stub chooses for its model, and the simulator for all models. The module imports nothing heavy, because stubs import it.
+Each stub chooses for its own model. The simulator chooses for all models. The module imports nothing heavy, because stubs
+import it.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,22 +10,22 @@ from typing import TypeVar
 from zlib import crc32
 
 #: A device other than the preferred one gets a batch only if its answer is expected within this share of the preferred device's
-#: time. Noise of measurements must not move traffic, and with it weights.
+#: time. Noise in the measurements must not move traffic, because weights would move with it.
 SOONER = 0.8
 #: A device outside of the model's mask gets a batch only if its answer is expected within this share of the time. It must load
 #: weights for the batch, which may evict other weights.
 ELSEWHERE = 0.25
-#: Bit of a mask that is set if an operator has named the mask's devices. Other devices get a batch only if none of these is
-#: alive.
+#: This bit of a mask is set if an operator has named the devices of the mask. Then other devices get a batch only if no device
+#: of the mask is alive.
 PINNED = 1 << 63
 
 _Device = TypeVar("_Device")
 
 
 def by_preference(model: str, count: int) -> list[int]:
-    """Return the numbers of a server's `count` devices as a model prefers them, its home first.
+    """Return the numbers of a server's `count` devices in the order in which a model prefers them. The first is its home.
 
-    The home follows from the name, so that the models of a quiet server are spread over its devices.
+    The home is computed from the model's name, so that the models of a quiet server are spread over its devices.
     """
     home = crc32(model.encode()) % count
     return [*range(home, count), *range(home)]
@@ -62,7 +63,10 @@ def soonest(
 
 
 def _soonest(devices: Sequence[_Device], answers_in_s: Callable[[_Device], float]) -> tuple[_Device, float]:
-    """Return the soonest device and its seconds. A later device wins only if it is clearly sooner than the best before it."""
+    """Return the soonest device and its seconds.
+
+    A later device is chosen only if it is clearly sooner than the best earlier one.
+    """
     device = devices[0]
     least = answers_in_s(device)
     for next_device in devices[1:]:

@@ -1,4 +1,4 @@
-"""Devices of the servers, and the views of them. Pure.
+"""Functions for the devices of servers and for the views of these devices. All functions are pure.
 
 A device is named SERVER/NUMBER. The only device of a server is named SERVER.
 """
@@ -18,13 +18,14 @@ class ServerDevice(NamedTuple):
     server: str
     #: Position in the server's runtime.devices, or None for its only device.
     number: int | None
-    #: Number of devices. A server that places models on its devices itself counts as one device with more than one.
+    #: Number of physical devices. It is more than 1 for a server that places models on its devices itself. Such a server is
+    #: treated as one device.
     size: int = 1
 
 
 #: Devices by name.
 ServerDevices = Mapping[str, ServerDevice]
-#: Numbers of the devices of one server that serve each model.
+#: Numbers of the devices of one server that serve a model, by the model's name.
 ModelDevices = Mapping[str, tuple[int, ...]]
 
 _FROM_BEST = (WeightsView.RESIDENT, WeightsView.LOADING, WeightsView.ABSENT)
@@ -42,7 +43,10 @@ def devices_of(servers: Mapping[str, tuple[WorkerView, ...]]) -> dict[str, Serve
 
 
 def taken_over(before: tuple[WorkerView, ...], now: tuple[WorkerView, ...]) -> tuple[WorkerView, ...]:
-    """Return a server's current views. If they do not name the server's devices, add the devices of the earlier views."""
+    """Return a server's current views.
+
+    If its control service does not answer, return a view for each device of the earlier views.
+    """
     if len(now) == 1 and now[0].instance is None:
         return tuple([replace(now[0], device=view.device, devices=view.devices) for view in before])
     return now
@@ -51,7 +55,8 @@ def taken_over(before: tuple[WorkerView, ...], now: tuple[WorkerView, ...]) -> t
 def told_apart(views: Sequence[WorkerView]) -> tuple[WorkerView, ...]:
     """Return the views of a server's devices with corrected `ready`.
 
-    A server reports one `ready` for all its devices. A model that only other devices report has failed on this one.
+    A server reports one `ready` for all its devices. If only other devices report figures of a model, the model has failed on
+    this device, so it is removed from this device's `ready`.
     """
     known = frozenset[str]().union(*(view.models for view in views))
 
@@ -64,7 +69,10 @@ def told_apart(views: Sequence[WorkerView]) -> tuple[WorkerView, ...]:
 
 
 def summed(views: tuple[WorkerView, ...]) -> WorkerView:
-    """Return the view of a server. It is alive if one of its devices is. Its models are not summed: see `as_one`."""
+    """Return the view of a server.
+
+    The server is alive if one of its devices is alive. Its models are not summed: see `as_one`.
+    """
     live = [view for view in views if view.alive]
     if len(views) == 1 or not live:
         return views[0]
@@ -74,9 +82,10 @@ def summed(views: tuple[WorkerView, ...]) -> WorkerView:
 def as_one(
     views: tuple[WorkerView, ...], last: tuple[tuple[WorkerView, ...], WorkerView] | None = None
 ) -> WorkerView:
-    """Return the devices of a server that places models itself as one worker.
+    """Return one view for all devices of a server that places models on its devices itself.
 
-    `last` has earlier views and the result for them. Models that have not changed since are taken from that result.
+    `last` has earlier views and the result of this function for them. Models that have not changed since then are taken from
+    that result.
     """
     live = [view for view in views if view.alive]
     if len(views) == 1 or not live:
@@ -146,7 +155,7 @@ def routes_to_servers(table: Table, devices: ServerDevices) -> Table:
     """Return the table with servers in place of their devices. A server itself chooses among the devices of a model.
 
     The list of ready servers repeats each server in proportion to its number of devices. The list of placed servers repeats
-    each in proportion to the model's replicas on it.
+    each server in proportion to the model's replicas on it.
     """
     if all(device.number is None and device.size == 1 for device in devices.values()):
         return table

@@ -18,13 +18,14 @@ class FleetModel:
     cold: tuple[str, ...] = ()
     #: Names of the workers with the model's weights on the device.
     resident: tuple[str, ...] = ()
-    #: Device bytes at each worker where the model is placed. 0 if unknown, or if it is pinned on every worker.
+    #: Device bytes of the model's weights on each worker where it is placed. 0 if unknown, or if every worker has pinned the
+    #: model.
     bytes: int = 0
     max_items: int = 0
     batch_input: tuple[str, int] | None = None
     #: Models that a meta model calls.
     calls: frozenset[str] = frozenset()
-    #: For an alias: the model that gets most of its requests. Otherwise empty.
+    #: The model that gets most of an alias's requests. Empty if this entry is not an alias.
     follows: str = ""
     #: True if a worker reports figures of the model. Models without figures are not packed.
     known: bool = False
@@ -50,19 +51,19 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Fleet(Immutable):
-    #: Names of the workers that are alive.
+    #: Views of the workers that are alive, by name.
     views: Mapping[str, WorkerView]
     #: All models that a worker serves, or served when it last answered.
     models: Mapping[str, FleetModel]
-    #: Units to pack, by name.
+    #: Units to pack, sorted by name.
     units: tuple[Unit, ...]
-    #: Meta models whose called models are not all ready on one worker.
+    #: Names of the meta models that no worker serves together with all models that they call.
     torn: tuple[str, ...]
 
     def warm(self, unit: Unit, worker: str) -> bool:
-        """Return true if all weights that the unit needs are on this worker's device, as far as it reports them.
+        """Return true if this worker's device has all weights of the unit.
 
-        A worker where a model of the unit is cold lacks them.
+        Models without reported figures are not checked. The result is false if a model of the unit is cold on the worker.
         """
         if any(worker in self.models[name].cold for name in unit.models):
             return False
@@ -74,7 +75,7 @@ class Fleet(Immutable):
         )
 
     def room(self, worker: str) -> int | None:
-        """Return the device bytes that no weights take. None: no limit."""
+        """Return the device bytes that no weights occupy, or None if there is no limit."""
         view = self.views[worker]
         if view.free_bytes is not None or view.budget_bytes is None:
             return view.free_bytes
@@ -82,7 +83,10 @@ class Fleet(Immutable):
         return max(view.budget_bytes - used, 0)
 
     def free_bytes(self, worker: str) -> int | None:
-        """Return the device bytes for packed models: the budget without pinned weights. None: no limit."""
+        """Return the device bytes for packed models: the budget without pinned weights.
+
+        The result is None if there is no limit.
+        """
         view = self.views[worker]
         if view.budget_bytes is None:
             return None
@@ -100,7 +104,8 @@ def survey(
     Args:
         alive: the views of the workers that answer, by name.
         absent: the last views of the workers that do not answer.
-        pins: numbers of the devices that a model may use, by model. If none of them answers, the model may use any device.
+        pins: numbers of the devices that a model may use, by model. If none of these devices answers, the model may use any
+            device.
         before: the last fleet of these workers with these pins. Its unchanged parts are reused.
     """
     views = {worker: alive[worker] for worker in sorted(alive)}
@@ -198,7 +203,7 @@ def _models(views: Mapping[str, WorkerView]) -> dict[str, FleetModel]:
     members = list(alike.values())
     same: dict[tuple[int, ...], tuple[str, ...]] = {}
     models = {}
-    # Sorted, because the order of sets differs between processes, and decisions depend on this order.
+    # The names are sorted because the order of sets differs between processes, and decisions depend on this order.
     for name in sorted({**groups, **shown, **calls}):
         serving = groups.get(name, ())
         if serving not in same:
@@ -215,7 +220,10 @@ def _models(views: Mapping[str, WorkerView]) -> dict[str, FleetModel]:
 
 
 def _cold(name: str, ready: tuple[str, ...], views: Mapping[str, WorkerView]) -> tuple[str, ...]:
-    """Return the workers that report the model as cold. Return none if all its workers do."""
+    """Return the workers whose control service does not list the model.
+
+    They must start it first. If this holds for all workers of the model, return ().
+    """
     cold = [
         worker
         for worker in ready

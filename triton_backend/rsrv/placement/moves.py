@@ -1,15 +1,15 @@
-"""Moves of models to their targets: first the weights, then the traffic, then the eviction at the old home.
+"""Moves models to their targets: the weights first, then the traffic. At the end, the old home evicts the weights.
 
-The packing gives every unit a target. Requests stay at the old home until all weights of the unit are on the
-device of a new home. Then the table changes. The old home evicts the weights when it has no request of the
-model left. A worker with more weights than its budget evicts weights without requests at once, so traffic to it
-does not wait for weights.
+The packing gives every unit a target. Requests stay at the old home until all weights of the unit are on the device of a new
+home. Then the table changes. The old home evicts the weights when no request of the model is left there. If the weights that
+are placed on a worker exceed its budget, the worker evicts idle weights at once. So traffic to such a worker does not wait
+until the weights are loaded.
 
-A move makes no warm model cold. It begins when the new home has room for the weights in addition to the weights that
-are placed there. Room is made by evicting weights that are warm at their own home elsewhere. At most MOVES_AT_ONCE
-moves to one worker are under way, so a worker that returns gets its models back one after the other, the busiest
-first. A move that cannot begin, or whose weights do not arrive, is given up after MOVE_LIMIT_S: the model stays.
-A model that is warm nowhere does not wait for the moves of others.
+A move makes no warm model cold. It begins when the new home has room for the weights in addition to the weights that are placed
+there. Room is made by evicting weights that are warm at their own home elsewhere. At most MOVES_AT_ONCE moves to one worker are
+under way, so a worker that returns gets its models back one after the other, the busiest first. A move that cannot begin, or
+whose weights do not arrive, is cancelled after MOVE_LIMIT_S, and the model keeps its home. A model that is warm nowhere does
+not wait for the moves of other models.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from rsrv.placement.fleet import Fleet, Unit
 
 #: Maximum number of concurrent moves to one worker, because its link transfers weights one after the other.
 MOVES_AT_ONCE = 2
-#: Seconds after which a move is given up, and after which an old home is no longer watched for its last requests.
+#: Seconds after which a move is cancelled. After the same time, an old home is no longer watched for its last requests.
 MOVE_LIMIT_S = 60.0
 #: Seconds between two prefetch requests for the same weights.
 ASK_AGAIN_S = 10.0
@@ -43,10 +43,11 @@ class Moves:
     """Places and targets of all models. An entry is kept while a worker serves the model, or served it in its last answer."""
 
     def __init__(self) -> None:
-        #: Current and target workers of each model, by name.
+        #: Current workers of each model, by the model's name.
         self.placed: dict[str, tuple[str, ...]] = {}
+        #: Target workers of each model, by the model's name.
         self.targets: dict[str, tuple[str, ...]] = {}
-        #: Time at which the target was set.
+        #: Time at which each model's target was set.
         self._since: dict[str, float] = {}
         #: Time of the last prefetch request for the current target, or of the weights' arrival without a request, by (model,
         #: worker).
@@ -57,7 +58,7 @@ class Moves:
         self._begun: dict[tuple[str, str], float] = {}
         #: Old homes whose weights are not evicted yet, by (model, worker).
         self._leaving: dict[tuple[str, str], _OldHome] = {}
-        #: True if `advance` had nothing to do. This holds until the models of the fleet or a target change.
+        #: True if `advance` found no open move. It stays true until the models of the fleet or a target change.
         self.at_rest = False
 
     def resume(self, placed: Mapping[str, tuple[str, ...]], now: float) -> None:
@@ -92,7 +93,7 @@ class Moves:
         return changed
 
     def start(self, fleet: Fleet, now: float) -> None:
-        """Count weights as arrived if their model has executed at its target, even if they have been evicted since then."""
+        """Treat weights as arrived if their model has executed at its target, even if they have been evicted since then."""
         for unit in fleet.units:
             self._note_arrivals(unit, fleet, now, executed=True)
 
@@ -179,7 +180,8 @@ class Moves:
         if not cold:
             return target
         if not here:
-            # The model's home is gone, and weights take time to load. Meanwhile, workers that have the weights serve it.
+            # The model has no home, and its weights take time to load at the target. Until then, workers that have the weights
+            # serve it.
             here = [worker for worker in unit.allowed if fleet.warm(unit, worker)][: len(target)]
         return tuple(sorted({*here, *gained} - {*cold})) or target
 
@@ -198,7 +200,7 @@ class Moves:
                 coming[worker] += sum(size for _, size in _missing(unit, worker, fleet))
         #: Weights that may be evicted to make room, by worker.
         spare: dict[str, list[tuple[int, str]]] = {}
-        #: Bytes that the evictions requested in this call free, by worker.
+        #: Bytes that are freed by the evictions of this call, by worker.
         freed = Counter[str]()
         steps: list[WeightAction] = []
         for unit, worker in absent:
@@ -240,7 +242,10 @@ class Moves:
         return steps
 
     def _spare(self, worker: str, fleet: Fleet) -> list[tuple[int, str]]:
-        """Return the idle weights that are warm at their own homes elsewhere, with their bytes. The largest come last."""
+        """Return pairs (bytes, model) of this worker's idle weights whose models are warm at homes elsewhere.
+
+        The largest are last.
+        """
         spare = []
         for name, view in fleet.views[worker].models.items():
             if view.weights is not WeightsView.RESIDENT or not view.bytes:
@@ -256,7 +261,7 @@ class Moves:
         return sorted(spare)
 
     def _give_up(self, unit: Unit, now: float) -> None:
-        """Leave a unit where it is, or where most of its models are."""
+        """Cancel a unit's move: set its target to the place where it is, or where most of its models are."""
         places = Counter(place for name in unit.models if (place := self.placed.get(name)))
         for place, _ in places.most_common(1):
             self.aim(unit, place, now)
@@ -271,7 +276,7 @@ class Moves:
                 self._leaving[name, worker] = _OldHome(now, seen, view.measurement)
 
     def _free(self, fleet: Fleet, now: float) -> list[WeightAction]:
-        """Evict weights at old homes without requests in flight."""
+        """Return the evictions of weights at old homes. An old home is skipped while it has requests of the model in flight."""
         steps = []
         for (name, worker), leaving in list(self._leaving.items()):
             view = fleet.views.get(worker)
@@ -301,7 +306,7 @@ class Moves:
 
 
 def _missing(unit: Unit, worker: str, fleet: Fleet) -> list[tuple[str, int]]:
-    """Return the models of a unit whose weights a worker neither has nor loads, with their bytes."""
+    """Return the models of a unit whose weights are neither on the worker's device nor being loaded, with their bytes."""
     models = fleet.views[worker].models
     views = [(name, models.get(name)) for name in unit.models]
     return [

@@ -1,4 +1,4 @@
-"""Options of the planner: the settings of rsrv.yaml, and the policy that operators change while it runs.
+"""Options of the planner: the settings of rsrv.yaml, and the policy that operators change while the planner runs.
 
 Each default of the policy suits most fleets; the gateway's control service and the simulator may set other values.
 """
@@ -81,7 +81,10 @@ class PlannerOptions(PlacementSection):
 
     @classmethod
     def of(cls, section: PlacementSection, models: Mapping[str, PlacedModelSection], **policy: Any) -> Self:
-        """Return the options with rsrv.yaml's settings and the policy's defaults. `policy`: further values."""
+        """Return the options with rsrv.yaml's settings and the policy's defaults.
+
+        `policy` has values in place of these defaults.
+        """
         placed = {
             name: {"devices": section.devices, "replicas": section.replicas}
             for name, section in models.items()

@@ -44,13 +44,13 @@ class WorkerBudget:
 class Packing:
     """Result of `pack`."""
 
-    #: Workers of each unit, by name. Empty if no allowed worker exists.
+    #: Names of the workers of each unit, by the unit's name. The tuple is empty if no allowed worker exists.
     placed: Mapping[str, tuple[str, ...]]
-    #: Device seconds per second of each worker. Each of k replicas counts a k-th.
+    #: Device seconds per second of each worker. Each of a unit's k replicas adds 1/k of the unit's utilisation.
     utilisation: Mapping[str, float]
-    #: Bytes of each worker. Every replica counts all bytes of its unit.
+    #: Bytes of each worker. Every replica adds all bytes of its unit.
     bytes: Mapping[str, int]
-    #: Units that stayed although a less busy worker has space for them.
+    #: Units that keep their worker although a less busy worker has space for them.
     held: tuple[str, ...]
     #: Workers with more bytes than their budget.
     oversubscribed: tuple[str, ...]
@@ -66,11 +66,11 @@ def pack(
 ) -> Packing:
     """Assign each unit to workers so that the busiest worker is as little busy as possible and no budget is exceeded.
 
-    A worker is as busy as each of its devices if they share its load equally.
+    The devices of a worker share its load equally, so the worker is as busy as each of its devices.
 
-    If no assignment within all budgets is found, the busiest units get their bytes first, and the others are
-    spread so that workers are alike in load and in over-subscription. If `forbid_oversubscription` is false,
-    budgets count only among units without load.
+    If no assignment within all budgets is found, the busiest units get their bytes first, and the others are spread so that
+    workers are alike in load and in over-subscription. If `forbid_oversubscription` is false, budgets are no limits. They then
+    mainly decide which worker gets a unit without load.
 
     The `previous` workers of each unit are kept under two conditions. First, the load of the busiest worker and the worst
     over-subscription exceed the figures of a packing from scratch by at most the fraction `hysteresis`. Second, no unit has

@@ -1,12 +1,11 @@
-"""Search for an assignment of replicas to workers within all limits, with the least busy busiest worker.
+"""Searches for an assignment of replicas to workers that keeps all limits and makes the busiest worker least busy.
 
-It begins with LPT, longest processing time first (R. L. Graham, Bounds on Multiprocessing Timing Anomalies,
-SIAM J. Appl. Math. 17, 1969): the busiest replica first, each to the least busy worker where it fits. Then
-exchanges between two workers place what did not fit and relieve the busiest worker: a tabu search (F. Glover,
-Tabu Search, Part I, ORSA J. Computing 1, 1989) with a price on excess bytes that rises and falls (M.
-Gendreau, A. Hertz, G. Laporte, A Tabu Search Heuristic for the Vehicle Routing Problem, Management Science
-40, 1994). Bin completion solves what remains (R. E. Korf, An Improved Algorithm for Optimal Bin Packing,
-IJCAI 2003).
+It begins with LPT, longest processing time first (R. L. Graham, Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math.
+17, 1969): the busiest replica is placed first, and each replica on the least busy worker where it fits. Then exchanges between
+two workers place replicas that did not fit, and relieve the busiest worker: a tabu search (F. Glover, Tabu Search, Part I, ORSA
+J. Computing 1, 1989) with a price on excess bytes that rises and falls (M. Gendreau, A. Hertz, G. Laporte, A Tabu Search
+Heuristic for the Vehicle Routing Problem, Management Science 40, 1994). If the exchanges do not keep the limits, bin completion
+tries it (R. E. Korf, An Improved Algorithm for Optimal Bin Packing, IJCAI 2003).
 
 Searches end after a number of steps, not after a time, and loads are whole numbers: gateways with the same
 views make the same decision.
@@ -140,7 +139,7 @@ class Assignment:
         """
         sizes = [replica.bytes for replica in self.replicas]
         busiest = max((replica.load for replica in self.replicas), default=0)
-        # A lower bound of every assignment. An assignment within a thousandth of it is good enough.
+        # A thousandth more than a lower bound of the peak. An assignment with at most this peak is good enough.
         target = 1.001 * max(busiest * min(self.weight, default=1), self.even)
         unplaced = self.place({})
         largest = {
@@ -157,7 +156,7 @@ class Assignment:
         self.place_over_limits(unplaced, {}, 0.0)
 
     def keep_homes(self, homes: Mapping[int, int], slack: float, fresh: Assignment) -> bool:
-        """Place every replica, as many as possible at home.
+        """Place every replica, and as many replicas as possible at home.
 
         `fresh` is an assignment without homes. Returns true if the peak load and the stretch of this assignment are at most
         `slack` times as large as in `fresh`.
@@ -186,8 +185,8 @@ class Assignment:
             [index for index in unplaced if replicas[index].load],
             [index for index in unplaced if not replicas[index].load],
         )
-        # Replicas without load are ranked by bytes. Ranked by load, all of them would go to the least busy worker, because
-        # they do not make it busier.
+        # For replicas without load, workers are ranked by their bytes. If workers were ranked by load, the least busy one would
+        # get all these replicas, because they do not make it busier.
         return self.assign_in_order(loaded, self.busy, self.fits) + self.assign_in_order(
             idle, self.full, self.fits
         )
@@ -217,7 +216,10 @@ class Assignment:
         return left
 
     def repair(self, unplaced: Sequence[int]) -> bool:
-        """Find an assignment within all limits that includes these replicas. If there is none, change nothing."""
+        """Find an assignment within all limits that includes these replicas.
+
+        If none is found, return False and change nothing.
+        """
         before = self.copy()
         self.assign_in_order(unplaced, self.excess, self.may)
         self.exchange(inf, max(_EXCHANGES, 200 * len(self.replicas)))
@@ -229,8 +231,8 @@ class Assignment:
     def place_over_limits(self, unplaced: Sequence[int], homes: Mapping[int, int], stretch: float) -> None:
         """Place replicas beyond the limits, and raise the limits accordingly.
 
-        A replica is placed at home if its home then has at most `stretch` times its size. Otherwise, it is placed on the
-        worker with the least load and bytes.
+        A replica is placed at home if the bytes at its home are then at most `stretch` times the home's size. Otherwise, it is
+        placed on the worker with the least load and bytes.
         """
         if not unplaced:
             return
@@ -304,15 +306,15 @@ class Assignment:
     # ---- searches
 
     def exchange(self, target: float, steps: int = _EXCHANGES) -> None:
-        """Move replicas out of the worst worker, or swap them with another worker's.
+        """Move replicas out of the worst worker, or swap them with replicas of another worker.
 
-        The search ends when all limits are kept and the busiest worker has no more than `target`, or when the
-        steps are used up. The best assignment met on the way is kept.
+        The search ends when all limits are kept and the busiest worker has a load of at most `target`, or when the steps are
+        used up. The result is the best assignment that the search has found.
 
-        Each turn makes the best exchange, even if it is a change for the worse. Moved replicas may not return for some
-        turns. Of equally good exchanges, the turn makes the exchange of the fewest bytes, and then of the least load. The
-        price of excess bytes decides which worker is worst and which exchange is best. It doubles while there is an excess
-        and halves while there is none, because the way to a better assignment may lead through assignments that break limits.
+        Each turn makes the best exchange, even if it is a change for the worse. Moved replicas may not return for some turns.
+        Among equally good exchanges, the turn prefers the exchange that moves the fewest bytes, and then the least load. The
+        price of excess bytes decides which worker is worst and which exchange is best. It doubles while there is an excess and
+        halves while there is none, because the way to a better assignment may lead through assignments that break limits.
         """
         replicas, tabu_until, turn = self.replicas, dict[tuple[int, int], int](), 0
         unit = (sum(self.load) or 1) / (sum(self.used) or 1)
@@ -337,7 +339,7 @@ class Assignment:
             ):
                 beside, space = self.load[neighbour], self.limits[neighbour] - self.used[neighbour]
                 out, back_in = self.weight[worst], self.weight[neighbour]
-                # Minus the number of bytes by which the other worker already exceeds its limit.
+                # Negative number of bytes by which the other worker already exceeds its limit, or 0.
                 before = min(0, space)
                 candidates: list[tuple[int | None, int, int]] = [(None, 0, 0)]
                 candidates += [

@@ -8,11 +8,11 @@ With `lpt_packing`, all models are repacked (`packing.pack`)
 - when the devices have consumed `rebalance_device_s` since the last repack (work), or an operator asks;
 - SETTLE_S after the last change of the models that workers serve (membership).
 
-A model without a home, because it is new or its worker is gone, gets one at once, while all others stay
-(homes). A worker that only missed a probe returns before the next repack. It gets its models back, because it
-still has their weights. At the start, models that are resident on as many workers as they have replicas stay
-there (start). Until all workers have answered, or nothing has changed for SETTLE_S, no model is placed, and
-the requests of each model go to every worker where it is ready.
+A model without a home, because it is new or its worker is gone, gets a home at once, while all other models keep theirs
+(homes). A worker that only missed a probe returns before the next repack. It gets its models back, because it still has their
+weights. At the start, models that are resident on as many workers as they have replicas stay there (start). Until all workers
+have answered, or nothing has changed for SETTLE_S, no model is placed, and the requests of each model go to every worker where
+it is ready.
 
 Several gateways share no state beyond the workers' views. So each repack begins with the places where models
 have executed since the last repack, whichever gateway sent the requests. Gateways that disagreed before
@@ -37,7 +37,7 @@ from rsrv.placement.tables import make_table
 from rsrv.settings_fleet import Replicas
 
 SETTLE_S = 3.0
-#: A worker counts as a model's place if it has at least this share of the model's device seconds.
+#: A worker is one of a model's places if it has spent more than this share of the model's device seconds.
 _PRESENT = 0.1
 
 
@@ -61,14 +61,14 @@ class Plan:
     steps: tuple[WeightAction, ...]
     #: True while a model is on its way to another worker.
     moving: bool = False
-    #: True if a change of the workers' models will be followed by a repack once it has settled.
+    #: True if the workers' models have changed, and a repack will follow after SETTLE_S without another change.
     settling: bool = False
 
 
 class Planner:
     """Decides the placement. No method waits.
 
-    A planner only reads its arguments and never changes its results, so `plan` may run in a thread. Meanwhile, no other
+    A planner only reads its arguments and never changes its results, so `plan` may run in a thread. While it runs, no other
     method may run, but `options` may be read.
     """
 
@@ -83,13 +83,13 @@ class Planner:
         self._latest: dict[str, WorkerView] = {}
         self._table: dict[str, Routes] = {}
         self._started = False
-        #: Workers of `_fleet`. Empty if it was made with other settings.
+        #: Names of the workers in `_fleet`. Empty if `_fleet` was made with other settings.
         self._surveyed: frozenset[str] = frozenset()
         #: Shape of the fleet: the allowed workers of each unit, by the unit's models.
         self._shape: dict[tuple[str, ...], tuple[str, ...]] | None = None
         #: Time when the shape last changed. None if the current shape is packed.
         self._changed_at: float | None = None
-        #: Home of each model in the last full repack, if it has been away since.
+        #: Home that a model has lost since the last full repack, by model.
         self._lost: dict[str, tuple[str, ...]] = {}
         #: Pairs (unit, worker): the unit's weights would be evicted again after a load there.
         self._crowded: frozenset[tuple[str, str]] = frozenset()
@@ -97,8 +97,9 @@ class Planner:
         self._swapping: frozenset[str] = frozenset()
         #: Device seconds consumed since the last full repack.
         self._device_s = 0.0
-        #: Number of repacks that operators have requested, and how many of them are done.
+        #: Number of repacks that operators have requested.
         self._asked = 0
+        #: Number of requested repacks that are done.
         self._done = 0
         self._counts: dict[Trigger, int] = {}
         self._last: tuple[Trigger, float] | None = None
@@ -139,13 +140,13 @@ class Planner:
         self._moves.resume(placed, now)
 
     def targets(self) -> Mapping[str, tuple[str, ...]]:
-        """Return the workers that each model has or is moving to."""
+        """Return the target workers of each model: its current workers, or the workers to which it is moving."""
         return self._moves.targets
 
     def packed(self, views: Mapping[str, WorkerView], assumed: Mapping[str, float], now: float) -> "Planner":
         """Return a copy of this planner that has packed all models again with these views. This planner does not change.
 
-        `assumed`: device seconds per second of models that no worker has measured.
+        `assumed` has device seconds per second by model. These values replace the measured ones.
         """
         trial = deepcopy(self)
         trial._costs.assume(assumed)
@@ -169,7 +170,7 @@ class Planner:
         absent = [view for worker, view in self._latest.items() if worker not in alive]
         before = self._fleet if self._surveyed == self._latest.keys() else None
         fleet = survey(alive, absent, self.options.pins, before)
-        # With thousands of models, check them again only if something about a model has changed.
+        # Checks of thousands of models take long, so they run only if something about a model has changed.
         same = before is not None and fleet.models is before.models
         steps: list[WeightAction] = []
         if self.options.mode == "lpt_packing":
@@ -277,7 +278,8 @@ class Planner:
             previous[unit.name] = before
         result = self._packed_onto(fleet, loads, previous)
         if result.oversubscribed and any(load.replicas > 1 for load in loads):
-            # Further replicas only use memory that is left over. `_resize` adds them again where there is some.
+            # Additional automatic replicas only use memory that other units leave free. `_resize` adds such replicas again
+            # where it finds free memory.
             auto = {unit.name for unit in self._automatic(fleet.units)}
             loads = [replace(load, replicas=1) if load.name in auto else load for load in loads]
             result = self._packed_onto(fleet, loads, previous)
@@ -339,13 +341,16 @@ class Planner:
         return min(len(unit.allowed), max(counts[n] if isinstance(n, str) else n for n in replicas))
 
     def _stays(self, unit: Unit, home: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the unit's place while only other units are packed: its earlier home if that is back, otherwise its home."""
+        """Return the unit's place while only other units are packed.
+
+        This is its earlier home if all workers of that home are back, otherwise its home.
+        """
         before = {self._lost.get(name, ()) for name in unit.models} if self._lost else set()
         back = before.pop() if len(before) == 1 else ()
         return back if back and set(back) <= set(unit.allowed) else home
 
     def _before(self, unit: Unit, fleet: Fleet, count: int) -> tuple[str, ...]:
-        """Return the workers that count as the unit's earlier places, at most `count`."""
+        """Return at most `count` workers that are treated as the unit's earlier places."""
         target = self._moves.targets.get(unit.name, ())
         staying = [worker for worker in target if worker in unit.allowed]
         if not staying:
@@ -354,7 +359,7 @@ class Planner:
                 started.difference_update(model.cold)
                 if model.bytes:
                     warm.intersection_update(model.resident)
-            # Weights may have left a device since the model started there. The device still counts as a place.
+            # Weights may have left a device since the model started there. The device is still treated as a place.
             places = warm or started
             return tuple(sorted(places)) if len(places) <= count else ()
         used: dict[str, float] = {}
@@ -369,7 +374,7 @@ class Planner:
     # --- status --------------------------------------------------------------------------------------------
 
     def status(self) -> PlannerStatus | None:
-        """Describe the state after the last plan. None: there was no plan yet. Takes as long as `plan`."""
+        """Return the state after the last plan, or None if there was no plan yet. The call takes as long as `plan`."""
         views, fleet = self._views, self._fleet
         if fleet is None:
             return None
@@ -386,7 +391,7 @@ class Planner:
         )
 
     def repacks(self) -> Repacks:
-        """Count the repacks so far."""
+        """Return the number of repacks so far and the figures of the last repack."""
         last, last_at = self._last or (None, None)
         return Repacks(
             counts=dict(self._counts),

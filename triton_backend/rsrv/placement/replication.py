@@ -1,13 +1,13 @@
-"""Number and places of the replicas of models with `replicas: auto`, by the demand of the last second.
+"""Decides the number and the places of replicas of models with `replicas: auto`, from the demand of the last second.
 
-A unit gets another replica when its demand per replica exceeds GROW_AT of a device. One sample of the load suffices,
-so a hot model has a second device after a second or two. A unit loses a replica when the remaining ones have needed
-at most SHRINK_AT of a device each for COOL_S. That is slow because a load of weights is expensive, and an
-unneeded replica costs nothing. If a worker is a whole server, its devices share the worker's part of the demand.
+A unit gets another replica when its demand per replica exceeds GROW_AT of a device. One sample of the load suffices, so a hot
+model has a second device after a second or two. A unit loses a replica when the remaining ones have needed at most SHRINK_AT of
+a device each for COOL_S. The removal is slow because a load of weights is expensive, and an unneeded replica costs nothing. If
+a worker is a whole server, its devices share the worker's part of the demand.
 
-A new replica needs a worker with room for it in addition to all placed weights. With it, the worker must be less busy
-than the unit's busiest worker is now. So replicas never displace another model, and two busy models do not spread
-over each other's devices.
+A new replica needs a worker with room for it in addition to all placed weights. With the new replica, this worker must be less
+busy than the unit's busiest worker was before. So replicas never displace another model, and two busy models do not spread over
+each other's devices.
 """
 
 from collections import Counter
@@ -19,9 +19,9 @@ from rsrv.placement.fleet import Fleet, Unit
 
 #: If the demand per replica, in device seconds per second, exceeds this value, the unit gets another replica.
 GROW_AT = 0.8
-#: A unit loses a replica if the demand per remaining replica would be at most this value for some time.
+#: A unit loses a replica if the demand per remaining replica would be at most this value for COOL_S.
 SHRINK_AT = 0.5
-#: The demand must be that low for this many seconds.
+#: Number of seconds for which the demand must be low before a unit loses a replica.
 COOL_S = 60.0
 
 
@@ -29,7 +29,7 @@ class Replication:
     """Decides the replicas of units."""
 
     def __init__(self) -> None:
-        #: Time since when a unit has had more replicas than it needs, by name.
+        #: Time at which each unit began to have more replicas than it needs, by the unit's name.
         self._quiet: dict[str, float] = {}
 
     def resize(
@@ -44,7 +44,7 @@ class Replication:
 
         Args:
             units: the units with `replicas: auto`.
-            home: the current workers of any unit.
+            home: returns the current workers of a unit.
             fleet: the workers' last views.
             costs: measured loads.
             now: the planner's time, seconds.
@@ -102,7 +102,7 @@ class Replication:
 
 
 def _spare(fleet: Fleet, home: Callable[[Unit], tuple[str, ...]]) -> dict[str, float]:
-    """Return the device bytes of each worker that no placed unit needs."""
+    """Return, for each worker, the number of device bytes that no placed unit needs."""
     placed = Counter[str]()
     for unit in fleet.units:
         for worker in home(unit):

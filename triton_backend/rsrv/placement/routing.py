@@ -1,17 +1,19 @@
 """Choice of a worker for each request, and the load in flight of every worker.
 
-The planner makes all decisions in the table (`contract.Routes`). This module only counts. The requests of a placed model
-go to its replicas in turn. Each replica gets a quantum of items, so that these share executions:
+The planner makes all decisions in the table (`contract.Routes`). This module only counts requests in flight and follows the
+table. The requests of a placed model go to its replicas in turn. Each replica gets a quantum of items, so that these share
+executions:
 
-- A run stays at one replica until its next request no longer fits into the quantum, or the model has no request in
-  flight (a single request shares no execution).
-- Then the next replica is chosen among the replicas with the fewest whole quanta in flight. By default it is the least
-  loaded one, or with `fill: rr`, the next in turn. Ties go to the next in turn.
+- A run is a series of requests to one replica. It ends when the next request does not fit into the quantum, or when the model
+  has no request in flight (a single request shares no execution).
+- Then the next replica is chosen among the replicas with the fewest whole quanta in flight. By default it is the least loaded
+  one, or with `fill: rr`, the next in turn. If several replicas are equal, the next in turn is chosen.
 
 With a quantum of 1 a run is one request, so each request goes to the replica with the fewest items (`route: spread`). The
 requests of a model that is not placed go to all workers where it is ready, by the rule of the mode.
 
-A worker that stands for several devices is listed once for each device. It gets a turn and a share of the load for each.
+A worker that stands for several devices is listed once for each device. It gets a turn and a share of the load for each of its
+devices.
 
 Loads are whole billionths of a charge, so that additions and subtractions cancel exactly.
 """
@@ -42,13 +44,16 @@ class _ReplicaLoad:
     load: _WorkerLoad
     items: int = 0
     requests: int = 0
-    #: The model's replicas at the worker.
+    #: Number of the model's replicas at the worker.
     devices: int = 1
 
 
 @dataclass(slots=True, eq=False)
 class _RoutedModel:
-    """Routing state of one model. It outlives its routes until no request is in flight."""
+    """Routing state of one model.
+
+    If the table has no routes for it any more, the state is kept until no request is in flight.
+    """
 
     name: str
     #: Next index into `placed`, or into `ready` if nothing is placed, modulo their length.
@@ -59,8 +64,9 @@ class _RoutedModel:
     #: Replicas with requests in flight, and placed replicas, by worker.
     shares: dict[str, _ReplicaLoad] = field(default_factory=dict)
     requests: int = 0
-    #: Replica of the current run, and the number of items that it has got.
+    #: Replica of the current run, or None.
     run: _ReplicaLoad | None = None
+    #: Number of items that the replica has got in the current run.
     spent: int = 0
     #: Load of an item, or of a request.
     units: int = _UNITS
@@ -68,7 +74,7 @@ class _RoutedModel:
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """The worker chosen for one request. The request counts there until `Router.release`."""
+    """The worker chosen for one request. It is counted there as a request in flight until `Router.release`."""
 
     _router: "Router"
     _model: _RoutedModel
@@ -131,7 +137,7 @@ class Router:
         self._loads = {worker: load for worker, load in self._loads.items() if worker in known}
 
     def measured(self, model: str) -> tuple[str, int] | None:
-        """Return the input whose shape gives the items of a request, and its axis. None: a request counts as one item."""
+        """Return the input whose shape gives the number of items of a request, and its axis. None: a request is one item."""
         state = self._models.get(model)
         return None if state is None or state.routes is None else state.routes.batch_input
 
@@ -158,7 +164,7 @@ class Router:
             _count(choice)
 
     def release(self, choice: Choice) -> None:
-        """Stop counting a finished request. Without effect the second time."""
+        """Stop counting a finished request. A second call has no effect."""
         if choice._counted:
             _discount(choice)
 

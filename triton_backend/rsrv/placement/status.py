@@ -65,7 +65,7 @@ class WorkerStatus:
 class Repacks:
     """Number of repacks, and progress towards the next one."""
 
-    #: Repacks by trigger. `homes` packs only the models without a home.
+    #: Number of repacks by trigger. `homes` packs only the models without a home.
     counts: dict[Trigger, int]
     #: Trigger of the last repack.
     last: Trigger | None
@@ -254,7 +254,7 @@ def _warn_of_wishes(options: PlannerOptions, views: Mapping[str, WorkerView], fl
             )
     pins = options.pins
     for unit in fleet.units:
-        # A server that places models itself counts as one worker, and follows the pins.
+        # A server that places models itself is treated as one worker, and it follows the pins.
         if not have_common_device(unit.models, pins) and all(views[w].devices == 1 for w in unit.allowed):
             yield (
                 f"models.NAME.devices of {_names([name for name in unit.models if name in pins])} have no device in common, "

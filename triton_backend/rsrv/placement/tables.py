@@ -44,9 +44,9 @@ def make_table(
 
 
 def _charges(fleet: Fleet, costs: Costs) -> dict[str, float]:
-    """Return the device seconds per item of each model. A meta model has the sum of the models that it calls.
+    """Return the device seconds per item of each model. A meta model has the sum of the charges of the models that it calls.
 
-    A model without a measurement has the mean of the others.
+    A model without a measurement has the mean of the measured models.
     """
     known = {name: item_s for name in fleet.models if (item_s := costs.measured(name).item_s)}
     usual = sum(known.values()) / len(known) if known else 1.0

@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         process = DeviceProcess(options, server, settings, environment, prepared)
     except Exception as error:
         if not paths.start_time(options.server_pid):
-            # The server and its stubs have ended meanwhile, so no other process removes the directory.
+            # The server and its stubs have ended, so no other process removes the directory.
             paths.remove(options.directory)
             return 1
         log.exception("the runtime cannot start")
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     (options.directory / paths.FAILURE).unlink(missing_ok=True)
     _say(options.ready_fd, "ready")
-    # The interpreter's normal exit would wait for threads, and the stubs would wait for it.
+    # The interpreter's normal exit would wait for threads, and the stubs would wait for that exit.
     os._exit(process.serve(supervises=supervises))
 
 

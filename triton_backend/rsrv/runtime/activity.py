@@ -1,7 +1,7 @@
 """Current task of each thread of the runtime, and the watchdog, which finds a task that hangs.
 
-The threads wait without a limit, so no other part notices a hang. The slots lie in memory that outlives the process: if
-it dies, the next runtime reads them.
+The threads wait without a limit, so no other part notices a hang. The slots lie in memory that outlives the process: if the
+process dies, the next runtime reads them.
 """
 
 import itertools
@@ -29,7 +29,7 @@ class Task(NamedTuple):
     number: int
 
 
-#: Maximum number of models that a slot counts, including removed ones. When it is reached, the slot drops all counts.
+#: Maximum number of models, including removed ones, whose tasks a slot counts. When it is reached, the slot drops all counts.
 _MAX_COUNTED_MODELS = 10_000
 
 #: A mapped file, which survives the process, or private memory.
@@ -50,9 +50,9 @@ class ActivitySlot:
         self._numbers = itertools.count(1) if numbers is None else numbers
         self._phase = Phase.LOOPING
         self._key = ""
-        #: Tasks of this key that ended in this slot.
+        #: Number of tasks of this key that ended in this slot.
         self._ended = 0
-        #: Tasks of other keys that ended in this slot.
+        #: Number of tasks that ended in this slot, for each other key.
         self._before: dict[str, int] = {}
         self._size = 0
         self._expected = 0.0
@@ -158,7 +158,7 @@ _HANG_FACTOR = 100.0
 _CHECKS_PER_LIMIT = 4
 #: Shortest and longest interval between two checks.
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.05, 5.0
-#: Maximum time that counts between two checks, in intervals. The limit exists because a stopped process does not hang.
+#: The time between two checks is counted as at most this many intervals, because a process that was stopped does not hang.
 _MAX_COUNTED_INTERVALS = 2
 
 
@@ -190,8 +190,8 @@ def hangs(task: Task | None, ages: Mapping[int, float], limit_s: float) -> bool:
 class Watchdog:
     """Thread that checks the slots and calls `report(slot, task, seconds)` for a task that hangs.
 
-    `launcher` returns the thread that the device executes for. Time counts only while the watchdog runs: a process that was
-    stopped, or a machine that was suspended, does not hang.
+    `launcher` returns the thread that the device executes for. Only time in which the watchdog runs is counted, because a
+    process that was stopped, or a machine that was suspended, does not hang.
     """
 
     def __init__(

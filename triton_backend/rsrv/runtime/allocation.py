@@ -29,9 +29,10 @@ _HUGE_PAGE_BYTES = 2 << 20
 def aligned(nbytes: int, *, huge_pages: bool = False) -> Bytes:
     """Allocate memory. The system gets a large allocation back when its last view is deleted. Raises OSError and MemoryError.
 
-    malloc is not used for large allocations: it would give back only the first one. It would then raise its threshold and use a
-    heap for later ones, and other allocations prevent a heap from shrinking. With `huge_pages`, a very large allocation is filled faster. But neighbours
-    may share a page, which returns to the system only when both are free.
+    Large allocations do not use malloc, which would return only the first one to the system. Then it would raise its threshold
+    and take later allocations from a heap, and other allocations prevent a heap from shrinking. With `huge_pages`, a very large
+    allocation is filled faster. But two neighbouring allocations may share a page, which returns to the system only when both
+    are free.
     """
     if nbytes < LARGE:
         spare = np.empty(nbytes + _ALIGNMENT, np.uint8)

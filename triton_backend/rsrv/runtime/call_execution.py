@@ -16,7 +16,7 @@ from rsrv_bundle.dtypes import numpy_dtype
 
 @dataclass(slots=True, eq=False)
 class RunSlice(RequestSlice):
-    """The share of a sub-call that arrived as a request of its model's stub."""
+    """A sub-call's share of an execution, if the sub-call arrived as a request of its model's stub."""
 
     #: The run, or None after its end.
     run: MetaRun | None = None
@@ -36,7 +36,7 @@ class CallSlice:
     #: Numbers by which the run keeps outputs on the device, by output.
     keep: Mapping[int, int]
     kind: RequestKind | None = None
-    #: Outputs to keep, by number. The execution leaves them here, and the loop gives them to the run.
+    #: Outputs to keep, by number. The execution stores them here, and the loop gives them to the run.
     made: dict[int, Kept] = field(default_factory=dict)
     #: Only a `RequestSlice` has a segment.
     segment: None = None

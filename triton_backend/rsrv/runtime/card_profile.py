@@ -1,8 +1,8 @@
 """`python -m rsrv.runtime.card_profile REPOSITORY FILE`: tune the kernels of a repository's models on this machine's GPU.
 
-`rsrv gpu profile` starts it, with the interpreter of the runtime. FILE gets a description of the card and the results, for
-`rsrv-gen --compile-for FILE` on another machine. No server may hold the card's memory meanwhile, because tuning executes the
-kernels.
+`rsrv gpu profile` starts this program with the interpreter of the runtime. FILE gets a description of the card and the results,
+for `rsrv-gen --compile-for FILE` on another machine. During the tuning, no server may hold the card's memory, because tuning
+executes the kernels.
 """
 
 import argparse

@@ -26,8 +26,8 @@ from rsrv.wire.memory import BOARD_SLOTS
 
 #: Maximum number of entries of failed models that the feed keeps.
 _MAX_FAILED = 256
-#: A stub without requests leaves within this many seconds after the runtime asks it to. If it leaves later, it has another
-#: reason.
+#: If a stub without requests disconnects within this many seconds after the runtime asked it to, it does so because of that. If
+#: it disconnects later, it has another reason.
 _LEAVE_S = 2.0
 
 
@@ -53,7 +53,7 @@ class ModelEntry:
     state: LifecycleState = LifecycleState.READING
     #: Changes of the model's state, oldest first.
     history: list[HistoryRecord] = field(default_factory=list)
-    #: Set from WARMING_UP on.
+    #: The compiled model. It is set from the state WARMING_UP on.
     model: CompiledModel | None = None
     weights: WatchedWeights = "absent"
     #: Reason of the failure.
@@ -77,13 +77,13 @@ class ModelEntry:
 
     @property
     def demand(self) -> Demand:
-        """The strongest demand among the connections that want the model. There is at least one."""
+        """The strongest demand among `held` and the connections that want the model. There is at least one demand."""
         demands = [connection.demand for connection in self.connections.values()]
         return reduce(Demand.stronger, demands if self.held is None else [*demands, self.held])
 
     @property
     def ending(self) -> bool:
-        """True if the model will be gone as soon as the scheduler releases it."""
+        """True if the model will be removed as soon as the scheduler releases it."""
         return self.state in ENDING
 
     def note(self, why: str, now: float) -> None:
@@ -128,7 +128,7 @@ class FeedEntry(NamedTuple):
     stubs: tuple[int, ...] = ()
     #: Keys of the models that a meta model calls.
     models: tuple[str, ...] = ()
-    #: How the model is paused. For a meta model, the first pause among the models that it calls.
+    #: Mode in which the model is paused, or None. For a meta model, the first pause among the models that it calls.
     paused: str | None = None
 
 
@@ -136,7 +136,8 @@ class StateFeed:
     """Entries by key, and the connections that watch them. Each watcher gets each change once and in order.
 
     Changes are sent before commands are answered and at the end of the loop's round (`flush`). They are not sent at once,
-    because a watcher whose connection fails changes entries itself. A watcher that does not read is closed like any connection.
+    because the failure of a watcher's connection itself changes entries. The connection of a watcher that does not read is
+    closed, like any connection.
 
     The first STATE frame after WATCH has a memfd with `{"instance", "revision", "entries": {KEY: ENTRY…}}`. Each further frame
     is a change: `{"revision", "key", "entry"}`, with null for a removed entry. The KEY of a version is `NAME@` and 12
@@ -159,7 +160,7 @@ class StateFeed:
     # --- changes ------------------------------------------------------------------------------------------
 
     def put(self, key: str, entry: FeedEntry) -> None:
-        """Set an entry. A new one replaces failed entries of the same name."""
+        """Set an entry. A new entry replaces failed entries of the same name."""
         known = self._entries.get(key)
         if entry == known:
             return
@@ -231,7 +232,7 @@ class Catalog:
         self.building: set[str] = set()
         #: Keys of models that wait for the scheduler to release them.
         self.ending: set[str] = set()
-        #: Times when stubs were asked to leave until a request arrives, by the key of the model or meta model.
+        #: Times when stubs were asked to disconnect until a request arrives, by the key of the model or meta model.
         self._dismissed: dict[str, float] = {}
         #: Keys of models whose weights have moved since the board was written.
         self.moves: set[str] = set()
@@ -251,7 +252,7 @@ class Catalog:
         return model
 
     def served_by(self, connection: PeerConnection) -> CompiledModel | None:
-        """Return the model that a connection is for, if it is ready."""
+        """Return the model that a connection has registered, if the model is ready."""
         group = connection.group
         if group is None or group.is_meta:
             return None
@@ -267,13 +268,13 @@ class Catalog:
         return {key for key, entry in self.entries.items() if entry.weights == "resident"}
 
     def serves(self, name: str, but: str = "") -> bool:
-        """Return whether a model of that name will stay. `but`: key of a version to ignore."""
+        """Return whether a model of that name is not ending. `but`: key of a version to ignore."""
         return any(
             entry.name == name and not entry.ending and entry.key != but for entry in self.entries.values()
         )
 
     def compiled(self, names: Iterable[str] | None) -> tuple[str, ...]:
-        """Return the keys of compiled models that will stay, of these names or of all.
+        """Return the keys of compiled models that are not ending. `names`: names of the models, or None for all models.
 
         The scheduler knows these models.
         """
@@ -332,19 +333,19 @@ class Catalog:
         self.tell(key)
 
     def dismiss(self, key: str) -> None:
-        """Record that the stubs of a model or meta model were asked to leave until a request arrives."""
+        """Record that the stubs of a model or meta model were asked to disconnect until a request arrives."""
         self._dismissed[key] = self._clock()
 
     def is_dismissed(self, key: str, within: float = _LEAVE_S) -> bool:
-        """Return whether the stubs of a model or meta model were asked to leave less than `within` seconds ago.
+        """Return whether the stubs of a model or meta model were asked to disconnect less than `within` seconds ago.
 
-        They may then be about to leave.
+        They may then be about to do so.
         """
         return self._clock() - self._dismissed.get(key, -inf) < within
 
     @property
     def is_dismissing(self) -> bool:
-        """True if stubs of any model may still be about to leave."""
+        """True if stubs of any model may still be about to disconnect because the runtime asked them to."""
         return any(map(self.is_dismissed, self._dismissed))
 
     def tell(self, key: str) -> None:

@@ -32,7 +32,9 @@ class Stub:
 
 
 def end_orphans(stubs: Mapping[int, Stub], server: int, repository: Path) -> None:
-    """Wait for the stubs of a server that has ended. Kill the stubs that stay, and remove the shared memory of all stubs.
+    """Wait for the stubs of a server that has ended.
+
+    Kill stubs that do not end in time, and remove the shared memory of all stubs.
 
     `stubs` has the connected stubs, by pid. Stubs that have not connected yet are found by their command lines.
     """

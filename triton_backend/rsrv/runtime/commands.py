@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 #: Maximum length of the reason why a command is refused, in characters.
 _MAX_TEXT = 4000
-#: Maximum number of commands of one connection that wait for the end of an earlier one.
+#: Maximum number of commands of one connection that wait for the end of an earlier command.
 _MAX_WAITING = 64
 Answer = dict[str, Any]
 
@@ -149,7 +149,7 @@ def _check(command: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProfileChanged:
-    """A profile was started or ended for a connection. Or that failed, and `refused` has the reason."""
+    """A profile was started or ended for a connection. If this failed, `refused` has the reason."""
 
     connection: PeerConnection
     recording: bool
@@ -187,7 +187,7 @@ class Profiler:
             action = partial(_start_profile, device, path)
         run = partial(self._run, action, connection, starts=directory is not None)
         threading.Thread(target=run, name="profile", daemon=True).start()
-        # Set this last, because the system may have no thread left.
+        # Set this last, because the start of the thread may fail.
         self.state = "changing"
 
     def _run(self, action: Callable[[], None], connection: PeerConnection, *, starts: bool) -> None:
@@ -221,7 +221,7 @@ def _start_profile(device: Device, directory: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NextPrepared:
-    """The next runtime's process is ready and waits for its turn. Or it cannot serve, and `reason` is not empty."""
+    """The next runtime's process is ready and waits for its turn. If it cannot serve, `reason` is not empty."""
 
     reason: str
 
@@ -266,28 +266,29 @@ class Commands:
         self._profiler = Profiler(inbox)
         self._inbox = inbox
         self.successor = Successor()
-        #: The end that is under way.
+        #: The planned end that is under way, or None.
         self._end: _PlannedEnd | None = None
         #: True while the next runtime is being prepared.
         self._preparing = False
-        #: True once the runtime ends for the next one.
+        #: True once the runtime ends so that the next runtime can serve.
         self.ends = False
         #: True if the next runtime waits until a request needs the device.
         self.sleeps = False
-        #: Commands that wait until an earlier one of their connection is answered.
+        #: Commands that wait until an earlier command of their connection is answered.
         self._waiting: dict[PeerConnection, deque[dict[str, Any]]] = {}
-        #: Answers that are sent once the scheduler has handled the events of their commands. A function makes its answer then.
+        #: Answers that are sent once the scheduler has handled the events of their commands. A function is called at that time
+        #: to make the answer.
         self.unanswered: list[tuple[PeerConnection, Answer | Callable[[], Answer]]] = []
 
     def record(self, since: int = 0) -> pb.DeviceRecord:
-        """Return the record of the device with the fields that only this part knows. See `Records.device`."""
+        """Return the record of the device with the fields that only this class knows. See `Records.device`."""
         record = self._reports.records.device(since)
         record.connections = len(self._transport.connections)
         record.follows, record.follows_revision = self.applied.instance, self.applied.revision
         return record
 
     def fall_asleep(self) -> None:
-        """Sleep because no request has arrived for long, unless an end or a profile is under way."""
+        """Sleep because no request has arrived for a long time, unless an end or a profile is under way."""
         if self._end is None and not self._preparing and self._profiler.state == "idle":
             self._plan(_PlannedEnd("sleep", None, 0.0, force=False))
 
@@ -356,7 +357,7 @@ class Commands:
     def _plan(self, end: _PlannedEnd) -> None:
         """Begin an end with the preparation of the next runtime."""
         self._end, self._preparing = end, True
-        # A device may sleep for long, so a process that has prepared it would waste memory meanwhile.
+        # A device may sleep for a long time. If a process had prepared the device, it would waste memory during this time.
         fresh = end.command == "restart"
         self.successor.prepare(lambda reason: self._inbox.post(NextPrepared(reason)), fresh=fresh)
 
@@ -481,7 +482,8 @@ class Commands:
     def _start(self, models: Mapping[str, Any], *, poll: bool) -> Answer:
         """Start models without stubs. Return the models that could not be started, with the reasons.
 
-        `models` has the path of each bundle. None: stop keeping the model. If `poll` is true, start nothing.
+        `models` has the path of each bundle. If a path is None, the model is not kept any more. If `poll` is true, nothing is
+        started.
         """
         for name, path in () if poll else models.items():
             if path is None:

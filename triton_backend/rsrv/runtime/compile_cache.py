@@ -29,8 +29,8 @@ _ABANDONED_S = 3600.0
 _DIGEST_BYTES = hashlib.sha256().digest_size
 #: Maximum number of bytes of the entries in a server's own directory.
 _OWN_BYTES = 256 << 20
-#: Maximum size of these entries as a share of the memory. A container's /tmp is often in memory, and then counts as the
-#: container's memory.
+#: Maximum size of these entries as a share of the memory. A container's /tmp is often in memory, and then takes memory of the
+#: container.
 _OWN_SHARE = 1 / 16
 
 
@@ -128,15 +128,15 @@ class CompileCache:
         return value
 
     def offering(self, entry: bytes | None) -> AbstractContextManager[None]:
-        """Return this entry, unless it is None, for each key that the calling thread asks for."""
+        """Return a context in which the calling thread gets this entry for each key, unless the entry is None."""
         return self._changed("entry", entry)
 
     def requiring(self) -> AbstractContextManager[None]:
-        """Raise NotCached for each missing entry that the calling thread asks for, so that it compiles nothing."""
+        """Return a context in which each missing entry raises NotCached in the calling thread, so that it compiles nothing."""
         return self._changed("required", True)
 
     def bypassing(self) -> AbstractContextManager[None]:
-        """Neither find nor keep entries for the calling thread."""
+        """Return a context in which the calling thread neither finds nor stores entries."""
         return self._changed("bypassed", True)
 
     @property
@@ -183,7 +183,7 @@ class CompileCache:
             own.mkdir(mode=0o700, exist_ok=True)
             check_private(own)
             entries = [(entry.stat(), entry) for entry in own.glob(f"*{_SUFFIX}")]
-        except (OSError, CompileCacheError) as error:  # Another runtime may replace an entry meanwhile.
+        except (OSError, CompileCacheError) as error:  # Another runtime may replace an entry.
             self._log_once(f"executables are not kept in {own}: {error}")
             return
         used = sum(status.st_size for status, _ in entries) + len(value) + _DIGEST_BYTES
@@ -224,7 +224,7 @@ def _write(folder: Path, key: str, value: bytes) -> str:
 
 
 def check_private(directory: Path) -> None:
-    """Close a directory to other users, because the runtime executes what is in it.
+    """Close a directory to other users, because the runtime executes the files in it.
 
     Raises CompileCacheError if other users could write to it until now, OSError if it does not exist.
     """

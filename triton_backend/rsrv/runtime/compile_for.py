@@ -1,8 +1,8 @@
 """`python -m rsrv.runtime.compile_for REPOSITORY CARD`: compile the models of a repository for a card.
 
-CARD is a name of `rsrv.cards`, or a profile that `rsrv gpu profile` wrote. rsrv-gen starts it, with the interpreter of the
-runtime. It takes no GPU. The executables are written to REPOSITORY/CARD.executables. Valid ones of an earlier run are kept.
-Exit status 1: a module could not be compiled, so the runtime will compile it.
+CARD is a name of `rsrv.cards`, or a profile that `rsrv gpu profile` wrote. rsrv-gen starts this program with the interpreter of
+the runtime. It needs no GPU. The executables are written to REPOSITORY/CARD.executables. Valid executables of an earlier run
+are kept. Exit status 1: a module could not be compiled, so the runtime will compile it.
 """
 
 import argparse

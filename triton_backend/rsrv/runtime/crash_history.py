@@ -1,8 +1,8 @@
 """Crash history of a server, and the black box of this runtime. They stop a model from crashing runtimes forever.
 
 The next runtime of the same server reads the black box (`wire.blackbox`) and counts crashes by model. Only a process's parent
-learns how the process ended. So a kill -9 looks like the kernel's out-of-memory killer. Such an end counts only against a
-model that was being built or warmed up.
+learns how the process ended. So a kill -9 looks like the kernel's out-of-memory killer. Only a model that was being built or
+warmed up is blamed for such an end.
 """
 
 import faulthandler
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 #: If the sum of a model's shares of deaths reaches this value, the model is not loaded. Three deaths with nearly all the blame
 #: reach it.
 _MAX_SHARES = 2.5
-#: After this many seconds a death no longer counts, unless the model hung before it could serve.
+#: A death is ignored after this many seconds, unless the model hung in a build, a warm-up or a load.
 _DEATH_COUNTS_S = 3600.0
 #: Phases whose deaths a later success clears.
 _BEFORE_SERVING = ("BUILDING", "WARMING")
@@ -45,15 +45,15 @@ class Death(NamedTuple):
 
 
 def blame(unfinished: Iterable[UnfinishedTask], *, crashed: bool, now: float) -> dict[str, Death]:
-    """Return the models that a death is probably due to, by key.
+    """Return the `Death` of each model that has probably caused it, by key.
 
-    In order of precedence, these models are to blame: the model that hung; models that were being built or warmed up,
-    because their code is untried; after a crash, the models that executed or loaded, each with a share. A model whose task
-    has succeeded n times is 1 / (n + 1) as suspect as a model whose task never has. So a model that is always busy is not
+    In order of precedence, these models are to blame: the model that hung; models that were being built or warmed up, because
+    their code is untried; after a crash, the models that executed or loaded, each with a share. A model whose task has
+    succeeded n times is 1 / (n + 1) as suspect as a model whose task has never succeeded. So a model that is always busy is not
     blamed for the crashes of others. A kill -9 from outside is not blamed on models that executed or loaded.
 
-    If a request that executes alone causes a second death, no model is blamed for that death: the first death counts, and
-    the request is not tried again. So only several different requests can make a model be refused.
+    If a request that executes alone causes a second death, no model is blamed for that death: the first death is already
+    recorded, and the request is not tried again. So a model is refused only after deaths with several different requests.
     """
     unfinished = list(unfinished)
     hung = [task for task in unfinished if task.hung]
@@ -103,7 +103,7 @@ class CrashHistory:
     """
 
     def __init__(self, path: Path | None = None, clock: Callable[[], float] = time.time) -> None:
-        """`path` None: keep no record."""
+        """If `path` is None, no record is kept."""
         self._path = path
         self._clock = clock
         self._lock = Lock()
@@ -149,7 +149,7 @@ class BlackBox:
     """Black box of this runtime, in its private directory. Without a directory, it lasts as long as the process."""
 
     def __init__(self, directory: Path | None = None) -> None:
-        """Read what the previous runtime left, and begin a new black box."""
+        """Read the previous runtime's black box, and begin a new one."""
         #: Name of the server's device. Data that outlives a runtime is stored under this name. Without a directory, the name is
         #: empty, and no data outlives the runtime.
         self.owner = "" if directory is None else directory.name
@@ -175,7 +175,7 @@ class BlackBox:
             log.warning("%s: no black box: %s", path, error)
 
     def catch_signals(self) -> None:
-        """Make a fatal signal write the threads' stacks to the file, behind the slots."""
+        """Make a fatal signal write the threads' stacks to the file, after the slots."""
         if self._fd >= 0:
             faulthandler.enable(self._fd, all_threads=True)
 

@@ -215,7 +215,7 @@ _EVENT_BLOCKING, _EVENT_WITHOUT_TIMING = 1, 2
 
 
 class DeviceCopy(NamedTuple):
-    """A copy between a contiguous array and the device's memory at an address. `to_host`: it fills the array."""
+    """A copy between a contiguous array and the device's memory at an address. If `to_host` is true, it fills the array."""
 
     array: npt.NDArray[Any]
     address: int

@@ -22,7 +22,7 @@ Executable = NewType("Executable", object)
 Buffer = NewType("Buffer", object)
 #: A launched execution.
 Launched = NewType("Launched", object)
-#: Host arrays that receive an output, by its index.
+#: Host arrays that receive an output, by the index of the output.
 Targets = Mapping[int, Sequence[Array]]
 NO_TARGETS: Targets = MappingProxyType({})
 #: State tensors of all slots of a model, in device memory. They are opaque outside of the device.
@@ -65,7 +65,10 @@ def never() -> bool:
 
 
 class DeviceRows(NamedTuple):
-    """`rows` rows of a tensor on the device, from `first`, to be placed from `at` in another tensor."""
+    """`rows` rows of a tensor on the device, from the row `first` on.
+
+    They are placed in another tensor, from the row `at` on.
+    """
 
     buffer: Buffer
     first: int
@@ -111,13 +114,16 @@ class Device(Protocol):
     def compile(self, module: bytes, signature: Signature) -> Executable: ...
 
     def known_costs(self, model: str) -> Mapping[tuple[int, int], float] | None:
-        """Return the costs that a model with this key had on such a device, in this or an earlier process. None: unknown."""
+        """Return the costs of a model with this key on a device of this kind, from this or an earlier process.
+
+        None: unknown.
+        """
 
     def keep_costs(self, model: str, costs: Mapping[tuple[int, int], float]) -> None:
         """Keep a model's measured costs: seconds of an execution of each (variant, size)."""
 
     def known_start(self, model: str) -> float | None:
-        """Return the seconds of the shortest build of a model with this key on such a device. None: unknown."""
+        """Return the seconds of the shortest build of a model with this key on a device of this kind. None: unknown."""
 
     def has_executables(self, model: str, name: str) -> bool:
         """Return True if the executables of the model are stored, so that its build compiles nothing."""
@@ -143,7 +149,10 @@ class Device(Protocol):
         """
 
     def free(self, buffers: Iterable[Buffer], *, reuse: bool = False) -> None:
-        """Free the memory at once. With `reuse`, the next upload gets it instead. No execution may use these buffers."""
+        """Free the memory at once.
+
+        With `reuse`, the next upload gets the memory instead. No execution may use these buffers.
+        """
 
     def page_lock(self, address: int, nbytes: int, *, written: bool = False) -> Callable[[], None]:
         """Page-lock host memory, so that the device reads it by DMA. Return a function that unlocks it.
@@ -179,16 +188,21 @@ class Device(Protocol):
         """Return whether state tensors still have their contents, after an execution that could not be launched."""
 
     def read_slot(self, pools: Pools, slot: int) -> list[Array]:
-        """Return a slot's tensors on the host, after the executions that were launched before. May compile."""
+        """Return a slot's tensors on the host, after the executions that were launched before.
+
+        The call may compile a program.
+        """
 
     def write_slot(self, pools: Pools, slot: int, values: Sequence[Array]) -> None:
-        """Replace a slot's tensors. May compile."""
+        """Replace a slot's tensors. The call may compile a program."""
 
     def keep(self, launched: Launched, index: int) -> Buffer:
         """Return an output of an execution that is not yet read. It stays on the device while the buffer is referenced."""
 
     def merge(self, base: Array, axis: int, pieces: Sequence[DeviceRows]) -> Buffer:
-        """Copy `base` to the device, with the rows of `pieces` in place of its own along `axis`. May compile.
+        """Copy `base` to the device, with the rows of `pieces` in place of its own along `axis`.
+
+        The call may compile a program.
 
         Raises OutOfMemory.
         """

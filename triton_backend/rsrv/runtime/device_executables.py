@@ -31,8 +31,8 @@ from rsrv_bundle.modules import Signature
 
 log = logging.getLogger(__name__)
 
-#: Bytes that XLA allocates to time a product's kernels in addition to the largest operand, for the other operand, results and
-#: workspaces.
+#: Bytes that XLA allocates, in addition to the largest operand, to time the kernels of a matrix product. They are for the other
+#: operand, results and workspaces.
 _TUNING_BYTES = 128 << 20
 #: Messages by which XLA reports that it has no memory to time kernels.
 _UNTUNED = re.compile("Autotuning failed|Failed to get configs|Out of memory while trying to allocate")
@@ -122,7 +122,10 @@ class DeviceExecutables:
         return Executable(compiled)
 
     def _load_known(self, digest: str, signature: Signature, stored: bytes | None) -> Any:
-        """Return the executable of the repository (`stored`) or of the cache. None: neither has one that can be loaded."""
+        """Return the executable of the repository (`stored`) or of the cache.
+
+        None: neither executable exists and can be loaded.
+        """
         if stored is None and (key := self._known.entry(digest, self._circumstances)) is not None:
             stored = self._cache.get(key)
         if stored is None:
@@ -173,7 +176,7 @@ class DeviceExecutables:
                 return lowered.compile({**LIBRARY_PRODUCTS, "xla_gpu_autotune_level": 0})
 
     def _load_cached(self, lowered: Any) -> Any:
-        """Return the executable of the compilation cache on disk. None: it has none that can be loaded."""
+        """Return the executable of the compilation cache on disk. None: the cache does not have it, or it cannot be loaded."""
         if not self._caches:
             return None
         with raising_cache_errors(), self._cache.requiring():
@@ -187,9 +190,9 @@ class DeviceExecutables:
     def scratch_bytes(self, executable: Executable, weight_bytes: int) -> int:
         """Return the scratch bytes by the compiler's analysis of the program's buffers, on a CPU and on a GPU.
 
-        argument_size - weight_bytes (the inputs remain) + output_size + temp_size - alias_size (outputs in the place of
-        an argument, counted in both). A GPU's code and constants lie outside of its allocator. Not included: the
-        allocator rounds each buffer up, to 256 bytes on a GPU.
+        argument_size - weight_bytes (the inputs remain) + output_size + temp_size - alias_size (outputs in the place of an
+        argument, counted in both). A GPU's code and constants lie outside of its allocator. The result does not include that
+        the allocator rounds each buffer up, to 256 bytes on a GPU.
         """
         compiled: Any = executable
         size = compiled.memory_analysis()

@@ -32,7 +32,7 @@ _UNREAD = np.empty(0, np.uint8)
 
 @dataclass(slots=True, eq=False)
 class LaunchedExecution:
-    """Execution behind a `Launched`."""
+    """A launched execution. Outside of the device, its type is `Launched`."""
 
     started: float
     outputs: Sequence[Any]
@@ -145,7 +145,8 @@ class DeviceExecutions:
                 if execution.copied is not None:
                     self._transfers.finish_outward(execution.copied)
                 if execution.unread or execution.written:
-                    # jax raises a failure when it copies outputs. Perhaps there are no outputs to copy here, so wait for them.
+                    # jax raises a failure when it copies outputs. Perhaps no output is copied here, so wait for the outputs,
+                    # which also raises it.
                     _block(execution.outputs)
                 outputs = [
                     _UNREAD if index in execution.unread or index in execution.written else np.asarray(out)

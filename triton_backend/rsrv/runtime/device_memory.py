@@ -47,7 +47,7 @@ class DeviceMemory:
         self._has_prepared_heap = False
 
     def prepare_claim(self) -> None:
-        """Make `claim` faster, at the cost of host memory until then.
+        """Make `claim` faster, at the cost of host memory until `claim` ends.
 
         jax's allocator writes a table of 8 bytes for each 256 bytes of its memory: 2.3 GB for 72 GiB. The allocator spends most
         of its time on getting the pages for this table.
@@ -93,7 +93,7 @@ class DeviceMemory:
         return pool
 
     def _wait_for_others(self, driver: Driver, limit: int) -> None:
-        """Wait until other processes leave enough of a card's memory, or until they have had time to. Raises DeviceError."""
+        """Wait until other processes leave enough of a card's memory, or until a time limit. Raises DeviceError."""
         deadline, full_until = time.monotonic() + RELEASE_S, _full_until()
         enough = limit if self._preallocates else _LEAST_BYTES
         while (free := driver.free_bytes()) < enough:

@@ -17,7 +17,7 @@ from rsrv.runtime.jax_compiler import HelperPrograms
 
 @dataclass(slots=True, eq=False)
 class SlotPools:
-    """Arrays behind a `Pools`."""
+    """Arrays of state tensors. Outside of the device, their type is `Pools`."""
 
     arrays: Sequence[Any]
     kinds: tuple[ArrayKind, ...]

@@ -27,8 +27,8 @@ from rsrv.runtime.device_errors import ErrorExaminer
 from rsrv.runtime.device_memory import DeviceMemory
 from rsrv.runtime.jax_compiler import ALLOCATION_END, HelperPrograms
 
-#: Maximum bytes of an upload whose copies are enqueued. They suffice to keep PCIe busy while this thread waits for the
-#: interpreter. Abandoning an upload waits for them, which takes 10 ms at 25 GB/s.
+#: Maximum number of bytes of an upload whose copies are enqueued. This suffices to keep PCIe busy while this thread waits for
+#: the interpreter. Abandoning an upload waits for these copies, which takes 10 ms at 25 GB/s.
 _IN_FLIGHT_BYTES = 256 << 20
 #: On a CPU, check that the host has room for weights of at least this many bytes.
 _LARGE_BYTES = 1 << 20
@@ -41,7 +41,10 @@ class Transfers(Protocol):
     """Transfers of one device. `Device` explains the methods without a docstring."""
 
     def prepare_upload(self, kinds: Sequence[ArrayKind]) -> None:
-        """Do ahead what the first upload of arrays with these shapes and types does before it takes memory."""
+        """Prepare uploads of arrays with these shapes and types.
+
+        This does the steps that take no memory of the device, so that the first upload is faster.
+        """
 
     def upload(
         self,
@@ -157,7 +160,7 @@ class CudaTransfers:
         self._programs = programs
         self._put = put
         self._examiner = examiner
-        #: Streams for weights and for large outputs.
+        #: Stream for weights (inward), and stream for large outputs (outward).
         self._inward, self._outward = CopyStream(driver), CopyStream(driver)
 
     def prepare_upload(self, kinds: Sequence[ArrayKind]) -> None:
@@ -173,7 +176,7 @@ class CudaTransfers:
             arrays = list(arrays)
             kinds = [(array.shape, array.dtype) for array in arrays]
         if not kinds:
-            return []  # Other models have all of its tensors on the device.
+            return []  # Other models have all tensors of this model on the device.
         buffers: list[Any] = []
         copying: deque[tuple[Array, ctypes.c_void_p]] = deque()
         copying_bytes = 0
@@ -220,7 +223,7 @@ class CudaTransfers:
         *allocated, end = self._allocator(kinds)()
         end.__dlpack__(stream=self._inward.handle)
         following = iter(allocated)
-        # An executable cannot return an array without elements that nothing has written (jaxlib 0.10.2).
+        # An executable cannot return an array that has no elements and that nothing has written (jaxlib 0.10.2).
         arrays = [
             next(following) if math.prod(shape) else self._put(np.empty(shape, dtype))
             for shape, dtype in kinds

@@ -1,6 +1,6 @@
 """An execution: gather the requests' inputs, launch, read, scatter the outputs. Any thread may run it.
 
-`call_execution` and `state_execution` add what sub-calls of meta models and models with state need.
+`call_execution` extends this module for sub-calls of meta models, and `state_execution` for models with state.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -53,7 +53,7 @@ class Staging:
 
 @dataclass(slots=True, eq=False)
 class ContiguousRun:
-    """`count` slices of equally many rows, `stride` bytes apart."""
+    """`count` slices with the same number of rows, each `stride` bytes after the previous one."""
 
     first: Slice
     last: Slice
@@ -111,7 +111,7 @@ class ContiguousRun:
 
 
 def find_contiguous_runs(slices: Sequence[Slice]) -> list[ContiguousRun]:
-    """Group slices that lie in one segment at equal distances with equally many rows, as the requests of one execute() do.
+    """Group slices with equal numbers of rows that lie in one segment at equal distances, like the requests of one execute().
 
     Each group is copied at once. This makes large batches of small tensors cheap.
     """
@@ -171,7 +171,7 @@ class Dispatch:
         assert isinstance(source, np.ndarray), "plain requests lie in shared memory"
         if staged is None or source.nbytes < LARGE:
             return source
-        # The request's segment may not be page-locked. A transfer from such memory would wait for the execution before.
+        # The request's segment may not be page-locked. A transfer from such memory would wait for the previous execution.
         copied = self._staged(index, staged)
         copied[...] = source
         return copied
@@ -207,7 +207,7 @@ class Dispatch:
     def find_targets(
         self, large: Sequence[int], lock: Callable[[Bytes], bool], *, alone: bool
     ) -> dict[int, Sequence[Array]]:
-        """Return the places in the requests' memory of the large outputs that the device can copy there, by output.
+        """Return, by output, the places in the requests' memory to which the device can copy large outputs.
 
         A request's rows must be contiguous in the output, and large enough for their own transfer. `lock` page-locks a segment
         and returns whether it is locked. `alone`: one request fills the execution.

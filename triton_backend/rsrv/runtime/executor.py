@@ -2,7 +2,7 @@
 
 With a depth of 1, the loop itself runs short executions (`_SHORT_S`). One thread runs all others, from the inputs to the
 outputs. With a larger depth, two threads run each execution. One gathers and launches the next execution while the device is
-busy. The other reads and scatters the outputs of the execution before.
+busy. The other reads and scatters the outputs of the previous execution.
 """
 
 import logging
@@ -35,9 +35,9 @@ class LoopBans:
     """Bans of models from the loop, because their executions there took far longer than predicted.
 
     Some models' costs depend on their inputs. While the loop executes, it notices no deadline, cancellation or arrival. But a
-    descheduled CPU makes any single execution slow. So the time counts for which a model's slow executions blocked the loop
-    recently: a single execution of a tenth of a second is enough for a ban, but one of 30 ms is not. Bans expire. Times are in
-    seconds of one monotonic clock.
+    descheduled CPU makes any single execution slow. So a model is banned by the total time for which its slow executions
+    blocked the loop recently: a single execution of a tenth of a second is enough for a ban, but one of 30 ms is not. Bans
+    expire. Times are in seconds of one monotonic clock.
     """
 
     def __init__(self) -> None:
@@ -71,8 +71,8 @@ class LoopBans:
         self.until.pop(model, None)
 
 
-#: Maximum expected seconds of an execution that the loop runs itself. A thread would cost about 0.1 ms for the handing over.
-#: Meanwhile the loop reads no sockets, but so short a delay does no harm.
+#: Maximum expected seconds of an execution that the loop runs itself. Handing the execution over to a thread would cost about
+#: 0.1 ms. During the execution, the loop reads no sockets, but such a short delay does no harm.
 _SHORT_S = 0.0005
 
 
@@ -102,7 +102,7 @@ class Executor:
         self.bans = LoopBans()
 
     def start(self, dispatch: Dispatch, device: Device, *, depth: int, contended: bool) -> None:
-        """Start an execution, or leave a short one to the loop.
+        """Start an execution on a thread. A short execution is left to the loop, which calls `run_short`.
 
         `contended`: other work may hold the device, and the loop must not wait for it.
         """
@@ -138,7 +138,7 @@ class Executor:
         return ended
 
     def forget(self, model: str) -> None:
-        """Drop the records of a model that is gone."""
+        """Drop the records of a removed model, and free the idle blocks of memory."""
         self._staging.clear()
         self.bans.forget(model)
 

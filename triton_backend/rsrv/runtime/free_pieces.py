@@ -13,7 +13,8 @@ from threading import Lock
 
 #: The allocator rounds sizes up to a multiple of this many bytes.
 _ROUNDED_BYTES = 256
-#: The allocator splits off a rest of at least this many bytes, or one that is at least as large as the allocation.
+#: The allocator splits off the remainder of a piece if it has at least this many bytes, or if it is at least as large as the
+#: allocation.
 _SPLIT_BYTES = 128 << 20
 
 
@@ -54,7 +55,7 @@ class FreePieces:
             start, limit = self._gap(at)
             self._replace([limit - start], [])
             if start > address:
-                # The recorded end of the previous piece is wrong: unknown memory was behind it, and has been freed since.
+                # The recorded end of the previous piece is wrong: unknown memory followed it, and has been freed since.
                 self._ends[self._addresses[at - 1]] = start = address
             if not _rest(limit - address, end - address):
                 end = limit

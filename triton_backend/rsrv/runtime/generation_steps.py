@@ -32,7 +32,7 @@ class StepMemory:
         self.inputs = inputs
         self._stride = inputs + outputs
         self._blocks: list[Bytes] = []
-        #: Free places, the first one at the top.
+        #: Heap of the free places. The first place is at its top.
         self._free: list[int] = []
 
     def take(self) -> int:
@@ -105,7 +105,7 @@ class StepSlice(SequenceSlice):
     def next_request(self, id: int, *, others_wait: bool) -> ev.Request:
         """Write the next step's inputs, and return its request.
 
-        Only the first request may be refused. Later ones continue an accepted sequence.
+        Only the first request may be refused. Later requests continue an accepted sequence.
         """
         begins, self.id = self.id == 0, id
         chunk = self.generation.next_chunk(others_wait=others_wait)

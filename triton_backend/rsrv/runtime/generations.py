@@ -2,7 +2,7 @@
 
 A generation is a sequence of a generative model. Its prompt is read in chunks of the compiled lengths. Afterwards, each
 returned token is the next chunk. Time is an argument, and nothing here sends or executes: `stateful_requests` does. A live
-generation always has one step under way, so whatever ends that step can also end the generation.
+generation always has one step under way, so any event that ends that step can also end the generation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -61,7 +61,7 @@ TRANSITIONS: Mapping[tuple[GenerationState, GenerationEvent], GenerationState] =
 }
 
 
-#: What carries out an event. The frame DONE reports the end.
+#: Name of the frame that carries out an event: DONE reports the end.
 EFFECTS: Mapping[GenerationEvent, str] = {E.END: "DONE"}
 
 
@@ -73,14 +73,14 @@ class GenerationError(AssertionError):
 class GenerationCounts:
     """Counters of one model's generations."""
 
-    #: Generations in progress.
+    #: Number of generations in progress.
     active: int = 0
-    #: Tokens of prompts that were read.
+    #: Number of tokens of prompts that were read.
     tokens_in: int = 0
-    #: Tokens of answers that were sent.
+    #: Number of tokens of answers that were sent.
     tokens_out: int = 0
-    #: Tokens of the prompts whose answers have at least one token. Other prompts were read only in part, or were answered
-    #: with a stop at once.
+    #: Number of tokens of the prompts whose answers have at least one token. Other prompts were read only in part, or were
+    #: answered with a stop at once.
     answered_in: int = 0
     #: Seconds from a generation's arrival to its first token.
     first: Histogram = field(default_factory=lambda: Histogram(SECONDS))
@@ -172,7 +172,7 @@ class Generation:
     ) -> None:
         """Begin a generation that has no problem (`find_problem`)."""
         self.state = S.WAITING
-        #: End of the generation after the step under way, whatever token that step returns. None: it continues.
+        #: End of the generation after the step under way, whatever token that step returns. None: the generation continues.
         self.ending: End | None = None
         #: Temperature, top_k, top_p and seed, in the form of the model's input.
         self.sampling = ask.temperature, float(min(ask.top_k, _SEEDS)), ask.top_p, float(ask.seed)

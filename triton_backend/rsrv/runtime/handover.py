@@ -57,11 +57,11 @@ class Handover:
         return self._places.get(key, len(self._places))
 
     def returns(self, key: str) -> bool:
-        """Return whether a model's weights return to the device. Without a note, all weights do."""
+        """Return whether a model's weights return to the device. Without a note, all weights return."""
         return self.before is None or (key in self._places and self.before[self._places[key]].resident)
 
     def write(self, models: Sequence[HandedModel], *, wait: bool = False) -> None:
-        """Replace the note on a thread if it has changed. `wait`: wait for that, at most for `_MAX_WAIT_S`."""
+        """Replace the note on a thread if it has changed. `wait`: wait until this is done, at most for `_MAX_WAIT_S`."""
         if self._thread is None:
             return
         self._thread.put(lambda: self._write(models))

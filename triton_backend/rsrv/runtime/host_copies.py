@@ -1,11 +1,11 @@
 """Decisions about host copies of weights, within the limit of the host's memory.
 
-They are: which models get a host copy, which copies are dropped, and which models fall back to cold.
+This module decides which models get a host copy, which copies are dropped, and which models fall back to cold.
 
 A model whose residency is `system` has a host copy if there is room. The least recently used copies make room for copies of
 models that are loaded. Copies are also dropped after `idle.host`, or when the machine or the container is short of memory. A
-model without a copy stays ready: before each load, its file is read. The scheduler decides on these reads, so it is told
-which copies exist.
+model without a copy stays ready: before each load, its file is read. The scheduler decides on these reads, so this module
+reports to it which copies exist.
 """
 
 import logging
@@ -47,7 +47,7 @@ class HostCopy:
 
 
 def choose_copies(copies: Iterable[HostCopy], excess: int, before: float = inf) -> tuple[list[str], int]:
-    """Choose the least recently used copies that free `excess` bytes together. Return them and the bytes still missing.
+    """Choose the least recently used copies that free `excess` bytes together. Return their models and the bytes still missing.
 
     Only copies that were last used before the time `before` are chosen. A tensor is freed with the last copy that has it.
     Copies that would free nothing stay.
@@ -91,8 +91,8 @@ def choose_cold(idle: Iterable[WarmModel], users: Mapping[int, int], most: int) 
     """Choose the least recently used models, at most `most`, that free memory.
 
     `users` has the number of models, idle or not, that use each executable. A meta model uses the executables of its callees.
-    Models with equal modules share an executable, so it is freed with the last of them. If no choice frees an executable,
-    models are chosen nevertheless, because each has some memory of its own.
+    Models with equal modules share an executable, so it is freed with the last of these models. If no choice frees an
+    executable, models are chosen nevertheless, because each has some memory of its own.
     """
     left, sharers = Counter(users), defaultdict[int, list[WarmModel]](list)
     chosen: dict[str, WarmModel] = {}
@@ -118,7 +118,7 @@ class HostCopies:
         self._mover: WeightMover | None = None
         #: Models that were loaded without a copy and should get one, in this order.
         self._wanting: dict[str, None] = {}
-        # Only one of the following is true at a time, because there is one decision at a time.
+        # A new copy is made only while both of the following are false.
         #: True while copies are being dropped.
         self._drops = False
         #: True while a copy is being made.
@@ -134,7 +134,10 @@ class HostCopies:
         self._mover = mover
 
     def loaded(self, model: CompiledModel) -> None:
-        """Keep a host copy for a model whose weights were loaded, if its residency asks for one and there is room."""
+        """Request a host copy for a model whose weights were loaded, if its residency asks for a copy.
+
+        It is made if there is room.
+        """
         self.tell(model)
         if model.residency == "system" and not model.host.kept:
             self._wanting[model.key] = None
@@ -144,8 +147,8 @@ class HostCopies:
     def measured(self, message: HostMemoryMeasured, now: float) -> int:
         """Handle a measurement of the free memory, for example after copies were dropped or made.
 
-        Return the bytes that sequences' state must free, because copies do not suffice. `is_short` says whether
-        models must leave for the same reason.
+        Return how many bytes the states of sequences must free, because dropping host copies does not free enough memory. If
+        `is_short` is true, models must fall back to cold for the same reason.
         """
         assert self._mover is not None
         host, lacking = self._mover.host, 0
@@ -166,7 +169,10 @@ class HostCopies:
         return lacking
 
     def _tell_all(self) -> None:
-        """Report new and dropped copies to the scheduler. Free what was read for loads that are not needed any more."""
+        """Report new and dropped copies to the scheduler.
+
+        Free weights that were read ahead for loads that are not needed any more.
+        """
         for key, entry in self._catalog.entries.items():
             model = entry.model
             if model is None or entry.ending:
@@ -174,7 +180,7 @@ class HostCopies:
             at_rest = self._scheduler.idle_since(key) < inf
             if at_rest and model.host.is_read_ahead and self._mover is not None:
                 self._mover.end_read_ahead(model.host)
-            # Weights that were read ahead of a load count as copied until its end.
+            # Weights that were read ahead of a load are treated as a host copy until the load ends.
             if at_rest or model.host.kept or entry.weights == "resident":
                 self.tell(model)
 
@@ -227,7 +233,7 @@ class HostCopies:
         over = 0 if limit is None else limit.excess(taken + left, spare)
         excess = max(short, over)
         if excess > 0 and left:
-            # These copies were left by the last runtime, and no front has asked for their models since.
+            # An earlier runtime left these tensors, and no front has asked for their models since then.
             mover.forget_left(excess)
             excess -= left
         if excess > 0 and mover.host.ahead:
@@ -242,22 +248,22 @@ class HostCopies:
             log.info("host copies dropped, memory is short: %s", ", ".join(chosen))
         self._drop([*idle, *chosen])
         self.is_short = short > 0 and lacking > 0 and not (idle or chosen)
-        # Copies can be read again, but state cannot. So no sequence ends for the extra bytes that are freed to have
-        # plenty of memory.
+        # Copies can be read again, but state cannot. So no sequence ends only for the additional bytes of `short`, which are
+        # freed until twice the least share is free.
         return max(0, lacking - max(0, short - over))
 
     def _end_reads_ahead(self, mover: WeightMover) -> None:
-        """Free what was read for loads that have not begun. It will be read again."""
+        """Free weights that were read ahead for loads that have not begun. They will be read again."""
         for key, entry in self._catalog.entries.items():
             model = None if entry.ending or entry.weights != "absent" else entry.model
-            # While a read runs, the weights are still on disk.
+            # While a read runs, the scheduler still treats the weights as on disk.
             if model is not None and model.host.is_read_ahead and not self._scheduler.on_disk(key):
                 mover.end_read_ahead(model.host)
                 log.info("%s: what was read for its load was dropped, memory is short", key)
                 self.tell(model)
 
     def _make(self, spare: int) -> None:
-        """Make a copy for the first model that wants one. It may take the place of less recently used copies."""
+        """Make a copy for the first model that wants a copy. It may take the place of less recently used copies."""
         while self._wanting and self._mover is not None and not (self._drops or self._makes):
             key = next(iter(self._wanting))
             entry = self._catalog.entries.get(key)
@@ -269,7 +275,7 @@ class HostCopies:
                 if excess > 0:
                     victims, lacking = choose_copies(self._copies(), excess, self._scheduler.idle_since(key))
             if victims and not lacking:
-                # This may happen at each load without a copy, which is too often for a line for operators.
+                # The level is debug because this may happen at each load without a copy, which is too often for operators.
                 log.debug("host copies dropped for that of %s: %s", key, ", ".join(victims))
                 self._drop(victims)
                 return

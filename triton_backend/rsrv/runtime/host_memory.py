@@ -35,13 +35,14 @@ _SHM = Path("/dev/shm")
 _NAME = re.compile(r"[0-9a-f]{64}")
 #: Mode of the files. They are read-only, because a file is not written after it is linked.
 _FILE_MODE = 0o400
-#: Share of all memory that copies must leave by default. It is for processes, executables, requests, and the file cache through
-#: which weights are read.
+#: Share of all memory that copies must leave free by default. It is for processes, executables, requests, and the file cache
+#: through which weights are read.
 _RESERVE = 0.25
 #: If less than this share of memory is free, evict host copies, then idle models, until twice as much is free. New
 #: copies keep that reserve. The kernel reclaims memory in storms, and kills processes, only below this share.
 _SCARCE = 1 / 16
-#: Maximum number of tensors that a process shares: an eighth of its descriptors (each tensor takes two) and of its mappings.
+#: Limits of the tensors that a `modest` process shares: an eighth of its descriptors (each tensor takes two), and 8000, which
+#: is about an eighth of its mappings.
 _MODEST_SHARE, _MAX_MODEST = 8, 8000
 
 
@@ -83,7 +84,7 @@ def _read_note(path: Path) -> _Note:
 class MemoryLimit:
     """Limit of the copies, and the memory that they share with everything else."""
 
-    #: Bytes that copies may take. Each tensor counts once.
+    #: Bytes that copies may take. Each tensor is counted once.
     copies: int
     #: Bytes of the machine or the container.
     total: int
@@ -97,9 +98,9 @@ class MemoryLimit:
         return max(copies + nbytes - self.copies, self.lacking(spare - nbytes, ends=nbytes > 0))
 
     def lacking(self, spare: int, *, ends: bool = False) -> int:
-        """Return the bytes to free while memory is short. 0: it is not short.
+        """Return the bytes to free while memory is short, or 0 if it is not short.
 
-        `ends`: True if memory was short before. It then counts as short until twice the least share is free.
+        `ends`: True if memory was short before. In this case, it is short until twice the least share is free.
         """
         enough = int(self.total * 2 * _SCARCE)
         return max(0, enough - spare) if ends or spare < self.total * _SCARCE else 0
@@ -123,7 +124,9 @@ def fresh(nbytes: int) -> Bytes:
 
 
 class HostMemory:
-    """Memory of the store that is private to this process. Tensors stay where they were read to, and end with the process.
+    """Memory of the store that is private to this process.
+
+    Tensors stay in the memory into which they were read. The process's end frees them.
 
     Every method may be called from any thread.
     """
@@ -143,7 +146,7 @@ class HostMemory:
         """
 
     def place(self, digest: str, filled: Bytes) -> TensorBytes:
-        """Return memory with the bytes of `filled`. It may be `filled` itself. `digest` is their SHA-256.
+        """Return memory with the bytes of `filled`. It may be `filled` itself. `digest` is the SHA-256 of the bytes.
 
         Raises HostMemoryError.
         """
@@ -175,10 +178,10 @@ class HostMemory:
 class SharedMemory(HostMemory):
     """One file per large tensor in a directory of /dev/shm, named by the tensor's digest. Small tensors are private.
 
-    A file is linked atomically when it is complete, and is not written again. So no process waits for another, and none
-    sees an incomplete file. Each user holds a shared lock on the file. A process that can make its lock exclusive is
-    the last user, and removes the file. So after locking a file, a process checks that it is still linked. If a process
-    is killed, the kernel drops its locks, and the files that it leaves stay valid.
+    A file is linked atomically when it is complete, and is not written again. So no process waits for another, and no process
+    sees an incomplete file. Each user holds a shared lock on the file. A process that can make its lock exclusive is the last
+    user, and removes the file. So after locking a file, a process checks that it is still linked. If a process is killed, the
+    kernel drops its locks, and the files that it leaves stay valid.
 
     So the next runtime of a server finds its predecessor's tensors. It finds their digests in notes: there is one note for
     each weights file, in a directory of the server's device. A sweep keeps the tensors in the notes of a live server even if
@@ -199,7 +202,7 @@ class SharedMemory(HostMemory):
         self._modest = modest
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = min(soft // _MODEST_SHARE, _MAX_MODEST)
-        #: Tensors that this process shares, with the number of models' stores that have each.
+        #: Number of uses of each tensor that this process shares, by the tensor's digest.
         self._users: Counter[str] = Counter()
         #: Bytes of the tensors that the last sweep left for this device, and that nothing has used since.
         self._left: dict[str, int] = {}
@@ -249,7 +252,7 @@ class SharedMemory(HostMemory):
                     self._leave_room(nbytes)
                 if fd is None:
                     fd = self._publish(digest, filled)
-                # If it is None again, another process has created or removed the file between the two calls.
+                # If it is still None, another process has created or removed the file between the two calls.
                 if fd is not None:
                     break
             return self._mapped(digest, fd, nbytes)
@@ -284,7 +287,7 @@ class SharedMemory(HostMemory):
 
         return TensorBytes(np.frombuffer(mapping, np.uint8), release)
 
-    # --- notes and left tensors ---------------------------------------------------------------------------
+    # --- notes, and tensors that earlier runtimes left behind ---------------------------------------------
 
     def recall(self, file: WeightsFile) -> Sequence[str] | None:
         path = self._note_of(file)
@@ -378,7 +381,7 @@ class SharedMemory(HostMemory):
         try:
             fd = self._open(name)
         except OSError:
-            return False  # The file was removed meanwhile, or this process has no permission.
+            return False  # The file does not exist any more, or this process has no permission.
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -402,7 +405,10 @@ class SharedMemory(HostMemory):
     # --- files --------------------------------------------------------------------------------------------
 
     def _leave_room(self, nbytes: int) -> None:
-        """Raise OSError if a file of this size would leave less than half of the file system, or few descriptors."""
+        """Raise OSError if a file of this size would leave less than half of the file system free.
+
+        Also raise OSError if this process already shares the maximum number of tensors.
+        """
         if len(self._users) >= self._most:
             raise OSError(errno.EMFILE, f"{self._most} tensors are shared")
         space = os.statvfs(self._directory)
@@ -468,7 +474,7 @@ class SharedMemory(HostMemory):
                 os.unlink(name, dir_fd=self._directory)
                 removed = True
         except OSError:
-            pass  # Another process uses the file, or only another one may remove it.
+            pass  # Another process uses the file, or this process may not remove it.
         # Unlock explicitly: a mapping keeps the lock after the descriptor is closed.
         fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
@@ -498,7 +504,7 @@ def open_host_memory(shared: bool | None, owner: str = "") -> HostMemory:
 
 
 def remove_left(owner: str) -> None:
-    """Remove what earlier runtimes of a server's device left, because no runtime will need it."""
+    """Remove the notes and tensors that earlier runtimes of a server's device left, because no runtime will need them."""
     if owner and (_shared_directory(_SHM) / owner).exists():
         with suppress(HostMemoryError):
             memory = SharedMemory(_SHM, owner=owner)
@@ -519,7 +525,7 @@ def _map(fd: int, nbytes: int) -> mmap.mmap:
 
 @contextmanager
 def _explained(path: Path, nbytes: int = 0) -> Iterator[None]:
-    """Raise a HostMemoryError that says what to do in place of an OSError."""
+    """Turn an OSError into a HostMemoryError that says what to do."""
     try:
         yield
     except OSError as error:

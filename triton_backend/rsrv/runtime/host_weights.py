@@ -31,7 +31,7 @@ class HostTensor(NamedTuple):
 class HostCounts:
     """Sizes of the host copies."""
 
-    #: Bytes of the weights of all models with a host copy. Each model counts in full.
+    #: Bytes of the weights of all models with a host copy. Shared tensors are counted for each model.
     logical: int
     #: Bytes of the distinct tensors of these weights.
     physical: int
@@ -66,7 +66,7 @@ class HostStore:
         self.limit = limit
         self._page_lock = page_lock
         self._locks = PageLocks()
-        # Guards the fields below. It is held only briefly: no thread reads, hashes or copies tensors meanwhile.
+        # Guards the fields below. It is held only briefly: no thread reads, hashes or copies tensors while it holds the lock.
         self._lock = Lock()
         self._held: dict[str, _Held] = {}
         self._closed = False
@@ -85,7 +85,7 @@ class HostStore:
     def open(self, bundle: Bundle, *, keep: bool) -> "HostWeights":
         """Identify every weight by its content. Keep a host copy if `keep` is true and there is room.
 
-        The file is read once. If an earlier runtime has left a note of its content, only tensors are read that the copy needs
+        The file is read once. If an earlier runtime has left a note of its content, this reads only tensors that the copy needs
         and that are not in memory yet. Raises HostMemoryError, and BundleError if the file is removed, has changed since the
         bundle was read, or does not match the manifest's checksum.
         """
@@ -136,7 +136,7 @@ class HostStore:
     def taken(self) -> int:
         """Bytes of host copies, of tensors that are being copied or were read ahead, and of sequences' state.
 
-        Each tensor counts once.
+        Each tensor is counted once.
         """
         return self._physical + self._reading + self.states
 
@@ -229,7 +229,7 @@ class HostStore:
             block.release()
             raise HostMemoryError("the runtime is ending")
         if stored.block is not block:
-            block.release()  # Another thread has stored the same tensor meanwhile.
+            block.release()  # Another thread has already stored the same tensor.
 
     def _give(self, tensors: Iterable[HostTensor]) -> None:
         """Remove a reference to each tensor. Release the tensors without references."""
@@ -262,7 +262,7 @@ class HostStore:
     def _forget(self, weights: "HostWeights", file: WeightsFile) -> None:
         with self._lock:
             self._open.discard(weights)
-            # Two models may have one file.
+            # Two models may have the same file.
             noted = self._closed or any(open_file._file.version == file.version for open_file in self._open)
         if not noted:
             self._memory.forget(file)
@@ -325,7 +325,7 @@ class HostWeights:
             self._store._give(taken)
             raise
         if not self._store._keeps(self):
-            self._store._give(taken)  # Another thread has made the copy meanwhile.
+            self._store._give(taken)  # Another thread has already made the copy.
 
     def _find(self, index: int) -> TensorBytes:
         """Return a tensor from shared memory. If it is not there, read it from the file and check it."""
@@ -357,8 +357,8 @@ class HostWeights:
     def read_ahead(self, indices: Iterable[int], abandoned: Callable[[], bool]) -> None:
         """Read weights without a host copy, so that the next load does not wait for storage.
 
-        These weights stay in memory until `end_read_ahead`, including weights that other models have copies of. If there is no
-        room, the file is nevertheless read if the kernel's cache may hold it. Raises Abandoned, HostMemoryError, and
+        These weights stay in memory until `end_read_ahead`, including weights of which other models have host copies. If there
+        is no room, the file is nevertheless read if the kernel's cache may hold it. Raises Abandoned, HostMemoryError, and
         BundleError if a weight in the file has changed.
         """
         self.end_read_ahead()()
@@ -387,7 +387,7 @@ class HostWeights:
             self._store.ahead += bool(ahead)
 
     def end_read_ahead(self) -> Callable[[], None]:
-        """Forget at once what was read ahead. Return a function that frees its memory, which may take long."""
+        """Forget the weights that were read ahead. Return a function that frees their memory, which may take a long time."""
         with self._store._lock:
             ahead, self._ahead = self._ahead, {}
             taken, self._ahead_held = self._ahead_held, ()
@@ -403,9 +403,9 @@ class HostWeights:
     def read(self, index: int) -> Array:
         """Return a weight as a read-only array.
 
-        It comes from the host copy, from what was read ahead, or if there is neither, from the file. The memory lives as long
-        as the array. Raises HostMemoryError, and BundleError if there is no copy and the weight in the file has changed since
-        it was opened.
+        The weight comes from the host copy or from the weights that were read ahead. If neither has it, it is read from the
+        file. The memory lives as long as the array. Raises HostMemoryError, and BundleError if there is no copy and the weight
+        in the file has changed since it was opened.
         """
         (digest, dtype, shape), nbytes = self.tensors[index]
         raw = self._store._find(digest)

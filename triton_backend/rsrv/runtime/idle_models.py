@@ -1,6 +1,7 @@
-"""Choice of the warm models that fall back to cold: models that no request has used for long, and others if memory is short.
+"""Choice of the warm models that fall back to cold.
 
-The choice belongs to the loop. The registry dismisses the chosen models.
+These are models that no request has used for a long time, and other models if memory is short. The choice belongs to the loop.
+The registry dismisses the chosen models.
 """
 
 from collections import Counter
@@ -22,7 +23,7 @@ _NEXT_FALLS_S = 0.25
 #: or imports model.py.
 _STAYS_S = 30.0
 
-#: Registrations, and models that are kept without one, by key. The value is the name and the keys of the models.
+#: Registrations, and models that are kept without a registration, by key. Each value is a name and the keys of the models.
 RegisteredModels = Mapping[str, tuple[str, tuple[str, ...]]]
 
 
@@ -57,10 +58,11 @@ class IdleModels:
         return idle, max(again, now + _MIN_CHECK_S)
 
     def choose_for_shortage(self, registered: RegisteredModels, now: float) -> list[WarmModel] | None:
-        """Return models that fall back because memory is short, the least recently used first. None: earlier ones still leave.
+        """Return models that fall back because memory is short, the least recently used first.
 
-        Models that start with the server stay, unless `idle.executable` lets them fall back. Only a few fall back at a time,
-        because only a measurement shows how much memory that frees.
+        None: models were dismissed a moment ago, so no model is chosen now. Models that start with the server stay, unless
+        `idle.executable` lets them fall back. Only a few models fall back at a time, because only the next measurement shows
+        how much memory this frees.
         """
         if self._catalog.is_dismissing or now < self._relieved + _NEXT_FALLS_S:
             return None
@@ -83,7 +85,7 @@ class IdleModels:
     def _warm(self, registered: RegisteredModels, may_fall: Callable[[str], bool]) -> Iterator[WarmModel]:
         """Yield the serving models and meta models whose name `may_fall` accepts.
 
-        Pinned models, and meta models that call one, are left out.
+        Pinned models, and meta models that call a pinned model, are left out.
         """
         limits = self._catalog.policy.settings.idle_limits
         for key, (name, models) in registered.items():

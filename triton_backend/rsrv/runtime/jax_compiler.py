@@ -33,7 +33,7 @@ _KERNEL = re.compile(r" = \S.* (?:fusion|custom-call|copy|sort|while|reduce|scat
 _PLACEHOLDERS = 8
 #: Maximum number of cached helper programs of each kind. Each takes 170 kB of host memory.
 _PROGRAMS = 256
-#: Additional array behind the arrays of an upload. It marks the end of their memory.
+#: Additional array after the arrays of an upload. It marks the end of their memory.
 ALLOCATION_END: ArrayKind = ((1,), np.dtype(np.uint8))
 
 
@@ -86,15 +86,16 @@ class AheadCompiler:
     def lacks_engine(compiled: Any) -> bool:
         """Return whether cuDNN would refuse a convolution, because XLA has named no engine for it.
 
-        That happens without a card or its tuning.
+        This happens if the module was compiled without a card and without a card's tuning.
         """
         return _NO_ENGINE in compiled.as_text()
 
     def work(self, module: bytes, signature: Signature, compiled: Any) -> tuple[float, float, int]:
         """Return the FLOP of an execution, an estimate of the bytes that it moves, and the number of its kernels.
 
-        FLOP are counted in the module before compilation, because calls of libraries have no FLOP. A loop counts as one round.
-        Bytes are the "bytes accessed" of XLA's cost analysis of the compiled module, plus those of the arguments and results.
+        FLOP are counted in the module before compilation, because calls of libraries have no FLOP. The body of a loop is
+        counted once. Bytes are the "bytes accessed" of XLA's cost analysis of the compiled module, plus those of the arguments
+        and results.
         """
         from jaxlib import _jax
 
@@ -121,7 +122,7 @@ class AheadCompiler:
 
 
 def target_of(kind: str, capability: tuple[int, int] | None) -> CompileTarget:
-    """Return the target of executables for a device of this name: everything except the module that they depend on.
+    """Return the target of executables for a device of this name: everything on which they depend, except the module.
 
     The versions and XLA's flags are those of this process.
     """
@@ -213,7 +214,7 @@ def listen_to_events(listener: Callable[..., None]) -> None:
 
 
 def use_cache(cache: CompileCache) -> bool:
-    """Make jax store executables in this cache. Return whether it will.
+    """Make jax store executables in this cache. Return whether jax will use the cache.
 
     Call this once per process, before the first compilation.
     """
@@ -254,7 +255,7 @@ class HelperPrograms:
         self.pool_maker = lru_cache(_PROGRAMS)(self._compile_pool_maker)
         self.slot_reader = lru_cache(_PROGRAMS)(self._compile_slot_reader)
         self.slot_writer = lru_cache(_PROGRAMS)(self._compile_slot_writer)
-        # Compiled once for each pair of shapes, regardless of the number of rows merged.
+        # This program is compiled once for each pair of shapes, regardless of the number of rows merged.
         self.merge: Callable[..., Any] = jax.jit(_merge, static_argnums=3)
 
     def _compile_allocator(self, kinds: tuple[ArrayKind, ...]) -> Any:

@@ -139,7 +139,7 @@ class JaxDevice:
         return self._executables.cache_counts()
 
     def card(self) -> str:
-        """Return a CUDA device and its driver as text of XLA's GpuTargetConfigProto. Raises DeviceError."""
+        """Return the description of a CUDA device and its driver as text of XLA's GpuTargetConfigProto. Raises DeviceError."""
         from jaxlib import _jax
 
         topology = _jax.get_topology_for_devices([self._device])
@@ -173,11 +173,11 @@ def _configure(platform: str, memory: MemoryShare, numerics: Numerics, *, asynch
         preallocates = options.get("preallocate") is True
         jax.config.update("jax_pjrt_client_create_options", options)
     if numerics == "f32":
-        # Set it before jax creates its client.
+        # Set this variable before jax creates its client.
         os.environ[OVERRIDE] = "0"
-    # Overrides JAX_DEFAULT_MATMUL_PRECISION.
+    # This overrides JAX_DEFAULT_MATMUL_PRECISION.
     jax.config.update("jax_default_matmul_precision", "highest" if numerics == "f32" else None)
-    # Otherwise jax narrows f64 and i64 tensors to 32 bits.
+    # Without this, jax narrows f64 and i64 tensors to 32 bits.
     jax.config.update("jax_enable_x64", True)
     # An execution occupies the CPU in any case. Another thread would only add two context switches.
     jax.config.update("jax_cpu_enable_async_dispatch", asynchronous_cpu)

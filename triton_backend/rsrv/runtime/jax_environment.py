@@ -8,11 +8,11 @@ import subprocess
 import sys
 from collections.abc import Mapping, MutableMapping
 
-#: Variables of jax that the runtime keeps. Settings of rsrv.yaml replace all others.
+#: Variables of jax that the runtime keeps. Settings of rsrv.yaml replace all other variables of jax.
 _KEPT_VARIABLES = frozenset({"JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"})
-#: Makes XLA parse XLA_FLAGS. XLA ends the process at a flag that it does not know.
+#: Program that makes XLA parse XLA_FLAGS. XLA ends the process at a flag that it does not know.
 _PARSE = "from jaxlib import xla_client; xla_client.CompileOptions()"
-#: Seconds for a process to import jaxlib on a busy machine.
+#: Maximum number of seconds in which a process imports jaxlib on a busy machine.
 _TIMEOUT_S = 60.0
 
 

@@ -1,4 +1,7 @@
-"""Modules that this server's runtimes have parsed, compiled and measured, so that the next runtime need not do it again."""
+"""Modules that this server's runtimes have parsed, compiled and measured.
+
+The next runtime need not repeat this work.
+"""
 
 import dataclasses
 import json
@@ -14,7 +17,7 @@ from rsrv_bundle.modules import Signature
 
 log = logging.getLogger(__name__)
 
-#: A start is recorded only if it takes at most this share of the shortest one, so that a model has few lines.
+#: A start is recorded only if it takes less than this share of the shortest recorded start, so that a model has few lines.
 _MUCH_SHORTER = 0.7
 
 

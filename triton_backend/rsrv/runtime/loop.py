@@ -301,7 +301,7 @@ class Loop:
     # --- the end ------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Leave `run`, and end all connections as the end of the process would. May be called on any thread."""
+        """Make `run` return, and end all connections as the end of the process would. May be called on any thread."""
         self._inbox.post(self._stop)
 
     def _stop(self) -> None:
@@ -333,7 +333,7 @@ class Loop:
                 lacking = self._weights.measured(message, now)
                 copies = self._weights.copies
                 relieved = bool(copies.shortage) and self._registry.relieve(now, copies.shortage)
-                # Models that leave because mappings are scarce free no memory for state.
+                # If models fall back to cold because mappings are scarce, this frees no memory for state.
                 if not (relieved and copies.is_short):
                     self.stateful.drop_states(lacking)
             case DeviceReady():
@@ -499,7 +499,7 @@ class Loop:
         self._pass_on()
 
     def _handle(self, event: ev.Event, ended: ExecutionEnded | None = None) -> None:
-        """Pass one event to the scheduler, and carry out its instructions. `ended` comes with `ExecutionFinished`."""
+        """Pass one event to the scheduler, and carry out its instructions. `ended` is given only with `ExecutionFinished`."""
         now = self._clock()
         instructions = self._scheduler.handle(event, now)
         span = self._timeline.happened(event, now)
@@ -565,7 +565,7 @@ class Loop:
         else:
             dispatch = Dispatch(instruction, model, variant, slices)
         if instruction.exclusive:
-            # This execution may end the process. Requests that executed before must have their answers then.
+            # This execution may end the process. Requests that executed before it must get their answers first.
             self.unanswered.send_answers()
         self._executor.start(
             dispatch,

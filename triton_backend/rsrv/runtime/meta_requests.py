@@ -167,15 +167,15 @@ class MetaRequests(RequestKind):
 
     def refused(self, id: int, status: Status, text: str) -> None:
         run = self.runs.get(id)
-        if run is not None:  # Otherwise, the connection was closed meanwhile.
+        if run is not None:  # If there is no run, its connection was closed.
             self.runs.remove(run, status)
             self._refuse_entry(run, status, text)
 
     def admit(self, instruction: ev.Admit) -> None:
-        """Begin a run: its ENTER is answered, and the calls that have waited arrive."""
+        """Begin a run: its ENTER is answered, and the calls that have waited for the admission are passed to the scheduler."""
         run = self.runs.get(instruction.run)
         if run is None:
-            return  # The connection was closed meanwhile.
+            return  # The run's connection was closed.
         run.admitted = True
         self._requests.end(run.enter_id, Status.OK, "")
         self._requests.arrived += run.held
@@ -192,7 +192,7 @@ class MetaRequests(RequestKind):
         runs = [run for run in self.runs if run.tag == tag and not run.aborted]
         for run in runs:
             if run.admitted:
-                run.aborted = True  # The stub gets this as the reply to its next call.
+                run.aborted = True  # The stub learns this from the reply to its next call.
             else:
                 self._end_run(run, Status.CANCELLED, ABORTED)
         pending = self._requests.pending.items()

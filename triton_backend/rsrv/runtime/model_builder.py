@@ -51,7 +51,7 @@ class DeviceReady:
 
 @dataclass(frozen=True, slots=True)
 class BundlesRead:
-    """The bundles of a connection are read. Or the read failed, and `result` is the reason.
+    """The bundles of a connection are read. If the read failed, `result` is the reason.
 
     Without a connection, the runtime itself asked for the model.
     """
@@ -60,7 +60,7 @@ class BundlesRead:
     result: RequestedModels | str
     #: Reasons not to build a model that has ended runtimes, by key.
     verdicts: Mapping[str, str]
-    #: Demand when the read began. A connection's demand may have changed since.
+    #: Demand when the read began. A connection's demand may have changed since then.
     demand: Demand
     #: Name of the model that the runtime itself asked for.
     name: str = ""
@@ -87,7 +87,7 @@ class ModuleCompiled:
 
 @dataclass(frozen=True, slots=True)
 class ModelCompiled:
-    """A model is compiled. Or its build failed, and `result` is the reason."""
+    """A model is compiled. If its build failed, `result` is the reason."""
 
     key: str
     result: CompiledModel | str
@@ -115,8 +115,8 @@ class ModelWarmedUp:
 class ModelBuilder:
     """The build thread, with the device that it makes, and the warm-up thread.
 
-    `make_device` runs on the build thread, because importing jax takes seconds, and stubs may connect meanwhile. `inspector`
-    inspects modules before they are compiled. Without it, they are inspected on the build thread.
+    `make_device` runs on the build thread, because importing jax takes seconds, and stubs may connect during this time.
+    `inspector` inspects modules before they are compiled. Without it, they are inspected on the build thread.
     """
 
     def __init__(
@@ -146,7 +146,8 @@ class ModelBuilder:
         self._warm_up_thread = WorkerThread("warm up")
         if inspector is not None:
             self._build_thread.put(inspector.start)
-        #: True while the build thread has a step. It gets one step at a time, so that an urgent step can overtake waiting ones.
+        #: True while the build thread has a step. It gets one step at a time, so that an urgent step can overtake waiting
+        #: steps.
         self._busy = True
         self._build_thread.put(partial(self._do, "", self._start_device))
 
@@ -214,7 +215,7 @@ class ModelBuilder:
         self._warm_up_thread.put(partial(self._warm_up, model, device, again))
 
     def clean_up(self, host: HostStore) -> None:
-        """Free resources that only building needs, when no model is being built."""
+        """Free resources that only builds need, after all waiting steps."""
         if self._inspector is not None:
             self._put(BuildStep("inspector", "", _CLEAN_UP, self._inspector.close))
         self._put(BuildStep("sweep", "", _CLEAN_UP, host.sweep))

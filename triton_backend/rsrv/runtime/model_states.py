@@ -61,7 +61,7 @@ BUILDING = {S.READING, S.COMPILING, S.WARMING_UP}
 #: States that end as soon as the scheduler releases the model.
 ENDING = {S.DRAINING, S.FAILED}
 
-#: What carries out an event: a method, an event of the scheduler, or a frame to the stubs.
+#: Name of the method, the scheduler's event, or the frame to the stubs that carries out an event.
 EFFECTS: Mapping[LifecycleEvent, str] = {
     E.MODULES_READ: "ModelBuilder.build",
     E.COMPILED: "ModelAdded",

@@ -33,7 +33,7 @@ from rsrv_bundle.spec import TensorSpec
 
 log = logging.getLogger(__name__)
 
-#: Number of timed executions of each batch size at warm-up, because other work on the machine disturbs single ones.
+#: Number of timed executions of each batch size at warm-up, because other work on the machine disturbs single executions.
 _TIMED_EXECUTIONS = 3
 #: Lower bound of a measured cost. A disturbed clock may show less.
 _MIN_COST_S = 1e-7
@@ -41,7 +41,7 @@ _MIN_COST_S = 1e-7
 _INITIAL_COST_S = 1e-3
 #: Expected duration of a compilation. The watchdog allows a hundred times as much, because XLA may time kernels for minutes.
 _COMPILATION_S = 18.0
-#: Maximum number of cached values of each kind. Models with equal values share the cached one.
+#: Maximum number of cached values of each kind. Models with equal values share the cached value.
 _SHARED = 1024
 _NOTHING: Mapping[Any, Any] = {}
 #: Fields of a generation that are sent to stubs.
@@ -153,8 +153,8 @@ def compile_model(
     `slot` records each compilation for the watchdog. Reading has no time limit, because storage may be slow. `progress` is
     called after each module with the number of compiled modules and the number of all modules. A module is compiled as it was
     when its signature was read, except for the changes of `runtime.numerics`. The costs of executions are unknown before
-    `warm_up`, unless the device knows them from earlier. Raises BundleError, HostMemoryError, DeviceError, and the compiler's
-    errors.
+    `warm_up`, unless the device knows them from an earlier start. Raises BundleError, HostMemoryError, DeviceError, and the
+    compiler's errors.
     """
     started = time.perf_counter()
     slot = slot or ActivitySlot()
@@ -197,7 +197,7 @@ def compile_model(
     nbytes = bundle.weight_bytes + (0 if pool is None else pool.nbytes)
     scratch = max(device.scratch_bytes(executable, nbytes) for executable in executables.values())
     interface = _shared(describe(bundle, {key: signatures[key] for key in keys}, of_model.max_batch_size))
-    # Open the weights last, because no code would close them if a step above failed.
+    # Open the weights after the steps above, because no code would close them if one of these steps failed.
     weights = host.open(bundle, keep=of_model.residency == "system")
     known = device.known_costs(own["version"])
     measured = known is not None and known.keys() == executables.keys()
@@ -292,8 +292,8 @@ def _treated(
 def usable(sizes: Iterable[tuple[int, int]], max_rows: int | None) -> list[tuple[int, int]]:
     """Return each (variant, size) that can execute.
 
-    Of a variant's sizes of at least `max_rows`, only the smallest one can. So a limit on the rows of an execution also limits
-    its scratch memory.
+    Of a variant's sizes of at least `max_rows`, only the smallest can execute. So a limit on the rows of an execution also
+    limits its scratch memory.
     """
     every = sorted(sizes)
     if max_rows is None:
@@ -310,8 +310,8 @@ def warm_up(
 ) -> dict[tuple[int, int], float]:
     """Execute every size several times on zeros with resident weights. Return the seconds of one execution of each size.
 
-    The first execution allocates memory. The fastest of the others is the scheduler's initial cost. Executions of a model with
-    state use no slot of its pool. `slot` records each execution for the watchdog.
+    The first execution allocates memory. The fastest of the other executions is the scheduler's initial cost. Executions of a
+    model with state use no slot of its pool. `slot` records each execution for the watchdog.
     """
     weights = model.weights
     assert weights is not None, "the scheduler warms up on resident weights only"

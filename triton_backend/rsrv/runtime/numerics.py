@@ -84,7 +84,7 @@ def probes(numerics: Numerics) -> list[tuple[bytes, Signature]]:
 
 
 def probe(device: Device, numerics: Numerics) -> Computes | None:
-    """Return the precision in which the device multiplies by default. None: it is a CPU, which has only f32.
+    """Return the precision in which the device multiplies by default. None: the device is a CPU, which has only f32.
 
     Call this before any model is compiled. Raises DeviceError if the device does not support `numerics`.
     """

@@ -28,7 +28,7 @@ def scheduler_settings(settings: Settings, *, asynchronous: bool = False) -> Sch
 
 
 def terms(settings: Settings, name: str) -> dict[str, Any]:
-    """Return the fields of a model's `Program` that settings define, not the bundle."""
+    """Return the fields of a model's `Program` that come from settings, not from the bundle."""
     model = settings.for_model(name)
     return {
         "max_queue_depth": model.max_queue_depth or settings.scheduler.max_queue_depth,

@@ -1,8 +1,8 @@
 """Work of the next runtime before its turn, while the current runtime still serves: it makes its device and executables.
 
 A GPU's memory has no room for the weights of two runtimes. So on a GPU, the next runtime only makes its CUDA context and loads
-executables, also those of the probe and of the programs that allocate memory for weights. The context takes some hundred
-megabytes outside of `memory_fraction`. The next runtime takes the memory for weights when its turn has come.
+executables, including the executables of the probe and of the programs that allocate memory for weights. The context takes some
+hundred megabytes outside of `memory_fraction`. The next runtime takes the memory for weights when its turn has come.
 """
 
 import hashlib
@@ -84,14 +84,15 @@ def prepare(
     until = time.monotonic() + _MAX_S
     for folder in sorted(repository.glob("*/*/bundle")):
         if time.monotonic() < until:
-            # Leave errors to the runtime, which reports them.
+            # Ignore errors here, because the runtime reports them later.
             with suppress(Exception):
                 name = folder.parent.parent.name
                 modules = modules_of(folder, settings, name, device.hardware, read_signature)
                 made.executables.extend(
                     [device.compile(module, signature) for _, module, signature in modules]
                 )
-                # The first load of a model with equal weights, or with weights that another model has, still compiles.
+                # If a model has two equal tensors, or shares tensors with another model, its first load still compiles a
+                # program.
                 weights = read_bundle(folder, verify=False).weights
                 device.prepare_upload([(weight.shape, numpy_dtype(weight.dtype)) for weight in weights])
     # Do this last, because all allocations come from the heap until the claim.

@@ -184,8 +184,8 @@ class DeviceProcess:
             note.unlink(missing_ok=True)
             return device
         except DeviceError as error:
-            # Record the reason for operators. Otherwise, there is none between the end of this process and the check of its
-            # successor.
+            # Record the reason for operators. Without this note, operators would see no reason after the end of this process
+            # until the next process has looked for the device.
             with suppress(OSError):
                 paths.write_whole(note, str(error))
             # Count from the first failure, because importing jax alone may take longer.
@@ -228,16 +228,16 @@ class DeviceProcess:
             with suppress(OSError):  # The stub has just ended.
                 stubs[pid] = replace(stub, pidfd=os.dup(stub.pidfd))
         end_orphans(stubs, options.server_pid, options.settings.parent)
-        with suppress(Exception):  # The loop still runs, and may change its state meanwhile.
+        with suppress(Exception):  # The loop still runs, and may change its state at the same time.
             loop.end(leave=False)
-        # Remove the directory again, because the control supervisor may have created its lock file meanwhile.
+        # Remove the directory again, because the control supervisor may have created its lock file again.
         paths.remove(options.directory)
         logging.shutdown()  # Write the lines that are still queued.
         os._exit(0)
 
     def _command(self, directory: Path, device: int) -> list[str]:
         """Return the command of another runtime of this server, with the interpreter that the stub chose for this one."""
-        # Prefer the variable to sys.executable, because it may name a script.
+        # Prefer the variable to sys.executable, because the variable may name a script.
         python = self._environment.get("RSRV_RUNTIME_PYTHON") or sys.executable
         options = self._options
         return paths.runtime_command(python, directory, options.server_pid, options.settings, str(device))
@@ -257,7 +257,7 @@ class DeviceProcess:
             except (OSError, paths.RuntimeDirectoryError) as error:
                 log.warning("device %d: %s", number, error)
         for starter in starting:
-            starter.wait()  # This process forks the runtime and ends.
+            starter.wait()  # The started process forks the runtime and ends.
 
 
 def read_settings(options: argparse.Namespace) -> Settings:

@@ -21,7 +21,8 @@ from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.statistics import MetaSnapshot, Totals
 from rsrv.scheduler.weight_states import WeightState
 
-#: Status of a run of a meta model -> the outcome of other models' requests. Any other status is a refusal.
+#: Outcome of a meta model's run, by the run's status. Requests of other models have the same outcomes. Any other status is a
+#: refusal.
 _OUTCOMES = {"ok": "answered", "deadline": "expired", "cancelled": "cancelled", "internal": "failed"}
 _NO_COUNTERS = StubCounters()
 
@@ -85,7 +86,7 @@ class Records:
         self._changes = RecordChanges()
         #: The catalog's count of changes when `_versions` was made.
         self._shape = -1
-        #: Compiled versions by the name of their model. The last one is served, or will be served next.
+        #: Compiled versions by the name of their model. The last version is served, or will be served next.
         self._versions: dict[str, list[ModelEntry]] = {}
         #: Models with sequences. Each record has them, because sequences end without an event of the scheduler.
         self._stateful: set[str] = set()
@@ -234,13 +235,13 @@ class Records:
     def _add_state(
         self, record: pb.ModelRecord, versions: Iterable[ModelEntry], served: CompiledModel
     ) -> None:
-        """Add the numbers of a model's sequences by state, and its generations. Generations also count as sequences."""
+        """Add the numbers of a model's sequences by state, and its generations. Generations are also counted as sequences."""
         sequences: Counter[str] = Counter()
         for version in versions:
             for state, count in self._sequences.count(version.key).items():
                 sequences[state.value] += count
         record.sequences.update(sequences)
-        # The counters may come from an earlier version of the same name, so check that this one generates.
+        # The counters may come from an earlier version of the same name, so check that this version generates.
         generates = served.bundle.manifest.generate is not None
         if generates and (generations := self._generations.get(record.name)) is not None:
             record.generations = generations.active

@@ -47,7 +47,7 @@ _MAX_NAME = 255
 _MAX_REASON = 4000
 #: Seconds between two announcements of places in the queue of builds.
 _PLACES_S = 1.0
-#: Reason that is sent to a native front. It also covers meta models, because their model.py counts as hooks.
+#: Reason that is sent to a native front. It also covers meta models, because their model.py is treated as hooks.
 _NOT_FLAT = (
     "the native front runs no hooks, meta models or models with state; run rsrv-gen again for a Python front"
 )
@@ -91,7 +91,7 @@ class Registry:
         self.handover = Handover()
 
     def starting(self) -> dict[str, str]:
-        """Return what each starting model waits for."""
+        """Return the step in which each starting model is, by name."""
         building = (self.catalog.entries[key] for key in self.catalog.building)
         steps = {entry.name: entry.state.value for entry in building}
         # Models whose bundles are being read are in no queue, and have no state yet.
@@ -185,13 +185,13 @@ class Registry:
         return not self._serves(name)
 
     def _serves(self, name: str) -> bool:
-        """Return whether a model or meta model of that name will stay."""
+        """Return whether there is a model or meta model of that name that is not ending."""
         return self.catalog.serves(name) or any(group.name == name for group in self.metas())
 
     def dismiss(self, key: str | None = None) -> None:
-        """Send COLD to the stubs of a model or meta model that serves, or of all (None).
+        """Send COLD to the stubs of a model or meta model that serves. None: send it to all stubs.
 
-        A stub without requests leaves, and returns with its next request.
+        A stub without requests then disconnects, and connects again at its next request.
         """
         for connection in self._transport.connections:
             group = connection.group
@@ -217,7 +217,7 @@ class Registry:
         return again
 
     def relieve(self, now: float, shortage: str) -> bool:
-        """Dismiss models because of a `shortage`. Return whether any model is leaving."""
+        """Dismiss models because of a `shortage`. Return whether models are falling back to cold."""
         chosen = self._idle.choose_for_shortage(self._registered(), now)
         for model in chosen or ():
             self._fall_back(model, shortage)
@@ -289,7 +289,10 @@ class Registry:
             self._transport.guard(connection, self._announce_step, connection, building, least_s)
 
     def _is_deferred(self, message: BundlesRead, requested: RequestedModels) -> bool:
-        """Postpone a registration if one of its models is ending, until that model is gone. Return whether it is postponed."""
+        """Postpone a registration if one of its models is ending, until that model is removed.
+
+        Return whether it is postponed.
+        """
         for key in requested.models:
             entry = self.catalog.entries.get(key)
             if entry is not None and entry.ending:
@@ -316,7 +319,7 @@ class Registry:
             self._transport.guard(connection, self._announce_step, connection, entry)
 
     def tell_places(self, now: float) -> None:
-        """Send each connection whose requests wait the number of build steps that come before its own."""
+        """For each connection with waiting requests, announce the number of build steps that precede its own step."""
         if now < self._places_sent + _PLACES_S:
             return
         self._places_sent, waiting = now, self._builder.order()
@@ -352,7 +355,7 @@ class Registry:
         return device.known_start(key) or 0.0
 
     def _read_for_none(self, message: BundlesRead) -> None:
-        """Add a model for `start`. Do nothing if a stub has registered it or `let_go` was called meanwhile."""
+        """Add a model for `start`. Do nothing if a stub has registered it or `let_go` was called after `start`."""
         requested = message.result
         if message.name not in self._held or self.catalog.serves(message.name):
             return
@@ -486,7 +489,7 @@ class Registry:
             return
         entry.model = model
         self._advance(key, LifecycleEvent.COMPILED)
-        # Operators may have changed some settings meanwhile.
+        # Operators may have changed some settings during the build.
         model.program = self.catalog.policy.program(model.program, entry.name)
         residency = self.catalog.policy.residency(entry.name)
         if model.residency != residency:
@@ -500,7 +503,7 @@ class Registry:
         on_disk = not model.host.kept
         self._outbox.append(ev.ModelAdded(model.program, warm_up=not served, restore=place, on_disk=on_disk))
         if self.catalog.policy.prefetched(entry.name):
-            # The command was for an earlier version, and also holds for this one.
+            # The command was for an earlier version, and also applies to this version.
             self._outbox.append(ev.Prefetch(key))
         if served:
             self._serve(entry)

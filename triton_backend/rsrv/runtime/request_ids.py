@@ -18,7 +18,8 @@ def global_id(connection: int, request: int) -> int:
 def request_number(id: int) -> str:
     """Return the number by which operators name a request, given its global id.
 
-    It has the connection's number and the request's number there (3.17). A step of a generation has only one (step.17).
+    It has the connection's number and the request's number there (3.17). A step of a generation has only its own number
+    (step.17).
     """
     return f"step.{-id}" if id < 0 else f"{id >> ID_BITS}.{own_number(id)}"
 

@@ -21,7 +21,10 @@ _PLAIN_FLAGS, _STEP_FLAGS = ALONE | WAITED, ALONE | WAITED | START | END
 
 
 class Requests:
-    """Handles requests, cancellations and closed connections. Requests that are not plain are passed to their kind."""
+    """Handles requests, cancellations and closed connections.
+
+    Requests that are not plain are passed to the `RequestKind` that handles them.
+    """
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ class Kept:
         return self.tensor.nbytes(self.size)
 
     def fits(self, tensor: Tensor, rows: int) -> bool:
-        """Return whether the tensor can be this input of a call with so many rows."""
+        """Return whether the tensor can be this input of a call with `rows` rows."""
         mine = self.tensor
         return (
             (mine.batch_axis is None or self.rows == rows)
@@ -96,7 +96,8 @@ class Runs:
         #: Runs by token.
         self.by_token: dict[int, MetaRun] = {}
         self._by_id: dict[int, MetaRun] = {}
-        # These are below the numbers of all requests, because a request's number has the connection's number in its upper bits.
+        # Numbers of runs are below the numbers of all requests, because a request's number has the connection's number in its
+        # upper bits.
         self._ids = itertools.count(1)
 
     def __iter__(self) -> Iterator[MetaRun]:
@@ -106,7 +107,7 @@ class Runs:
     def kept_bytes(self) -> int:
         """Device bytes of the outputs that runs keep, or are about to keep.
 
-        An output counts once for each run that keeps it.
+        An output is counted once for each run that keeps it.
         """
         return sum(run.kept_bytes for run in self)
 
@@ -120,7 +121,7 @@ class Runs:
         return run if run is not None and run.admitted and model in run.group.calls else None
 
     def of(self, connection: PeerConnection, token: int) -> MetaRun | None:
-        """Return a run of the connection's model. None: the run has ended.
+        """Return the run with this token, which belongs to the connection's model. None: the run has ended.
 
         Raises:
             ProtocolError: the run belongs to another model.

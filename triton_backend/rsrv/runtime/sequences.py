@@ -1,7 +1,7 @@
 """Sequences of models with state, and the slots of the device that they have or wait for.
 
-Pure: times are arguments, in seconds of one monotonic clock, and each call returns its consequences. A request goes
-to the scheduler when its sequence has a slot. A sequence has at most one request at a time.
+The module is pure: times are arguments, in seconds of one monotonic clock, and each call returns its consequences. A request is
+passed to the scheduler when its sequence has a slot. A sequence has at most one request at a time.
 """
 
 from collections import OrderedDict
@@ -75,20 +75,20 @@ TRANSITIONS: Mapping[tuple[SequenceState, SequenceEvent], SequenceState] = {
     (S.STORED, E.END): S.ENDED,
 }
 
-#: What carries out an event: an event of the scheduler, or a method.
+#: Name of the scheduler's event or the method that carries out an event.
 EFFECTS: Mapping[SequenceEvent, str] = {E.GRANT: "RequestsArrived", E.DISPLACE: "StatePool.launch"}
 
 
 @dataclass(slots=True, eq=False)
 class SequenceEntry:
-    """One sequence. A new one waits."""
+    """One sequence. A new sequence waits for a slot."""
 
     model: str
     id: int
     #: Connection of the latest request.
     owner: int
     state: SequenceState = SequenceState.WAITING
-    #: Number of its slot, or None if it has none.
+    #: Number of the sequence's slot, or None.
     slot: int | None = None
     tensors: SequenceTensors = field(default_factory=SequenceTensors)
     #: True once an execution has made the sequence's state.
@@ -135,7 +135,7 @@ class Verdicts(NamedTuple):
     refused: tuple[RefusedStep, ...] = ()
     #: Requests of lost sequences that the scheduler still has.
     cancelled: tuple[int, ...] = ()
-    #: Number of sequences that ended with their state.
+    #: Number of sequences that ended because their state was lost or dropped.
     lost: int = 0
 
 
@@ -345,7 +345,7 @@ class SequenceTable:
                 yield model, model.idle
 
     def forget(self, key: str) -> None:
-        """Drop a model that is gone. It has no requests any more."""
+        """Drop a removed model, which has no requests any more."""
         self._models.pop(key, None)
 
     # --- slots --------------------------------------------------------------------------------------------

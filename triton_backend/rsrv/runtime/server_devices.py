@@ -43,7 +43,7 @@ class InstalledGpu:
 
     @property
     def selectors(self) -> tuple[str, ...]:
-        """Names of its devices. CUDA never uses a partitioned GPU as a whole."""
+        """Names of the GPU's devices. CUDA never uses a partitioned GPU as a whole."""
         return (self.uuid,) if self.instances is None else self.instances
 
 
@@ -93,9 +93,9 @@ def resolve(
     """Return the devices of a server: values of CUDA_VISIBLE_DEVICES, or cpu. There is at least one. Raises DevicesError.
 
     Args:
-        devices: `runtime.devices`. Numbers count the visible GPUs.
+        devices: `runtime.devices`. Numbers are indices of the visible GPUs.
         platform: `runtime.platform`.
-        environment: variables of the server. The numbers in CUDA_VISIBLE_DEVICES are nvidia-smi's.
+        environment: variables of the server. The numbers in CUDA_VISIBLE_DEVICES are indices in nvidia-smi's order.
         list_gpus: returns the GPUs as `read_gpus` does. It is called only if needed.
     """
     visible = environment.get("CUDA_VISIBLE_DEVICES")

@@ -15,9 +15,9 @@ from rsrv_bundle.dtypes import numpy_dtype
 
 
 class RequestKind:
-    """Work for requests that are not plain, from their arrival to their end.
+    """Handler of one kind of requests that are not plain, from their arrival to their end.
 
-    The methods of this class do nothing, because a plain request needs nothing.
+    Subclasses must override `submit`. The other methods of this class do nothing, which is what a plain request needs.
     """
 
     def submit(self, place: tuple[Any, ...], request: ev.Request, token: int, step: tuple[int, int]) -> None:

@@ -1,9 +1,9 @@
 """The spare: a process that has imported everything, and becomes the next runtime when the runtime ends.
 
-The spare shares the runtime's listening socket. After the runtime's death, connections wait there for the spare, so no
-stub starts a runtime meanwhile. If the runtime has ended to put its device to sleep, the spare waits for a connection, from
-a stub with a request or from an operator who wakes the device. A spare normally has no device, because jax makes a CUDA
-context when a device is first used. Only a spare that is started for a restart prepares its device (`preparation`).
+The spare shares the runtime's listening socket. After the runtime's death, connections wait there for the spare, so no stub
+starts another runtime. If the runtime has ended to put its device to sleep, the spare waits for a connection, from a stub with
+a request or from an operator who wakes the device. A spare normally has no device, because jax makes a CUDA context when a
+device is first used. Only a spare that is started for a restart prepares its device (`preparation`).
 """
 
 import gc
@@ -43,7 +43,7 @@ _CAN = "speaks version"
 _READY = f"{_CAN} {PROTOCOL_VERSION}"
 #: Maximum seconds until a spare that is to serve soon sends its report.
 _IMPORT_S = 60.0
-#: Modules of rsrv that import the others, and modules that jax and others import at their first use.
+#: Modules of rsrv that import its other modules, and modules that jax and other packages import at their first use.
 _MODULES = (
     "rsrv.runtime.loop",
     "rsrv.runtime.jax_device",
@@ -58,14 +58,17 @@ _MODULES = (
 
 
 def has_room() -> bool:
-    """Return whether the host has memory for a spare, and is not short of memory with it."""
+    """Return whether the host has memory for a spare and would not be short of memory afterwards."""
     from rsrv.runtime.host_memory import memory_limit
 
     return not memory_limit(None).lacking(spare_memory() - _BYTES)
 
 
 class Successor:
-    """The process that becomes the next runtime, for a planned end of this one. In this class, a stub starts it later."""
+    """The process that becomes the next runtime, for a planned end of this one.
+
+    This base class has no such process. A stub starts one later.
+    """
 
     def prepare(self, done: Callable[[str], object], *, fresh: bool) -> None:
         """Make the process wait for its turn. `fresh`: it must use the packages that are installed now.

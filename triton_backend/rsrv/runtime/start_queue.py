@@ -1,4 +1,4 @@
-"""Order of the build thread's work: models that requests wait for start first.
+"""Order of the build thread's work: if requests wait for a model, it starts before other models.
 
 A start has two steps: the bundle is read, and then the model is built. Each step waits in the queue.
 """
@@ -29,7 +29,7 @@ class Demand:
     """Need for the start of a model."""
 
     urgency: Urgency = Urgency.EAGER
-    #: Earliest deadline of the waiting requests, on the loop's clock. inf if none has one.
+    #: Earliest deadline of the waiting requests, on the loop's clock. inf if no request has a deadline.
     deadline: float = inf
     #: Share of the model among models with equal demand.
     weight: float = 1.0
@@ -70,16 +70,15 @@ _LONG_S = 1.0
 class StartQueue:
     """Waiting steps, and the recent building time of each model.
 
-    Steps are ordered by urgency, then by deadline (past deadlines do not count), then by kind (short builds, reads of bundles,
+    Steps are ordered by urgency, then by deadline (past deadlines are ignored), then by kind (short builds, reads of bundles,
     long builds), then by arrival. So the first of many models serves before all bundles are read, and no short build waits for
     a long one. For the order, the expected building time and the recent building time divided by the model's weight are added
-    to the arrival. So only models that arrive within this time pass a model with a long build.
+    to the arrival. So a model with a long build is overtaken only by models that arrive within this time.
     """
 
     def __init__(self) -> None:
         self._steps: dict[Hashable, BuildStep] = {}
-        #: Steps with their ranks at the time of entry. If a step's rank has fallen since, the step is entered again when
-        #: popped.
+        #: Steps with their ranks at the time of entry. If a step's rank is worse when it is popped, the step is entered again.
         self._heap: list[tuple[_Rank, BuildStep]] = []
         self._numbers = itertools.count()
         #: For each name, the building time at the latest charge, and the time of that charge.

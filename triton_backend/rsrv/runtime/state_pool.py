@@ -75,7 +75,8 @@ class StatePool:
         self._pools: Pools | None = None
         #: The state that each slot holds, by slot.
         self._held: dict[int, SequenceTensors] = {}
-        #: Number of times that the contents were lost. By this number, an execution that fails late destroys no newer contents.
+        #: Number of times that the contents were lost. If it has changed since the launch of an execution that fails, the
+        #: failure destroys no newer contents.
         self.losses = 0
         # A thread may handle a failed execution while another thread launches the next one.
         self._lock = Lock()
@@ -111,8 +112,8 @@ class StatePool:
     ) -> tuple[Launched, int]:
         """Launch an execution of `size` rows: first `rows`, then padding. `targets`: see `Device.launch`.
 
-        Return it with the number of losses before it, for `read`. Raises StateLost and the device's errors. After an error,
-        `losses` shows whether the contents were lost.
+        Return the launched execution and the number of losses before it, which `read` needs. Raises StateLost and the device's
+        errors. After an error, `losses` shows whether the contents were lost.
         """
         self.load(device)
         with self._lock:

@@ -1,6 +1,6 @@
 """Requests of models with state: steps of clients' sequences, and of generations. Belongs to the loop.
 
-`sequences` decides which sequences have a slot of the device. Only requests of these go to the scheduler.
+`sequences` decides which sequences have a slot of the device. Only requests of these sequences are passed to the scheduler.
 """
 
 import logging
@@ -133,7 +133,7 @@ class StatefulRequests(RequestKind):
             self._apply(dropped)
 
     def forget(self, key: str) -> None:
-        """Drop all data of a model that is gone. None of its requests is left."""
+        """Drop all data of a removed model, which has no requests any more."""
         self.sequences.forget(key)
         self._step_memories.pop(key, None)
 

@@ -167,7 +167,7 @@ def write_executables(
 def find_executables(repository: Path, here: CompileTarget) -> StoredExecutables | None:
     """Return the executables in this repository for this target. None: models are compiled, and the log says why.
 
-    If several files are for the target, use the first tuned file, or if none is tuned, the first by name.
+    If several files are for the target, use the first tuned file. If no file is tuned, use the first file by name.
     """
     refused, usable = [], []
     for path in sorted(repository.glob(f"*{SUFFIX}")):

@@ -21,13 +21,13 @@ class StubCounters:
     hooks: dict[str, Histogram] = field(default_factory=dict)
     #: Seconds from a request's arrival to its answer.
     requests: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    #: Answers to clients, by status in lower case.
+    #: Number of answers to clients, by status in lower case.
     responses: Counter[str] = field(default_factory=Counter)
     #: Reason of the latest answer with the status INTERNAL.
     failure: str = ""
-    #: Answers to requests that named an alias, by alias and status.
+    #: Number of answers to requests that named an alias, by alias and status.
     aliases: dict[str, Counter[str]] = field(default_factory=dict)
-    #: Answers to copies of an alias's requests, by alias and outcome.
+    #: Number of answers to copies of an alias's requests, by alias and outcome.
     shadows: dict[str, Counter[str]] = field(default_factory=dict)
 
 

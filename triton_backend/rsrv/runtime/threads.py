@@ -16,7 +16,7 @@ _NICER = 10
 
 
 class Inbox:
-    """Messages to the loop. Any thread may post one. That wakes the loop's epoll, and the loop drains the inbox.
+    """Messages to the loop. Any thread may post a message. This wakes the loop's epoll, and the loop drains the inbox.
 
     A message is a value that describes what has ended (`loop.Loop._take` handles all kinds), or an action to call.
     """

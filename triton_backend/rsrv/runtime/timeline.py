@@ -23,7 +23,7 @@ TRACES_LENGTH = 16_384
 TRACES_ANSWER = 500
 #: Maximum number of stored arrivals. They take about 10 MB.
 ARRIVALS_LENGTH = 32_768
-#: After a reader has asked for arrivals, new ones are stored for this many seconds.
+#: After a reader has asked for arrivals, new arrivals are stored for this many seconds.
 ARRIVALS_S = 10.0
 
 WorkKind = Literal["execute", "warm_up", "load", "evict"]
@@ -52,7 +52,10 @@ class RingBuffer(Generic[T]):
         return first, list(islice(self._kept, first - oldest, first - oldest + most))
 
     def answer(self, instance: str, number: int, most: int) -> tuple[dict[str, Any], list[T]]:
-        """Return the elements of `since`, and before them the fields of an answer that describe them."""
+        """Return the fields of an answer, and the elements that `since` returns.
+
+        The fields describe the elements: `instance`, `first`, `next` and `end`.
+        """
         first, entries = self.since(number, most)
         return {"instance": instance, "first": first, "next": first + len(entries), "end": self.next}, entries
 
@@ -252,7 +255,7 @@ class Traces:
         if traced:
             self._executing[execute.number] = traced
         for request in traced:
-            if not request.executed:  # Otherwise this is the retry.
+            if not request.executed:  # If it has executed before, this is the retry.
                 request.executed = True
                 self._add_waiting(request, now, "")
 

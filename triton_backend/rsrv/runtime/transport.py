@@ -31,7 +31,7 @@ from rsrv.wire.memory import Bytes, SharedMemoryError, create_document, map_segm
 from rsrv.wire.socket import Closed, Receiver, check_peer, send
 from rsrv.wire.traces import Mark
 
-#: Seconds that peers have to read the last frames of a runtime that ends as planned.
+#: Seconds for which a runtime that ends as planned waits until its peers have read its last frames.
 _SETTLE_S = 0.05
 #: Seconds between two checks whether the peers have read these frames.
 _SETTLE_POLL_S = 0.001
@@ -51,7 +51,7 @@ _MAX_MARKS = 4096
 
 @dataclass(slots=True, eq=False)
 class MetaCounts:
-    """Runs of a meta model by outcome, and their sub-calls."""
+    """Numbers of a meta model's runs, by outcome, and of their sub-calls."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     calls: int = 0
@@ -81,7 +81,7 @@ class Registration:
 
 
 class PeerConnection:
-    """Non-blocking connection of a stub or a tool. Methods raise ProtocolError or Closed if it must be closed."""
+    """Non-blocking connection of a stub or a tool. Methods raise ProtocolError or Closed if the connection must be closed."""
 
     def __init__(self, id: int, sock: socket.socket, peer: int, buffer: memoryview | None = None) -> None:
         """`buffer`: memory for received frames. Connections may share it (see `Receiver`)."""
@@ -224,7 +224,7 @@ log = logging.getLogger(__name__)
 
 #: Number of frames that are read from one connection before the other connections get a turn.
 _MAX_FRAMES_PER_TURN = 32
-#: Connections of one model's stub: one for requests, one for deferred answers and one for metrics.
+#: Number of connections of one model's stub: one for requests, one for deferred answers and one for metrics.
 _CONNECTIONS_PER_MODEL = 3
 #: Number of descriptors that are reserved for other files: files of weights, and documents that are being sent.
 _RESERVED_FDS = 256
@@ -371,7 +371,7 @@ class Transport:
             finally:
                 for fd in fds:
                     os.close(fd)
-            # A stub may send hundreds of SPANS, and none is urgent. A frame may have closed its own connection.
+            # A stub may send hundreds of SPANS, which are not urgent. A frame may have closed its own connection.
             if kind is Kind.SPANS or connection.closed:
                 return
 

@@ -51,7 +51,7 @@ class UnansweredRequests:
             self._transport.guard(connection, connection.send_completions)
 
     def end(self, id: int, status: Status, text: str) -> None:
-        """Complete a request without an execution."""
+        """Complete a request that ended without an execution."""
         part = self.pending.pop(id)
         self._traces.live.pop(id, None)  # The scheduler may never have known it.
         if part.kind is None or part.kind.ended(part, status, text):

@@ -46,7 +46,10 @@ class Budget:
         return self.pool is not None and self.pinned > self.pool
 
     def warning(self, largest: int) -> str | None:
-        """Return what does not fit, and a remedy. `largest`: bytes of the largest model that is not pinned."""
+        """Return a text that says what does not fit and what to do.
+
+        None: everything fits, or there is no limit. `largest`: bytes of the largest model that is not pinned.
+        """
         if self.pool is None or self.on_demand is None:
             return None
         more = "raise runtime.weight_budget_bytes if it is set, or serve fewer models on this device"
@@ -239,7 +242,7 @@ class WeightManager:
                     extra=about(model, event="abandoned", evicted=evicted),
                 )
             case ev.LoadFailed():
-                # The reason of the failure is logged already. The evicted models may have been removed since.
+                # The reason of the failure is logged already. The evicted models may have been removed since then.
                 for key in evicted:
                     extra = fields(model=key.rpartition("@")[0], version=key, event="evicted")
                     log.info("%s: weights evicted for %s, whose load failed", key, model.key, extra=extra)

@@ -1,8 +1,8 @@
 """Transfers of weights between host and device, and the tensors on the device.
 
-The scheduler decides what moves, and in which order. There are three threads, and each works in order. One moves weights to
-and from the device, so that memory is freed before the load that needs it. One reads weights from disk and makes host copies.
-One frees host memory.
+The scheduler decides which weights move, and in which order. There are three threads, and each works in order. One moves
+weights to and from the device, so that memory is freed before the load that needs it. One reads weights from disk and makes
+host copies. One frees host memory.
 """
 
 import logging
@@ -48,7 +48,7 @@ class DeviceWeights:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._tensors: dict[TensorKey, _ResidentTensor] = {}
-        #: Bytes on the device. Each tensor counts once. Any thread may read the value.
+        #: Bytes on the device. Each tensor is counted once. Any thread may read the value.
         self.nbytes = 0
 
     def absent(self, weights: HostWeights) -> dict[TensorKey, int]:
@@ -101,7 +101,7 @@ class DeviceWeights:
     ) -> None:
         """Free a loaded model's weights and its state. Nothing may execute on them. Sequences keep their state on the host.
 
-        `loading_for`: the weights that are loaded next. Tensors in both stay on the device.
+        `loading_for`: the weights that are loaded next. Tensors that both models have stay on the device.
         """
         if pool is not None:
             pool.unload(self._device)
@@ -137,7 +137,7 @@ LoadEvent = ev.WeightsLoaded | ev.LoadFailed | ev.LoadAbandoned
 
 @dataclass(frozen=True, slots=True)
 class LoadEnded:
-    """A load has ended, see `event`. `weights` is None unless it succeeded."""
+    """A load has ended, see `event`. `weights` is None unless the load succeeded."""
 
     event: LoadEvent
     model: CompiledModel
@@ -183,7 +183,7 @@ class MemoryFreed:
 
 
 class _Transfer:
-    """One load. A thread carries it out, and the loop may set `abandoned` meanwhile."""
+    """One load. A thread carries it out. The loop may set `abandoned` at any time."""
 
     def __init__(
         self, model: CompiledModel, epoch: int, slot: ActivitySlot, abandoned: threading.Event
@@ -226,7 +226,7 @@ class _Transfer:
         self._slot.begin(Phase.LOADING, self._model.key, self._largest, expected)
 
     def _is_abandoned(self) -> bool:
-        # This function is called between tensors. For the watchdog, the remaining transfers then count as a new load.
+        # This function is called between tensors. For the watchdog, the remaining transfers are then a new load.
         self._begin()
         return self._abandoned.is_set()
 
@@ -249,7 +249,7 @@ class WeightMover:
         self._inbox = inbox
         # Loads have their own thread, because a compilation would delay them for seconds.
         self._device_thread = WorkerThread("weights")
-        # Reads have their own thread, because storage may be slow, and memory may have to be freed meanwhile.
+        # Reads have their own thread, because storage may be slow, and memory may have to be freed during a read.
         self._disk_thread = WorkerThread("host copies")
         self._host_memory_thread = WorkerThread("host memory")
         self._slot = slot
@@ -307,8 +307,8 @@ class WeightMover:
     def follow_residency(self, model: CompiledModel) -> None:
         """Make or drop the host copy of a model's weights, depending on its residency. Ends in `HostMemoryMeasured`."""
         if model.residency != "system":
-            # Detach the copy at once, so that the next load does not count on it. If a copy is being made now, it is
-            # dropped afterwards.
+            # Detach the copy at once, so that the next load does not use it. If a copy is being made now, it is dropped
+            # afterwards.
             self._host_memory_thread.put(model.host.detach())
         self._disk_thread.put(partial(_follow_residency, model))
         self._disk_thread.put(partial(self._measure, HostMemoryMeasured))
@@ -332,7 +332,7 @@ class WeightMover:
         self._host_memory_thread.put(partial(self._measure, CopiesDropped))
 
     def measure(self, *, mappings: bool = False) -> None:
-        """Measure how much memory the host can spare, and count the mappings if `mappings`.
+        """Measure how much memory the host can spare, and count the mappings if `mappings` is true.
 
         Ends in `HostMemoryMeasured`.
         """

@@ -14,7 +14,7 @@ a size s is measured, the estimate of each size o of the same variant sinks a li
 
     target = seed(o) * e(s) / seed(s);   if e(o) > target:  e(o) <- e(o) + RELAX * (target - e(o))
 
-It sinks until size o is tried again, and is then measured.
+The estimate sinks until size o is executed again, and is then measured.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from rsrv.scheduler.events import CallerError
 
 #: Share of a new sample in the learned cost.
 ALPHA = 0.2
-#: A sample counts at most this many times the estimate.
+#: A sample is limited to this many times the estimate.
 OUTLIER_FACTOR = 2.0
 #: Share of the excess by which an estimate falls when another size is measured.
 RELAX = 0.01
@@ -52,7 +52,7 @@ class VariantCosts:
         self._seeds = tuple(float(seeds[size]) for size in self.sizes)
         #: Estimated costs, parallel to `sizes`. They are finite and positive.
         self.seconds = list(self._seeds)
-        #: Index of the size that costs least per row when it is full. Ties go to the larger size.
+        #: Index of the size that costs least per row when it is full. If several sizes cost the same, it is the larger one.
         self.best_index = self._cheapest(None)
 
     @property
@@ -70,7 +70,7 @@ class VariantCosts:
         self._sink(new / self._seeds[measured])
 
     def relax(self) -> None:
-        """Lower estimates above their seeds a little, after a request was shed because of them.
+        """Lower each estimate that is above its seed a little, after a request was shed because of the estimates.
 
         If all requests are shed, nothing is measured. So the estimates sink until a request is tried and measured.
         """
@@ -145,7 +145,9 @@ class VariantCosts:
         return self.seconds[self.best_index] / self.capacities[self.best_index]
 
     def _cheapest(self, rows: int | None) -> int:
-        """Return the index of the size with the least cost per served row. Ties go to more served rows.
+        """Return the index of the size with the least cost per served row.
+
+        Of equal costs, the size with more served rows is used.
 
         `rows`: number of waiting rows, at least 1. None: enough to fill any size.
         """
@@ -211,11 +213,11 @@ def plan_batch(
         rows(s)  = w1 + ... + w_n(s)
         choice   = argmin over s of seconds(s) / rows(s)
 
-    Ties go to more served rows, then to the smaller size. Requests are taken whole and in order. The front request is
-    always taken. Requests without rows join any batch. If no others wait, they get the smallest size. Without `coalesce`,
-    the front request executes alone, at the smallest size that holds it.
+    If costs are equal, more served rows are preferred, and then the smaller size. Requests are taken whole and in order. The
+    front request is always taken. Requests without rows join any batch. If no other requests wait, they get the smallest size.
+    Without `coalesce`, the front request executes alone, at the smallest size that holds it.
 
-    Sizes that take longer than `limit` seconds are left out, unless all sizes that hold the front request do.
+    Sizes that take longer than `limit` seconds are left out, unless all sizes that hold the front request take longer.
 
     Args:
         waiting: rows of each request in the order of service. At least one request waits. Only as many requests are read as
@@ -250,7 +252,7 @@ def plan_batch(
             if cost > limit:
                 continue
         elif best:
-            # Cross-multiplied, because rows may be 0: no rows at any cost are worse than some rows.
+            # Compare products, because `rows` may be 0: an execution without rows is worse than any execution with rows.
             difference = cost * best_rows - best_cost * rows
             if difference > 0.0 or (difference == 0.0 and rows <= best_rows):
                 continue

@@ -72,7 +72,7 @@ class Discipline(Protocol):
         """Ignore a model's work until the next `update` or `wait`. The model may not claim this time later."""
 
     def set_filling(self, filling: bool) -> None:
-        """Record whether a load runs into free room. Such a load evicts nothing."""
+        """Record whether a load is running for which nothing was evicted, because there was free room."""
 
     def end_work(self, name: str) -> None:
         """Remove a model whose work has ended from the candidates."""
@@ -84,9 +84,11 @@ class Discipline(Protocol):
         """Record that an execution of a candidate starts, with its expected seconds."""
 
     def end(self, number: int, seconds: float) -> None:
-        """Record that an execution ended after `seconds` on the device. It may have started under another discipline.
+        """Record that an execution ended after `seconds` on the device.
 
-        The caller calls `update`, `wait`, `hold`, `end_work` or `remove` for the same model before or after this.
+        The execution may have started under another discipline.
+
+        The caller calls `update`, `wait`, `hold`, `end_work` or `remove` for the same model before or after this call.
         """
 
     def rank(self, candidate: Candidate) -> Rank:

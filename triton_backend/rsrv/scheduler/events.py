@@ -33,10 +33,10 @@ class CallerError(ValueError):
 
 
 class InvariantError(AssertionError):
-    """The scheduler contradicts itself: a bug in it.
+    """The scheduler contradicts itself, because it has a bug.
 
     Attributes:
-        model: the model concerned, None if there is none.
+        model: the affected model, or None.
         history: that model's history, oldest first, one readable line each.
     """
 
@@ -57,7 +57,7 @@ class Pause(Enum):
     #: Waiting requests execute, and so do calls of meta models' runs and steps of generations in progress. New requests are
     #: refused.
     DRAIN = "drain"
-    #: Requests wait, and none starts to execute. The model affects no decision.
+    #: Requests wait, and no request starts to execute. The model affects no decision.
     HOLD = "hold"
     #: Waiting and new requests are refused.
     REJECT = "reject"
@@ -72,7 +72,7 @@ class Program:
     costs: Mapping[tuple[int, int], float]
     #: True if several requests may share one execution. Otherwise, each request executes alone.
     coalesce: bool
-    #: Maximum number of waiting requests. Further ones are refused.
+    #: Maximum number of waiting requests. Further requests are refused.
     max_queue_depth: int
     #: Maximum number of useful rows in one execution. None means the largest compiled size.
     max_batch_rows: int | None = None
@@ -89,14 +89,15 @@ class Program:
     weight: float = 1.0
     #: Maximum seconds that a request may be delayed so that others can share its execution. 0 means no delay.
     max_delay: float = 0.0
-    #: After this many seconds without use, the weights leave the device. inf means that they stay until others need the room.
+    #: After this many seconds without use, the weights leave the device. inf means that they stay until other weights need the
+    #: room.
     idle_seconds: float = inf
-    #: How the model is paused from the start, or None.
+    #: Mode in which the model is paused from the start, or None.
     paused: Pause | None = None
     #: Name that all versions of the model share.
     name: str = ""
-    #: True if the end of a request brings the next request at once, as with the steps of a generation. An execution then
-    #: waits for the end of the one before, to include these requests. Otherwise, two halves of the generations would take
+    #: True if the end of a request brings the next request at once, as with the steps of a generation. An execution then waits
+    #: for the end of the previous execution, to include these requests. Otherwise, two halves of the generations would take
     #: turns forever.
     feeds_back: bool = False
     #: True if the variants are lengths of one axis in ascending order. Requests of a variant may then be padded and execute
@@ -115,8 +116,8 @@ class Request(NamedTuple):
     deadline: float | None = None
     #: Priority as in Triton. Smaller is more urgent, 1 is the highest, and 0 means the default, `DEFAULT_PRIORITY`.
     priority: int = 0
-    #: The meta model's run that made this sub-call, or 0. The oldest queued request of each run is committed: it precedes every
-    #: priority.
+    #: The meta model's run that made this sub-call, or 0. The oldest queued request of each run is committed: it precedes
+    #: requests of every priority.
     run: int = 0
     #: True if a runtime crashed while it executed this request. The request then shares the device with no other request,
     #: execution, load or warm-up.
@@ -129,7 +130,7 @@ class Request(NamedTuple):
     #: Absolute time when the client wants the answer, before the deadline. It orders the request, but does not end
     #: it.
     due: float | None = None
-    #: Common number of the parts of one client's request. 0: the request is not a part. Only for operators, like `tag`.
+    #: Common number of the parts of one client's request. 0: the request is not a part. It informs operators, like `tag`.
     whole: int = 0
 
 
@@ -144,9 +145,9 @@ class Run(NamedTuple):
     deadline: float | None = None
     #: Same meaning as in a request.
     priority: int = 0
-    #: Maximum number of waiting runs of this meta model, including this one. Further ones are refused.
+    #: Maximum number of waiting runs of this meta model, including this one. Further runs are refused.
     max_waiting: int = 1024
-    #: Models that the run calls. While one of them is held, the run is not admitted. If it is admitted already, it then frees
+    #: Models that the run calls. While one of these models is held, a waiting run is not admitted, and an admitted run frees
     #: its slot.
     models: tuple[str, ...] = ()
 
@@ -157,14 +158,15 @@ class Run(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class ModelAdded:
     program: Program
-    #: The model's weights are already on the device.
+    #: True if the model's weights are already on the device.
     resident: bool = False
-    #: Load the model's weights and warm it up before any request executes, because its costs are unknown.
+    #: True if the model must be warmed up before any request executes, because its costs are unknown. Its weights are loaded
+    #: for the warm-up.
     warm_up: bool = False
-    #: Load the model's weights into free room when no other load is due, in ascending order of this number. None means no
-    #: prefetch.
+    #: Place in the line of weights that load into free room when no other load is due. The smallest number loads first. None
+    #: means that the model is not in this line.
     restore: int | None = None
-    #: The model's weights are read from disk before a load, because the host has no copy.
+    #: True if the model's weights are read from disk before a load, because the host has no copy.
     on_disk: bool = False
 
 
@@ -174,7 +176,8 @@ class WarmUpEnded:
 
     model: str
     costs: Mapping[tuple[int, int], float] | None
-    #: True if it failed for lack of device memory. After the first such failure, the warm-up is retried and the model stays.
+    #: True if the warm-up failed for lack of device memory. After the first such failure, the warm-up is retried and the model
+    #: stays.
     out_of_memory: bool = False
 
 
@@ -271,7 +274,7 @@ class ExecutionFinished:
 
 @dataclass(frozen=True, slots=True)
 class CopyChanged:
-    """From now on the host has a copy of a model's weights, or has none. Ignored for unknown models, and during a read."""
+    """The host got or lost its copy of a model's weights. The event is ignored for unknown models, and during a read."""
 
     model: str
     present: bool
@@ -372,7 +375,8 @@ Event = (
 # --- instructions ----------------------------------------------------------------------------------------
 
 
-# Not frozen, because the scheduler makes one at each decision, and a frozen one takes four times as long to make.
+# `Execute` is not frozen, because the scheduler makes one at each decision, and a frozen object takes four times as long to
+# make.
 @dataclass(slots=True)
 class Execute:
     """Execute one compiled size of a model on these requests, in the order of service. `rows` of the `size` are useful."""
@@ -410,7 +414,7 @@ class LoadWeights:
 
 @dataclass(frozen=True, slots=True)
 class AbandonLoad:
-    """End a load or a read that is not needed any more early, with `LoadAbandoned`, unless it is nearly done."""
+    """End a load or a read early, because it is not needed any more. It ends in `LoadAbandoned`, unless it is nearly done."""
 
     model: str
     epoch: int
@@ -493,7 +497,7 @@ class Reason(Enum):
     PAUSED = "paused"
     #: The model's weights are not on the device, and requests do not cause a load (`SchedulerSettings.on_demand`).
     NOT_RESIDENT = "not_resident"
-    #: The model's weights found no memory recently, even with all others evicted.
+    #: A recent load of the model's weights found no memory, although all other weights were evicted.
     NO_MEMORY = "no_memory"
     #: The load of the model's weights failed.
     NOT_LOADED = "not_loaded"

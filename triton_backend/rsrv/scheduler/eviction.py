@@ -1,4 +1,4 @@
-"""The choice of weights to evict when others need room: a pure function of the candidates.
+"""Chooses the weights to evict when other weights need room. The choice depends only on the candidates.
 
 Models without waiting requests are evicted first, in the order of their last use. Models with waiting requests are evicted
 in the reverse of the discipline's order.
@@ -64,11 +64,11 @@ def choose_victims(
     residents: Iterable[Resident],
     keep: Collection[SharedTensorGroup] = (),
 ) -> list[str] | None:
-    """Return victims that free `missing` bytes together, in order of eviction. None: all candidates are not enough.
+    """Return victims that together free `missing` bytes, in order of eviction. None: the candidates do not have enough bytes.
 
-    Candidates are chosen in the order of `in_eviction_order`. Victims that the other victims make unnecessary are removed. A
-    candidate frees nothing if models that stay use all of its groups, or if its groups are in `keep`. `keep` has the groups of
-    the model that loads next.
+    Candidates are chosen in the order of `in_eviction_order`. A victim is removed from the result if the other victims free
+    enough bytes without it. A group of a candidate is not freed if a model that stays on the device uses it, or if it is in
+    `keep`. `keep` has the groups of the model that loads next.
     """
     if missing <= 0:
         return []

@@ -2,17 +2,17 @@
 
 Source: Stoica and Abdel-Wahab, "Earliest Eligible Virtual Deadline First", 1995. Linux schedules processes by it.
 
-Every model i with work and weight w_i has a virtual start v_i. It rises by s / w_i for each s seconds of device time that
-the model takes. An execution takes the device until its end is handled and another one can begin. The virtual clock V is
+Every model i with work and weight w_i has a virtual start v_i. The start rises by s / w_i for each s seconds of device time
+that the model takes. An execution takes the device until its end is handled and another one can begin. The virtual clock V is
 the weighted mean of the starts of all models with work:
 
     V = sum(w_i * v_i) / sum(w_i)         so that sum(w_i * (V - v_i)) = 0
 
 The lag w_i * (V - v_i) is the device time that model i is owed. If it is negative, the model owes device time. A model is
-*eligible* while it owes nothing: v_i <= V. At least one model always is. A model's virtual deadline is v_i + c_i / w_i,
-where c_i is the expected cost of a full execution of it. The eligible model with the earliest virtual deadline executes
-next. A model's start rises when its execution starts. The clock rises while the execution runs. (If c_i were the cost of
-the requests that wait just now, small batches would pass large ones, and all batches would be small.)
+*eligible* while it owes nothing: v_i <= V. At least one model is always eligible. A model's virtual deadline is v_i + c_i /
+w_i, where c_i is the expected cost of a full execution of it. The eligible model with the earliest virtual deadline executes
+next. A model's start rises when its execution starts. The clock rises while the execution runs. (If c_i were the cost of the
+requests that wait just now, small batches would precede large batches, and all batches would be small.)
 
 Three properties follow, and the tests check them. Here c is the cost of the model's largest execution, C that of any
 model's largest execution, and s = w_i / sum(w) over the models with work:
@@ -29,17 +29,18 @@ A model that runs out of work while it owes device time stays in the mean until 
 could drop the debt by pausing. A model that runs out of work while it is owed device time loses the claim: idle models
 save no credit. When no model has work, all debts end, because no model waits for them.
 
-A model with work whose weights are absent is not in the mean, but keeps its lag until they are loaded. So models that
-take turns on the device also share it by weight. Such a model cannot claim the rise of the clock during loads that
-evicted nothing: there was room for all, and after a long load the claim would lock the others out.
+A model with work whose weights are absent is not in the mean, but keeps its lag until they are loaded. So models that take
+turns on the device also share it by weight. Such a model cannot claim the rise of the clock during loads that evicted nothing:
+there was room for the weights of all models, and after a long load the claim would keep the other models from executing.
 
-For a model that an operator holds, no time passes. It returns with the lag and the remaining debts that it had when the
-hold began. It claims none of the device time that the others got meanwhile. Otherwise, it would lock them out after a long
-pause, for as long as the pause was.
+For a model that an operator holds, no time passes. It returns with the lag and the remaining debts that it had when the hold
+began. It cannot claim the device time that other models got during the hold. Otherwise, it would keep them from executing after
+the hold, for as long as the hold was.
 
-Among eligible models, a higher priority goes first. It cannot take more than its model's share in this way, because the
-model is then not eligible. So low priorities wait at most until all others are ahead of their shares. Only committed
-requests of metas execute although their model is not eligible. They are charged like all others.
+Among eligible models, the model with the highest priority executes first. A model with a high priority cannot take more than
+its share in this way, because it is then not eligible. So a model with a low priority waits at most until all other models are
+above their shares. Only committed requests of metas execute although their model is not eligible. They are charged like all
+others.
 """
 
 from rsrv.scheduler.discipline import COMMITTED_LEVEL, Candidate, Place
@@ -63,9 +64,9 @@ class Account:
     def __init__(self, start: float, weight: float) -> None:
         self.start = start
         self.weight = weight
-        #: True if the model counts in the mean: it has work, or executes, or owes device time.
+        #: True if the mean includes the model: it has work, or executes, or owes device time.
         self.present = False
-        #: Executions in flight.
+        #: Number of executions in flight.
         self.executing = 0
         #: Start of the model when it began to wait. None: it is not waiting.
         self.waits_from: float | None = None
@@ -74,7 +75,7 @@ class Account:
         #: Value of `Fair._fill_rise` when the model began to wait. The model may not claim the clock's rise during
         #: loads into free room.
         self.fill_rise_at_wait = 0.0
-        #: How far the model's start was behind the clock when the model was held.
+        #: Difference between the clock and the model's start when the hold began, or 0 if the start was later.
         self.held_lag = 0.0
 
 
@@ -300,7 +301,7 @@ class Fair:
         )
 
     def _enter(self, account: Account, start: float) -> None:
-        """Count a model in the mean."""
+        """Include a model in the mean."""
         account.start = start
         account.present = True
         self._weight += account.weight
@@ -346,7 +347,7 @@ class Fair:
     def _settle(self) -> None:
         """Make the models eligible whose start the clock has reached. If nothing executes or can execute, end all debts.
 
-        Debts end by moving the clock to the latest start, where the next model enters.
+        To end the debts, the clock moves to the latest start. The next model enters at this value.
         """
         while self._ineligible and (name := self._ineligible.first()) is not None:
             if self._ineligible[name] > self._clock:

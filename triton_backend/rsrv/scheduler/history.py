@@ -50,7 +50,8 @@ class History:
     __slots__ = ("_changes", "_records", "count")
 
     def __init__(self) -> None:
-        #: Number of records and changes so far. These numbers order the records of the same moment.
+        #: Number of records and changes so far. Each record has the number that it got here, which orders records of equal
+        #: time.
         self.count = 0
         self._records: deque[tuple[int, float, str, Details]] = deque(maxlen=MAX_RECORDS)
         # This is a list, because a short list takes 100 bytes, but a deque takes 760.
@@ -67,7 +68,7 @@ class History:
         del self._changes[:-MAX_CHANGES]
 
     def absences(self, since: float) -> tuple[list[tuple[float, float]], HistoryRecord | None]:
-        """Return the periods in which the weights were not usable, and the latest eviction that began one of them, or None.
+        """Return the periods in which the weights were not usable, and the latest eviction that began such a period, or None.
 
         Periods that ended before `since` are left out. A period that has not ended has the end inf.
         """

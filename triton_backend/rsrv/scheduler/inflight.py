@@ -12,8 +12,8 @@ from rsrv.scheduler.model import ModelState
 _RECENT = 16
 #: Maximum number of names that `behind` returns.
 _MAX_NAMES = 3
-#: Maximum number of host seconds that an execution is charged for. If the process was stopped meanwhile, the
-#: execution is not at fault.
+#: Maximum number of host seconds that an execution is charged for. If the host took longer, the process was probably stopped,
+#: which is not charged.
 _MAX_HOST_S = 0.001
 
 
@@ -39,9 +39,9 @@ class InFlight(dict[int, StartedExecution]):
         super().__init__()
         #: Time when the latest execution ended.
         self._freed = -inf
-        #: The executions that ended last: the model's family, and the begin and the end of the device's work.
+        #: The latest executions that have ended: the model's family, and the begin and the end of the device's work.
         self._recent: deque[tuple[str, float, float]] = deque(maxlen=_RECENT)
-        #: Number of executions started so far, which is also the number of the latest one.
+        #: Number of executions started so far, which is also the number of the latest execution.
         self.started = 0
 
     def start(self, execute: Execute, model: ModelState, now: float, charged: int | None = None) -> None:
@@ -52,8 +52,8 @@ class InFlight(dict[int, StartedExecution]):
     def end(self, number: int, seconds: float, now: float) -> StartedExecution:
         """Remove an execution that ended after `seconds` on the device.
 
-        `occupied_seconds` includes the host's work before and after the execution, because nothing else executes meanwhile.
-        Between the steps of a generation, that work takes as long as a step.
+        `occupied_seconds` includes the host's work before and after the execution, because nothing else executes during that
+        work. Between the steps of a generation, that work takes as long as a step.
         """
         ended = self.pop(number)
         since = max(ended.started, self._freed)
@@ -65,7 +65,7 @@ class InFlight(dict[int, StartedExecution]):
     def behind(self, since: float, until: float, begun_before: float) -> tuple[str, ...]:
         """Return the names of at most three models that executed in this period, the one with the most seconds first.
 
-        `begun_before`: executions that began later do not count.
+        `begun_before`: executions that did not begin before this time are ignored.
         """
         freed = self._freed
         running = (
@@ -95,7 +95,7 @@ class InFlight(dict[int, StartedExecution]):
     def end_after(self, now: float) -> float | None:
         """Return the time when all executions are expected to have ended.
 
-        None: none is in flight, or the first one is overdue.
+        None: no execution is in flight, or the first one is overdue.
         """
         first = next(iter(self.values()), None)
         if first is None:
@@ -111,7 +111,7 @@ class InFlight(dict[int, StartedExecution]):
         return max(0.0, now - max(first.started, self._freed) - first.execute.seconds)
 
     def seconds(self, now: float) -> float:
-        """Return the expected seconds until all executions end. The first one may be overdue; it then counts as 0."""
+        """Return the expected seconds until all executions end. If the first one is overdue, its remaining time is 0."""
         total = 0.0
         done = 0.0
         for execution in self.values():

@@ -28,9 +28,9 @@ Of weights:
        - LOADING if and only if the one load that runs is theirs;
        - EVICTING if and only if they are runnable, and an eviction was requested or the model was removed;
        - in BACKOFF if and only if they are absent, in no line, and a back-off runs.
-       `LoadQueue.obstacle` says what QUEUED, READING and BACKOFF weights wait for. As many weights are RESERVED as
-       warm-ups run. Models with waiting requests, pinned models and models to be warmed up are in line unless their
-       weights are on the device or loading. The link is in use unless the first model in line finds no room. Weights
+       `LoadQueue.obstacle` says what QUEUED, READING and BACKOFF weights wait for. The number of RESERVED weights is the
+       number of warm-ups that run. Models with waiting requests, pinned models and models to be warmed up are in line unless
+       their weights are on the device or loading. The link is in use unless the first model in line finds no room. Weights
        without a host copy wait for the disk before the link, and the disk is in use while any of them are in line;
     10. desired weights are on the device, loading or in line. If weights do not load on demand, requests wait for desired
         weights only. Other weights are then present only for a warm-up, or until nothing executes on them. A requested
@@ -49,8 +49,8 @@ Of statistics:
 Of runs of meta models:
     12. the oldest queued request of each is committed, and no other request is;
     13. while a run waits, the limit of admitted runs is reached, unless the runtime is about to end. Runs that call a held
-        model do not count. (The tests' driver checks that no run is admitted above the limit. More runs may be in progress
-        after the limit shrank, or when runs that did not count continue.)
+        model are ignored. (The tests' driver checks that no run is admitted above the limit. More runs may be in progress
+        after the limit shrank, or when runs that were ignored continue.)
     14. asked = admitted + waiting + expired + refused + withdrawn; no waiting run's deadline has passed.
 """
 
@@ -86,7 +86,7 @@ def check(scheduler: Scheduler) -> None:
 
 
 def check_start(scheduler: Scheduler, execute: Execute, numbered: int) -> None:
-    """Check that an execution that the latest event has started has the first requests of its queues, in order (19).
+    """Check that a new execution has the first requests of its queues, in order (19). The latest event has started it.
 
     Requests with a higher number than `numbered` are ignored: they moved up in their run during the event, perhaps after
     the start.

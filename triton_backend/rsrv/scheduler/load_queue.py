@@ -5,14 +5,14 @@ discipline ranks first loads, while other models execute. It gets free bytes, or
 `eviction.choose_victims` chooses. These weights are not evicted for it:
 
 - pinned weights, weights on which an execution runs, and weights that a committed request waits for;
-- weights in their protected time, if requests wait for them or are expected soon. The protected time is
-  `residency_factor` times the duration of their load. Requests are expected soon if the model's usual pause is shorter
-  than half a load, and the current pause is less than twice as long as the usual one. So a client that pauses between two
-  requests finds the weights still there. Loads that take turns with executions take at most 1 / (1 + residency_factor) of
-  the time, and a model waits at most one protected time longer for each model before it. Under `edf`, a model whose
-  deadline would pass meanwhile does not wait for the end of the protected time;
-- weights with waiting requests, as long as the idle weights together are large enough. Protected idle weights also count:
-  the load waits for the end of their protection;
+- weights in their protected time, if requests wait for them or are expected soon. The protected time is `residency_factor`
+  times the duration of their load. Requests are expected soon if the model's usual pause is shorter than half a load, and the
+  current pause is less than twice as long as the usual one. So a client that pauses between two requests finds the weights
+  still there. Loads that take turns with executions take at most 1 / (1 + residency_factor) of the time, and a model waits at
+  most one protected time longer for each model before it. Under `edf`, a model does not wait for the end of the protected time
+  if its deadline would pass before that end;
+- weights with waiting requests, as long as the idle weights together are large enough. Protected idle weights are included: the
+  load waits for the end of their protection;
 - weights of models with work that the discipline ranks before the model that loads. They would be the next to load again.
 
 Weights without a host copy are in line for the disk first, in the same order, and for the link once they have been read.
@@ -20,9 +20,9 @@ So a load never waits for the disk while weights in host memory are in line.
 
 While the first model finds no room, no other model loads. Otherwise, small models would starve a large one.
 
-Required loads precede all of these. They evict any weights except those in the first item of the list, idle weights first.
-The load for a warm-up takes turns with models that have work. It also spares weights in their protected time if requests
-wait for them.
+Required loads precede loads for waiting requests. They evict any weights except those in the first item of the list, idle
+weights first. The load for a warm-up takes turns with models that have work. It also spares weights in their protected time if
+requests wait for them.
 
 Prefetched weights load when no model is required or demanded, and evict only idle weights that are not protected. Restored
 weights come last, and load into free room only.
@@ -99,7 +99,7 @@ class LoadQueue:
         self._factor = settings.residency_factor
         #: True if requests cause loads and evictions.
         self.on_demand = settings.on_demand
-        # There is one line for each reason, and a model may stand in several lines. Dictionaries keep the order.
+        # There is one line for each reason, and a model may be in several lines. Dictionaries keep the order.
         self.required: dict[str, None] = {}
         #: Models with waiting requests by the discipline's rank. This line is for the link.
         self.demand_for_link: Ranking[str] = Ranking()
@@ -120,14 +120,14 @@ class LoadQueue:
         self._prefetch_may_fit = False
         #: Time when a search for room for prefetched weights may succeed although nothing else has changed.
         self._prefetch_at = inf
-        #: The first model in line, if the latest search found no room for it. A search costs O(models), so the next one waits
-        #: until `_retry_at`, or until one of `_newly_evictable` can be evicted for it.
+        #: The first model in line, if the latest search found no room for it. A search costs O(models), so the next search
+        #: waits until `_retry_at`, or until a model of `_newly_evictable` can be evicted for this model.
         self.blocked_head: str | None = None
         self._retry_at = inf
         self._newly_evictable: dict[ModelState, None] = {}
         #: Models whose load failed and is not retried for a while. If memory is short, each retry would evict the weights of
-        #: all other models. If a file cannot be read, each retry would occupy the link. A command may have loaded such a
-        #: model since.
+        #: all other models. If a file cannot be read, each retry would occupy the link. A command may have loaded such a model
+        #: since its failure.
         self.backing_off: dict[ModelState, None] = {}
 
     # --- queues and back-offs --------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class LoadQueue:
             self.unblock()
 
     def end_demand(self, model: ModelState) -> None:
-        """Remove a model whose requests are gone from the line."""
+        """Remove a model from the lines of demand, because it has no work any more."""
         self.demand_for_link.pop(model.name, None)
         self.demand_for_disk.pop(model.name, None)
         self.requeue(model)
@@ -189,7 +189,7 @@ class LoadQueue:
     def copy_changed(self, model: ModelState, *, present: bool) -> None:
         """Put a model in line for the link if its weights are in host memory now, otherwise for the disk."""
         if model.weights.state is WeightState.READING:
-            return  # `read_ended` does this
+            return  # `DeviceResidency.load_ended` calls this again when the read succeeds.
         model.weights.on_disk = not present
         rank = (self.demand_for_disk if present else self.demand_for_link).pop(model.name, None)
         if rank is not None:
@@ -316,7 +316,7 @@ class LoadQueue:
         return self._models[name]
 
     def _queued_in(self, line: Iterable[str], *, on_disk: bool) -> Iterator[str]:
-        """Return the models of a line that wait for the disk, or for the link."""
+        """Return the names of a line's models that wait for the disk, or for the link."""
         queued = ((name, self._models[name].weights) for name in line)
         return (
             name
@@ -325,7 +325,7 @@ class LoadQueue:
         )
 
     def plan(self, now: float) -> PlannedLoad | None:
-        """Choose the load that starts now, while none runs, and the evictions before it. None: no load."""
+        """Choose the load that starts now, and the evictions before it. None: no load starts. Call this while no load runs."""
         self.may_load = bool(self.required or self.demand_for_link or self.prefetched or self.restored)
         name = self.head() if self.required or self.demand_for_link else None
         if name is None:
@@ -334,7 +334,7 @@ class LoadQueue:
             return self._plan_restore() if planned is None and self.restored else planned
         planned = self._plan_head(self._models[name], now)
         if planned is None and self._warmed_up_last and self.required:
-            # The model whose turn it is does not fit now. Another one may load, so that the link is not idle.
+            # The model whose turn it is does not fit now. Another model may load, so that the link is not idle.
             self._warmed_up_last = False
             required = self._first_required(on_disk=False)
             planned = None if required is None else self._plan_head(self._models[required], now)
@@ -414,14 +414,14 @@ class LoadQueue:
         return next((model for model in in_line if self.accounts.missing(model.weights) > 0), None)
 
     def is_useless(self, model: ModelState) -> bool:
-        """True if the load that runs is not needed any more and delays another.
+        """True if the load that runs is not needed any more and delays another load.
 
         The next load of a model whose load was abandoned is never useless. Otherwise, impatient clients would never be served.
         """
         return not _is_needed(model) and self.head() is not None
 
     def is_useless_read(self, model: ModelState) -> bool:
-        """True if the read that runs is not needed any more and delays another. See `is_useless`."""
+        """True if the read that runs is not needed any more and delays another read. See `is_useless`."""
         if _is_needed(model):
             return False
         if self._head_for_disk() is not None:
@@ -515,12 +515,12 @@ class LoadQueue:
     def _yields_at(self, model: ModelState, head: ModelState) -> float:
         """Return the time from which a model's weights may be evicted for the head of the line (inf: never).
 
-        They may be evicted then if nothing executes on them.
+        From that time on, they may be evicted while nothing executes on them.
         """
         if model.weights.pinned or model.committed:
             return inf
         if head.name in self.required:
-            # A warm-up can wait until weights that were loaded for requests have served some of them.
+            # A warm-up can wait until weights that were loaded for requests have served some of these requests.
             return self._protected_until(model) if head.needs_warm_up and model.has_work else -inf
         if not self.on_demand:
             return inf
@@ -583,7 +583,7 @@ class LoadQueue:
         return model.weights.loaded_at + self._factor * model.weights.last_load_seconds
 
     def _expected_until(self, model: ModelState) -> float:
-        """Return the time until which a model without requests is expected to get one soon: after twice its usual pause.
+        """Return the time until which a model is expected to get a request: its last use plus twice its usual pause.
 
         -inf: no request is expected soon, because the usual pause is too long or unknown.
         """

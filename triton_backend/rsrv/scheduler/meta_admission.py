@@ -80,9 +80,9 @@ class MetaAdmission:
         self.waiting: dict[int, int] = {}
         #: Time at which each run was admitted, by id.
         self._admitted: dict[int, float] = {}
-        #: Number of runs requested so far, which is also the number of the latest one.
+        #: Number of runs requested so far, which is also the number of the latest run.
         self.run_count = 0
-        #: Waiting runs in the order of admission, except those that call a held model.
+        #: Waiting runs in the order of admission. Runs that call a held model are left out.
         self._order: Ranking[int] = Ranking()
         #: Deadlines of the waiting runs that have one.
         self._deadlines: Ranking[int] = Ranking()
@@ -123,7 +123,10 @@ class MetaAdmission:
                 raise CallerError(f"run {run.id} has max_waiting {run.max_waiting}; 0 is the least")
 
     def ask(self, runs: Sequence[Run], now: float, out: list[Instruction]) -> None:
-        """Queue runs, and admit as many as possible. Refuse the latest ones if more than their `max_waiting` wait."""
+        """Queue runs, and admit as many as possible.
+
+        Refuse the latest runs if more than `max_waiting` runs of their meta model wait.
+        """
         if not self.live:
             # Reset the sum, so that rounding errors do not accumulate.
             self.ahead = 0.0

@@ -19,7 +19,7 @@ _HOLDS = 8
 
 
 def check_program(program: Program) -> None:
-    """Refuse a program that cannot be scheduled.
+    """Check that a program can be scheduled.
 
     Raises:
         CallerError: a limit or a weight is out of range. (Costs are checked by `variant_costs`.)
@@ -48,7 +48,7 @@ def check_program(program: Program) -> None:
 
 
 def with_policy(program: Program, changed: PolicyChanged) -> Program:
-    """Return the program with other values, unchecked."""
+    """Return the program with the values of `changed`. The values are not checked."""
     return replace(
         program,
         weight=program.weight if changed.weight is None else changed.weight,
@@ -115,23 +115,24 @@ class ModelState:
         self.executions = 0
         self.weights = weights
         self.draining = False
-        #: True if a warm-up starts as soon as its weights are on the device.
+        #: True if a warm-up starts as soon as the model's weights are on the device.
         self.needs_warm_up = needs_warm_up
         self.paused = program.paused
         #: Periods in which the model was held, the latest last. A period that has not ended has the end inf.
         self.holds: list[tuple[float, float]] = []
         if self.held:
             self.holds.append((-inf, inf))
-        #: Runs of meta models whose calls are accepted while the model drains: the runs in progress when that began.
+        #: Runs of meta models whose calls are accepted while the model drains. They were in progress when the draining began.
         self.finishing: Collection[int] = ()
-        #: Time until which the model does not execute. Its retry evicted other models, and these execute first.
+        #: Time until which the model does not execute, because its retry evicted other models, which execute first.
         self.blocked_until = -inf
         # `recount` derives the following values, up to `dispatchable_at`, from the queues and the costs.
 
         #: True if requests wait and the model is not held.
         self.has_work = False
-        #: The queue whose front request is first in the order of service, and the place of that request.
+        #: The queue whose front request is first in the order of service.
         self.front: VariantQueue | None = None
+        #: The place of that front request.
         self.place: Place | None = None
         #: Expected device time of the waiting requests.
         self.backlog_seconds = 0.0
@@ -160,7 +161,7 @@ class ModelState:
 
     @property
     def busy(self) -> bool:
-        """True if an execution or a warm-up runs on its weights."""
+        """True if an execution or a warm-up uses the model's weights."""
         return self.executions > 0 or self.weights.state is WeightState.RESERVED
 
     @property
@@ -169,7 +170,7 @@ class ModelState:
         return Stage.QUEUE if self.weights.state in ON_DEVICE else Stage.LOAD
 
     def pause(self, mode: Pause | None, now: float) -> None:
-        """Pause the model, or resume it (None)."""
+        """Pause the model in this mode. None: resume it."""
         if self.held:
             self.holds[-1] = self.holds[-1][0], now
         self.paused = mode
@@ -194,7 +195,7 @@ class ModelState:
             queue.costs = costs[variant]
 
     def recount(self) -> None:
-        """Derive the values that depend on the queues and the costs. Costs O(variants * sizes)."""
+        """Derive the values that depend on the queues and the costs. A call costs O(variants * sizes)."""
         if not self.queued or self.paused is Pause.HOLD:
             self.has_work, self.front, self.place = False, None, None
             self.backlog_seconds = self.turn_seconds = self.batch_seconds = 0.0
@@ -230,7 +231,7 @@ class ModelState:
             return -inf
         program = self.program
         ahead = max(self.plan(front).seconds, front.seconds(coalesce=program.coalesce))
-        # All deadlines count: the order of service is not the order of deadlines.
+        # All deadlines are compared, because the order of service is not the order of deadlines.
         deadlines = (entry.request.deadline for entry in entries)
         soonest = min((deadline for deadline in deadlines if deadline is not None), default=inf)
         return min(entries[0].arrived + program.max_delay, soonest - ahead)

@@ -1,4 +1,4 @@
-"""Names in order of a rank that changes: the index behind every choice among models."""
+"""Names sorted by a rank that changes. Every choice among models uses such an index."""
 
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, TypeVar
@@ -9,7 +9,7 @@ Rank = Any
 #: Key of an index: models by name, or runs by id.
 Name = TypeVar("Name", str, int)
 
-#: Number of stale entries that a heap may always have.
+#: A heap is cleaned when it has more entries than this number plus twice the number of names.
 _MIN_CLEANED = 64
 
 

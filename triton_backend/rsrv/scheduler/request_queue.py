@@ -1,8 +1,8 @@
 """All live requests: how they enter the queues, and how they leave.
 
-A request leaves its queue for an execution, which answers it or fails. Otherwise, it expires, it is shed or cancelled, it is
-refused because its model is paused, removed or evicted, or it fails with the load of its weights. There is one method for each
-of these ways, so each request is counted and ended once.
+A request may leave its queue for an execution, which answers it or fails. A request without an execution expires, it is shed or
+cancelled, it is refused because its model is paused, removed or evicted, or it fails with the load of its weights. There is one
+method for each of these ways, so each request is counted and ended once.
 """
 
 from collections import Counter
@@ -86,7 +86,7 @@ class RequestQueues:
         self.dirty: dict[ModelState, None] = {}
         #: Requests that ended without an execution, for `RequestTimes.keep_ended` at the end of the event.
         self.ended: list[EndedWait] = []
-        #: Requests that ended without a model, or whose model was removed.
+        #: Outcomes of requests for unknown models, and of requests whose model was removed.
         self.departed = OutcomeCounts()
 
     def check(self, requests: Sequence[Request], runs: KeysView[int]) -> None:
@@ -117,7 +117,7 @@ class RequestQueues:
         """
         deadlines = self.deadlines
         if deadlines.heap and deadlines.heap[0][0] <= now:
-            # First, expired requests free their places.
+            # Expired requests must free their places first.
             self.expire(now, out)
         models, live, sequence = self._models, self.live, self._number
         place, sheds, runs = self.discipline.place, self.discipline.sheds, self.runs
@@ -266,10 +266,10 @@ class RequestQueues:
         now: float,
         out: list[Instruction],
     ) -> list[LiveRequest]:
-        """End the requests of an execution: answered, or failed with its error.
+        """End the requests of an execution. They are answered, or they fail with the execution's error.
 
         Returns:
-            All requests, if one of them took long enough to be kept by `ModelState.slowest`. Otherwise none.
+            All requests if at least one of them took long enough to be kept by `ModelState.slowest`. Otherwise an empty list.
         """
         entries = list(map(self.live.pop, requests))
         latest, slow = model.slowest.latest_arrival(now), False
@@ -307,9 +307,9 @@ class RequestQueues:
         return model
 
     def _promote(self, left: Sequence[LiveRequest]) -> None:
-        """Commit the oldest waiting request of each run that has lost these requests from its queues.
+        """Commit the oldest waiting request of each run whose requests `left` have left their queues.
 
-        It counts as arriving now, so that committed requests of other runs go before it.
+        It gets a new number, as if it arrived now, so that committed requests of other runs precede it.
         """
         for entry in left:
             self.runs[entry.request.run].remove(entry)
@@ -339,7 +339,7 @@ class RequestQueues:
 def _reason(
     model: ModelState, queue: VariantQueue | None, request: Request, now: float, on_demand: bool
 ) -> Reason | Outcome | None:
-    """Return the first reason, in this order, for which a request ends on arrival. None: it waits."""
+    """Return the first reason, in this order, for which a request ends on arrival. None: the request waits."""
     weights = model.weights
     if queue is None:
         return Reason.UNKNOWN_VARIANT
@@ -361,7 +361,7 @@ def _reason(
 def _end_arrival(
     model: ModelState, id: int, reason: Reason | Outcome, now: float, out: list[Instruction]
 ) -> None:
-    """End a request that does not wait."""
+    """End a request on arrival."""
     if isinstance(reason, Reason):
         if reason is Reason.NOT_LOADED:
             model.history.add(now, f"refused {reason.value}", (id,))

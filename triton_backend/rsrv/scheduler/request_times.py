@@ -1,4 +1,4 @@
-"""How slow requests spent their time: waiting for weights, for requests to join, for other work, or in a pause."""
+"""Parts of the time of slow requests: waits for weights, for requests to join and for other work, and pauses."""
 
 from collections.abc import Callable, Sequence
 from math import inf
@@ -25,7 +25,7 @@ class RequestTimes:
         event: ExecutionFinished,
         now: float,
     ) -> None:
-        """Offer the requests of an ended execution to the slowest requests of their model."""
+        """Pass the requests of an ended execution to their model, which keeps its slowest requests."""
         model, started, arrivals = running.model, running.started, [entry.arrived for entry in entries]
         first, held_until = min(arrivals), -inf
         if model.program.max_delay:
@@ -33,7 +33,7 @@ class RequestTimes:
             ends = first + model.program.max_delay
             held_until = ends if ends <= started else max(arrivals)
         absences, evicted = model.history.absences(first)
-        # With a depth of 2, an execution waits for the one before it on the device.
+        # With a depth of 2, an execution waits for the previous execution on the device.
         behind = self._running.behind(first, max(started, now - event.seconds), started)
         outcome = Outcome.ANSWERED if event.error is None else Outcome.FAILED
         ending = Ending(
@@ -51,7 +51,7 @@ class RequestTimes:
         model.slowest.add(entries, ending)
 
     def keep_ended(self, now: float) -> None:
-        """Offer requests that ended without an execution to the slowest requests of their models."""
+        """Pass requests that ended without an execution to their models, which keep their slowest requests."""
         ended, self._queues.ended = self._queues.ended, []
         for model, entry, outcome in ended:
             if entry.arrived < model.slowest.latest_arrival(now):

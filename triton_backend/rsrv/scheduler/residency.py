@@ -43,7 +43,8 @@ class CompactionState(Enum):
     NONE = "none"
     #: Nothing starts on the device until nothing executes, loads or warms up. Then the compaction is carried out.
     DUE = "due"
-    #: An execution or a warm-up is retried, and has the device to itself. Others may wait for their retry.
+    #: An execution or a warm-up is retried, and has the device to itself. Other executions and warm-ups may wait for their
+    #: retry.
     RETRYING = "retrying"
 
 
@@ -61,7 +62,7 @@ class Compaction:
 
     def __init__(self) -> None:
         self.state = CompactionState.NONE
-        #: True if the state is not NONE. Nothing else starts on the device then.
+        #: True if the state is not NONE. While it is true, nothing else starts on the device.
         self.active = False
         #: True if a command or a load asked for a compaction.
         self._asked = False
@@ -75,18 +76,18 @@ class Compaction:
         self.retried: ModelState | None = None
 
     def ask(self, *, restores: bool) -> None:
-        """Compact as soon as the device is idle."""
+        """Request a compaction. It is carried out as soon as the device is idle."""
         self._asked = True
         self._restores = self._restores or restores
         self._derive()
 
     def retry(self, execution: StartedExecution) -> None:
-        """Compact, then retry an execution."""
+        """Request a compaction, and after it the retry of an execution."""
         self.retries.append(execution)
         self._derive()
 
     def retry_warm_up(self, model: ModelState) -> None:
-        """Compact, then retry a model's warm-up. Its weights stay."""
+        """Request a compaction, and after it the retry of a model's warm-up. The model's weights stay."""
         self.warm_ups.append(model)
         self._derive()
 
@@ -176,13 +177,13 @@ class DeviceResidency:
     # --- models ------------------------------------------------------------------------------------------
 
     def admit(self, model: ModelState, event: ModelAdded, now: float, out: list[Instruction]) -> None:
-        """Adopt the weights of an added model that are on the device, or queue their load."""
+        """Adopt an added model's weights if they are on the device. Otherwise queue their load if a load is needed."""
         model.weights.on_disk = event.on_disk
         if event.resident:
             self.accounts.adopt(model.weights)
             self.limit_idleness(model, now)
             model.weights.desired = model.weights.pinned or not model.needs_warm_up
-            # If the model is pinned, its shared tensors count as pinned bytes, so other models may fit now.
+            # If the model is pinned, its shared tensors are pinned bytes now, so other models may fit.
             self.loads.unblock()
             self._start_warm_up(model, out)
         elif model.weights.pinned or model.needs_warm_up:
@@ -191,7 +192,10 @@ class DeviceResidency:
             self.loads.restore_at(event.restore, model)
 
     def remove(self, model: ModelState, now: float, out: list[Instruction]) -> bool:
-        """Evict a removed model's weights once nothing uses, reads or loads them. Return True when they are gone."""
+        """Evict a removed model's weights once nothing uses, reads or loads them.
+
+        Return True if the device does not have them any more.
+        """
         weights = model.weights
         self.loads.leave_lines(model)
         self.loads.forget_backoff(model)
@@ -222,7 +226,7 @@ class DeviceResidency:
                 self.loads.require(model)
         elif changed:
             if weights.state in TAKING_BYTES:
-                # Others may use its room now.
+                # Other weights may use this room now.
                 self.loads.end_backoffs()
             weights.desired = False
             if not model.needs_warm_up:
@@ -491,7 +495,7 @@ class DeviceResidency:
         out.append(self.accounts.abandon(model.weights))
 
     def evict_excess(self, now: float, out: list[Instruction]) -> None:
-        """Evict what exceeds the budget, as far as weights are evictable."""
+        """Evict weights until the budget is kept, as far as weights are evictable."""
         overdue = self.loads.victims_over_budget(now)
         for model in overdue:
             self.evict(model, Cause.BUDGET, now, out)
@@ -534,8 +538,8 @@ class DeviceResidency:
     def must_execute(self, model: ModelState) -> bool:
         """True if a model with work must execute before its eviction.
 
-        That is so if a run of a meta model waits for it, or if it has not executed since its load. Otherwise, a model that is
-        evicted again and again would never execute.
+        A model must execute if a run of a meta model waits for it, or if it has not executed since its load. Otherwise, a model
+        that is evicted again and again would never execute.
         """
         return model.committed or (model.has_work and model.weights.unserved and self.loads.on_demand)
 

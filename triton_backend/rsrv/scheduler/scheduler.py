@@ -72,7 +72,7 @@ from rsrv.scheduler.weight_states import ON_DEVICE, RUNNABLE, TAKING_BYTES, Weig
 
 
 class SchedulerPhase(Enum):
-    """Phase of a scheduler. A scheduler serves until it winds down, because the next runtime takes over."""
+    """Phase of a scheduler. A scheduler serves until it winds down. It winds down when the next runtime takes over."""
 
     SERVING = "serving"
     #: No run is admitted. No execution starts once no run and no generation is in progress. This phase has a time limit.
@@ -292,7 +292,7 @@ class Scheduler:
     def _arrive(self, event: RequestsArrived, now: float, out: list[Instruction]) -> None:
         full = self._queues.arrive(event.requests, now, out, on_demand=self.settings.on_demand)
         if full:
-            # Retry after one round of the device: the running executions, then a batch of each model with work.
+            # A retry may succeed after one round of the device: the running executions, then a batch of each model with work.
             self._settle(now)
             self._queues.refuse_full(full, self._running.seconds(now) + self._round, now, out)
 
@@ -458,15 +458,18 @@ class Scheduler:
     # --- weights -----------------------------------------------------------------------------------------
 
     def _compact(self, now: float, out: list[Instruction]) -> None:
-        """Carry out a compaction that is due, once the device is idle. Then retry what found no memory."""
+        """Carry out a compaction that is due, once the device is idle.
+
+        Then retry the execution or the warm-up that found no memory.
+        """
         compaction = self._residency.compaction
         if compaction.state is not _DUE or self._running or not self._residency.quiet:
             return
         reload_seconds = self._residency.compact(now, out)
         first = compaction.next_execution()
         if first is not None:
-            # If the execution never finds memory, it must not evict others again and again. So its model waits until they have
-            # loaded and executed.
+            # If the execution never finds memory, it must not evict other models again and again. So its model waits until
+            # those models have loaded and executed.
             turn = first.execute.seconds + (1.0 + self.settings.residency_factor) * reload_seconds
             first.model.blocked_until = max(first.model.blocked_until, now + turn)
             self._queues.dirty[first.model] = None
@@ -476,7 +479,7 @@ class Scheduler:
             out.append(again)
 
     def _evict(self, now: float, out: list[Instruction]) -> None:
-        """Carry out requested evictions, end back-offs, and evict what exceeds the budget."""
+        """Carry out requested evictions, end back-offs, and evict weights that exceed the budget."""
         residency, accounts = self._residency, self._residency.accounts
         if residency.evictions:
             residency.evict_requested(now, out)
@@ -497,7 +500,7 @@ class Scheduler:
             self._residency.load(now, out)
 
     def _load_again(self, now: float, out: list[Instruction]) -> None:
-        """Repeat the steps about weights.
+        """Repeat the steps `_evict` and `_load`.
 
         A dispatch may have shed the requests of the first model in line, or committed requests of another model.
         """
@@ -557,7 +560,7 @@ class Scheduler:
 
     @property
     def _is_closed(self) -> bool:
-        """True if no new execution starts, because the runtime is about to end. Second tries still start."""
+        """True if no new execution starts, because the runtime is about to end. Retries still start."""
         if self._phase is _SERVING:
             return False
         at_rest = self._phase is SchedulerPhase.AT_REST
@@ -611,7 +614,7 @@ class Scheduler:
     # --- the next tick ---------------------------------------------------------------------------------------
 
     def next_wakeup(self) -> float | None:
-        """Return the time when a `Tick` is due. None: nothing happens by time alone.
+        """Return the time when a `Tick` is due. None: only other events change something.
 
         It is the soonest of these times:
         - the deadline of a queued request or a waiting run, or the time when a request becomes certain to be late;
@@ -654,8 +657,8 @@ class Scheduler:
     def _goes_ahead(self, model: ModelState, now: float) -> bool:
         """Return whether an execution of a model may be launched before the executions in flight have ended.
 
-        If the head of the load queue waits for the model's room, it may not. Otherwise, the model would never be idle long
-        enough to be evicted.
+        It may not if the model feeds back and is executing. It also may not if the head of the load queue waits for the model's
+        room, because the model would then never be idle long enough to be evicted.
         """
         feeds_back = model.program.feeds_back and model.executions
         return not feeds_back and not self._loads.wants_room_of(model, now)
@@ -668,7 +671,7 @@ class Scheduler:
             `InFlight.seconds`
             + sum over queues of `VariantQueue.seconds`
 
-        Loads of weights do not count: they run concurrently with executions, and the duration of a first load is unknown.
+        Loads of weights are not included: they run concurrently with executions, and the duration of a first load is unknown.
         """
         running = self._running.seconds(now) if self._running else 0.0
         return running + max(0.0, self._backlog)
@@ -705,11 +708,14 @@ class Scheduler:
         return state is not None and state.weights.on_disk
 
     def knows(self, model: str) -> bool:
-        """True if a model is known or draining: its key may be added again only when it is neither."""
+        """True if a model is known or draining. Its key may not be added again while this is true."""
         return model in self._models or model in self._draining
 
     def last_arrival(self, model: str) -> float:
-        """Return the time when the latest requests for a known model arrived. -inf: none has, or the model is unknown."""
+        """Return the time when the latest requests for a known model arrived.
+
+        -inf: no request has arrived, or the model is unknown.
+        """
         state = self._models.get(model)
         return -inf if state is None else state.weights.last_arrival
 

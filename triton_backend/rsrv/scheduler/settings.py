@@ -24,8 +24,8 @@ class SchedulerSettings:
     #: A model with waiting requests keeps its weights on the device for at least this many times the duration of their load.
     #: See `load_queue`.
     residency_factor: float = 4.0
-    #: If True, weights load because requests wait for them, and may evict other weights. If False, weights load and leave only
-    #: by command (`Pinned`, `Prefetch`, `Evict`), and requests for other models are refused.
+    #: If True, weights load because requests wait for them, and may evict other weights. If False, weights are loaded and
+    #: evicted only by command (`Pinned`, `Prefetch`, `Evict`), and requests for other models are refused.
     on_demand: bool = True
     #: Device bytes that weights may take, including pinned ones. None means no limit.
     weight_budget_bytes: int | None = None

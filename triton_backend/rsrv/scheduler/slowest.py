@@ -70,7 +70,7 @@ class Ending(NamedTuple):
 
 
 class SlowRequest(NamedTuple):
-    """A request that took long, or has been in progress for long. Requests are ordered by their time."""
+    """A request that took long, or has been in progress for long. Requests are ordered by their seconds."""
 
     #: Seconds since the request arrived, until it ended or until now.
     seconds: float

@@ -94,17 +94,17 @@ class Totals:
     """Counters of one model. Nothing resets them."""
 
     counts: OutcomeCounts = field(default_factory=OutcomeCounts)
-    #: Missed deadlines by stage.
+    #: Number of missed deadlines by stage.
     missed: dict[Stage, int] = field(default_factory=dict)
-    #: Executions started.
+    #: Number of executions started.
     dispatches: int = 0
-    #: Useful rows of these executions.
+    #: Number of useful rows in these executions.
     useful_rows: int = 0
     #: Device time of executions that ended, including failed ones.
     device_seconds: float = 0.0
-    #: Requests that found the weights absent.
+    #: Number of requests that found the weights absent.
     misses: int = 0
-    #: Evictions of the weights by cause.
+    #: Number of evictions of the weights by cause.
     evictions: dict[Cause, int] = field(default_factory=dict)
     #: Seconds from a request's arrival until it is given to the device.
     queue_wait: Histogram = field(default_factory=lambda: Histogram(SECONDS))
@@ -112,9 +112,9 @@ class Totals:
     execute: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     #: Seconds of successful loads.
     load: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    #: Rows of requests in each execution.
+    #: Number of useful rows in each execution.
     rows: Histogram = field(default_factory=lambda: Histogram(ROWS))
-    #: Rows of padding in each execution.
+    #: Number of padding rows in each execution.
     padding: Histogram = field(default_factory=lambda: Histogram(PADDING))
 
     @classmethod
@@ -165,7 +165,7 @@ class PastTotals:
             self._past.pop(name, None)
 
     def with_present(self, versions: Iterable[tuple[str, Totals]]) -> dict[str, Totals]:
-        """Return the sums by name, current versions included."""
+        """Return the sums by name. They include the current versions."""
         several: dict[str, list[Totals]] = {name: [past] for name, past in self._past.items()}
         for name, totals in versions:
             several.setdefault(name, []).append(totals)
@@ -185,23 +185,23 @@ class ModelSnapshot:
     weights: WeightState
     #: True if the weights stay on the device.
     pinned: bool
-    #: True if it is removed, while its last executions or its load still run.
+    #: True if the model was removed, and its last executions or its load still run.
     draining: bool
-    #: How the model is paused, or None.
+    #: Mode in which the model is paused, or None.
     paused: Pause | None
     #: Number of waiting requests.
     queued: int
     #: Number of executing requests.
     executing: int
-    #: Ended requests by outcome.
+    #: Number of ended requests by outcome.
     outcomes: Mapping[Outcome, int]
-    #: Refused requests by reason. Only reasons that occurred are present.
+    #: Number of refused requests by reason. Only reasons that occurred are present.
     refused: Mapping[Reason, int]
     #: Number of executions started.
     dispatches: int
-    #: Rows of requests in all executions started.
+    #: Number of useful rows in all executions started.
     useful_rows: int
-    #: Rows of padding in all executions started.
+    #: Number of padding rows in all executions started.
     padded_rows: int
     #: Device time of executions that ended, including failed ones.
     device_seconds: float
@@ -213,11 +213,11 @@ class ModelSnapshot:
     weight_bytes: int
     #: Bytes of the model's distinct tensors. If no other model shares them, the model takes this many bytes on the device.
     device_bytes: int
-    #: Completed loads of the weights.
+    #: Number of completed loads of the weights.
     loads: int
     #: Expected seconds of the next load.
     load_seconds: float
-    #: Evictions of the weights.
+    #: Number of evictions of the weights.
     evictions: int
     #: Expected device time of the waiting requests.
     backlog_seconds: float
@@ -228,7 +228,7 @@ class ModelSnapshot:
 
     @property
     def residency(self) -> str:
-        """Return where the weights are, in the three words that operators see."""
+        """Return the word that operators see for the place of the weights: resident, loading or absent."""
         if self.weights in ON_DEVICE:
             return "resident"
         return "loading" if self.weights is WeightState.LOADING else "absent"
@@ -237,7 +237,7 @@ class ModelSnapshot:
 class WeightBytes(NamedTuple):
     """Device bytes of weights."""
 
-    #: Bytes of all weights on the device. Each shared tensor counts once.
+    #: Bytes of all weights on the device. Each shared tensor is counted once.
     physical: int
     #: Bytes of pinned weights on the device.
     pinned: int
@@ -260,38 +260,38 @@ class SharedTensors(NamedTuple):
 class MetaSnapshot:
     """Statistics of the runs of one meta model.
 
-    Each run counts in one field. An admitted run in progress also counts in `running`.
+    Each run is counted in one field. An admitted run in progress is also counted in `running`.
     """
 
-    #: Runs that wait for admission.
+    #: Number of runs that wait for admission.
     waiting: int
-    #: Runs in progress.
+    #: Number of runs in progress.
     running: int
-    #: Runs admitted since the start.
+    #: Number of runs admitted since the start.
     admitted: int
-    #: Runs whose deadline passed while they waited.
+    #: Number of runs whose deadline passed while they waited.
     expired: int
-    #: Runs refused because too many waited.
+    #: Number of runs refused because too many runs waited.
     refused: int
-    #: Runs that ended while they waited.
+    #: Number of runs that ended while they waited.
     withdrawn: int
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSnapshot:
-    """Statistics of all models, and the sums that outlive them."""
+    """Statistics of all models, and sums that include removed models."""
 
     models: Mapping[str, ModelSnapshot]
-    #: Meta models that have ever had a run. Their counters outlive their runs.
+    #: Statistics by name of each meta model that has ever had a run.
     metas: Mapping[str, MetaSnapshot]
-    #: Requests that arrived since the start. arrived = sum(outcomes) + queued + executing.
+    #: Number of requests that arrived since the start. arrived = sum(outcomes) + queued + executing.
     arrived: int
-    #: Ended requests of all models by outcome, including removed and unknown models.
+    #: Number of ended requests of all models by outcome, including removed and unknown models.
     outcomes: Mapping[Outcome, int]
     refused: Mapping[Reason, int]
     queued: int
     executing: int
-    #: Executions in flight.
+    #: Number of executions in flight.
     running: int
     #: Device bytes of weights, as in `WeightBytes`: physical, pinned and logical bytes, and the budget.
     weight_bytes: int

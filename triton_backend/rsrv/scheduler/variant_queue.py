@@ -116,7 +116,7 @@ class VariantQueue:
         return self.costs.drain_seconds(self.rows) if self.rows else self.costs.seconds[0]
 
 
-#: Number of entries of requests that left that a heap may always have.
+#: A heap is cleaned when it has more entries than this number plus twice the number of queued requests.
 _MIN_CLEANED = 64
 
 

@@ -46,7 +46,7 @@ class WeightState(StrEnum):
 
 
 class LoadReason(StrEnum):
-    """Reason of a load that weights are in line for, in order of precedence."""
+    """Reason why weights are in line for a load. Members are in order of precedence."""
 
     #: The model is pinned, or must be warmed up, or its load found no memory and is retried once.
     REQUIRED = "required"

@@ -1,8 +1,8 @@
 """The weights of all models on the device: their states, their bytes, and the budget.
 
-A tensor is identified by its content. Models with equal tensors share the bytes. Shared bytes count once, and stay on the
-device while any of the models needs them. Two tensors are in the same *group* if each model has both or neither. Sums over the
-groups of a model cost far less than sums over its tensors. A model that shares nothing has one group. In a family of
+A tensor is identified by its content. Models with equal tensors share the bytes. Shared bytes are counted once, and stay on the
+device while any of these models needs them. Two tensors are in the same *group* if each model has both or neither. Sums over
+the groups of a model cost far less than sums over its tensors. A model that shares nothing has one group. In a family of
 fine-tunes with one backbone, each member has two groups: the backbone, and its own tensors.
 
 Every load, and every read before a load, has an epoch. Epochs rise over all models, so the end of a load refers to exactly
@@ -31,7 +31,7 @@ from rsrv.scheduler.weight_states import TAKING_BYTES, TRANSITIONS, WeightEvent,
 _PAUSE_ALPHA = 0.3
 #: Seconds for which a failed load is not retried. They double with each failure, from the first to the longest value.
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 60.0
-#: Minimum share of a model's bytes that a load must move to measure how long a load of all of them takes.
+#: A load must move at least this share of a model's bytes to measure the duration of a load of all its bytes.
 _MIN_MEASURED_SHARE = 0.5
 
 
@@ -179,7 +179,7 @@ class ModelWeights:
         self.load_seconds = program.load_seconds
         #: Duration of the latest load. Before the first load, this is the program's duration of a load of all bytes.
         self.last_load_seconds = program.load_seconds
-        #: True if the weights were loaded for waiting requests, and none of these has executed yet.
+        #: True if the weights were loaded for waiting requests, and none of these requests has executed yet.
         self.unserved = False
         #: Time when the latest load or read began.
         self.begun_at = 0.0
@@ -196,7 +196,7 @@ class ModelWeights:
 
     @property
     def bytes(self) -> int:
-        """Bytes on the device if no other model shares them."""
+        """Bytes of the weights on the device if no other model shares their tensors."""
         return sum([group.bytes for group in self.groups])
 
     @property
@@ -222,7 +222,10 @@ class ModelWeights:
         return self.load_seconds + (self.read_seconds if self.on_disk else 0.0)
 
     def begin_backoff(self, now: float, error: str) -> None:
-        """Start the back-off after a failed load. It is twice as long as the one before. `error`: see `load_error`."""
+        """Start the back-off after a failed load.
+
+        It is twice as long as the previous back-off, within the limits. `error`: see `load_error`.
+        """
         self.backoff_seconds = min(max(2.0 * self.backoff_seconds, _FIRST_BACKOFF_S), _LONGEST_BACKOFF_S)
         self.backoff_until = now + self.backoff_seconds
         self.load_error = error
@@ -239,7 +242,7 @@ class ModelWeights:
         """Learn the usual pause. Call this when a request arrives while the model has no work."""
         if not self.epoch:
             return
-        # A long pause counts as at most four load times, so that a single one does not outweigh the short pauses for long.
+        # A pause is limited to four load times, so that a single long pause does not outweigh many short pauses.
         pause = min(now - self.last_used, 4.0 * self.load_seconds)
         self.usual_pause += _PAUSE_ALPHA * (pause - self.usual_pause) if self.usual_pause else pause
 
@@ -265,22 +268,24 @@ class WeightAccounts:
 
     def __init__(self, budget: int | None) -> None:
         self._epoch = 0
-        #: Rate of the latest load of any model that was long enough to measure.
+        #: Seconds per byte of the latest load that measured its model's duration.
         self._seconds_per_byte = 0.0
         self.groups = SharedTensorGroups()
         #: Device bytes that weights may take, including pinned ones. None means no limit.
         self.budget = budget
-        #: Device bytes that weights take. Each tensor counts once.
+        #: Device bytes that weights take. Each tensor is counted once.
         self.bytes = 0
         #: Device bytes that pinned weights take.
         self.pinned_bytes = 0
         #: Weights that take bytes and are not pinned. This is a dictionary to keep the order.
         self.unpinned: dict[ModelWeights, None] = {}
-        #: The weights that are loading, and whether their load must be abandoned.
+        #: The weights that are loading, or None.
         self.loading: ModelWeights | None = None
+        #: True if their load must be abandoned.
         self.abandoning = False
-        #: The weights that are being read from disk, and whether their read must be abandoned.
+        #: The weights that are being read from disk, or None.
         self.reading: ModelWeights | None = None
+        #: True if their read must be abandoned.
         self.abandoning_read = False
         #: Number of models whose weights are reserved for a warm-up.
         self.reserved = 0

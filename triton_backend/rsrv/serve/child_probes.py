@@ -28,7 +28,7 @@ async def listens(address: Address) -> bool:
 async def wait_for_hang(address: Address, patience_s: float) -> None:
     """Wait until the server has answered nothing for `patience_s` seconds.
 
-    A refused connection does not count, because the server is then starting or ending.
+    A refused connection is not a hang, because the server is then starting or ending.
     """
     pause = patience_s / _QUESTIONS
     silent = 0

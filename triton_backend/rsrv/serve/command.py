@@ -140,7 +140,7 @@ def _put(lines: bytes) -> None:
 
 
 class _LogHandler(logging.Handler):
-    """Writes the lines of `rsrv serve` itself among those of the server."""
+    """Writes the lines of `rsrv serve` itself among the lines of the server."""
 
     def __init__(self, put: Callable[[bytes], None]) -> None:
         super().__init__()

@@ -77,7 +77,7 @@ def _export(directory: Path, bundle: Path, say: Callable[[str], None]) -> None:
 def fingerprint(directory: Path) -> str:
     """Return a text that changes with the directory, one of its files, or the version of rsrv.
 
-    The ctime also counts, because files from an archive keep their old mtime.
+    The text also depends on the ctime of files, because files from an archive keep their old mtime.
     """
     files = [path for path in sorted(directory.rglob("*")) if path.is_file()]
     facts = [

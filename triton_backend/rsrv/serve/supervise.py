@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 #: After this many restarts in a row, give up the server.
 MAX_RESTARTS = 10
-#: If a server has lived for this many seconds, earlier restarts no longer count.
+#: If a server has lived for this many seconds, its earlier restarts are forgotten.
 STABLE_S = 60.0
 #: Longest pause before a restart, in seconds.
 _LONGEST = 30.0

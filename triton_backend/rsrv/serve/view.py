@@ -30,7 +30,8 @@ from rsrv_gen.write import is_alias
 
 #: Seconds between two polls, and between attempts to reach the control service.
 POLL_S = 0.25
-#: Polls until a model that is neither cold nor failed is shown as not loaded, for example because an operator has unloaded it.
+#: Number of polls until a model that is neither cold nor failed is shown as not loaded, for example because an operator has
+#: unloaded it.
 _UNCLEAR_POLLS = 40
 #: Seconds that the control service has to start after the server.
 CONTROL_S = 15.0
@@ -38,7 +39,7 @@ CONTROL_S = 15.0
 _STATUS_S = 2.0
 #: If a starting server has shown no line for this many seconds, show what it waits for. The interval doubles each time.
 QUIET_S = 10.0
-#: Characters of an error that are shown.
+#: Maximum number of characters of an error that are shown.
 _MAX_ERROR = 300
 
 

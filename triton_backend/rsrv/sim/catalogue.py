@@ -2,7 +2,7 @@
 
 The scheduler does not know a cold model. The model's first request starts it. One thread builds models one after the other, in
 the order of the runtime's `StartQueue`: it reads the weights that host memory lacks, and compiles the model or loads its
-executable. Requests that arrive meanwhile wait, at most until their deadline and for `start_timeout_s`.
+executable. Requests that arrive before the end of the start wait, at most until their deadline and for `start_timeout_s`.
 
 Weights without a host copy are read from the disk before each load. The read leaves a host copy if there is room. If the copies
 would exceed `host_memory_bytes`, the runtime's `choose_copies` chooses the copies to drop.
@@ -99,7 +99,7 @@ class Catalogue:
         self._host = TensorMemory(record.host)
         #: Models with a host copy.
         self._copies: set[str] = set()
-        #: Models that got or lost a copy since the device last read them, in order. Only the keys count.
+        #: Models that got or lost a copy since the device last read them, in order. The values are not used.
         self.changed: dict[str, None] = {}
         #: Number of unended requests of each model.
         self._unended: Counter[str] = Counter()

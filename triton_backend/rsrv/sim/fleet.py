@@ -1,6 +1,6 @@
 """Metrics of a simulation of several devices, and their comparison for several modes of the gateway.
 
-The terms, the window and the rounding are those of `metrics`.
+The terms, the window and the rounding are as in `metrics`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -44,9 +44,9 @@ class SimulatedGateway:
         #: Time of the next round. The first round comes before all other events.
         self.next_round = 0.0
         self.steps: list[tuple[float, WeightAction]] = []
-        #: Whole repacks by trigger.
+        #: Numbers of whole repacks by trigger.
         self.repacks: dict[str, int] = {}
-        #: Changes of a packed model's home.
+        #: Number of changes of a packed model's home.
         self.moves = 0
         self._rounds = 0
         self._pause = options.probe_s

@@ -250,7 +250,7 @@ def _cards(scenario: Scenario, goal_s: float, attempt: Attempt) -> Answer:
 
 
 def with_cards(scenario: Scenario, count: int) -> Scenario:
-    """Return a scenario with so many devices of one server."""
+    """Return a scenario with one server that has this many devices."""
     gateway = None if count == 1 else scenario.gateway or GatewayKeys()
     return replace(scenario, devices=count, servers=1, gateway=gateway)
 
@@ -363,7 +363,7 @@ def _device_seconds(records: Sequence[Record]) -> dict[str, float]:
 
 
 def busiest(scenario: Scenario, most: int = MOST_REQUESTS) -> Scenario:
-    """Return a scenario with only `most` of the recorded requests: those of the busiest time."""
+    """Return a scenario with only `most` of the recorded requests, from the busiest time."""
     requests = sorted(_requests(scenario), key=lambda request: request.t)
     if len(requests) > most:
         first = min(

@@ -30,11 +30,11 @@ _ALL = "#333333"
 _MODES = {"round_robin": "#CC79A7", "least_outstanding": "#E69F00", "lpt_packing": "#0072B2"}
 #: Number of windows in shares.png.
 _WINDOWS = 60
-#: Number of executions in the timeline if no window is given. A reader can distinguish about as many.
+#: Number of executions in the timeline if no window is given. A reader can distinguish about this many.
 _BARS = 60
 #: Maximum number of bars. If a window has more, the first ones are drawn.
 _MOST_BARS = 20_000
-#: Maximum number of steps of a curve. A picture cannot show as many.
+#: Maximum number of steps of a curve. This is more than a picture can show.
 _STEPS = 10_000
 #: Maximum number of characters of a model's name in a legend.
 _NAME = 24

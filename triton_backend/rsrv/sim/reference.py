@@ -1,6 +1,6 @@
 """Reference for users: the keys of a scenario, from the classes that read them, and the figures in metrics.json.
 
-`python -m rsrv.sim.reference` prints it. A test compares the figures with those that a run writes.
+`python -m rsrv.sim.reference` prints it. A test compares the figures with the figures that a run writes.
 """
 
 from collections.abc import Iterator

@@ -33,7 +33,7 @@ from rsrv.wire.frames import Status
 
 log = logging.getLogger(__name__)
 
-#: Parameter of requests. Requests with one value go to one target, as long as the shares stay.
+#: Parameter of requests. Requests with the same value get the same target while the shares do not change.
 STICKY = "rsrv_sticky"
 #: Value in place of a weight for a target that gets copies of all requests.
 SHADOW = "shadow"
@@ -56,7 +56,7 @@ class TargetResponses(Responses):
 
 
 class Split:
-    """Chooses the target of each request: by chance, or by a hash of the value that the request sticks to."""
+    """Chooses the target of each request: by chance, or by a hash of the request's parameter STICKY."""
 
     def __init__(
         self, alias: str, weights: Mapping[str, float | str], draw: Callable[[], float] = random.random
@@ -69,7 +69,7 @@ class Split:
         }
         #: Targets that get requests.
         self.names = list(self._shares)
-        #: Upper ends of the shares. If a weight grows, only the requests that it gains move.
+        #: Sums of the weights up to each target. With two targets, if a weight grows, sticky requests move only to its target.
         self._ends = list(accumulate(self._shares.values()))
         self._draw = draw
 

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 Arrays = dict[str, Array]
 
-#: Threads of an instance's pool, unless the server's command line sets another number.
+#: Number of threads of an instance's pool, unless the server's command line sets another number.
 _DEFAULT_POOL = 32
 #: Maximum number of calls that one meta model hands to Triton at a time, if its thread pool allows as many. This is a quarter
 #: of the default pool, which also sends the responses.
@@ -48,8 +48,8 @@ CALL_TIMEOUT_S = 60.0
 def limit(pool: int) -> int:
     """Return the number of calls that an instance may have in flight with a pool of this many threads.
 
-    Each call holds a thread until it is answered. The instance's own answers also need a thread, if `execute()` does
-    not return them. Without a free thread they wait for the calls, forever if those are never answered.
+    Each call holds a thread until it is answered. The instance's own answers also need a thread, if `execute()` does not return
+    them. Without a free thread, they wait until a call is answered, which may never happen.
     """
     return pool - 1
 
@@ -150,8 +150,8 @@ class _BlsCall:
 class Bls:
     """Calls other models from any thread, also while execute() runs and after it returned.
 
-    At most `concurrency` calls are in flight in Triton at a time (see `limit`); further ones wait. No
-    call takes longer than `timeout` seconds or its deadline, waiting included. The caller owns the arrays in answers.
+    At most `concurrency` calls are in flight in Triton at a time (see `limit`), and further calls wait. No call takes longer than
+    `timeout` seconds or its deadline, including this wait. The caller owns the arrays in answers.
 
     Raises ValueError if the instance has no thread for a single call.
     """
@@ -180,7 +180,7 @@ class Bls:
         self._work = threading.Condition(self._lock)
         self._deadlines_changed = threading.Condition(self._lock)
         self._waiting: deque[_BlsCall] = deque()
-        #: Calls in Triton, including those that have ended here.
+        #: Calls that Triton has received and not answered, including calls that have already failed here.
         self._under_way: set[_BlsCall] = set()
         self._threads = 0
         self._idle = 0
@@ -399,7 +399,7 @@ class Bls:
             model_name=call.model,
             requested_output_names=list(call.outputs),
             inputs=[self._input(call, name, array) for name, array in call.inputs.items()],
-            # Otherwise the outputs of a model on the GPU stay there, where numpy cannot read them.
+            # Request outputs in the CPU's memory, because numpy cannot read the GPU's memory.
             preferred_memory=self._pb.PreferredMemory(self._pb.TRITONSERVER_MEMORY_CPU, 0),
             **options,
         )
@@ -463,7 +463,7 @@ class ThroughTriton:
         arrays = check_inputs(callee, inputs)
         check_keep(callee, keep)
         remote = callee.remote
-        # Triton has no tensors without an axis of their own: [N] is sent as [N, 1].
+        # In Triton, a tensor needs an axis after the batch axis, so [N] is sent as [N, 1].
         least = 2 if remote.batched else 1
         for name, array in arrays.items():
             if array.ndim < least:

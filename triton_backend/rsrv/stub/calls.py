@@ -45,7 +45,7 @@ class Pending(Protocol):
     """A sub-call in flight."""
 
     def wait(self, until_ns: int) -> Results:
-        """Return the results. Raises RequestFailure; at the time `until_ns` with DEADLINE (CLOCK_MONOTONIC, 0: never)."""
+        """Return the results. Raises RequestFailure, with DEADLINE at the time `until_ns` of CLOCK_MONOTONIC (0: no limit)."""
 
     def when_done(self, loop: asyncio.AbstractEventLoop, until_ns: int) -> Awaitable[Results]:
         """Return an awaitable of the results."""
@@ -73,7 +73,7 @@ class LargeCallError(Exception):
 
 
 class LargeCall:
-    """A sub-call in parts, with the interface of `Pending`. The limit of parts in progress is that of clients' requests."""
+    """A sub-call in parts, with the interface of `Pending`. As many parts as for a client's request may be in progress."""
 
     def __init__(self, large: LargeCallError, start: Callable[[Mapping[str, Array]], Pending]) -> None:
         """`start` starts the call of a part, or raises RequestFailure, which then ends the whole call."""
@@ -228,7 +228,7 @@ class AsyncCall(_Calls):
             self.under_way -= 1
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Return a context for a wait of the run's event loop. If calls are in progress, it counts as waiting for them."""
+        """Return a context for a wait of the run's event loop. If calls are in progress, this is a wait for them."""
         return self._callees.waiting() if self.under_way else nullcontext()
 
 
@@ -308,7 +308,7 @@ def make_callees(
 
 
 def check_inputs(callee: Callee, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sub-call's inputs by name, checked as Triton checks those of clients. Raises RequestFailure."""
+    """Return a sub-call's inputs by name, checked as Triton checks the inputs of clients. Raises RequestFailure."""
     arrays = {
         name: value if isinstance(value, Elsewhere) else as_array(value) for name, value in inputs.items()
     }

@@ -214,7 +214,7 @@ class RuntimeConnection:
             kind, _ = frames.read_header(frame)
             if kind is Kind.REPORTED:
                 return
-            # The connection for answers also gets COLD, and leaves the runtime then.
+            # COLD is also sent on the connection for answers, which then leaves the runtime.
             if kind is not Kind.COLD:
                 raise ProtocolError(f"{kind.name} where REPORTED was expected")
 
@@ -364,7 +364,7 @@ class RuntimeConnection:
 
     @property
     def reads(self) -> bool:
-        """True if the runtime reads. Thread-safe: a poll object serves one thread at a time."""
+        """True if the runtime reads. Thread-safe, because each call makes a poll object, which serves one thread at a time."""
         fd, poll = self.sock.fileno(), select.poll()
         if fd < 0:
             return False
@@ -381,7 +381,7 @@ class RuntimeConnection:
             is_lost = not stat.S_ISSOCK(os.fstat(fd).st_mode)
         except OSError:
             is_lost = True
-        # If another thread of rsrv has closed the socket meanwhile, fileno() is -1.
+        # If another thread of rsrv has closed the socket during this check, fileno() is -1.
         return is_lost and self.sock.fileno() == fd
 
     def receive(self, timeout: float) -> list[Completion]:

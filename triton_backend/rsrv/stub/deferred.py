@@ -1,7 +1,7 @@
-"""Answers after execute() returned: one thread reads completions, a few send responses.
+"""Answers after execute() returned. One thread reads completions, and a few threads send responses.
 
-The reading thread also checks waiting requests: for clients that are gone, and for deadlines that the runtime does not
-enforce, because it does not answer or a hook takes long.
+The reading thread also checks waiting requests. It looks for clients that are gone, and for deadlines that the runtime does not
+enforce, because the runtime does not answer or a hook takes long.
 """
 
 import heapq
@@ -35,13 +35,12 @@ from rsrv.wire.socket import Closed, lacks_descriptors
 
 log = logging.getLogger(__name__)
 
-#: Most checks for cancellation in a round: each costs up to 0.2 ms.
+#: Maximum number of checks for cancellation per round, because each takes up to 0.2 ms.
 MAX_CHECKS = 16
 #: Maximum number of late answers per round, because each takes this thread some tenths of a millisecond.
 _MAX_LATE_ANSWERS = 64
 
-#: Number of threads that send deferred replies and run slow hooks. With four threads, a slow hook does not hold up the replies
-#: behind it.
+#: Number of threads that send deferred replies and run slow hooks. With four threads, later replies do not wait for a slow hook.
 SENDER_THREADS = 4
 
 #: Text for clients if this process may open no further file.
@@ -199,7 +198,7 @@ class DeferredReplies(Generic[W]):
             return
         if sent < len(requests):
             with self._lock:
-                # Leave out the requests that failed because the runtime was lost meanwhile.
+                # Leave out the requests that have already failed, because another thread has lost the runtime during `submit`.
                 refused = [
                     request for request in requests[sent:] if pending.pop(request.id, None) is not None
                 ]
@@ -240,7 +239,7 @@ class DeferredReplies(Generic[W]):
         self.rescue_all(requests.values())
 
     def rescue_all(self, requests: Iterable[W]) -> None:
-        """Let requests whose runtime is gone wait for another one. All of them must have replies."""
+        """Let requests wait for another runtime, because their runtime is gone. All of them must have replies."""
         for request in requests:
             self._owner.rescue(request)
 
@@ -322,7 +321,7 @@ class DeferredReplies(Generic[W]):
         with self._lock:
             attachment = self._attachments.get(connection)
         if attachment is None:
-            return  # Another thread has lost the connection meanwhile.
+            return  # Another thread has lost the connection.
         try:
             completions = connection.receive(0)
         except TimeoutError:

@@ -149,7 +149,7 @@ class DirectRun:
         self.token = entrance.run
         self._client_id = client_id
         self.device = 0
-        #: The run's device, if the run goes by stage.
+        #: The run's device if the run goes by stage (its callees are on several devices), otherwise None.
         self.stage: int | None = None
         #: True if the run's calls must execute alone, because a runtime died while it executed one of them.
         self.alone = False
@@ -237,7 +237,7 @@ class DirectRun:
             raise
 
     def again(self, lost: DirectCall, callee: Callee) -> DirectCall:
-        """Send a call again that another runtime did not answer, with the inputs that it had then. Raises RequestFailure.
+        """Send again a call that another runtime did not answer, with the same inputs. Raises RequestFailure.
 
         This runtime may have another version of the callee, so the call is planned again. The outputs get new memory,
         because a runtime that was only stopped may still write to the old memory.

@@ -80,8 +80,8 @@ def fits(dims: Sequence[int], shape: tuple[int, ...]) -> bool:
 class LearnedDuration:
     """An estimate of a duration, learned from measurements.
 
-    Waiting for a processor makes single measurements far longer; none is shorter than the work itself. So a shorter
-    measurement may get a larger weight. A longer one counts for at most `cap` times the estimate.
+    Waiting for a processor makes single measurements far longer. No measurement is shorter than the work itself. So a shorter
+    measurement may get a larger weight. A longer measurement is limited to `cap` times the estimate.
     """
 
     #: The estimate, in seconds.
@@ -240,7 +240,7 @@ def _mismatch(interface: Interface, shapes: Sequence[tuple[int, ...]]) -> BadSha
 
 
 class Endpoint:
-    """Turns a request's tensors into those of the module, and the module's results into the client's.
+    """Turns a request's tensors into the module's inputs, and the module's results into the client's tensors.
 
     `preprocess` and `postprocess` are the learned durations of the hooks. 0: the model has no such hook.
     """
@@ -395,7 +395,7 @@ def read_inputs(tensors: Tensors, request: Any, wires: Mapping[str, WireTensor])
         except ValueError as error:
             raise invalid(f"input {name!r} {error}") from None
         if array.ndim == len(wire.dims) + 1 and array.shape[-1] == 1:
-            # Triton has no tensors without an axis of their own: [N] is sent as [N, 1].
+            # In Triton, a tensor needs an axis after the batch axis, so [N] is sent as [N, 1].
             array = array.reshape(array.shape[:-1])
         # Triton checks the number of axes as well, unless the product of the extents exceeds 64 bits.
         if array.ndim != len(wire.dims):

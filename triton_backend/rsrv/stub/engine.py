@@ -48,7 +48,7 @@ _QUEUE_FACTOR = 5
 _SLOW_S = 0.1
 #: Minimum size of the slab for answers in place.
 _MIN_SLAB_BYTES = 64 << 10
-#: Size of this slab that stays after a large batch.
+#: Maximum size of this slab that is kept after a large batch.
 _KEEP_SLAB_BYTES = 16 << 20
 _INTERNAL = "this model is a part of meta models and not served by itself: its manifest says `internal: true`"
 
@@ -112,7 +112,7 @@ class ModelRequest(DeferredRequest):
         return self._arrays(self.plan.inputs, self.inputs_at)
 
     def outputs(self) -> Mapping[str, Array]:
-        """Return the module's outputs in shared memory, or those collected from the parts."""
+        """Return the module's outputs in shared memory, or the outputs collected from the parts."""
         if self.collected is not None:
             return self.collected
         assert self.plan is not None

@@ -178,8 +178,8 @@ class FrontLoop:
     def record(self, deaths: int, arrays: Mapping[str, Array]) -> None:
         """Record how many runtimes died while they executed these inputs. 0: a request with these inputs was answered.
 
-        The record counts for all requests with equal inputs. So it also counts if a deadline ends a request before its second
-        try and the client sends the same inputs again.
+        The record applies to all requests with equal inputs. So it also applies if a deadline ends a request before its second try
+        and the client sends the same inputs again.
         """
         self.post(InputsExecuted(digest_of(arrays), deaths))
 
@@ -260,7 +260,7 @@ class FrontLoop:
                 self.handle(item)
         except Exception:
             log.exception("a fault in the model's front")
-            # Without this, the request would wait forever.
+            # Fail the request, because it would wait forever.
             if isinstance(item, RequestArrived | RunAsks) and item.request in self._kept:
                 self._end(item.request, RequestFailure(Status.INTERNAL, NOT_HANDLED))
 

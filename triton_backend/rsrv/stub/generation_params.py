@@ -27,13 +27,13 @@ _HEADERS = ("traceparent", "tracestate", "authorization", "baggage", "host", "co
 class GenerationParams(NamedTuple):
     """The parameters of one answer."""
 
-    max_tokens: int | None = None  # None: the model's
+    max_tokens: int | None = None  # None: the model's own limit applies
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
     stop_texts: Sequence[str] = ()
-    stop_tokens: Sequence[int] | None = None  # None: the model's
+    stop_tokens: Sequence[int] | None = None  # None: the model's own tokens apply
     tokens_per_s: float = 0.0  # 0: no rate is asked for
     #: True for a response for each piece, False for one response with the whole answer.
     stream: bool = True
@@ -60,7 +60,7 @@ _KNOWN = (*_NUMBERS, "stop", *_FLAGS)
 def read_generation_params(
     parameters: Mapping[str, Any], *, context: int, stop: Sequence[int], text: bool
 ) -> GenerationParams:
-    """Return the parameters of a request. Raises RequestFailure for wrong or unknown ones.
+    """Return the parameters of a request. Raises RequestFailure for wrong or unknown parameters.
 
     `context` and `stop` are the model's context in tokens and its stop tokens. `text` is True if clients send and get text;
     the parameter `stop` is then also text.

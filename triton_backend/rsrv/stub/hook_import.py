@@ -160,7 +160,8 @@ def _event_loop() -> Iterator[None]:
 def _periods(timeout: float | None) -> Iterable[float]:
     """Yield the seconds until each check of an import that may take `timeout` seconds. None: without a limit.
 
-    The caller counts checks and not seconds, as `HookGuard` does, so the time in which the process was stopped does not count.
+    The caller counts checks and not seconds, as `HookGuard` does. So an import is not blamed for the time in which the process was
+    stopped.
     """
     if timeout is None:
         return itertools.repeat(_REPORT_PERIOD_S)

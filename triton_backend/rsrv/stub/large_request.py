@@ -99,7 +99,7 @@ class LargeRequest:
 
 
 class PartRequest(ClientRequest):
-    """A part of a large request. Its deadline, its priority and its id are those of the whole request."""
+    """A part of a large request. It has the deadline, the priority and the id of the whole request."""
 
     __slots__ = ("large", "part")
 

@@ -1,7 +1,7 @@
 """A meta model's stub. Each request is one run of model.py's `run(inputs, call)`, on a thread.
 
 The runtime admits as many runs at a time as meta.concurrency says. This stub starts runs at once up to that number; such a run
-asks for admission with its first sub-call. Further runs wait in the runtime for admission, and need no thread here meanwhile.
+asks for admission with its first sub-call. Further runs wait in the runtime for admission, and need no thread here until then.
 """
 
 import inspect
@@ -172,7 +172,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
         return None
 
     def _divide(self, batch: list[MetaRequest]) -> tuple[list[MetaRequest], list[MetaRequest]]:
-        """Return the requests to run at once, and those that wait for admission. Leave out requests that have failed."""
+        """Return the requests to run at once, and the requests that wait for admission. Leave out requests that have failed."""
         valid = [meta_request for meta_request in batch if meta_request.request.failure is None]
         free = max(0, self._concurrency - len(self._running)) if self._gated else len(valid)
         running, waiting = valid[:free], valid[free:]
@@ -433,7 +433,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
                 # Do not wait, because execute() also sends on that connection.
                 meta_request.connection.leave(RunExit(meta_request.token, status), patience=0)
             except (Closed, OSError) as error:
-                # Otherwise the runtime would always count the run as running.
+                # Give up the connection, because the runtime would otherwise always count the run as running.
                 self._deferred.lose(meta_request.attachment, error)
 
     def _release(

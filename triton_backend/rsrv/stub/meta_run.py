@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class MetaRequest(DeferredRequest):
-    """One request of a meta model in the stub. If it has to wait, its id and connection are those of its ENTER."""
+    """One request of a meta model in the stub. If it has to wait, it has the id and the connection of its ENTER."""
 
     #: Attachment of the engine that serves the request.
     attachment: Attachment = field(kw_only=True)
@@ -179,8 +179,8 @@ class PlacedRun:
     def is_lost(self, place: RunPlace, failure: RequestFailure) -> bool:
         """Return True if a call at a place failed because a runtime died.
 
-        The status NOT_FOUND counts as well: a callee's stub that is called through Triton may ask the next runtime, which does
-        not know the run.
+        This includes the status NOT_FOUND: a callee's stub that is called through Triton may ask the next runtime, which does not
+        know the run.
         """
         if failure.status not in (Status.RUNTIME_DOWN, Status.NOT_FOUND):
             return False

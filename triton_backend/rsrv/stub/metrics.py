@@ -158,7 +158,7 @@ class Reporting:
                 self._report(self._meters.take())
             except Exception:
                 log.exception("reporting measurements failed")
-                self._drop()  # Otherwise, the next report would read this report's answer.
+                self._drop()  # On this connection, the next report would read this report's answer.
             if self._closed.wait(self._period):
                 return
 

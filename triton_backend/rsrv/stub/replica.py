@@ -126,7 +126,7 @@ class ModelReplica(ABC, Generic[W]):
         return [1] * len(requests)
 
     def take_over(self, request: ClientRequest) -> bool:
-        """Answer a request that waited for a runtime. Return False if there is none."""
+        """Answer a request that waited for a runtime. Return False if there is no runtime."""
         attachment = self.session.attachment
         if attachment is None:
             return False

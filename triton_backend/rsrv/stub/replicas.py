@@ -49,7 +49,7 @@ _ANSWERS_IN_S = methodcaller("answers_in_s")
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
-    """The replicas that may answer according to the placement table. A change of either makes a new object."""
+    """The replicas that may answer by the placement table. A change of the replicas or of the table makes a new object."""
 
     #: Replicas by device, in the model's order of preference.
     replicas: Mapping[int, ModelReplica[Any]]
@@ -87,10 +87,10 @@ class _Candidates:
 class Replicas:
     """Answers Triton's requests for one model on all devices of the server, and carries out its front's instructions.
 
-    The placement table names the devices on which the model should run. Of these devices, the one that is expected to answer
-    first gets a batch. Another device gets it if that would answer far sooner and the model is not pinned. Without a table, the
-    model's name determines its home device, so that the models of a quiet server are spread over the devices. Another device
-    gets a batch if it would answer sooner.
+    The placement table names the devices on which the model should run. A batch goes to the one of these devices that is expected
+    to answer first. Another device gets the batch if it would answer far sooner and the model is not pinned. Without a table, the
+    model's name determines its home device, so that the models of a quiet server are spread over the devices. Another device gets a
+    batch if it would answer sooner.
 
     Until its first request, a cold model has no replica, no hooks and no connection here.
     """
@@ -413,7 +413,7 @@ class Replicas:
         return None
 
     def _begin_stages(self, choice: _Candidates) -> ModelReplica[Any]:
-        """Return the live replica on the lowest device where a run by stage may call a model."""
+        """Return the live replica on the lowest device where a run whose callees are on several devices may call a model."""
         live = {
             number: replica for number, replica in choice.replicas.items() if replica.answers_in_s() < inf
         }
@@ -499,7 +499,7 @@ class Replicas:
                 self._responses.send(request, failure)
 
     def live(self) -> ModelReplica[Any] | None:
-        """Return the replica that would get a request that came now. None: that replica has no runtime that reads."""
+        """Return the replica that would get a new request now. None: that replica has no runtime that reads."""
         chosen = self._choose() if self._replicas else None
         return chosen if chosen is not None and chosen.answers_in_s() < inf else None
 
@@ -508,7 +508,7 @@ class Replicas:
     def close(self) -> None:
         """Fail the requests that wait, and detach."""
         self._front.close()
-        if self._first is not None:  # Otherwise, this model has never used the guard.
+        if self._first is not None:  # A model without a replica has never used the guard.
             self._process.guard.close()
         for reporting in self._reporting:
             reporting.close()
@@ -523,7 +523,7 @@ def _cut(
 ) -> list[tuple[ModelReplica[Any], list[Any]]]:
     """Divide a batch among the chosen replica and the warm ones of `further`. Return each share with its replica.
 
-    If the chosen replica alone would answer as soon, there is only one share.
+    If the chosen replica alone would answer just as soon, there is only one share.
     """
     whole = chosen.forecast()
     forecasts = [

@@ -140,8 +140,8 @@ class Responses:
 class Reply:
     """A response sender that ends its answer exactly once. If it is dropped before that, it sends an error.
 
-    A request without an answer blocks its client, the model's unload and the server's shutdown. To check for cancellation after
-    the answer kills the server, so a lock separates the two.
+    A request without an answer blocks its client, the model's unload and the server's shutdown. A check for cancellation after the
+    answer kills the server, so a lock separates checks and the answer.
 
     `deadline_ns` is the time of the request's deadline by CLOCK_MONOTONIC, or 0.
     """

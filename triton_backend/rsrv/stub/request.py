@@ -168,7 +168,7 @@ def parse_parameters(text: str) -> Mapping[str, Any]:
 
 
 def read_params(timeout_us: int, parameters: Mapping[str, Any], now_ns: int, unix_ns: int) -> RequestParams:
-    """Return the parameters that rsrv obeys, with the earliest of the deadlines. Raises RequestFailure for wrong ones.
+    """Return the parameters that rsrv obeys, with the earliest of the deadlines. Raises RequestFailure for wrong parameters.
 
     `timeout_us` is Triton's own timeout, 0 for none. `now_ns` and `unix_ns` are the current time by CLOCK_MONOTONIC and by the
     calendar. A deadline by the calendar is converted here, when the request arrives. So a later change of the machine's
@@ -244,9 +244,9 @@ class Outcomes:
 class FailureLog:
     """Log lines of requests that fail, with the ids that their clients gave them. Thread-safe.
 
-    Each failure that is rsrv's fault has a line, unless `LineLimit` suppresses it. Other failures may be very many, and
-    refusing a request must stay cheap. So each of the other statuses has at most one line a second, with the number of
-    failures since the previous line.
+    Each failure that is rsrv's fault has a line, unless `LineLimit` suppresses it. There may be very many other failures, and
+    refusing a request must be cheap. So each of the other statuses has at most one line a second, with the number of failures since
+    the previous line.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -303,7 +303,7 @@ class EntryPoint:
         self._end = end
 
     def execute(self, batch: Sequence[Any]) -> list[Any] | None:
-        """Answer Triton's requests: a list of responses, or None if they come later."""
+        """Answer Triton's requests. Return a list of responses, or None if the responses are sent later."""
         requests: list[ClientRequest] = []
         try:
             arrival, spans = ArrivalTime.now(), self._outcomes.spans

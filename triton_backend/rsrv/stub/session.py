@@ -270,13 +270,13 @@ class Launcher:
     server_pid: int
     device: str
     settings: Path
-    #: The server's own working directory. Hooks may change that of this process.
+    #: The server's own working directory. Hooks may change the working directory of this process.
     working_directory: Path
-    #: The server's own environment variables. Hooks may change those of this process.
+    #: The server's own environment variables. Hooks may change the environment of this process.
     environment: Mapping[str, str]
 
     def start(self) -> None:
-        """Return when a runtime takes connections; if one ends meanwhile, the next one is tried. Raises one of UNREACHABLE."""
+        """Return when a runtime accepts connections. If a runtime ends before that, try the next one. Raises one of UNREACHABLE."""
         backoff = FIRST_BACKOFF_S
         for _ in range(FIRST_ATTEMPTS - 1):
             try:

@@ -129,7 +129,7 @@ class Tensors:
     def _probe(way: Any) -> bool:
         """Return True if no value changes on the way from an array to a tensor, or from a tensor to an array.
 
-        The array's elements differ, because equal ones would hide the fault.
+        The array's elements differ, because equal elements would hide the fault.
         """
         array = np.arange(1, 13, dtype=np.float32).reshape(3, 4)
         try:

@@ -180,7 +180,7 @@ def end_call(
 ) -> None:
     """End the span of a meta model's call of another model. `span` is None if the call is not traced.
 
-    `device` is the device of the call if the run goes by stage, and otherwise None.
+    `device` is the device of the call if the run goes by stage (its callees are on several devices), and otherwise None.
     """
     if span is not None:
         error = "" if failure is None else failure.text or failure.status.name

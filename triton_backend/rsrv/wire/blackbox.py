@@ -17,7 +17,7 @@ from rsrv.wire import paths
 
 
 class Phase(IntEnum):
-    """Work of a thread on a model. LOOPING needs no model."""
+    """Phase of a thread's work on a model. The phase LOOPING has no model."""
 
     BUILDING = 1
     WARMING = 2
@@ -45,12 +45,12 @@ ENDED = Struct("<Q")
 ENDED_AT, KEY_AT = 2, 2 + ENDED.size
 LONGEST_KEY = SLOT_BYTES - KEY_AT - 1
 SLOTS = 7
-#: Bytes of all slots. The text of a crash follows them.
+#: Bytes of all slots. The text of a crash follows the slots.
 BYTES = SLOT_BYTES * SLOTS
-#: Place of a byte that is 1 if the runtime ended to put its device to sleep. It is the last byte of the last slot, which no key
-#: reaches.
+#: Offset of a byte that is 1 if the runtime ended to put its device to sleep. It is the last byte of the last slot, which no
+#: key reaches.
 ASLEEP_AT = BYTES - 1
-#: Bit in the byte of the phase that is set while a request executes alone.
+#: This bit of the phase's byte is set while a request executes alone.
 ALONE_BIT = 0x80
 
 How = Literal["hung", "crashed", "killed"]
@@ -69,7 +69,7 @@ class UnfinishedTask(NamedTuple):
 
 
 def read_slots(content: bytes) -> list[UnfinishedTask]:
-    """Read a black box, without invalid records. If the loop hung, no task is to blame, and the result is empty."""
+    """Return the unfinished tasks in a black box. Invalid records are ignored. If the loop hung, the result is empty."""
     tasks: list[UnfinishedTask] = []
     if any(content[at : at + 2] == bytes((Phase.LOOPING, 1)) for at in range(0, BYTES, SLOT_BYTES)):
         return tasks
@@ -86,7 +86,8 @@ def read_slots(content: bytes) -> list[UnfinishedTask]:
 def how_it_ended(content: bytes) -> How:
     """Return how the process of a black box ended.
 
-    A kill during a crash counts as a crash. A kill -9, the kernel's out-of-memory killer and an intended end leave no text.
+    If a process is killed while it crashes, the result is "crashed". A kill -9, the kernel's out-of-memory killer and an
+    intended end leave no text, so the result is "killed".
     """
     if any(content[at + 1 : at + 2] == b"\1" for at in range(0, BYTES, SLOT_BYTES)):
         return "hung"
@@ -112,7 +113,7 @@ class BlackBoxReader:
     """Opens the black box of a living runtime, and reads it after that runtime's end."""
 
     def __init__(self, directory: Path) -> None:
-        """Open the box of the runtime that serves `directory` now. Without a box, any end of the runtime counts as a crash."""
+        """Open the black box of the runtime that serves `directory`. If there is none, any execution is a suspect."""
         try:
             self._fd = os.open(directory / paths.BLACKBOX, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:

@@ -1,15 +1,15 @@
 """Frames of meta models: begin and end of their runs, and their sub-calls.
 
-The stub of a meta model registers the meta model with the models that it calls, and gets REGISTERED when all are ready. Each
-request is a *run*. Its stub chooses a random token, not 0, and sends ENTER. DONE with OK admits the run; any other status
-ends the run. Calls may follow ENTER at once: they wait for the admission, and fail with it. LEAVE ends a run. The end of the
-connection on which the run entered also ends the run.
+The stub of a meta model registers the meta model with the models that it calls, and gets REGISTERED when all called models are
+ready. Each request is a *run*. Its stub chooses a random token, not 0, and sends ENTER. DONE with OK admits the run; any other
+status ends the run. The stub may send calls directly after ENTER: they wait for the admission, and fail if the run is not
+admitted. LEAVE ends a run. The end of the connection on which the run entered also ends the run.
 
-A plain request's tensors lie in two blocks (`layout`). A sub-call's tensors may lie in earlier results, in buffers of
-the meta model, or on the device. So a CALL names the place of each tensor, inputs first. The run determines its deadline and
-its priority. The stub chooses the number of an output on the device, and reuses this number for inputs of the same run.
-RELEASE frees a device tensor, and LEAVE frees all tensors of the run. If all runs together keep more than a twentieth of the
-device's memory, a call ends with QUEUE_FULL.
+A plain request's tensors lie in two blocks (`layout`). A sub-call's tensors may lie in earlier results, in buffers of the meta
+model, or on the device. So a CALL names the place of each tensor, inputs first. A call has the deadline and the priority of its
+run. The stub chooses the number of an output on the device, and reuses this number for inputs of the same run. RELEASE frees a
+device tensor, and LEAVE frees all tensors of the run. If all runs together keep more than a twentieth of the device's memory, a
+call ends with QUEUE_FULL.
 
 A submission with the token of a run is also a sub-call. If no run with this token is admitted, it ends with NOT_FOUND.
 """
@@ -49,16 +49,16 @@ _ENTRANCE = struct.Struct("<QQqHH4xQ")
 class Where(IntEnum):
     """Kind of place that a `Spot` names."""
 
-    #: In shared memory, row-major, `at` bytes into `segment`.
+    #: The tensor is in shared memory, row-major, `at` bytes after the start of `segment`.
     MEMORY = 0
-    #: On the device: the tensor with number `at` that the run keeps there.
+    #: The tensor is on the device, where the run keeps it as number `at`.
     DEVICE = 1
-    #: Nowhere: the caller does not need this output.
+    #: The output is not stored, because the caller does not need it.
     NOWHERE = 2
 
 
 class Spot(NamedTuple):
-    """Place of one input of a sub-call, or the place where an output shall go."""
+    """Place of one input of a sub-call, or the place where one output shall be stored."""
 
     where: int
     segment: int = 0
@@ -123,7 +123,7 @@ def unpack_releases(frame: bytes | memoryview, count: int) -> list[Release]:
 
 
 def pack_calls(calls: Sequence[Call]) -> bytes:
-    """Return one CALL frame. Raises ProtocolError if the frame is too large, because calls have any number of tensors."""
+    """Return one CALL frame. Raises ProtocolError if the frame is too large: calls may have any number of tensors."""
     parts = [HEADER.pack(Kind.CALL, 0, len(calls))]
     for call in calls:
         counts = len(call.inputs), len(call.outputs)

@@ -1,4 +1,6 @@
-"""Frames: the messages on the socket, in any language. docs/protocol.md explains their use; the structs define the bytes.
+"""Frames: the messages on the socket, for programs in any language.
+
+The structs define the bytes. docs/protocol.md explains the use of frames.
 
 A frame is one SEQPACKET message: an 8-byte header (kind u16, reserved u16, count u32; little endian) and
 a body. Rare frames carry one JSON object. Frequent frames, such as SUBMIT and DONE, carry `count` entries of a fixed
@@ -13,8 +15,9 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-#: "RSRV", and the version of this protocol. Both ends must agree.
+#: The bytes "RSRV".
 MAGIC = 0x56525352
+#: Version of this protocol. It must be the same on both sides.
 PROTOCOL_VERSION = 13
 FOREIGN_PEER = "the peer does not speak rsrv's protocol"
 
@@ -42,7 +45,7 @@ class Kind(IntEnum):
     LEAVE = 11
     CALL = 12
     RELEASE = 13
-    # Subscribes to changes: a snapshot first, then every change.
+    # Subscribes to changes. The runtime sends a snapshot first, then every change.
     WATCH = 14
     # Measurements of the stub.
     REPORT = 15
@@ -51,7 +54,7 @@ class Kind(IntEnum):
     SPANS = 26
     # Frames of generations (`generation`).
     GENERATE = 29
-    # Which requests wait for a registration that the runtime has not answered yet.
+    # Lists the requests that wait for a registration which the runtime has not answered yet.
     DEMAND = 31
     # From runtime to stub.
     WELCOME = 16
@@ -96,9 +99,9 @@ class OtherVersionError(ProtocolError):
 
 #: Flag of a submission that executes alone on the device, because a runtime died during an earlier execution of the request.
 ALONE = 1
-#: Flag of a submission: the request has waited for this runtime, so a full queue does not refuse it.
+#: Flag of a submission whose request has waited for this runtime, so that a full queue does not refuse it.
 WAITED = 2
-#: Flags of a submission that begins a sequence, or ends one.
+#: Flags of a submission: START begins a sequence, and END ends it.
 START, END = 4, 8
 
 
@@ -116,9 +119,9 @@ class Submission(NamedTuple):
     outputs_at: int
     run: int = 0  # Token of the meta model's run that makes this sub-call, or 0.
     tag: int = 0  # `request_tag` of the client's id, which can abort the request, or 0.
-    #: Number of the sequence if the model is stateful, or of the large request that this one is a part of. 0: neither.
+    #: Number of the sequence if the model is stateful, or of the large request to which this request belongs. 0: neither.
     sequence: int = 0
-    #: Length of its tensors along the padded axis. 0: the model has no padded axis.
+    #: Length of the request's tensors along the padded axis. 0: the model has no padded axis.
     length: int = 0
 
 
@@ -126,7 +129,7 @@ SUBMISSION = struct.Struct("<QqIHHIIQQQQQQ")
 
 
 class Completion(NamedTuple):
-    """End of one request. With `Status.OK` its outputs are in place. Otherwise `text` has the reason for the client."""
+    """End of one request. If the status is OK, its outputs are in place. Otherwise `text` has the reason for the client."""
 
     request: int
     status: Status

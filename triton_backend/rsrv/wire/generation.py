@@ -1,8 +1,8 @@
-"""Frames of generations: the request for one, and its tokens.
+"""Frames of generations: the requests that begin them, and their tokens.
 
 GENERATE begins a generation. The runtime sends each token in TOKENS as soon as it is read from the device, except a token of
-`stop` that ends the answer. The end is a completion: OK or an error, which may come after some tokens. An OK has the text
-`stop` or `length`. `length` means that `max_tokens` tokens were sent, or that the context is full. CANCEL ends a generation
+`stop` that ends the answer. A completion ends the generation: OK or an error. An error may follow some tokens. The text of OK
+is `stop` or `length`: `length` means that `max_tokens` tokens were sent, or that the context is full. CANCEL ends a generation
 after the execution in progress.
 """
 
@@ -34,12 +34,12 @@ class Generate(NamedTuple):
     priority: int = 0  # Triton's priority: 0 default, 1 highest.
     tag: int = 0  # `request_tag` of the client's id, or 0 for none.
     tokens_per_s: float = (
-        0.0  # When `edf` wants each token, counted from the arrival, or 0 to use the deadline.
+        0.0  # Rate at which tokens are due, counted from the arrival, or 0 to use the deadline.
     )
 
 
 def find_length_problem(tokens: int, context: int) -> str:
-    """Return the reason why a prompt of so many tokens does not fit into a model's context, or "" if it fits."""
+    """Return why a prompt of `tokens` tokens does not fit into a context of `context` tokens, or "" if it fits."""
     if 0 < tokens < context:
         return ""
     return (

@@ -1,7 +1,7 @@
 """Layout of the tensors of one request in shared memory, for both ends.
 
-A request's inputs form one block, its outputs another: the tensors in the order of registration, each row-major and at a
-multiple of ALIGNMENT. So frames need only a place and a number of rows.
+A request's inputs form one block, and its outputs form another block. The tensors of a block have the order of registration.
+Each tensor is row-major and begins at a multiple of ALIGNMENT. So frames need only the place of a block and a number of rows.
 """
 
 import struct
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-#: Bytes of a cache line, and the alignment of buffers that XLA reads in place.
+#: Alignment of tensors, in bytes: the size of a cache line. XLA can read buffers with this alignment in place.
 ALIGNMENT = 64
 
 #: numpy's dtype for each type that can be sent, by its token. Types that numpy lacks are sent as unsigned integers with the
@@ -42,7 +42,7 @@ class Tensor:
     dtype: str
     dims: tuple[int, ...]
     batch_axis: int | None
-    #: Axis along which requests may be shorter than the compiled module. None: there is none.
+    #: Axis along which requests may be shorter than the compiled module, or None if there is no such axis.
     padded_axis: int | None = None
 
     def at_length(self, length: int) -> "Tensor":
@@ -115,7 +115,7 @@ class Variant:
         return next((tensor.dims[axis] for tensor, axis in axes if axis is not None), 0)
 
     def at_length(self, length: int) -> "Variant":
-        """Return this variant for requests of another length: its padded axes have this extent."""
+        """Return this variant for requests of another length. Its padded axes have this length."""
         inputs, outputs = (
             Block(tuple(tensor.at_length(length) for tensor in block.tensors))
             for block in (self.inputs, self.outputs)
@@ -139,11 +139,14 @@ class Interface:
 
     @cached_property
     def longest(self) -> int:
-        """Length of the longest requests, or 0 without a padded axis. With one, the variants are ascending lengths."""
+        """Length of the longest requests, or 0 without a padded axis. The variants of a padded axis have ascending lengths."""
         return self.variants[-1].length
 
     def at_length(self, length: int) -> tuple[int, Variant]:
-        """Return the index of the shortest variant that holds requests of a length, from 1 to `longest`, and their tensors."""
+        """Return the index of the shortest variant for requests of this length, and that variant at this length.
+
+        `length` is from 1 to `longest`.
+        """
         known = self._lengths.get(length)
         if known is None:
             index = next(at for at, variant in enumerate(self.variants) if variant.length >= length)

@@ -1,8 +1,8 @@
 """Shared memory between a stub and the runtime.
 
-The stub owns it: the stub makes segments (memfd, sealed against resizing), sends their descriptors to
-the runtime, and places both the inputs and the outputs of its requests. The runtime maps these segments and
-checks every offset against the segment's size. Segments have no names: the kernel frees them with the processes.
+The stub owns this memory: it makes segments (memfd, sealed against resizing), sends their descriptors to the runtime, and
+places both the inputs and the outputs of its requests. The runtime maps these segments and checks every offset against the
+segment's size. Segments have no names: the kernel frees them with the processes.
 """
 
 import errno
@@ -30,7 +30,7 @@ FIRST_BYTES = 1 << 20
 #: Bytes that an idle arena keeps.
 KEEP_BYTES = 64 << 20
 
-#: Bytes of the largest document. They suffice for the status of thousands of models.
+#: Bytes of the largest document. The status of thousands of models is smaller.
 _MAX_DOCUMENT = 64 << 20
 
 
@@ -70,7 +70,7 @@ def map_segment(fd: int, most: int) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A range of an arena; `offset` and `nbytes` in bytes."""
+    """A range of an arena. `offset` and `nbytes` are in bytes."""
 
     segment: int
     offset: int
@@ -116,10 +116,10 @@ class _Segment:
 class Arena:
     """Allocator of a stub's shared memory. It uses the first range that fits, and frees idle segments beyond `keep` bytes.
 
-    The arena is not thread-safe: the connection that owns it guards it. That connection also announces `fresh` and
-    `dropped` segments to the runtime. `spare` returns the bytes that the machine has left. The arena calls it before it
-    makes a segment, because the kernel allocates pages only when they are touched. If no page is left then, the kernel
-    kills this process or another one.
+    The arena is not thread-safe: the connection that owns it guards it. That connection also announces `fresh` and `dropped`
+    segments to the runtime. `spare` returns the number of bytes of memory that the machine has left. The arena calls it before
+    it makes a segment, because the kernel allocates pages only when they are touched. If no page is left at that time, the
+    kernel kills this process or another one.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ def create_document(value: dict[str, Any] | bytes) -> int:
 
 
 def read_flat(fd: int) -> bytes:
-    """Return the document in flat form in a memfd. Raises SharedMemoryError."""
+    """Return the bytes of the document in a memfd. Raises SharedMemoryError."""
     try:
         size = os.fstat(fd).st_size
         if size > _MAX_DOCUMENT:
@@ -250,25 +250,26 @@ def read_document(fd: int) -> dict[str, Any]:
 
 #: Maximum number of seconds between two rounds of an idle runtime whose server has several devices.
 BEAT_S = 0.1
-#: If an idle runtime has had no round for this many seconds, it seems to be stopped. The limit is long because on a busy
-#: machine, a runtime may wait for a core.
+#: If an idle runtime's loop has had no round for this many seconds, the runtime seems to be stopped. The limit is long because
+#: on a busy machine, a runtime may wait for a core.
 SILENT_S = 0.5
-#: Bytes of a board, and its number of cells. The first two cells have other uses. Each further cell belongs to one model. If
-#: there are more models than cells, some models have no cell.
+#: Bytes of a board.
 BOARD_BYTES = 64 << 10
+#: Number of cells of a board. The first two cells have other uses. Each further cell belongs to one model. If there are more
+#: models than cells, some models have no cell.
 BOARD_SLOTS = BOARD_BYTES // 8
 
 
 class Board:
-    """How busy the device is, and which weights it has, published by the runtime for every stub.
+    """Board on which the runtime shows every stub how busy the device is and which weights it has.
 
     The board is a memfd of aligned u64 cells, so that writes are atomic. The first cell has the expected time at which the
     device becomes idle, in nanoseconds of CLOCK_MONOTONIC. Its lowest bit is set while the device has work. A time in the past
-    means that the device is idle, or that its work is overdue. Each round of the runtime's loop writes the cell. On an idle
-    device it is therefore the time of the last round, which is at most BEAT_S ago if the server has several devices. The second
-    cell has the nanoseconds until a further run of a meta model would be admitted. It is 0 while a place is free, and if the
-    server has one device. The other cells are the slots of models. Each has the nanoseconds that loading the model's weights
-    would take, or 0 if the weights are on the device.
+    means that the device is idle, or that its work is overdue. Each round of the runtime's loop writes the cell. While the
+    device is idle, the first cell therefore has the time of the last round, which is at most BEAT_S ago if the server has
+    several devices. The second cell has the nanoseconds until another run of a meta model would be admitted. It is 0 while a
+    place is free, or if the server has one device. The other cells are the slots of models. Each has the nanoseconds that
+    loading the model's weights would take, or 0 if the weights are on the device.
     """
 
     def __init__(self) -> None:

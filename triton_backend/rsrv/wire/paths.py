@@ -9,34 +9,39 @@ from pathlib import Path
 
 SOCKET = "runtime.sock"
 LOCK = "lock"
-#: Why the runtime could not be started the last time.
+#: File with the reason why the last start of the runtime failed.
 FAILURE = "failure"
-#: Why the runtime found no device the last time.
+#: File with the reason why the runtime found no device at its last start.
 NO_DEVICE = "no-device"
-#: Models that the next runtime loads again, see `rsrv.runtime.handover`.
+#: File with the models that the next runtime loads again, see `rsrv.runtime.handover`.
 HANDOVER = "handover.json"
-#: Exists while the device sleeps, and holds the Unix time when it fell asleep.
+#: This file exists while the device sleeps, and holds the Unix time when the device fell asleep.
 ASLEEP = "asleep"
 #: The runtime's last record before the device fell asleep, in the form of STATUS_REPLY.
 LAST_RECORD = "last-record"
-#: Files of the control process: its socket, its lock, what operators have set with commands, and the last valid rsrv.yaml.
+#: Socket of the control process.
 CONTROL_SOCKET = "control.sock"
+#: Lock of the control process.
 CONTROL_LOCK = "control.lock"
+#: Settings that operators have made with commands.
 OVERRIDES = "overrides.json"
+#: Copy of the last valid rsrv.yaml.
 SETTINGS = "settings.yaml"
-#: Activity of the runtime, and the crashes of earlier runtimes.
+#: Activity of the runtime's threads, see `rsrv.wire.blackbox`.
 BLACKBOX = "blackbox"
+#: Crashes of earlier runtimes.
 DEATHS = "deaths.json"
 #: Signatures and executables of modules that the runtimes have compiled.
 MODULES = "modules.jsonl"
-#: Folder with executables that cannot be kept in the compilation cache, in the directory of a server's device 0.
+#: Folder with executables that cannot be kept in the compilation cache. It is in the directory of a server's device 0.
 COMPILED = "compiled"
 #: Error text for a directory that is not private to its user.
 NOT_PRIVATE = (
     "%s must be a directory of uid %u with mode 0700; remove it, or set RSRV_RUNTIME_DIR to another place"
 )
-#: Files of a server in the directory of its device 0: the resolved `runtime.devices`, and the placement table.
+#: The resolved `runtime.devices` of a server, in the directory of its device 0.
 DEVICES = "devices.json"
+#: The placement table of a server, in the directory of its device 0.
 PLACEMENT = "placement"
 
 
@@ -139,7 +144,7 @@ def hold(directory: Path) -> int | None:
 
 
 def sweep(base: Path, kind: str = "gpu*") -> None:
-    """Remove the directories of this kind that killed processes left.
+    """Remove the directories of this kind whose processes have ended without removing them.
 
     Locked directories stay, because a pid that is unknown here may belong to a process in another container that shares `base`.
     """
@@ -164,4 +169,4 @@ def remove(directory: Path) -> None:
     try:
         directory.rmdir()
     except OSError:
-        return  # The directory has gone already, or it holds a foreign file. A foreign file stays.
+        return  # The directory does not exist any more, or it holds a foreign file, which is kept.

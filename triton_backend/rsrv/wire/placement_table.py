@@ -1,7 +1,7 @@
-"""The placement table: a file shared by processes that names the devices on which each model of a server shall run.
+"""The placement table: a shared file with the devices on which each model of a server shall run.
 
 The control process writes it, and stubs read it without a lock on the file. The file has a header and two halves; the table of
-generation g is in half g % 2. A writer that dies while it fills the next half therefore harms nothing.
+generation g is in half g % 2. If a writer dies while it fills the other half, the current table is therefore undamaged.
 """
 
 import mmap
@@ -26,7 +26,7 @@ _CHECKED = struct.Struct("<QI")
 #: Digest of a model's name, and mask of its devices. Entries are in ascending order of digests.
 _ENTRY = struct.Struct("<16sQ")
 _DIGEST_BYTES = 16
-#: Generation of a file that another file has replaced.
+#: This generation marks a file that another file has replaced.
 _MOVED = 2**64 - 1
 
 #: Minimum number of entries of a new file's half.
@@ -80,7 +80,7 @@ class _MappedTable:
         return int(max(first, second))
 
     def fill(self, generation: int, entries: bytes) -> None:
-        """Write a table. The table becomes valid when the file's generation changes."""
+        """Write a table. It becomes valid when the caller sets the file's `generation`."""
         half, count = self._half(generation), len(entries) // _ENTRY.size
         at = half + _HALF.size
         self._memory[at : at + len(entries)] = entries
@@ -106,7 +106,7 @@ def _size(capacity: int) -> int:
 
 
 class PlacementWriter:
-    """Writer of the table. There must be only one. A later writer continues the generations of an earlier one."""
+    """Writer of the table. There must be only one writer at a time. It continues the generations of an earlier writer."""
 
     def __init__(self, path: Path) -> None:
         """Open the file of an earlier writer, if there is one. Raises OSError."""
@@ -149,7 +149,7 @@ class PlacementWriter:
         beside = self._path.with_name(f"{self._path.name}.new")
         fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            # Write the file in full: writing into a file with holes kills the process if the file system is full.
+            # Allocate all blocks of the file, because a write into a hole kills the process if the file system is full.
             os.posix_fallocate(fd, 0, _size(capacity))
             os.pwrite(fd, _HEADER.pack(MAGIC, capacity, 0, 0), 0)
         except BaseException:
@@ -158,8 +158,8 @@ class PlacementWriter:
         file = _MappedTable(fd, mmap.PROT_READ | mmap.PROT_WRITE)
         file.fill(generation, entries)
         file.generation = generation
-        # Mark the old file before the rename. If this process died after a rename, the readers of an unmarked file would
-        # never leave it.
+        # Mark the old file before the rename. If this process died after a rename, the readers of an unmarked file would use
+        # that file forever.
         if self._file is not None:
             self._file.generation = _MOVED
             self._file.close()
@@ -181,7 +181,7 @@ class PlacementReader:
         self._path = path
         self._digest = _digest(name)
         self._callees = {name: _digest(name) for name in callees}
-        #: Masks of the callees, as `mask` read them last.
+        #: Masks of the callees, as read by the last call of `mask`.
         self.callees: Mapping[str, int] = dict.fromkeys(self._callees, 0)
         self._file: _MappedTable | None = None
         self._generation = 0
@@ -191,10 +191,10 @@ class PlacementReader:
         self._lock = Lock()
 
     def mask(self, now: float) -> int:
-        """Return the model's devices, bit n for device n, at `now`, a monotonic time in seconds.
+        """Return the mask of the model's devices: bit n stands for device n. `now` is a monotonic time in seconds.
 
-        0 means that there is no table yet, or that the model is not in it. The model may then run on all devices. A damaged
-        table changes nothing.
+        0 means that there is no table yet, or that the model is not in it. The model may then run on all devices. If the table
+        is damaged, the last valid mask is returned.
         """
         file = self._file
         if file is not None and file.generation == self._generation:
@@ -205,7 +205,7 @@ class PlacementReader:
             return self._mask
 
     def _read(self) -> bool:
-        """Read the current table. Return False if no complete one exists."""
+        """Read the current table. Return False if there is no complete table."""
         file = self._file
         if file is None or file.generation == _MOVED:
             self.close()
@@ -222,7 +222,7 @@ class PlacementReader:
                 self.callees = {name: _find(entries, digest) for name, digest in self._callees.items()}
                 self._generation = generation  # Write this attribute last, because other threads compare it without the lock.
                 return True
-            # If the generation has changed, the writer has meanwhile reused this half. Otherwise the half is damaged.
+            # If the generation has changed, the writer has reused this half during the read. Otherwise the half is damaged.
             before, generation = generation, file.generation
             if generation == before:
                 break

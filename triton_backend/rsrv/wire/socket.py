@@ -22,20 +22,20 @@ from rsrv.wire.frames import (
 from rsrv.wire.memory import read_flat
 from rsrv.wire.paths import SOCKET, runtime_directory
 
-#: Connections that may wait to be accepted.
+#: Maximum number of connections that wait to be accepted.
 _BACKLOG = 1024
 #: Maximum number of descriptors in one received frame.
 _MAX_FDS = 4
 _FD_SPACE = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
 _CREDENTIALS = struct.Struct("3i")
-# Plain numbers, because combining the library's flags costs more than the system call.
+# The flags are plain numbers, because combining the library's enum members takes more time than the system call.
 _TRUNCATED = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _NOSIGNAL = int(socket.MSG_NOSIGNAL)
 _CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)
 
 
 class Closed(Exception):
-    """The peer is gone."""
+    """The peer has closed the connection."""
 
 
 class NoDescriptors(ProtocolError):
@@ -78,7 +78,7 @@ def take_over(fd: int) -> socket.socket:
 
 
 def connect(path: Path) -> socket.socket:
-    """Connect to a listener. Raises OSError if there is none, ProtocolError if it is another user's."""
+    """Connect to a listener. Raises OSError if there is none, and ProtocolError if the listener belongs to another user."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.connect(str(path))
@@ -101,7 +101,7 @@ def readable(fds: Iterable[int], timeout_s: float | None = None) -> set[int]:
 
 
 def check_peer(sock: socket.socket) -> int:
-    """Return the peer's pid. Raises ProtocolError if it runs as another user."""
+    """Return the peer's pid. Raises ProtocolError if the peer runs as another user."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     if uid != os.getuid():
@@ -123,7 +123,7 @@ def send(sock: socket.socket, frame: bytes, fds: Sequence[int] = ()) -> None:
 class Receiver:
     """Reads frames into one buffer, so that a read allocates nothing.
 
-    Receivers may share one `buffer` of MAX_FRAME bytes. A frame is valid until any of them receives the next one.
+    Receivers may share one `buffer` of MAX_FRAME bytes. A frame is valid until any of these receivers gets the next frame.
     """
 
     __slots__ = ("_buffer", "_sock")
@@ -141,7 +141,8 @@ class Receiver:
             try:
                 size, ancillary, flags, _ = self._sock.recvmsg_into([self._buffer], _FD_SPACE, _CLOEXEC)
             except ConnectionResetError:
-                # The peer ended with unread frames. The kernel reports this once, before it delivers what the peer had sent.
+                # The peer ended with unread frames. The kernel reports this once, before it delivers the frames that the peer
+                # had sent.
                 size, ancillary, flags, _ = self._sock.recvmsg_into([self._buffer], _FD_SPACE, _CLOEXEC)
         except ConnectionError as error:
             raise Closed(str(error)) from None
@@ -169,13 +170,13 @@ def read_record(server_pid: int, gpu: str = "0", timeout: float = 10.0) -> bytes
     """Return the DeviceRecord of control.proto of a tritonserver's runtime.
 
     RSRV_RUNTIME_DIR must be the same as for the server. Raises OSError if there is no runtime, or if it does not answer for
-    `timeout` seconds. Raises Closed if it ends meanwhile, and ProtocolError if another user runs it.
+    `timeout` seconds. Raises Closed if the runtime ends during the call, and ProtocolError if another user runs it.
     """
     return ask(server_pid, gpu, timeout, pack_json(Kind.STATUS, {}), Kind.STATUS_REPLY)
 
 
 def ask(server_pid: int, gpu: str, timeout: float, question: bytes, answer: Kind) -> bytes:
-    """Send one frame, and return the body of the answer. A large body comes in a memfd. Raises the errors of `read_record`."""
+    """Send one frame, and return the body of the answer, which may be in a memfd. Raises the errors of `read_record`."""
     with connect(runtime_directory(server_pid, gpu) / SOCKET) as sock:
         sock.settimeout(timeout)
         receiver = Receiver(sock)

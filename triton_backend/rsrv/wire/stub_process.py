@@ -1,4 +1,4 @@
-"""Stub processes of Triton's Python backend, and the shared memory that they leave when they end abruptly."""
+"""Stub processes of Triton's Python backend, and the shared memory that remains when they end abruptly."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ class StubCommand:
 
     #: Absolute path of the model's code.
     code: Path
-    #: Name of the shared memory that Triton and the stub exchange requests in.
+    #: Name of the shared memory in which Triton and the stub exchange requests.
     region: str
     #: Process id of the tritonserver that started the stub.
     server: int
@@ -58,7 +58,7 @@ def living_stubs(server: int) -> Iterator[tuple[int, StubCommand]]:
 
 
 def remove_regions(regions: Iterable[str]) -> None:
-    """Remove the shared memory of stubs that have ended. A stub that ended in order has removed it itself.
+    """Remove the shared memory of stubs that have ended. A stub that ended normally has removed its own.
 
     From release 26.04 on, stubs leave shared memory whenever their server ends abruptly. Stubs of earlier releases left it only
     while a model was loading. In a pod, such memory would stay allocated until the pod ends.
@@ -69,7 +69,7 @@ def remove_regions(regions: Iterable[str]) -> None:
 
 
 def regions_of(prefix: str) -> set[str]:
-    """Return the names of all shared memory that begin with this prefix. Some may belong to stubs that never started."""
+    """Return the names of shared memory that begin with this prefix. Some memory may belong to stubs that never started."""
     with suppress(OSError):  # The system has no /dev/shm.
         return {name for name in os.listdir(_SHARED_MEMORY) if name.startswith(prefix)}
     return set()

@@ -1,4 +1,4 @@
-"""Frames of traces: marks of traced requests, and the stubs' spans of them.
+"""Frames of traces: marks of traced requests, and the spans that stubs record of these requests.
 
 If `traces.enabled` of REGISTERED is true, a stub sends TRACE before the frame of a traced request. The marks of TRACE have the
 ids that spans of the request refer to. If a connection has more than 4,096 unused marks, the runtime drops all of them. The
@@ -37,9 +37,9 @@ class Span(NamedTuple):
     """A finished part of a trace. Ids are hexadecimal digits; times are nanoseconds of CLOCK_MONOTONIC."""
 
     trace: str
-    #: Another span of rsrv, or the client's span.
+    #: Id of the parent: another span of rsrv, or the client's span.
     parent: str
-    #: Empty if no span refers to this one.
+    #: Id of this span, or empty if no other span refers to it.
     id: str
     name: str
     start_ns: int

@@ -254,7 +254,7 @@ def differences(recorded: str, head: str, rows: Sequence[Figures]) -> list[str]:
     first = recorded.partition("\n")[0]
     old = [first, HEADER, *(row.line for row in read(recorded) if row.key in keys)]
     new = write(head, rows).splitlines()
-    # The versions only explain a difference.
+    # The first line has only the versions. They can explain a difference, but other versions are not a difference.
     if old[1:] == new[1:]:
         return []
     return list(difflib.unified_diff(old, new, "recorded", "now", n=0, lineterm=""))

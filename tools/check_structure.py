@@ -63,7 +63,7 @@ class Module:
         return self.text.count("\n")
 
     def imports(self, names: Collection[str]) -> set[str]:
-        """Return the modules among `names` that it imports, also inside functions."""
+        """Return the modules among `names` that this module imports, also inside functions."""
         imported: set[str] = set()
         package = self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
         for node in ast.walk(self.tree):

@@ -70,7 +70,10 @@ def _section(name: str, title: str, section: type[BaseModel]) -> str:
 
 
 def _changes(name: str, section: type[BaseModel]) -> str:
-    """Return which keys of a section need a restart. A key of an entry needs the same restart as the section's key."""
+    """Return which keys of a section need a restart.
+
+    Keys inside a list or a mapping need the same restart as the key of the section that holds it.
+    """
     by_effect: dict[str, list[str]] = {}
     for key in section.model_fields if name and name != "gateway" else ():
         by_effect.setdefault(effect(name, key), []).append(f"`{key}`")

@@ -54,7 +54,7 @@ REQUIRED = {"digits": 0.97, "unet": 0.7}
 REQUIRED_FINE_TUNE = 0.92
 #: Model that generates text. Its tokens are bytes, so that Triton's stubs need not carry text.
 GENERATOR = "glossary_bytes"
-#: Term that this model defines.
+#: Term that GENERATOR must define.
 TERM = "Licensor"
 
 Array = npt.NDArray[Any]

@@ -220,7 +220,7 @@ def write_as_2(bundle: Path, out_dir: Path) -> None:
 def ask_modules(
     bundle: Bundle, inputs_of: Callable[[str, tuple[int, int]], Sequence[Array]]
 ) -> dict[str, Array]:
-    """Return every module's results for `inputs_of(its label, its key)`."""
+    """Return the results of every module. Its inputs are `inputs_of(label, key)`, with the module's label and key."""
     run = ModuleRunner(bundle)
     results: dict[str, Array] = {}
     for key in run.keys():  # noqa: SIM118 - not a mapping

@@ -66,7 +66,7 @@ class ServerFailed(Exception):
 
 
 def free_ports(count: int) -> list[int]:
-    """Return free loopback ports. No other process of this user gets them from here while this one lives."""
+    """Return free loopback ports. While this process lives, this function gives them to no other process of this user."""
     ports: list[int] = []
     while len(ports) < count:
         port = next(_reserved_ports)
@@ -101,7 +101,7 @@ def path_with_tritonserver() -> str:
 
 
 def no_client_shared_memory() -> list[str]:
-    """Return flags that keep clients from registering shared memory, because it then needs a header with a random value.
+    """Return flags that keep clients from registering shared memory, because a registration then needs a header with a random value.
 
     Newer releases of Triton have --allow-client-shm=false for this.
     """

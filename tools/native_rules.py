@@ -1,6 +1,6 @@
 """Write native/rules.h: the constants, statuses and texts that the native front shares with Python. For `make pages`.
 
-Each is defined in a module of rsrv. This file only lists these modules and names.
+Modules of rsrv define the values. This file only lists these modules and the names of the values.
 """
 
 from __future__ import annotations

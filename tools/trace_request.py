@@ -46,8 +46,8 @@ from rsrv.wire.socket import connect, listen
 from tests.fakes import FakeDevice, FakePbUtils, FakeRequest
 from tests.unit.runtime.conftest import double, export_doubling
 
-#: Requests before the traced ones, so that all caches and learned values exist. The scheduler records a model's slowest
-#: requests, and among so many, most requests are not recorded.
+#: Number of requests before the traced ones, so that all caches and learned values exist. The scheduler records the slowest requests of
+#: a model. After this many requests, few of the traced requests are among them.
 WARM_REQUESTS = 2 * MAX_SLOWEST
 TRACED_REQUESTS = 9
 #: After this many seconds without a call, a request's work counts as finished.

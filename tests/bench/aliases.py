@@ -1,9 +1,9 @@
-"""`make bench-aliases`: requests by an alias's name beside those by the model's own.
+"""`make bench-aliases`: compare requests by an alias's name with requests by the model's own name.
 
 Run from the project's root: python -m tests.bench.aliases
 
-Two models have the same module and weights. Latency: one client asks by each name in turns. CPU and throughput: 16 clients,
-by one name after the other.
+Two models have the same module and weights. For the latency, one client asks by each name in turns. For CPU and throughput, 16
+clients ask by one name after the other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.bench.places import WORK
 from tests.bench.processes import cpu_seconds, server_processes
 from tests.bench.report import spread_text, table
 
-#: requests by each name; rounds and seconds of the throughput, and its clients
+#: Number of requests by each name for the latency. For the throughput: number of rounds, seconds of a window, and number of clients.
 REQUESTS, ROUNDS, WINDOW_S, CLIENTS = 3000, 5, 2.0, 16
 OTHER = "other"
 SETTINGS = f"""
@@ -42,7 +42,7 @@ HEADERS = ("by the name", "p50 us, 1 client", f"answers/s, {CLIENTS} clients", "
 
 
 def main() -> int:
-    """Print the figures."""
+    """Measure, and print the figures."""
     WORK.mkdir(parents=True, exist_ok=True)
     mlp = models.ensure_bundle(models.MLP, models._export_mlp)
     other = WORK / "bundles-aliases" / OTHER
@@ -50,7 +50,7 @@ def main() -> int:
     repository = models.generate("aliases", [mlp, other], SETTINGS)
     flags = ["--model-control-mode=explicit", "--load-model=*"]
     with served("aliases", repository, has_runtime=True, flags=flags) as side:
-        # A copy still executes when the next request comes.
+        # With a shadow, the copy of a request still executes when the next request comes. So the latency by this name is not measured.
         asks = {name: asking(side, name) for name in NAMES if name != "watched"}
         p50_us = {
             name: f"{statistics.median(one) * 1e6:.0f}" for name, one in in_turns(asks, REQUESTS).items()
@@ -65,14 +65,14 @@ def main() -> int:
 
 
 def row(name: str, p50_us: dict[str, str], rates: dict[str, list[tuple[float, float]]]) -> tuple[str, ...]:
-    """Return the figures of one name; its CPU relative to the model's own name is of the same rounds."""
+    """Return the figures of one name. Its CPU is divided by the CPU by the model's own name in the same round."""
     rate, cpu = (statistics.median(each) for each in zip(*rates[name], strict=True))
     times = Spread.of(one / own for (_, one), (_, own) in zip(rates[name], rates[models.MLP], strict=True))
     return name, p50_us.get(name, "-"), f"{rate:.0f}", f"{cpu * 1e6:.0f}", spread_text(times)
 
 
 def under_load(side: Side, name: str) -> tuple[float, float]:
-    """Return the answers per second to all clients, and the server's seconds of CPU for each."""
+    """Return the answers per second to all clients, and the server's CPU seconds per answer."""
     over, counts, failures = threading.Event(), [0] * CLIENTS, list[str]()
     threads = load(side, name, over, counts, failures)
     time.sleep(0.5)
@@ -89,7 +89,7 @@ def under_load(side: Side, name: str) -> tuple[float, float]:
 
 
 def changes(side: Side) -> str:
-    """Move an alias to and fro under load, and return what became of the requests."""
+    """Move an alias between two models under load. Return the time of a change, and how many requests failed."""
     over, counts, failures = threading.Event(), [0] * CLIENTS, list[str]()
     threads = load(side, "one", over, counts, failures)
     seconds = []
@@ -108,7 +108,7 @@ def changes(side: Side) -> str:
 def load(
     side: Side, name: str, over: threading.Event, counts: list[int], failures: list[str]
 ) -> list[threading.Thread]:
-    """Ask with all clients until it is over."""
+    """Start clients that ask until `over` is set, and return their threads."""
 
     def work(client: int) -> None:
         ask = asking(side, name)

@@ -1,4 +1,4 @@
-"""A process with the real loop on the GPU, or the CPU if there is none, and no Triton: for figures of the runtime alone."""
+"""The real loop in a process without Triton, for figures of the runtime alone. It uses the GPU, or the CPU if there is no GPU."""
 
 import multiprocessing
 import os
@@ -19,7 +19,7 @@ from tests.bench.places import WORK
 
 @contextmanager
 def bare_runtime() -> Iterator[tuple[Path, int]]:
-    """Start a runtime of this process, as if it were a server; yield its socket and pid."""
+    """Start a runtime for this process as its server. Yield the runtime's socket and pid."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["RSRV_RUNTIME_DIR"] = folder
         directory = runtime_directory(os.getpid(), "0")

@@ -20,13 +20,13 @@ from tests.bench.report import table
 from tests.bench.status import model_status
 from tests.status import read_status
 
-#: Threads below this many microseconds of CPU a request share one line.
+#: Threads with less CPU time per request than this share one line. Unit: microseconds.
 _LEAST_US = 4.0
 _FUNCTIONS = 20
 
 
 def show(window_s: float) -> None:
-    """Print a table for each number of clients and, if py-spy is installed, the costliest functions."""
+    """Print a table for each number of clients. If py-spy is installed, also print the functions that use most CPU time."""
     with served("profile", models.rsrv_repository(1), has_runtime=True) as side:
         for clients in (1, 64):
             print(f"\n== {clients} clients", flush=True)
@@ -62,7 +62,7 @@ def _threads(side: Side, clients: int, window_s: float) -> None:
 def _thread_rows(
     role: str, pid: int, before: Mapping[int, ThreadTime], after: Mapping[int, ThreadTime], requests: int
 ) -> list[list[str]]:
-    """Return a line for all threads, one for each busy one, and one for the rest."""
+    """Return a line for all threads together, one for each busy thread, and one for the other threads."""
     busy: list[tuple[_Figures, str]] = []
     total, rest, small = _Figures(), _Figures(), 0
     for tid, end in after.items():
@@ -83,7 +83,7 @@ def _thread_rows(
 
 
 class _Figures(NamedTuple):
-    """Per request: microseconds on a CPU and waiting for one, and how often a thread slept."""
+    """Figures of a request: microseconds on a CPU, microseconds of waiting for a CPU, and number of sleeps."""
 
     cpu: float = 0.0
     waited: float = 0.0
@@ -103,7 +103,7 @@ def _py_spy() -> str | None:
 
 
 def _functions(side: Side, clients: int, window_s: float, spy: str) -> None:
-    """Sample stub and runtime in turn, and print the functions at work."""
+    """Sample stub and runtime one after the other, and print the functions that used the CPU."""
     for pid, role in server_processes(side.server.pid, has_runtime=True).items():
         if role not in (STUB, RUNTIME):
             continue
@@ -131,12 +131,12 @@ def _functions(side: Side, clients: int, window_s: float, spy: str) -> None:
 
 
 def _count(stacks: str) -> tuple[Counter[str], Counter[str]]:
-    """Count samples by function: at the top of the stack, and anywhere in it."""
+    """Count samples by function: with the function at the top of the stack, and with the function anywhere in it."""
     own: Counter[str] = Counter()
     below: Counter[str] = Counter()
     for line in stacks.splitlines():
         frames, _, count = line.rpartition(" ")
-        # "function (file:line)": the line would split a function into many.
+        # A frame is "function (file:line)". Without the line, all samples of a function are counted together.
         names = [frame.rpartition(":")[0] + ")" if ":" in frame else frame for frame in frames.split(";")]
         names = [name or "(the process's own code, not Python)" for name in names]
         own[names[-1]] += int(count)

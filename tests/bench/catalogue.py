@@ -1,10 +1,10 @@
-"""A catalogue of thousands of bundles: what the generator costs for new, unchanged and changed ones.
+"""The generator's cost for thousands of bundles: all new, all unchanged, and one changed.
 
     python -m tests.bench.catalogue                      # 1,000 bundles
     python -m tests.bench.catalogue --models 10000
 
-The bundles are hard links to one bundle's modules and weights, with manifests that differ. Seconds are of CPU time, because
-other processes of the machine do not count in it; memory is the largest of the process.
+The bundles are hard links to the modules and weights of one bundle. Their manifests differ. The table has CPU seconds, because
+other processes on the machine do not affect them. Memory is the peak of the generator's largest process.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tests.bench.phases import say
 from tests.bench.places import ROOT, WORK
 from tests.bench.report import table
 
-#: a bundle of a few kilobytes
+#: A bundle of a few kilobytes.
 SOURCE = ROOT / "tests/golden/jax_0_10_2/format_3/affine"
-#: seconds that bundles must be unchanged before the generator relies on what it noted of them
+#: The generator trusts its notes about a bundle only if the bundle has been unchanged for this many seconds.
 _SETTLED_S = 3.0
 
 
 def main() -> None:
-    """Measure one number of bundles."""
+    """Measure one number of bundles, and print the table."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.catalogue", description=__doc__)
     parser.add_argument("--models", type=int, default=1000)
     parser.add_argument("--front", choices=("native", "python"), default="native")
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def make_bundles(folder: Path, count: int) -> list[Path]:
-    """Make bundles of hard links, each with a comment of its own in its manifest."""
+    """Make bundles of hard links. Each manifest has a different comment."""
     text = (SOURCE / "manifest.yaml").read_text()
     files = [file for file in SOURCE.iterdir() if file.name != "manifest.yaml"]
     bundles = [folder / f"m{number:05d}" for number in range(count)]

@@ -1,4 +1,4 @@
-"""Models that consist of weights: `count` chains of matrix products that differ in nothing else."""
+"""Models that consist mostly of weights: chains of matrix products, which differ only in their weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.bundle.forge import seal
 
 Array = npt.NDArray[Any]
 
-#: Numbers in a row of the input, of the output, and of everything between.
+#: Number of elements in a row of the input, of the output, and of all intermediate results.
 WIDTH = 512
 #: Bytes of one layer's weights.
 LAYER_BYTES = WIDTH * WIDTH * 4
@@ -29,12 +29,12 @@ WIDE = "f32"
 
 
 def names(count: int) -> list[str]:
-    """Return the names; `chain_0` gets the most requests."""
+    """Return the names of the models. `chain_0` gets most requests."""
     return [f"chain_{number}" for number in range(count)]
 
 
 def layers_of(nbytes: int) -> int:
-    """Return the number of layers with `nbytes` of weights. Raises ValueError if it is not whole."""
+    """Return the number of layers that have `nbytes` of weights. Raises ValueError if it is not a whole number."""
     layers, rest = divmod(nbytes, LAYER_BYTES)
     if rest or not layers:
         raise ValueError(f"{nbytes} bytes of weights: must be a multiple of {LAYER_BYTES}, one layer")
@@ -42,7 +42,7 @@ def layers_of(nbytes: int) -> int:
 
 
 def weights(name: str, layers: int) -> dict[str, Array]:
-    """Return the weights, the same in every process, and different for every name."""
+    """Return the weights of a model. They are the same in every process, and different for every name."""
     rng = np.random.default_rng([2000, int(name.rpartition("_")[2])])
     scale = np.float32((2 / WIDTH) ** 0.5)
     return {
@@ -61,7 +61,10 @@ def narrow_weights(name: str, layers: int, kind: str) -> dict[str, Narrow]:
 
 
 def reference(name: str, layers: int, x: Array, kind: str = WIDE) -> Array:
-    """Map f32 [n, WIDTH] to f32 [n, WIDTH], in double precision until the end, with the weights as the bundle has them."""
+    """Return the expected answer, f32 [n, WIDTH], to x, f32 [n, WIDTH].
+
+    The computation uses double precision, and the weights as the bundle stores them.
+    """
     value = x.astype(np.float64)
     kernels = weights(name, layers)
     if kind != WIDE:
@@ -75,14 +78,14 @@ def reference(name: str, layers: int, x: Array, kind: str = WIDE) -> Array:
 
 
 def repository(count: int, nbytes: int, kind: str = WIDE) -> Path:
-    """Make a model repository with `count` chains of `nbytes` of weights each, which are then narrowed to `kind`."""
+    """Make a model repository with `count` chains. Each has `nbytes` of weights before they are narrowed to `kind`."""
     layers = layers_of(nbytes)
     bundles = _ensure(count, layers, kind)
     return generate(f"chains-{count}-{layers}-{kind}", [bundles / name for name in names(count)])
 
 
 def _ensure(count: int, layers: int, kind: str) -> Path:
-    """Return the folder of the bundles; missing ones are made, and all of them if their makers changed."""
+    """Return the folder of the bundles. Make the missing bundles, or all bundles if this module, the exporter or jax changed."""
     folder = WORK / "bundles" / f"chains-{layers}-{kind}"
     stamp = folder / "stamp"
     key = hashlib.sha256(f"jax {metadata.version('jax')}".encode())
@@ -122,7 +125,7 @@ def _export(folder: Path, layers: int, kind: str) -> None:
 
 
 def _vary(original: Path, folder: Path, layers: int, kind: str) -> None:
-    """Write the same modules with other weights, without lowering them again."""
+    """Copy a bundle with other weights, without exporting it again."""
     work = folder.with_name(f".{folder.name}")
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(original, work)

@@ -1,11 +1,11 @@
-"""What the control process costs with a thousand models: while they are idle, and while all of them change.
+"""The cost of the control process with a thousand models: while they are idle, and while all of them change.
 
     python -m tests.bench.control                 # 1,000 models
     python -m tests.bench.control --models 5000
 
-This process plays the runtime. *Changing* means that in each second a thousand models answered requests, and their weights
-moved; every fourth of them left, and was built again. If the control process gets too little of a busy machine to read that
-many changes, the runtime waits for it.
+This process plays the runtime. In each second of the second measurement, a thousand models answer a request, and their weights
+are loaded or evicted. Every fourth model is removed and built again. If a busy machine gives the control process too little CPU
+time for these changes, the runtime waits for it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tests.bench.processes import cpu_seconds
 from tests.bench.report import table
 from tests.unit.control.peers import FakeRuntime, add_model, entry, model_record
 
-#: Seconds before the first measurement, and of each.
+#: Seconds before each measurement, and seconds of each measurement.
 _WARM_UP_S, _WINDOW_S = 10.0, 20.0
-#: Changes of each kind per second, and the bursts in which they come.
+#: Number of changes per second, and number of bursts per second in which the changes happen.
 _CHANGES, _BURSTS = 1000, 50
 
 
 class Runtime(FakeRuntime):
-    """A runtime that reports the records that have changed."""
+    """A fake runtime that reports the changed records."""
 
     def __init__(self, path: Path, names: list[str]) -> None:
         super().__init__(path)
@@ -54,7 +54,7 @@ class Runtime(FakeRuntime):
         return record
 
     async def work(self) -> None:
-        """Change the models in turn, as fast as the control process reads the changes. Never returns."""
+        """Change the models in turn, and wait if the control process does not read the changes. Never return."""
         number = 0
         while True:
             for watcher in self._watchers:
@@ -110,7 +110,7 @@ async def measured(folder: Path, count: int) -> list[list[str]]:
             await asyncio.sleep(_WARM_UP_S)
             rows.append(await cost(f"{count} models change"))
             if working.done():
-                working.result()  # It has failed, and the figure is that of idle models.
+                working.result()  # Raise the error of the changes. After an error, the models were idle and the figure is wrong.
             working.cancel()
             return rows
     finally:

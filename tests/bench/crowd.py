@@ -1,8 +1,8 @@
-"""Clients in a process of their own that check every answer, and continue when a request fails.
+"""Clients in a separate process. They check every answer, and continue after a failed request.
 
-`python -m tests.bench.crowd` asks all models of a file of questions, with uneven popularity, which may change over
-time. It prints `asking` when every client has been answered, and leaves a file with all requests after that: the start
-and end of each, by the clock that all processes of a machine share, and its outcome.
+`python -m tests.bench.crowd` asks all models of a file of questions. Some models are more popular than others, and the popularity
+may change over time. The process prints `asking` when each client has an answer of each model. At its end, it writes a file with
+all later requests: their starts and ends, by a clock that all processes of the machine share, and their outcomes.
 """
 
 from __future__ import annotations
@@ -32,19 +32,22 @@ Array = npt.NDArray[Any]
 
 OK, WRONG = "OK", "WRONG"
 _METHOD = "/inference.GRPCInferenceService/ModelInfer"
-#: Seconds that a request may take, and the least pause of a client after a failure.
+#: Seconds that a request may take, and seconds for which a client pauses at least after a failure.
 _DEADLINE, _PAUSE = 20.0, 0.01
 
 
 def popularity(models: int, exponent: float) -> Array:
-    """Return each model's share of the requests, most popular first: Zipf's law, 1 / rank ** exponent."""
+    """Return each model's share of the requests, starting with the most popular model.
+
+    The shares follow Zipf's law, 1 / rank ** exponent.
+    """
     shares = np.arange(1, models + 1, dtype=np.float64) ** -exponent
     return np.asarray(shares / shares.sum())
 
 
 @dataclass(frozen=True)
 class Questions:
-    """For each model, most popular first: rows to send, and the answers to them; both [questions, width]."""
+    """Rows to send and the right answers for each model, starting with the most popular model. All arrays are [questions, width]."""
 
     sent: Mapping[str, Array]
     wanted: Mapping[str, Array]
@@ -69,15 +72,15 @@ class Questions:
 
 @dataclass(frozen=True)
 class Requests:
-    """The outcome of each; [requests], seconds of time.monotonic()."""
+    """The outcomes of all requests. Arrays have one element for each request. Times are seconds of time.monotonic()."""
 
     began: Array
     ended: Array
-    #: The status' name, or WRONG.
+    #: Name of the gRPC status, or WRONG.
     code: Array
 
     def failed(self) -> Counter[str]:
-        """Return the failures by code, without wrong answers."""
+        """Return the numbers of failures by code. Wrong answers are not included."""
         bad = self.code[(self.code != OK) & (self.code != WRONG)]
         return Counter(map(str, bad))
 
@@ -86,12 +89,12 @@ class Requests:
         return int((self.code == WRONG).sum())
 
     def between(self, begin: float, end: float) -> Requests:
-        """Return those that ended in between."""
+        """Return the requests that ended in this interval."""
         inside = (self.ended >= begin) & (self.ended < end)
         return Requests(self.began[inside], self.ended[inside], self.code[inside])
 
     def p99_ms(self) -> float:
-        """Return the percentile of the answered ones, or NaN."""
+        """Return the 99th percentile of the answered requests, or NaN if there are none."""
         answered = self.code == OK
         taken = (self.ended - self.began)[answered]
         return float(np.percentile(taken, 99) * 1e3) if taken.size else float("nan")
@@ -99,7 +102,7 @@ class Requests:
 
 @dataclass
 class Asking:
-    """Running clients; `requests` after `asking` ended."""
+    """Running clients. After the end of `asking`, `requests` has their requests."""
 
     process: subprocess.Popen[str]
     requests: Requests | None = None
@@ -117,10 +120,10 @@ def asking(
     pause_s: float = 0.0,
     seed: int = 0,
 ) -> Iterator[Asking]:
-    """Run clients beside the block for so many seconds. Raises BenchFailed.
+    """Run clients for `seconds` during the block. Raises BenchFailed.
 
-    The popularity follows Zipf's law with this exponent. Every `turn_s` other models become the most popular. Each client
-    pauses for `pause_s` after an answer.
+    The models' popularity follows Zipf's law with this exponent. Every `turn_s` seconds, the popularity moves to the next models.
+    A client pauses for `pause_s` after an answer.
     """
     found = questions.with_name("asked.npz")
     found.unlink(missing_ok=True)
@@ -145,7 +148,7 @@ def asking(
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the process of the clients."""
+    """Run the clients in this process."""
     url, file, clients, seconds, exponent, turn_s, pause_s, seed, found = arguments
     questions = Questions.load(Path(file))
     crowd = _Crowd(url, questions, float(exponent), float(turn_s), float(pause_s), int(seed))
@@ -165,7 +168,7 @@ class _Crowd:
         self._turn_s = turn_s
         self._pause_s = pause_s
         self._seed = seed
-        #: Made once, because making requests is not measured.
+        #: Requests by model. They are made before the measurement.
         self._requests = {
             model: [_request(model, row) for row in rows] for model, rows in questions.sent.items()
         }
@@ -184,7 +187,7 @@ class _Crowd:
         return [one for client in found for one in client]
 
     def _call(self, number: int) -> Any:
-        # Otherwise channels with the same options share one connection.
+        # Without a different option, all channels would share one connection.
         channel = grpc.aio.insecure_channel(self._url, options=[("rsrv.client", number)])
         return channel.unary_unary(_METHOD)
 

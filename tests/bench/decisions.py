@@ -1,4 +1,4 @@
-"""The cost of the scheduler's decisions: the pure state machine alone, without a server."""
+"""The cost of the scheduler's decisions. Only the pure state machine runs, without a server."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from rsrv.scheduler.events import (
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.settings import SchedulerSettings
 
-#: Models that all have work, and rows in one execution.
+#: Numbers of models, all of which have work.
+#: Numbers of rows in an execution.
 MODELS = (10, 1000)
 ROWS = (1, 8, 32)
 _STEPS = 4000
-#: Requests of each model that wait all the time.
+#: Number of requests of each model that always wait.
 _WAITING = 40
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Times of `handle(ExecutionFinished)`: the end, its answers, and the next execution."""
+    """Times of `handle(ExecutionFinished)`: it ends an execution, answers its requests, and starts the next execution."""
 
     discipline: str
     models: int
@@ -49,7 +50,7 @@ def measure() -> list[Decision]:
 
 
 def measure_one(discipline: str, models: int, rows: int) -> Decision:
-    """Measure with so many models that all have work, and so many rows in an execution."""
+    """Measure with `models` models that all have work, and `rows` rows in an execution."""
     scheduler = Scheduler(SchedulerSettings(discipline=discipline))
     sizes = [size for size in (1, 2, 4, 8, 16, 32) if size <= rows]
     costs = {(0, size): 0.0005 * (1 + size / 8) for size in sizes}
@@ -60,7 +61,7 @@ def measure_one(discipline: str, models: int, rows: int) -> Decision:
         requests = []
         for _ in range(count):
             number += 1
-            # Distinct deadlines, none of which passes.
+            # The deadlines are different, and none of them passes.
             requests.append(Request(number, model, 0, 1, 1e9 + number * 7 % 1009))
         return scheduler.handle(RequestsArrived(tuple(requests)), now)
 

@@ -1,9 +1,9 @@
-"""`make bench-devices`: one server with two devices beside one with a single device.
+"""`make bench-devices`: compare a server with two devices with a server that has one device.
 
 Run from the project's root: python -m tests.bench.devices
 
-Two CPU devices stand for two GPUs. Latency: one client asks both servers in turns, request by request, so that the machine's
-other work meets both alike. Throughput: executions sleep until 8 ms have passed, one request each, under 16 clients.
+Two CPU devices represent two GPUs. For the latency, one client asks the servers alternately, so that other work on the machine
+affects both. For the throughput, an execution has one request and sleeps until it has lasted 8 ms, and 16 clients ask.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.bench.processes import STUB, memory, server_processes
 from tests.bench.verify import verify
 from tests.status import read_status
 
-#: requests to each server; rounds and seconds of the throughput, and its clients
+#: Number of requests to each server for the latency. For the throughput: number of rounds, seconds of a window, and number of clients.
 REQUESTS, ROUNDS, WINDOW_S, CLIENTS = 4000, 5, 3.0, 16
 SIDES = {"one": "[cpu]", "two": "[cpu, cpu]"}
 CASE = replace(models.mlp_case(models.MLP), most_rows=1)
@@ -34,7 +34,7 @@ _SHARED = Path(f"/dev/shm/rsrv-weights-u{os.getuid()}")
 
 
 def main() -> int:
-    """Print the figures."""
+    """Measure, and print the figures."""
     WORK.mkdir(parents=True, exist_ok=True)
     mlp = models.ensure_bundle(models.MLP, models._export_mlp)
     with both("devices", [mlp], "", {}) as sides:
@@ -55,7 +55,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def both(name: str, bundles: list[Path], settings: str, env: dict[str, str]) -> Iterator[list[Side]]:
-    """Serve the bundles with one device and with two."""
+    """Start a server with one device and a server with two, and yield both."""
     with contextlib.ExitStack() as servers:
         sides = []
         for side, devices in SIDES.items():
@@ -69,7 +69,7 @@ def both(name: str, bundles: list[Path], settings: str, env: dict[str, str]) -> 
 
 
 def throughput(sides: list[Side]) -> list[list[float]]:
-    """Return each server's answers per second, by round."""
+    """Return each server's answers per second in each round."""
     rates: list[list[float]] = [[] for _ in sides]
     for number in range(ROUNDS):
         for index, side in enumerate(sides):
@@ -79,7 +79,7 @@ def throughput(sides: list[Side]) -> list[list[float]]:
 
 
 def answers_per_s(side: Side) -> float:
-    """Return the answers per second to all clients in one window, after a second of warm-up."""
+    """Return the answers per second to all clients in one window. It begins after a second of warm-up."""
     began = time.monotonic() + 1
     counts = [0] * CLIENTS
 
@@ -98,7 +98,7 @@ def answers_per_s(side: Side) -> float:
 
 
 def footprint(side: Side) -> str:
-    """Return the stubs, and the host weights, as a line."""
+    """Return a line with the number of stubs, their memory, and the bytes of weights on the host."""
     processes = server_processes(side.server.pid, has_runtime=True)
     stubs = [pid for pid, role in processes.items() if role is STUB]
     count = 2 if side.name.endswith("two") else 1

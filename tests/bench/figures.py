@@ -1,4 +1,4 @@
-"""From samples to figures: the rounds that count, medians, ratios of two sides, targets. Pure."""
+"""From samples to figures: valid rounds, medians, ratios of two sides, and targets. Pure."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-#: CPUs that the hypervisor may steal in a round that counts.
+#: Largest number of CPUs that the hypervisor may steal in a valid round.
 MAX_STEAL = 0.1
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement of one side. Microseconds of CPU are per request, by role of the process."""
+    """One measurement of one side. CPU times are microseconds per request, by the role of the process."""
 
     side: str
     clients: int
@@ -20,42 +20,43 @@ class Sample:
     infer_per_s: float
     p50_us: float
     p99_us: float
-    #: Completed in the window, by Triton's count.
+    #: Number of requests that were completed in the window, as Triton counts them.
     requests: int
     cpu_us: Mapping[str, float]
-    #: Requests in one execute(), and rows in one execution of the runtime.
+    #: Requests in one execute().
+    #: Rows in one execution of the runtime.
     triton_batch: float
     device_batch: float | None
-    #: Compiled size -> executions of the runtime.
+    #: Number of the runtime's executions by compiled size.
     sizes: Mapping[int, int]
     #: Share of the time in which the runtime's device executed.
     busy: float | None
     steal_cpus: float
-    #: CPUs used by processes that are neither the server's nor its clients'.
+    #: CPUs that processes other than the server's and the clients' used.
     other_cpus: float
 
 
 @dataclass(frozen=True)
 class Swapping(Sample):
-    """A sample, with the loads of weights during it."""
+    """A sample that also has the loads of weights during its window."""
 
     seconds: float
-    #: Answers by the runtime's own count, between the same two moments as the next two.
+    #: Number of answers that the runtime counted during the window.
     answered: int
-    #: Requests that came while their model's weights were absent or loading.
+    #: Number of requests that arrived while their model's weights were absent or loading.
     misses: int
     loads: int
     evictions: int
 
     @property
     def hit_rate(self) -> float:
-        """Return the share of the requests that found the weights resident."""
+        """The share of the requests that found their model's weights on the device."""
         return 1 - self.misses / self.answered
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of some values, with the least and the greatest."""
+    """The median, the lowest and the highest of some values."""
 
     median: float
     low: float
@@ -69,17 +70,17 @@ class Spread:
 
 @dataclass(frozen=True)
 class Rounds:
-    """The samples of the rounds that count, and the number of the others."""
+    """The samples of the valid rounds, and the numbers of kept and of dropped rounds."""
 
     samples: Sequence[Sample]
     kept: int
     dropped: int
-    #: All rounds were noisy, so all were kept.
+    #: True if all rounds were noisy. Then all are kept.
     noisy: bool
 
     @classmethod
     def of(cls, samples: Sequence[Sample], max_steal: float = MAX_STEAL) -> Rounds:
-        """Drop each round in which a sample lost more than `max_steal` CPUs, unless that would be all."""
+        """Drop each round in which a sample lost more than `max_steal` CPUs. If this would drop all rounds, keep all."""
         numbers = {sample.round for sample in samples}
         bad = {sample.round for sample in samples if sample.steal_cpus > max_steal}
         noisy = bool(bad) and bad == numbers
@@ -92,18 +93,18 @@ class Rounds:
         return [sample for sample in self.samples if sample.side == side and sample.clients == clients]
 
     def spread(self, side: str, clients: int, value: Callable[[Sample], float]) -> Spread:
-        """Return a figure of one side over the rounds."""
+        """Return the spread of one side's figure over the rounds."""
         return Spread.of(value(sample) for sample in self.of_side(side, clients))
 
     def ratio(self, over: str, under: str, clients: int, value: Callable[[Sample], float]) -> Spread:
-        """Return the ratio of two sides, taken within each round, over the rounds."""
+        """Return the spread of the ratio of two sides. The ratio is taken within each round."""
         above = {sample.round: value(sample) for sample in self.of_side(over, clients)}
         below = {sample.round: value(sample) for sample in self.of_side(under, clients)}
         return Spread.of(above[number] / below[number] for number in sorted(above.keys() & below.keys()))
 
 
 def summed_sizes(samples: Iterable[Sample]) -> dict[int, int]:
-    """Return the executions by compiled size, over all samples, smallest size first."""
+    """Return the number of executions of all samples by compiled size, smallest size first."""
     total: dict[int, int] = {}
     for sample in samples:
         for size, count in sample.sizes.items():
@@ -125,12 +126,12 @@ class Target:
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
     def verdict(self) -> str:
-        """Return `pass`, or the shortfall in percent of the limit."""
+        """Return `pass`, or the distance from the limit in percent of it."""
         if self.reached:
             return "pass"
         return f"falls short by {abs(self.value - self.limit) / self.limit:.0%}"
 
 
 def per_added_model(fewer: float, more: float, added: int) -> float:
-    """Return the cost of each added model."""
+    """Return the cost of each model that was added."""
     return (more - fewer) / added

@@ -1,8 +1,8 @@
-"""Generations in a runtime, over its socket and without Triton: tokens per second, shared executions, and neighbours.
+"""Generations in a runtime, over its socket and without Triton: tokens per second, shared executions, and the effect on another model.
 
     make bench-generations
 
-A server process has the real loop and the device. The clients' process makes no tokens itself.
+A server process has the real loop and the device. The client process only reads tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.status import read_status
 
 _WIDTH, _VOCABULARY, _SIZES = 256, 512, (1, 2, 4, 8, 16)
 _PROMPT, _TOKENS, _ROUNDS = 32, 128, 5
-#: Width and layers of the neighbour, which takes 4 to 5 ms; and its requests.
+#: Width and number of layers of the other model, whose execution takes 4 to 5 ms, and number of requests to it.
 _IMAGE, _LAYERS, _REQUESTS = 1024, 80, 300
 
 
@@ -70,7 +70,7 @@ def _measure(path: Path, bundles: Path) -> None:
     busy = _measure_requests(image)
     over.set()
     beside.join()
-    # At equal weights, a client without pauses gets half of the time beside others.
+    # With equal weights, a client without pauses has a fair share of half of the time.
     for name, at in (("p50", 0.5), ("p99", 0.99)):
         alone, found = (took[int(at * len(took))] for took in (quiet, busy))
         print(
@@ -80,13 +80,13 @@ def _measure(path: Path, bundles: Path) -> None:
 
 
 def _work(model: str) -> tuple[int, int]:
-    """Return the rows and executions of a model so far."""
+    """Return the numbers of rows and executions of a model so far."""
     status = read_status(os.getpid())["models"][model]
     return status["useful_rows"], status["dispatches"]
 
 
 class Generator:
-    """A stub's connection with as many generations at a time as there are clients."""
+    """A stub's connection that keeps one generation running for each client."""
 
     def __init__(self, path: Path, bundle: Path) -> None:
         self._connection = RuntimeConnection(greet(connect(path)))
@@ -95,11 +95,11 @@ class Generator:
         self._random = np.random.default_rng(7)
 
     def step_ms(self, rows: int) -> float:
-        """Return the time of a step by the warm-up."""
+        """Return the milliseconds of a step with `rows` rows, measured in the warm-up."""
         return float(self._sizes[rows]) / 1e6
 
     def run(self, clients: int, generations: int, over: threading.Event | None = None) -> None:
-        """Generate answers; with `over`, until it is set, and at least so many."""
+        """Generate `generations` answers. With `over`, also continue until it is set."""
         live = set[int]()
         started = received = 0
         while live or started < generations or (over is not None and not over.is_set()):
@@ -117,7 +117,7 @@ class Generator:
 
 
 def _measure_requests(client: SequenceClient) -> list[float]:
-    """Return the sorted milliseconds of requests without state, each sent after the answer before."""
+    """Return sorted milliseconds of requests to the model without state. Each request is sent after the answer to the previous one."""
     took, x = [], np.zeros(_IMAGE, np.float32)
     for _ in range(_REQUESTS):
         began = time.perf_counter()
@@ -127,7 +127,7 @@ def _measure_requests(client: SequenceClient) -> list[float]:
 
 
 def _export_language_model(path: Path) -> None:
-    """Write a recurrent network that makes tokens without sense."""
+    """Write a recurrent network with random weights, which generates meaningless tokens."""
     random = np.random.default_rng(1)
 
     def matrix(*shape: int) -> Any:

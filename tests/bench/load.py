@@ -1,4 +1,4 @@
-"""One measurement: perf_analyzer loads a model, and the server's processes are read over a window."""
+"""One measurement: perf_analyzer sends load to a model, and the counters of the server's processes are read at both ends of a window."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from tests.bench.processes import CLIENT, Machine, cpu_seconds, server_processes
 from tests.bench.status import ModelStatus, model_status
 from tests.status import read_status
 
-#: Windows that perf_analyzer measures; ours lies within them.
+#: Number of windows that perf_analyzer measures. The window of this module lies within them.
 WINDOWS = 3
-#: Untimed requests of each kind before the measurement.
+#: Number of requests of each kind before the measured ones.
 _WARM_UP = 200
 
 
 class BenchFailed(Exception):
-    """A measurement could not be made; the text has the reason."""
+    """A measurement could not be made. The text has the reason."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """A running server that is measured, with its label in the results."""
+    """A running server that is measured, and its name in the results."""
 
     name: str
     server: TritonServer
@@ -55,7 +55,7 @@ class Reading:
 
 @dataclass
 class Load:
-    """A running perf_analyzer, and after `load` ended, its report."""
+    """A running perf_analyzer. After the end of `load`, it has a report."""
 
     process: subprocess.Popen[str]
     report: dict[str, float] = field(default_factory=dict)
@@ -69,7 +69,7 @@ def measure(
     window_s: float,
     data: str = "random",
 ) -> Sample:
-    """Load `model` with `clients` requests at a time for about three windows. `data` is for perf_analyzer."""
+    """Send `clients` concurrent requests to `model` for about three windows. `data`: perf_analyzer's input data."""
     processes = server_processes(side.server.pid, has_runtime=side.has_runtime)
     with load(side, model, clients, window_s, data) as running:
         everyone = {**processes, running.process.pid: CLIENT}
@@ -88,7 +88,7 @@ def load(
     data: str = "random",
     via: str | None = None,
 ) -> Iterator[Load]:
-    """Run perf_analyzer beside the block, which starts with its first answers. Raises BenchFailed on any error.
+    """Run perf_analyzer during the block. The block begins after its first answers. Raises BenchFailed on any error.
 
     `via`: HOST:PORT of a gateway in front of the server.
     """
@@ -98,14 +98,14 @@ def load(
         command = [str(side.server.installation.perf_analyzer), "-m", model]
         command += ["-u", via or side.server.grpc_url, "-i", "grpc"]
         command += ["--input-data", data, "--concurrency-range", str(clients)]
-        # The windows are averaged, with any difference: the rounds show how steady it was.
+        # perf_analyzer averages the windows, even if they differ. The rounds show how steady the results are.
         command += ["-p", str(round(window_s * 1e3)), "-r", str(WINDOWS), "-s", "9999", "-f", str(report)]
         process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         try:
             running = Load(process)
             _await_answers(side, model, process, clients)
             yield running
-            # The windows, the statistics that it requests, and the end of requests in flight.
+            # The time limit includes the windows, perf_analyzer's requests for statistics, and the end of the requests in flight.
             said, _ = process.communicate(timeout=4 * WINDOWS * window_s + 30)
         finally:
             process.kill()
@@ -119,7 +119,7 @@ def load(
 
 
 def _await_answers(side: Side, model: str, process: subprocess.Popen[str], clients: int) -> None:
-    """Wait until the load runs, because its first requests are slower than the rest."""
+    """Wait until some requests are answered, because the first requests are slower."""
     count = _count(side, model) + 4 * clients
     _until(lambda: _count(side, model) >= count or process.poll() is not None, "the first answers")
     if process.poll() is not None:
@@ -128,7 +128,7 @@ def _await_answers(side: Side, model: str, process: subprocess.Popen[str], clien
 
 
 def asking(side: Side, model: str) -> Callable[[], object]:
-    """Return a function that sends one of the mlps a request of one row, over a connection of its own."""
+    """Return a function that sends a request of one row to one of the mlps. Its connection is its own."""
     client = triton.InferenceServerClient(side.server.grpc_url)
     tensor = triton.InferInput("x", [1, 256], "FP32")
     tensor.set_data_from_numpy(np.ones((1, 256), np.float32))
@@ -136,7 +136,7 @@ def asking(side: Side, model: str) -> Callable[[], object]:
 
 
 def in_turns(asks: Mapping[str, Callable[[], object]], requests: int) -> dict[str, list[float]]:
-    """Return the seconds of so many requests of each kind, asked in turns after a warm-up."""
+    """Return the seconds of `requests` requests of each kind. Kinds take turns, after a warm-up."""
     times: dict[str, list[float]] = {name: [] for name in asks}
     for number in range(-_WARM_UP, requests):
         for name, ask in list(asks.items())[:: 1 if number % 2 else -1]:
@@ -165,11 +165,11 @@ def _statistics(side: Side, model: str) -> dict[str, Any]:
 
 
 def server_statistics(side: Side, model: str = "") -> list[dict[str, Any]]:
-    """Return Triton's own counters, of all models or of `/model`."""
+    """Return Triton's own counters of all models, or of the model in the path `/model`."""
     url = f"http://{side.server.http_url}/v2/models{model}/stats"
     with urllib.request.urlopen(url, timeout=30) as answer:
         found: list[dict[str, Any]] = json.load(answer)["model_stats"]
-    # Triton leaves out counts of zero.
+    # Triton omits counters whose value is zero.
     return [{"inference_count": 0, "execution_count": 0, **statistics} for statistics in found]
 
 

@@ -1,11 +1,12 @@
-"""Many tiny models on one server: what the models cost while one of them works, and while none does.
+"""Many tiny models on one server: their cost while one of them works, and while none works.
 
     python -m tests.bench.many                              # 1,000 models with the native front
     python -m tests.bench.many --models 50 --front python
-    python -m tests.bench.many --start lazy                 # cold but for those that are measured
+    python -m tests.bench.many --start lazy                 # models are cold, except for some that are asked
 
-Last, further models come into the repository, and the time is taken until Triton says that each is ready. The models are copies of one bundle, so that their module is compiled once, by the first run, and their weights exist once:
-the figures are those of rsrv's own state for each model. Memory is unique memory (USS).
+At the end, further models are added to the repository, and the program measures the time until Triton reports each as ready. All
+models are copies of one bundle, so only the first run compiles the module, and the weights exist only once. The figures are
+rsrv's own state for each model. Memory is unique memory (USS).
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from tests.bench.processes import cpu_seconds, memory, server_processes, threads
 from tests.bench.report import table
 from tests.bench.verify import verify
 
-#: copies are verified before one of them is measured
+#: Number of copies that are verified before one of them is measured.
 _VERIFIED = 8
-#: copies that come at the end
+#: Number of copies that are added at the end.
 _ADDED = 10
-#: With these, and `lifecycle.mode: static`, a model is loaded when this program says so.
+#: With these flags and `lifecycle.mode: static`, this program decides when a model is loaded.
 _FLAGS = ("--model-control-mode=explicit", "--load-model=*")
 
 
 @dataclass(frozen=True)
 class Held:
-    """What the processes of one role hold, together, and use of a core while no request comes."""
+    """Resources of all processes of one role, and their use of a core while there are no requests."""
 
     processes: int
     uss_mb: float
@@ -55,7 +56,7 @@ class Held:
 
 
 def main() -> None:
-    """Measure one number of models."""
+    """Measure one number of models, and print the figures."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.many", description=__doc__)
     parser.add_argument("--models", type=int, default=1000)
     parser.add_argument("--front", choices=("native", "python"), default="native")
@@ -79,7 +80,7 @@ def main() -> None:
 
 
 def make_repository(count: int, front: str, start: str) -> Path:
-    """Make a repository of `count` models with a front, from links to one bundle; `start`: eager or lazy."""
+    """Make a repository of `count` models with a front. They are links to one bundle. `start`: eager or lazy."""
     if front == "native":
         native_front.ensure()
     bundle = models.ensure_bundle(
@@ -99,7 +100,7 @@ def make_repository(count: int, front: str, start: str) -> Path:
 
 
 def add(side: Side, model: Path, repository: Path) -> float:
-    """Load a model that the repository did not have, and ask it; return the seconds until it was ready."""
+    """Add a model to the repository, load it, and ask it. Return the seconds until it was ready."""
     model.rename(repository / model.name)
     with triton.InferenceServerClient(side.server.grpc_url) as client:
         started = time.monotonic()
@@ -121,7 +122,7 @@ def show(side: Side, count: int, window_s: float, idle_s: float) -> None:
 
 
 def hold(side: Side, idle_s: float) -> Mapping[str, Held]:
-    """Return what the processes hold, by role."""
+    """Return the resources of the server's processes, by role."""
     roles = server_processes(side.server.pid, has_runtime=True)
     before = {pid: cpu_seconds(pid) for pid in roles}
     begun = time.monotonic()

@@ -1,4 +1,4 @@
-"""The meta models that are measured, the models that they call, and the same written by hand for Triton."""
+"""The measured meta models and their callees, and the same models written by hand for Triton."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from tests.bench.models import (
 from tests.bench.places import HERE, ROOT, WORK
 from tests.bench.plain_chain import STAGES
 
-#: Numbers in a row of every tensor of clients here.
+#: Number of elements in a row of every tensor that clients send or get, except for the detector.
 WIDTH = 256
 
-#: Of the examples: the meta model and its callees.
+#: Names of example bundles: the meta model, and its callees.
 DETECTOR = ("detector", "detector_backbone", "detector_head")
-#: Concurrent runs of the detector, of rsrv (the default of scheduler.meta_concurrency) and by hand.
+#: Number of concurrent runs of the detector by hand. It is the default of scheduler.meta_concurrency, which rsrv uses.
 _AT_A_TIME = 2
 _EXAMPLES = ROOT / "build" / "bundles"
 
 CHAIN = "chain"
-#: The model that clients can call as well: one call of a chain's three.
+#: A model of the chain that clients can also call. Such a call is one of a chain's three calls.
 ONE_CALL = STAGES[0]
 _CHAIN = f"""
 def run(inputs, call):
@@ -81,7 +81,10 @@ def one_call_case() -> Case:
 
 @dataclass(frozen=True)
 class Relay:
-    """Two models with a tensor of `nbytes` between them, made from a small input and reduced to a small output."""
+    """Two models with a tensor of `nbytes` between them.
+
+    The first makes it from a small input, and the second reduces it to a small output.
+    """
 
     label: str
     nbytes: int
@@ -95,17 +98,17 @@ class Relay:
         return f"drain_{self.nbytes}"
 
     def meta(self, *, keep: bool) -> str:
-        """Return the name of the meta model that keeps the tensor on the device, or does not."""
+        """Return the name of the meta model. With `keep`, it is the one that keeps the tensor on the device."""
         return f"{'keep' if keep else 'relay'}_{self.nbytes}"
 
     @property
     def blocks(self) -> int:
-        """Return how often the input fits into the tensor."""
+        """How often the input fits into the tensor."""
         return self.nbytes // (4 * WIDTH)
 
     @property
     def step(self) -> int:
-        """Return the interval of the blocks that the second model reads."""
+        """The second model reads every `step`-th block."""
         return max(1, self.blocks // 64)
 
     def case(self, *, keep: bool) -> Case:
@@ -123,7 +126,7 @@ RELAYS = (
 
 
 def repository(transport: str) -> Path:
-    """Make a repository of all, with this transport of sub-calls. With bls, tensors cannot stay on the device."""
+    """Make a repository of all models. `transport`: how meta models call others. With bls, tensors cannot stay on the device."""
     build(_EXAMPLES, DETECTOR)
     bundles = [_EXAMPLES / name for name in DETECTOR]
     bundles += [ensure_bundle(name, _export_stage, HERE / "meta_models.py") for name in STAGES]
@@ -140,7 +143,7 @@ def repository(transport: str) -> Path:
 
 
 def plain_repository() -> Path:
-    """Make the chain and the detector by hand: their callees compute with jax in processes of their own."""
+    """Make a repository with the chain and the detector by hand. Their callees compute with jax, each in a separate process."""
     environment = plain_env.ensure()
     folder = WORK / "metas-plain"
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The part `metas`: calls between models, straight to the runtime, through Triton, and written by hand."""
+"""The part `metas`: calls between models. They go directly to the runtime, through Triton, or are written by hand."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from tests.bench.verify import verify
 DIRECT, KEPT, BLS, PLAIN = "direct", "kept", "bls", "plain"
 ONE, ONE_PLAIN = "one call", "one plain call"
 DETECTOR_CLIENTS = (1, 8)
-#: Seconds of a window in which requests with the largest tensors are measured, at least, as they are few.
+#: Shortest window, in seconds, for requests with the largest tensors, because there are few of them.
 _LONG = 1.5
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One of the sides that take turns: its name in the results, and its request."""
+    """One of the sides that are measured in turns: its name in the results, and its requests."""
 
     name: str
     server: Side
     model: str
     clients: int = 1
     least_window_s: float = 0.0
-    #: The content of requests, for perf_analyzer.
+    #: Input data of perf_analyzer.
     data: str = "random"
 
     def measure(self, number: int, window_s: float) -> Sample:
@@ -45,7 +45,7 @@ class Turn:
 
 
 def part(rounds: int, window_s: float) -> tuple[list[str], list[Target], dict[str, Any]]:
-    """Measure all, and return lines for people, targets, and the samples."""
+    """Measure everything. Return lines of text, targets, and the samples."""
     with contextlib.ExitStack() as stack:
         servers = {
             transport: stack.enter_context(
@@ -74,7 +74,7 @@ def part(rounds: int, window_s: float) -> tuple[list[str], list[Target], dict[st
 
 
 def in_turns(turns: Sequence[Turn], rounds: int, window_s: float) -> list[Sample]:
-    """Measure in turns: each goes first in one round, and the others follow in their order."""
+    """Measure the sides in turns. Each round begins with another side, and keeps the order of the others."""
     samples = []
     for number in range(rounds):
         first = number % len(turns)
@@ -86,7 +86,7 @@ def in_turns(turns: Sequence[Turn], rounds: int, window_s: float) -> list[Sample
 
 
 def verify_all(servers: Mapping[str, Side]) -> None:
-    """Check all answers before anything is measured. Raises BenchFailed."""
+    """Check the answers of all servers before anything is measured. Raises BenchFailed."""
     for name, side in servers.items():
         count = verify(side.server.grpc_url, meta_models.chain_case())
         count += verify(side.server.grpc_url, meta_models.one_call_case())
@@ -116,7 +116,7 @@ def chain_turns(servers: Mapping[str, Side]) -> list[Turn]:
 
 
 def chain_summary(rounds: Rounds) -> tuple[list[str], list[Target]]:
-    """Return lines for people, and the targets."""
+    """Return lines of text, and the targets."""
     lines = [
         f"a chain of {len(STAGES)} small models, and one call of such a model; 1 client",
         report.load_table(rounds, [(name, 1) for name in (ONE, DIRECT, BLS, ONE_PLAIN, PLAIN)]),
@@ -154,12 +154,12 @@ def relay_turns(servers: Mapping[str, Side]) -> list[Turn]:
 
 
 def between(name: str, relay: Relay) -> str:
-    """Return a side's name in the results."""
+    """Return the name of a side in the results."""
     return f"{name}, {relay.label}"
 
 
 def relay_summary(rounds: Rounds, copying: float) -> list[str]:
-    """Return lines for people; `copying`: microseconds of CPU that a copy of the largest tensor takes."""
+    """Return lines of text. `copying`: CPU microseconds of a copy of the largest tensor."""
     names = [between(name, relay) for relay in RELAYS for name in (DIRECT, KEPT, BLS)]
     lines = [
         "two models with a tensor between them; 1 client",
@@ -193,9 +193,10 @@ def relay_summary(rounds: Rounds, copying: float) -> list[str]:
 def copies(
     rounds: Rounds, name: str, small: Relay, large: Relay, copying: float, roles: Sequence[str]
 ) -> list[float]:
-    """Return by round, in copies, the large tensor's cost to these processes beyond one kept on the device.
+    """Return, for each round, the CPU time of the large tensor in these processes, in multiples of a copy.
 
-    That is CPU beyond the same with the small tensor; one copy takes `copying` microseconds.
+    It is the CPU time in addition to a request with the small tensor. The same difference for a tensor that stays on the device
+    is subtracted. A copy takes `copying` microseconds.
     """
 
     def used(name: str, relay: Relay) -> dict[int, float]:
@@ -210,7 +211,7 @@ def copies(
 
 
 def copy_us(nbytes: int) -> float:
-    """Return the microseconds of CPU of one copy, from and to memory that was touched before."""
+    """Return the CPU microseconds of one copy between memory areas that have been used before."""
     source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
     took = []
     for _ in range(9):
@@ -233,7 +234,7 @@ def detector_turns(servers: Mapping[str, Side]) -> list[Turn]:
 
 
 def detector_summary(rounds: Rounds) -> list[str]:
-    """Return lines for people."""
+    """Return lines of text."""
     cases = [(name, clients) for clients in DETECTOR_CLIENTS for name in (DIRECT, BLS, PLAIN)]
     lines = ["the detector, an image a request", report.load_table(rounds, cases)]
     for clients in DETECTOR_CLIENTS:

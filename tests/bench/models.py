@@ -1,4 +1,4 @@
-"""The models that are measured, as bundles and as a plain Triton model, and the repositories made of them."""
+"""The measured models as bundles and as plain Triton models, and repositories of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Array = npt.NDArray[Any]
 
 MLP = "mlp"
 IMAGES = "images"
-#: The sizes that `images` is compiled for. 48 clients are more than the largest, so that there is always a next batch.
+#: Compiled sizes of `images`. The largest is smaller than the 48 clients, so there are always requests for a next batch.
 IMAGE_SIZES = (1, 2, 4, 8)
 IMAGE_SHAPE = (3, 224, 224)
 
@@ -44,7 +44,7 @@ parameters [ {{ key: "EXECUTION_ENV_PATH" value: {{ string_value: "{environment}
 
 @dataclass(frozen=True)
 class Case:
-    """A model as a client sees it, and its function computed directly."""
+    """A model's interface for clients, and a function that computes the expected answers."""
 
     name: str
     input: str
@@ -55,12 +55,12 @@ class Case:
 
 
 def mlp_names(count: int) -> list[str]:
-    """`mlp` and its copies, which differ in their weights."""
+    """Return the names of `mlp` and its copies, whose weights differ."""
     return [MLP, *(f"{MLP}_{number}" for number in range(1, count))]
 
 
 def mlp_weights(name: str, outputs: int = 10) -> dict[str, Array]:
-    """Return the weights of `mlp` or of a copy, the same in every process."""
+    """Return the weights of `mlp` or of a copy. They are the same in every process."""
     _, _, number = name.partition("_")
     rng = np.random.default_rng(int(number or 0))
     return {
@@ -78,7 +78,7 @@ def mlp_case(name: str) -> Case:
 
 
 def mlp_reference(weights: Mapping[str, Array], x: Array) -> Array:
-    """x: f32 [n, 256] -> logits: f32 [n, outputs]."""
+    """Return the expected logits, f32 [n, outputs], of x, f32 [n, 256]."""
     hidden = np.maximum(x @ weights["hidden_kernel"] + weights["hidden_bias"], 0)
     return np.asarray(hidden @ weights["output_kernel"] + weights["output_bias"])
 
@@ -99,29 +99,29 @@ def images_case() -> Case:
 
 
 def rsrv_repository(count: int) -> Path:
-    """A repository with `count` mlps as bundles."""
+    """Make a repository with `count` mlps as bundles, which have the Python front."""
     return generate(f"rsrv-{count}", [ensure_bundle(name, _export_mlp) for name in mlp_names(count)])
 
 
 def native_repository(count: int) -> Path:
-    """The same with the native front."""
+    """Make a repository with `count` mlps as bundles, which have the native front."""
     bundles = [ensure_bundle(name, _export_mlp) for name in mlp_names(count)]
     return generate(f"native-{count}", bundles, "stub: {front: native}")
 
 
 def images_repository(front: Front = "python") -> Path:
-    """A repository with the bundle `images`: 602 kB in, 40 bytes out, and next to no work on a CPU."""
+    """Make a repository with the bundle `images`: 602 kB in, 40 bytes out, and almost no work for the CPU."""
     name = {"python": "rsrv-images", "native": "native-images"}[front]
     return generate(name, [ensure_bundle(IMAGES, _export_images)], f"stub: {{front: {front}}}")
 
 
 def gateway_repository() -> Path:
-    """A repository with a model of small requests and one of large ones."""
+    """Make a repository with two models, one of small requests and one of large requests."""
     return generate("gateway", [ensure_bundle(MLP, _export_mlp), ensure_bundle(IMAGES, _export_images)])
 
 
 def plain_repository(count: int) -> Path:
-    """A repository with `count` mlps as plain Triton models."""
+    """Make a repository with `count` mlps as plain Triton models."""
     environment = plain_env.ensure()
     repository = WORK / f"plain-{count}"
     shutil.rmtree(repository, ignore_errors=True)
@@ -131,7 +131,7 @@ def plain_repository(count: int) -> Path:
 
 
 def write_plain_mlp(folder: Path, weights: Mapping[str, Array], environment: Path) -> None:
-    """A plain Triton model with these weights, and jax in a process of its own."""
+    """Write a plain Triton model with these weights. It computes with jax in its own process."""
     version = folder / "1"
     version.mkdir(parents=True)
     (folder / "config.pbtxt").write_text(
@@ -143,7 +143,7 @@ def write_plain_mlp(folder: Path, weights: Mapping[str, Array], environment: Pat
 
 
 def ensure_bundle(name: str, export: Callable[[Path], None], *makers: Path) -> Path:
-    """Return the bundle of this name, exported again if its sources, `makers` among them, changed."""
+    """Return the bundle of this name. Export it again if this module, the exporter, jax or one of `makers` changed."""
     sources = [HERE / "models.py", *makers, *sorted((ROOT / "bundles" / "rsrv_bundle").glob("*.py"))]
     key = hashlib.sha256(f"jax {metadata.version('jax')}".encode())
     for source in sources:
@@ -161,7 +161,7 @@ def _export_mlp(folder: Path) -> None:
 
 
 def export_mlp(folder: Path, weights: Mapping[str, Array]) -> None:
-    """A bundle with these weights, compiled for the sizes that the plain model has."""
+    """Export a bundle with these weights and the plain model's sizes."""
     import jax
 
     from rsrv_bundle.export import export_bundle
@@ -186,8 +186,8 @@ def _export_images(folder: Path) -> None:
 
 
 def generate(name: str, bundles: Sequence[Path], settings: str = "") -> Path:
-    """Make a model repository by rsrv-gen with these settings; its lines are only shown when it fails."""
-    native_front.ensure()  # without the guard, Triton batches nothing
+    """Make a model repository with rsrv-gen and these settings. Its output is shown only if it fails."""
+    native_front.ensure()  # Without the guard, Triton does not batch requests.
     repository = WORK / name
     config = WORK / f"{name}.yaml"
     config.write_text(settings)

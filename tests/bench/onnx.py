@@ -1,10 +1,10 @@
-"""ONNX files served by rsrv and by onnxruntime, both behind tritonserver 24.10, on the same cores in turns.
+"""Compare rsrv with onnxruntime on ONNX files. Both run behind tritonserver 24.10 on the same cores, in turns.
 
     python -m tests.bench.onnx     # less than five minutes, and the time of the first export
 
-The local tritonserver has no backend for onnxruntime. So the other side is a Python-backend model that calls onnxruntime
-(plain_onnx.py), with a thread for each core, Triton's dynamic batcher, and the same largest batch. Both sides have to answer as
-onnxruntime does in this process, while their requests share executions.
+The local tritonserver has no backend for onnxruntime, so the other side is a Python-backend model that calls onnxruntime
+(plain_onnx.py). It has a thread for each core, Triton's dynamic batcher, and the same largest batch. Both sides must give
+onnxruntime's answers in this process, while their requests share executions.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ SIZES = (1, 2, 4, 8)
 TOKENS = 32
 FOLDER = WORK / "onnx"
 RESULT = WORK / "onnx.json"
-#: Requests of the comparison of answers, and how many are sent at a time.
+#: Number of requests for the comparison of answers, and number of requests at the same time.
 _COMPARED, _THREADS = 32, 8
-#: Rows that perf_analyzer sends in turn.
+#: Number of different rows that perf_analyzer sends.
 _SENT = 16
 
 
 @dataclass(frozen=True)
 class Case:
-    """A file, and the requests to its model."""
+    """An ONNX file, and requests to its model."""
 
     name: str
     title: str
     file: Callable[[], Path]
-    #: Random number generator, rows -> a request.
+    #: Makes a request from a random number generator and a number of rows.
     inputs: Callable[[np.random.Generator, int], Arrays]
     input_shapes: Sequence[dict[str, int]] = ()
     #: Largest error of an answer, relative to the output's largest magnitude.
@@ -74,7 +74,7 @@ def _downloaded(name: str) -> Path:
 
 
 def _exported(name: str, make: Callable[[], tuple[Any, Arrays]]) -> Path:
-    """Return the file that PyTorch's exporter writes for a network with an open batch axis."""
+    """Return an ONNX file that PyTorch's exporter writes for a network with an open batch axis."""
     import torch
 
     path = FOLDER / f"{name}.onnx"
@@ -102,7 +102,7 @@ def _mlp() -> tuple[Any, Arrays]:
 
 
 def _encoder() -> tuple[Any, Arrays]:
-    """A sentence encoder of MiniLM's architecture: 22 million weights, of which half are its embeddings."""
+    """Return a sentence encoder with MiniLM's architecture. Half of its 22 million weights are embeddings."""
     import torch
     from transformers import BertConfig, BertModel
 
@@ -150,7 +150,7 @@ CASES = (
 
 
 def main() -> int:
-    """Return the exit status: 0 if everything could be measured."""
+    """Run the benchmark. Return 0 if everything could be measured."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.onnx", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="alternating rounds (%(default)s)")
     parser.add_argument("--window", type=float, default=1.0, help="seconds of one window (%(default)s)")
@@ -170,7 +170,7 @@ def main() -> int:
 
 
 def run(rounds: int, window_s: float) -> dict[str, list[Sample]]:
-    """Return the samples of each case."""
+    """Measure the sides in turns. Return the samples of each case."""
     bundles = [_bundle(case) for case in CASES]
     data = {case.name: _data(case) for case in CASES}
     samples: dict[str, list[Sample]] = {case.name: [] for case in CASES}
@@ -240,7 +240,7 @@ def _expected(case: Case, inputs: Arrays) -> Arrays:
 
 
 def _data(case: Case) -> Path:
-    """Write the requests of perf_analyzer, of one row each."""
+    """Write requests of one row for perf_analyzer."""
     rng, path = np.random.default_rng(1), FOLDER / f"{case.name}.json"
     entries = [
         {
@@ -254,7 +254,7 @@ def _data(case: Case) -> Path:
 
 
 def _largest_error(side: Side, case: Case) -> float:
-    """Compare requests of one to four rows, several at a time. Raises BenchFailed."""
+    """Send requests of one to four rows, several at the same time. Return the largest error. Raises BenchFailed if it is too large."""
     reference = eager_onnx(case.file())
     rng = np.random.default_rng(2)
     requests = [case.inputs(rng, 1 + number % 4) for number in range(_COMPARED)]
@@ -268,7 +268,7 @@ def _largest_error(side: Side, case: Case) -> float:
                 for name, value in zip(results.names, results.values, strict=True)
             )
 
-        reference(**requests[0])  # This starts the session.
+        reference(**requests[0])  # The first call starts the session.
         with ThreadPoolExecutor(_THREADS) as pool:
             largest = max(pool.map(error, requests))
     if not largest <= case.tolerance:

@@ -1,10 +1,11 @@
-"""What `rsrv openai` adds to a request, beside the same request over gRPC.
+"""The cost of `rsrv openai` for a request, in comparison with the same request over gRPC.
 
-    python -m tests.bench.openai                                # a model that does next to nothing
+    python -m tests.bench.openai                                # a model that does almost nothing
     python -m tests.bench.openai --bundles build/bundles/minilm* --model minilm
 
-One client, then sixteen, in turns over gRPC and over HTTP with a list of one text. The CPU time is that of the process
-`rsrv openai` alone, so a core that does nothing else answers its reciprocal.
+First, one client sends requests over gRPC and over HTTP in turns. Then, sixteen clients send requests over HTTP. A request has
+one text. Only the CPU time of the process `rsrv openai` is counted. Its reciprocal is the number of requests that a core answers
+if it does nothing else.
 """
 
 from __future__ import annotations

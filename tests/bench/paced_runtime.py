@@ -1,8 +1,8 @@
-"""`paced_runtime.py -P -m rsrv.runtime ...`: the runtime, with executions that take a stated time without a CPU.
+"""`paced_runtime.py -P -m rsrv.runtime ...`: the runtime, whose executions take a stated time without using a CPU.
 
-It stands for an accelerator that works beside the CPU: jax computes the answer, and a reader of it waits until
-RSRV_BENCH_EXECUTION_MS have passed since the launch, or since the end of the execution before, and RSRV_BENCH_ROW_MS for
-each row. A compilation takes RSRV_BENCH_COMPILE_MS more.
+It represents an accelerator that works concurrently with the CPU. jax computes the answer. An execution ends
+RSRV_BENCH_EXECUTION_MS, and RSRV_BENCH_ROW_MS for each row, after its launch or after the end of the previous execution,
+whichever is later. Each compilation takes RSRV_BENCH_COMPILE_MS longer.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ COMPILE_SECONDS = float(os.environ.get("RSRV_BENCH_COMPILE_MS", "0")) / 1e3
 
 
 def pace(arrays: Sequence[Any]) -> float:
-    """Return the seconds of an execution with these outputs."""
+    """Return how many seconds an execution with these outputs must last."""
     rows: int = math.prod(arrays[0].shape[:1])
     return SECONDS + ROW_SECONDS * rows
 
 
 class PacedExecutables(DeviceExecutables):
-    """Executables that take longer to compile."""
+    """Executables whose compilation takes longer."""
 
     def _compile(self, *arguments: Any) -> Any:
         time.sleep(COMPILE_SECONDS)
@@ -40,10 +40,10 @@ class PacedExecutables(DeviceExecutables):
 
 
 class PacedExecutions(DeviceExecutions):
-    """Executions that take the stated time, one after another."""
+    """Executions that last the stated time, one after the other."""
 
     def _wait(self, execution: LaunchedExecution) -> float:
-        # Read these before `ready`: a thread that empties them has set `ready` before.
+        # Read these attributes before `ready`. Another thread sets `ready` before it empties them.
         outputs, previous = execution.outputs, execution.previous
         if execution.ready is None:
             free = execution.started if previous is None else max(execution.started, self._wait(previous))
@@ -54,7 +54,7 @@ class PacedExecutions(DeviceExecutions):
 
 
 class PacedDevice(JaxDevice):
-    """jax's device, slowed down. Like a GPU, it executes beside its launcher."""
+    """jax's device, slowed down. Like a GPU, it executes concurrently with the thread that launches."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, asynchronous_cpu=True, **options)
@@ -63,9 +63,9 @@ class PacedDevice(JaxDevice):
 if __name__ == "__main__":
     if sys.argv[1:4] != ["-P", "-m", "rsrv.runtime"]:
         sys.exit(f"expected -P -m rsrv.runtime, got {sys.argv[1:]}")
-    # The runtime's entry imports the class from here when it makes its device.
+    # The main module of the runtime imports this class from jax_device when it makes its device.
     jax_device.JaxDevice = PacedDevice  # type: ignore[misc]
-    # The device takes its parts from here.
+    # JaxDevice takes these classes from jax_device.
     jax_device.DeviceExecutables = PacedExecutables  # type: ignore[attr-defined]
     jax_device.DeviceExecutions = PacedExecutions  # type: ignore[attr-defined]
     sys.exit(main(sys.argv[4:]))

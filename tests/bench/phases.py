@@ -1,4 +1,4 @@
-"""The three parts of the benchmark: throughput side by side, memory, and the device's busy share."""
+"""The three parts of the benchmark: throughput of all sides, memory, and the device's busy share."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ RSRV, NATIVE, PLAIN = "rsrv", "native", "plain"
 CLIENTS = (1, 16, 64)
 BUSY_CLIENTS = 48
 EXECUTION_MS = 8.0
-#: The stub's setting stub.in_place_ms: the default, always later, always in place.
+#: Values of the setting stub.in_place_ms: the default, all answers after execute(), and all answers inside it.
 IN_PLACE_MS: Mapping[str, str | None] = {"default": None, "0": "0", "1000000": "1000000"}
 BUSY_SIDES = (*IN_PLACE_MS, NATIVE)
 
 
 def say(text: str) -> None:
-    """One line of progress, at once."""
+    """Print a line of progress, and flush the output."""
     print(text, flush=True)
 
 
@@ -51,7 +51,7 @@ def served(
 
 
 def throughput(rounds: int, window_s: float) -> list[Sample]:
-    """Measure rsrv with each front and the plain model in turns, at each number of clients."""
+    """Measure rsrv with each front and the plain model in turns, with each number of clients."""
     samples = []
     case = models.mlp_case(models.MLP)
     with (
@@ -62,7 +62,7 @@ def throughput(rounds: int, window_s: float) -> list[Sample]:
         for side in (rsrv, native, plain):
             say(f"{side.name}: {verify(side.server.grpc_url, case)} answers right")
         for number in range(rounds):
-            # The sides beside the plain model, and the first one, change from round to round.
+            # The order changes from round to round, so that no side is always first or always after the same side.
             order = (rsrv, plain, native) if number % 2 == 0 else (native, plain, rsrv)
             for clients in CLIENTS:
                 for side in order:
@@ -74,7 +74,7 @@ def throughput(rounds: int, window_s: float) -> list[Sample]:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Memory of a server with a number of models, in MB: by role, all together, and the shared regions' size."""
+    """Memory of a server with `models` models, in MB: by role, in total, and the size of the shared regions."""
 
     side: str
     models: int
@@ -88,7 +88,7 @@ class Footprint:
 
 
 def footprints(many: int) -> list[Footprint]:
-    """Measure both sides with 1, 2 and `many` models, each of which has answered."""
+    """Measure the memory of each side with 1, 2 and `many` models. Each model has answered."""
     found = []
     sides = (
         (RSRV, models.rsrv_repository),
@@ -118,7 +118,7 @@ def _footprint(side: Side, name: str, count: int, ready: float) -> Footprint:
 
 
 def busy(rounds: int, window_s: float) -> list[Sample]:
-    """Measure the device's busy share under large inputs, with the stub's ways of answering and the native front in turns."""
+    """Measure how busy the device is with large inputs. The stub's ways to answer and the native front take turns."""
     samples = []
     with contextlib.ExitStack() as servers:
         sides = []
@@ -142,7 +142,7 @@ def busy(rounds: int, window_s: float) -> list[Sample]:
 
 
 def told(sample: Sample, rounds: int) -> str:
-    """Return a sample as a line of progress."""
+    """Return a line of progress about a sample."""
     return (
         f"[{sample.round + 1}/{rounds}] {sample.side}, {sample.clients} clients: {sample.infer_per_s:.0f}/s,"
         f" p50 {sample.p50_us:.0f} us, p99 {sample.p99_us:.0f} us"

@@ -1,4 +1,4 @@
-"""The folders of the benchmark's products, and its runtime of known speed. Standard library only."""
+"""Folders of the benchmark's files, and the settings of its runtime with a stated speed. Standard library only."""
 
 import sys
 from pathlib import Path
@@ -8,12 +8,12 @@ HERE = ROOT / "tests" / "bench"
 #: Bundles, model repositories, logs, and the result.
 WORK = ROOT / "build" / "bench"
 RESULT = WORK / "result.json"
-#: The environment of the plain model, beside other fetched files.
+#: The Python environment of the plain models. It is in the folder of other fetched files.
 PLAIN_ENVIRONMENT = ROOT / ".triton" / "bench-plain"
 
 
 def paced(execution_ms: float = 0, row_ms: float = 0, compile_ms: float = 0) -> dict[str, str]:
-    """Return the variables of a server whose runtimes take these times; see paced_runtime.py."""
+    """Return the environment of a server whose runtimes take these times (see paced_runtime.py)."""
     return {
         "RSRV_RUNTIME_PYTHON": str(HERE / "paced_python.sh"),
         "RSRV_BENCH_PYTHON": sys.executable,

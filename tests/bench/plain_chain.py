@@ -1,6 +1,6 @@
-"""What a user would write today: a Triton Python-backend model that calls others, one after the other, by BLS.
+"""A chain as a user writes it without rsrv: a Triton Python-backend model that calls others by BLS, one after the other.
 
-It is copied into the plain side's model repository as model.py.
+The benchmark copies this file into the plain side's model repository as model.py.
 """
 
 from typing import Any
@@ -9,10 +9,10 @@ STAGES = ("stage_0", "stage_1", "stage_2")
 
 
 class TritonPythonModel:
-    """x: f32 [n, 256] -> logits: f32 [n, 256], each stage applied to the output of the one before."""
+    """A model x: f32 [n, 256] -> logits: f32 [n, 256]. Each stage gets the output of the previous one."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load nothing."""
+        """Keep Triton's module. There are no weights to load."""
         import asyncio  # noqa: F401  else the first request would import it
 
         import triton_python_backend_utils as pb_utils
@@ -20,7 +20,7 @@ class TritonPythonModel:
         self._pb = pb_utils
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """Answer one request after the other."""
+        """Answer the requests one after the other."""
         pb = self._pb
         responses = []
         for request in requests:

@@ -1,7 +1,7 @@
-"""The detector for a Triton without rsrv: a model that calls two others, each of which computes in its own process.
+"""The detector on a Triton without rsrv: a model that calls two others. Each of these computes in its own process.
 
-Its steps are the bundle's: of rsrv they use the functions of `rsrv.hooks`, which are in the stubs' environment, and
-nothing else.
+Its steps are those of the bundle. They use nothing of rsrv except the functions of `rsrv.hooks`, which are in the stubs'
+environment.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from rsrv_bundle.spec import TensorSpec
 from tests.bench.places import HERE
 
 PIPELINE = "detector"
-#: The functions of detector_networks.py by the models that compute them.
+#: Functions of detector_networks.py, by the model that computes them.
 STAGES = {"detector_backbone": "backbone", "detector_head": "head"}
 
 _EXAMPLES = Path(examples.__file__).parent
 
 
 def write(repository: Path, bundles: Path, environment: Path, *, instances: int = 1) -> None:
-    """Add `detector` and its two callees to a model repository, replacing existing ones.
+    """Add `detector` and its two callees to a model repository. Existing ones are replaced.
 
-    bundles: the folder of the built examples, whose weights these models have, too.
+    bundles: the folder of the built examples. The models have the weights of these bundles.
     environment: a Python environment with jax and numpy for the models that compute (`plain_env.ensure()`).
-    instances: processes of the model that calls; each has one request at a time.
+    instances: number of processes of the model that calls. Each of them has one request at a time.
     """
     for name, function in STAGES.items():
         bundle = read_bundle(bundles / name, digest=False)

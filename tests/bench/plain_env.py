@@ -1,4 +1,4 @@
-"""The plain models' environment: the numpy that Triton 24.10's stub can use, the newest jax that fits it, and onnxruntime."""
+"""The environment of the plain models: a numpy that Triton 24.10's stub can use, the newest jax for this numpy, and onnxruntime."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 from tests.bench.places import PLAIN_ENVIRONMENT
 
-#: numpy 1.26, because the stub of 24.10 passes wrong inputs with numpy 2; jax 0.6 is the last that takes it.
+#: With numpy 2, the stub of Triton 24.10 passes wrong inputs, so this is numpy 1.26. jax 0.6 is the last version that accepts it.
 REQUIREMENTS = ("jax==0.6.2", "jaxlib==0.6.2", "numpy==1.26.4", "onnxruntime==1.31.1")
 
 
 def ensure() -> Path:
-    """Return the environment's folder, installed if missing. Raises RuntimeError with what to do."""
+    """Return the folder of the environment. Install it if it is missing. Raises RuntimeError with what to do."""
     if sys.version_info >= (3, 13):
         raise RuntimeError("the benchmark needs Python 3.11 or 3.12: numpy 1.26 is not made for newer ones")
     stamp = PLAIN_ENVIRONMENT / "stamp"

@@ -1,6 +1,6 @@
-"""What a user would write today: a Triton Python-backend model that computes with jax in its own process.
+"""A model as a user writes it without rsrv: a Triton Python-backend model that computes with jax in its own process.
 
-It is copied into the plain side's model repository as model.py, with the weights beside it.
+The benchmark copies this file into the plain side's model repository as model.py, together with the weights.
 """
 
 from pathlib import Path
@@ -12,10 +12,10 @@ SIZES = (1, 2, 4, 8, 16, 32)
 
 
 class TritonPythonModel:
-    """x: f32 [n, 256] -> logits: f32 [n, 10], batched over the requests that Triton passes."""
+    """A model x: f32 [n, 256] -> logits: f32 [n, 10]. It executes all requests that Triton passes together."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Compile every size and run it once."""
+        """Compile every size, and execute it once."""
         import asyncio  # noqa: F401  else the first request would import it
 
         import jax
@@ -36,7 +36,7 @@ class TritonPythonModel:
             np.asarray(self._apply(weights, np.zeros((size, 256), np.float32)))
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """Run one execution for all requests, padded to the next compiled size."""
+        """Run one execution for all requests. Rows are padded to the next compiled size."""
         pb = self._pb
         inputs = [pb.get_input_tensor_by_name(request, "x").as_numpy() for request in requests]
         x = inputs[0] if len(inputs) == 1 else np.concatenate(inputs)

@@ -1,4 +1,4 @@
-"""An ONNX file as a user would serve it today with the Python backend: onnxruntime in the model's own process.
+"""An ONNX file as a user serves it with Triton's Python backend: onnxruntime computes in the model's own process.
 
 The benchmark copies this module to the plain side's model repository as model.py, and the ONNX file as model.onnx.
 """
@@ -12,7 +12,7 @@ import numpy as np
 
 
 class TritonPythonModel:
-    """The inputs and outputs of the file, batched over the requests that Triton passes."""
+    """A model with the inputs and outputs of the file. It executes all requests that Triton passes together."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the file with as many threads as there are cores."""
@@ -31,7 +31,7 @@ class TritonPythonModel:
         self._session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """Run the session once for all requests. Any number of rows needs no padding."""
+        """Run the session once for all requests. It takes any number of rows without padding."""
         pb = self._pb
         arrays = [
             [pb.get_input_tensor_by_name(request, name).as_numpy() for name in self._inputs]

@@ -1,7 +1,7 @@
-"""What a user would write today: the detector as a Triton Python-backend model that calls two others by BLS.
+"""The detector as a user writes it without rsrv: a Triton Python-backend model that calls two others by BLS.
 
-It is copied into the plain side's model repository as model.py, with the steps of the detector beside it as `steps.py`:
-both sides compute the same, and differ in how they are served only.
+The benchmark copies this file into the plain side's model repository as model.py, and the detector's steps as `steps.py`. Both
+sides compute the same, and only their way of serving differs.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Call:
-    """Other models of this server, one call after the other."""
+    """Calls other models of this server, one after the other."""
 
     def __init__(self, pb: Any, outputs: dict[str, list[str]]) -> None:
         self._pb = pb
@@ -34,10 +34,10 @@ class Call:
 
 
 class TritonPythonModel:
-    """image: u8 [n, side, side, 3] -> boxes, scores, classes and count of the detector."""
+    """A model image: u8 [n, side, side, 3] -> boxes, scores, classes and count of the detector."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load nothing."""
+        """Keep Triton's module and the callees' outputs. There are no weights to load."""
         import asyncio  # noqa: F401  else the first request would import it
 
         import steps  # type: ignore[import-not-found]  # it is copied there
@@ -54,7 +54,7 @@ class TritonPythonModel:
         )
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """Answer one request after the other."""
+        """Answer the requests one after the other."""
         pb = self._pb
         responses = []
         for request in requests:

@@ -1,6 +1,6 @@
-"""What a user would write today: a Triton Python-backend model that computes one of the detector's networks with jax.
+"""A network of the detector as a user writes it without rsrv: a Triton Python-backend model that computes with jax.
 
-It is copied into the plain side's model repository as model.py, with `networks.py` and the weights beside it.
+The benchmark copies this file into the plain side's model repository as model.py, together with `networks.py` and the weights.
 """
 
 import json
@@ -11,10 +11,10 @@ import numpy as np
 
 
 class TritonPythonModel:
-    """The function of `networks.py` that its config names, batched over the requests that Triton passes."""
+    """A model with the function of `networks.py` that its configuration names. It executes all requests that Triton passes together."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Compile every size and run it once."""
+        """Compile every size, and execute it once."""
         import asyncio  # noqa: F401  else the first request would import it
 
         import jax
@@ -41,7 +41,7 @@ class TritonPythonModel:
             self._run(np.zeros((size, *shape), dtype))
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """Run one execution for all requests, padded to the next compiled size."""
+        """Run one execution for all requests. Rows are padded to the next compiled size."""
         pb = self._pb
         inputs = [pb.get_input_tensor_by_name(request, self._input).as_numpy() for request in requests]
         x = inputs[0] if len(inputs) == 1 else np.concatenate(inputs)

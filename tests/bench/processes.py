@@ -1,4 +1,4 @@
-"""The processes of one server, their CPU time, and their own memory."""
+"""The processes of one server, with their CPU time and their memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SERVER, STUB, RUNTIME, CLIENT = "tritonserver", "stub", "runtime", "client"
 
 
 def server_processes(server_pid: int, *, has_runtime: bool) -> dict[int, str]:
-    """Return process id -> role of the server, its stubs and the runtime, which is not a child and is asked."""
+    """Return the roles of the server, its stubs and its runtime by pid. The runtime is not a child, so its status gives its pid."""
     found = {server_pid: SERVER}
     for child in psutil.Process(server_pid).children(recursive=True):
         if any(part.endswith("triton_python_backend_stub") for part in child.cmdline()[:1]):
@@ -28,17 +28,17 @@ def server_processes(server_pid: int, *, has_runtime: bool) -> dict[int, str]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process with all its threads, ended ones too.
+    """Return the user and system time of a process with all its threads, including the ended ones.
 
-    This is utime + stime of /proc/PID/stat, but in nanoseconds where that counts 10 ms (the kernel's CPU clock of
-    another process: its number is made of the process id, as clock_getcpuclockid does).
+    The value is utime + stime of /proc/PID/stat, but with a resolution of nanoseconds and not of 10 ms. It comes from the
+    kernel's CPU clock of the process, whose number is made of the process id, as clock_getcpuclockid does.
     """
     return time.clock_gettime((~pid << 3) | 2)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """CPU seconds of the whole machine since its start: used by anyone, and stolen by the hypervisor."""
+    """CPU seconds of the whole machine since its start: time that processes used, and time that the hypervisor stole."""
 
     used: float
     stolen: float
@@ -53,11 +53,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class Memory:
-    """Megabytes (10^6 bytes) of a process, or of several together."""
+    """Memory of one or several processes, in units of 10^6 bytes."""
 
     pss: float = 0.0
     uss: float = 0.0
-    #: Not backed by a file: a lone first process of a kind would count shared pages as its own.
+    #: Memory that no file backs. The first process of a kind counts shared pages of files as its own, and this value avoids that.
     anonymous: float = 0.0
 
     def __add__(self, other: Memory) -> Memory:
@@ -65,7 +65,7 @@ class Memory:
 
 
 def memory(pid: int) -> Memory:
-    """Return a process's memory: its share of everything (PSS), and its unique part (USS)."""
+    """Return the memory of a process: with its share of common pages (PSS), and its unique pages (USS)."""
     rollup = {}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
         name, _, value = line.partition(":")
@@ -75,9 +75,10 @@ def memory(pid: int) -> Memory:
 
 
 def shared_memory(pids: Iterator[int]) -> float:
-    """Megabytes of the shared memory regions that these processes hold open, each counted once, touched or not.
+    """Return the megabytes of the shared memory regions that these processes have open.
 
-    The Python backend's regions are files under /dev/shm, rsrv's are memfds.
+    Each region is counted once. Its allocated pages count even if these processes have not touched them. The Python backend's
+    regions are files in /dev/shm, and rsrv's regions are memfds.
     """
     regions: dict[tuple[int, int], int] = {}
     for pid in pids:
@@ -87,14 +88,14 @@ def shared_memory(pids: Iterator[int]) -> float:
                 if target.startswith(("/dev/shm/", "/memfd:")):
                     stat = link.stat()
                     regions[stat.st_dev, stat.st_ino] = stat.st_blocks * 512
-            except FileNotFoundError:  # It was closed in between.
+            except FileNotFoundError:  # The descriptor was closed during the loop.
                 continue
     return sum(regions.values()) / 1e6
 
 
 @dataclass(frozen=True)
 class ThreadTime:
-    """One thread since its start: seconds on a CPU, seconds ready but waiting for one, and how often it slept."""
+    """Times of a thread since its start: seconds on a CPU, seconds of waiting for a CPU, and number of sleeps."""
 
     name: str
     running: float
@@ -103,14 +104,14 @@ class ThreadTime:
 
 
 def threads(pid: int) -> dict[int, ThreadTime]:
-    """Thread id -> its times."""
+    """Return the times of a process's threads, by thread id."""
     found = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
         try:
             running, waiting, _ = (int(field) for field in (task / "schedstat").read_text().split())
             status = (task / "status").read_text()
             name = (task / "comm").read_text().strip()
-        except (FileNotFoundError, ProcessLookupError):  # It ended in between.
+        except (FileNotFoundError, ProcessLookupError):  # The thread ended during the loop.
             continue
         sleeps = int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
         found[int(task.name)] = ThreadTime(name, running / 1e9, waiting / 1e9, sleeps)

@@ -1,4 +1,4 @@
-"""The results as text for people. Pure."""
+"""The results as text. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROLES = (SERVER, STUB, RUNTIME, CLIENT)
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return columns as wide as needed; the first aligned left, the others right."""
+    """Return a text with columns that are as wide as needed. The first column is aligned left, the others are aligned right."""
     widths = [max(len(line[i]) for line in (headers, *rows)) for i in range(len(headers))]
     lines = []
     for line in (headers, *rows):
@@ -30,13 +30,13 @@ def spread_text(spread: Spread, digits: int = 2) -> str:
 
 
 def sizes_text(sizes: Mapping[int, int]) -> str:
-    """Share of the executions by compiled size."""
+    """Return the share of each compiled size in the executions."""
     total = sum(sizes.values())
     return ", ".join(f"{size}: {count / total:.0%}" for size, count in sizes.items() if count) or "-"
 
 
 def load_table(rounds: Rounds, cases: Sequence[tuple[str, int]]) -> str:
-    """Return one line for each (side, clients): medians over the rounds."""
+    """Return a table with a line for each pair of side and clients. Figures are medians over the rounds."""
     headers = ["", "clients", "infer/s", "p50 us", "p99 us", *(f"{role} us" for role in ROLES)]
     headers += ["server total us", "per execute()", "per execution"]
     return table(headers, [_load_row(rounds, side, clients) for side, clients in cases])
@@ -59,12 +59,12 @@ def _load_row(rounds: Rounds, side: str, clients: int) -> list[str]:
 
 
 def server_cpu(sample: Sample) -> float:
-    """Microseconds of CPU per request, without the client's."""
+    """Return the CPU microseconds per request of all processes except the client."""
     return sum(value for role, value in sample.cpu_us.items() if role != CLIENT)
 
 
 def sizes_lines(rounds: Rounds, cases: Sequence[tuple[str, int]]) -> str:
-    """Return the compiled sizes that the runtime used, a line for each case that has a runtime."""
+    """Return the compiled sizes that the runtime used. Each case with a runtime has a line."""
     lines = []
     for side, clients in cases:
         if sizes := summed_sizes(rounds.of_side(side, clients)):
@@ -73,7 +73,7 @@ def sizes_lines(rounds: Rounds, cases: Sequence[tuple[str, int]]) -> str:
 
 
 def busy_table(rounds: Rounds, sides: Sequence[str], clients: int) -> str:
-    """One line for each setting of the stub, and the native front."""
+    """Return a table with a line for each setting of the stub, and for the native front."""
     headers = ["in_place_ms", "busy share", "infer/s", "p50 ms", "p99 ms", *(f"{r} us" for r in ROLES)]
     headers.append("per execution")
     rows = []
@@ -90,7 +90,7 @@ def busy_table(rounds: Rounds, sides: Sequence[str], clients: int) -> str:
 
 
 def swapping_table(sides: Mapping[str, Sequence[Swapping]]) -> str:
-    """Return how often weights moved, one line for each side: medians over the rounds."""
+    """Return a table of loads and evictions of weights. Each side has a line with medians over the rounds."""
     headers = ["", "loads/s", "evictions/s", "requests per load", "hit rate", "device busy"]
     rows = []
     for name, samples in sides.items():
@@ -105,7 +105,7 @@ def swapping_table(sides: Mapping[str, Sequence[Swapping]]) -> str:
 
 
 def targets_table(targets: Sequence[Target]) -> str:
-    """Return the targets, and whether each was reached."""
+    """Return a table of the targets, with whether each was reached."""
     rows = [
         [t.name, f"{t.value:.2f}", f"{'>=' if t.at_least else '<='} {t.limit:.2f}", t.verdict()]
         for t in targets
@@ -114,7 +114,7 @@ def targets_table(targets: Sequence[Target]) -> str:
 
 
 def rounds_line(rounds: Rounds) -> str:
-    """Return how many rounds count, and how quiet the machine was."""
+    """Return a line with the number of valid rounds, and how quiet the machine was."""
     steal = Spread.of(sample.steal_cpus for sample in rounds.samples)
     other = Spread.of(sample.other_cpus for sample in rounds.samples)
     text = f"{rounds.kept} rounds, {rounds.dropped} dropped for steal"

@@ -1,4 +1,4 @@
-"""The command line: measure, print, and write build/bench/result.json."""
+"""The command line: measure, print the results, and write build/bench/result.json."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from tests.bench.load import BenchFailed
 from tests.bench.phases import BUSY_CLIENTS, BUSY_SIDES, CLIENTS, NATIVE, PLAIN, RSRV, Footprint, say
 from tests.bench.places import RESULT, ROOT, WORK
 
-#: The parts that take ten minutes together and make the README's table.
+#: Parts that take ten minutes together. The README's table has their figures.
 USUAL = ("throughput", "memory", "busy", "decisions")
 PARTS = (*USUAL, "metas")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The amounts to measure."""
+    """How much to measure."""
 
     rounds: int
-    #: Seconds; a sample takes three windows.
+    #: Seconds of a window. A sample takes three windows.
     window_s: float
-    #: Models of the larger server whose memory is measured.
+    #: Number of models on the larger server whose memory is measured.
     models: int = 8
 
 
@@ -43,7 +43,7 @@ QUICK = Plan(rounds=1, window_s=0.3, models=3)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0 if everything could be measured, with or without reached targets."""
+    """Run the benchmark. Return the exit status, which is 0 if everything could be measured, even if a target was missed."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
     parser.add_argument("verb", nargs="?", choices=("run", "profile"), default="run")
     parser.add_argument("--rounds", type=int, default=5, help="alternating rounds (%(default)s)")
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(plan: Plan, parts: Sequence[str]) -> None:
-    """Measure the parts, print the results, and write them down."""
+    """Measure the parts, print the results, and write them to the file."""
     started = time.monotonic()
     result: dict[str, Any] = {"environment": environment(), "plan": asdict(plan)}
     text: list[str] = []
@@ -143,8 +143,8 @@ def _memory(plan: Plan) -> Part:
     for side in (RSRV, NATIVE, PLAIN):
         one, two, many = (by_case[side, count] for count in (1, 2, plan.models))
         added[side] = {
-            # From the second: a server's only stub has the pages of its libraries' files for itself, and they stop
-            # being unique with a second one.
+            # The difference starts at two models. A server's only stub counts the pages of its libraries' files as unique, and with a
+            # second stub they are shared.
             "uss": per_added_model(two.total.uss, many.total.uss, plan.models - 2),
             "uss from the first": per_added_model(one.total.uss, many.total.uss, plan.models - 1),
             "anonymous": per_added_model(one.total.anonymous, many.total.anonymous, plan.models - 1),

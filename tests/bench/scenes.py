@@ -1,4 +1,4 @@
-"""The detector's requests, and the answers of the sides: images with shapes, because noise has none."""
+"""Requests to the detector, and the answers of the sides. The images have shapes, because the detector finds none in noise."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from tests.bench.models import Array
 from tests.bench.places import WORK
 
 DETECTOR = "detector"
-#: Images that requests carry in turns.
+#: Number of images. Requests use them in turn.
 _IMAGES = 32
-#: The allowed differences of boxes (pixels) and scores, computed by two versions of jax.
+#: Largest differences of boxes (in pixels) and of scores. Two versions of jax compute them.
 _TOLERANCE = {"boxes": 0.05, "scores": 1e-3}
 
 Answer = Mapping[str, Array]
 
 
 def images() -> Array:
-    """Return u8 [n, side, side, 3], the same in every process."""
+    """Return images, u8 [n, side, side, 3]. They are the same in every process."""
     return np.asarray(scenes(_IMAGES, seed=11).images)
 
 
 def write_requests() -> Path:
-    """Write a file of requests of one image each, as perf_analyzer reads them."""
+    """Write a file for perf_analyzer with requests of one image each."""
     file = WORK / "scenes.json"
     entries = [
         {"image": {"b64": base64.b64encode(image.tobytes()).decode(), "shape": list(image.shape)}}
@@ -41,7 +41,7 @@ def write_requests() -> Path:
 
 
 def detect(grpc_url: str) -> list[Answer]:
-    """Return the answer to each image, asked alone."""
+    """Return the answers to all images. Each image is sent alone."""
     client = triton.InferenceServerClient(grpc_url)
     found: list[Answer] = []
     for image in images():
@@ -54,7 +54,7 @@ def detect(grpc_url: str) -> list[Answer]:
 
 
 def compare(side: str, answers: Sequence[Answer], wanted: Sequence[Answer]) -> None:
-    """Compare the finds of two sides. Raises BenchFailed."""
+    """Compare the shapes that two sides find. Raises BenchFailed."""
     for index, (answer, other) in enumerate(zip(answers, wanted, strict=True)):
         for name, array in answer.items():
             difference = np.abs(array.astype(np.float64) - other[name]).max()

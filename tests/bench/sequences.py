@@ -2,7 +2,7 @@
 
     make bench-sequences
 
-A process has the real loop and the CPU. The client's process executes nothing but the module alone, for comparison.
+A process has the real loop and the CPU device. The client's process only executes the module itself, for comparison.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def _one_client(client: SequenceClient, twin: SequenceClient, bundle: Path) -> None:
-    """Compare steps over the socket, those of a model without state, and the module alone, in turn."""
+    """Compare a step over the socket, a request to a model without state, and the module itself. They take turns."""
     kinds: Mapping[str, Callable[[], object]] = {
         "the module alone": _module_alone(bundle),
         "a step": lambda: client.answer(client.send(1, 0, _X)),
@@ -67,7 +67,7 @@ def _one_client(client: SequenceClient, twin: SequenceClient, bundle: Path) -> N
                 once()
                 times[kind].append(1e3 * (time.perf_counter() - started))
     client.answer(client.send(1, END, _X))
-    # Other work on the machine delays most hand-overs between processes; the tenth part had the least of it.
+    # Other work on the machine delays most switches between processes. The fastest tenth is affected least.
     alone, *_ = (statistics.quantiles(found, n=10) for found in times.values())
     for kind, found in times.items():
         tenths = statistics.quantiles(found, n=10)
@@ -78,7 +78,7 @@ def _one_client(client: SequenceClient, twin: SequenceClient, bundle: Path) -> N
 
 
 def _module_alone(bundle: Path) -> Callable[[], object]:
-    """Return one step of one sequence in this process."""
+    """Return a function that executes one step of one sequence in this process."""
     device, found = JaxDevice("cpu", ExecutableSources(WORK / "xla")), read_bundle(bundle)
     signature = check_signatures(found)[0, 1]
     executable = device.compile(read_module(found, (0, 1), signature), signature)
@@ -90,7 +90,7 @@ def _module_alone(bundle: Path) -> Callable[[], object]:
 
 
 def _sixteen(client: SequenceClient) -> None:
-    """Have sixteen clients that each send the next step as soon as they have the answer."""
+    """Let sixteen clients send their next steps as soon as they have answers."""
     waiting = [client.send(id, START, _X) for id in range(1, 17)]
     rows = list[int]()
     started, steps = time.perf_counter(), 0
@@ -110,7 +110,7 @@ def _sixteen(client: SequenceClient) -> None:
 
 
 def _more_than_slots(client: SequenceClient) -> None:
-    """Step a thousand sequences in turn, of which all but 64 have their state on the host."""
+    """Step a thousand sequences in turn. All but 64 of them have their states on the host."""
     for id in range(1, _MANY + 1):
         client.answer(client.send(id, START, _X))
     started = time.perf_counter()
@@ -126,7 +126,7 @@ def _more_than_slots(client: SequenceClient) -> None:
 
 
 def _short_ones(client: SequenceClient, path: Path, bundle: Path, pid: int) -> None:
-    """Start and end sequences, of which some are abandoned with their connection; the memory stays."""
+    """Start and end sequences. The connections of some close before their end. Print the memory before and after."""
     before = private_bytes(pid) / 1e6
     for first in range(1, _SHORT + 1, 100):
         other = SequenceClient(greet(connect(path)), bundle)
@@ -141,7 +141,7 @@ def _short_ones(client: SequenceClient, path: Path, bundle: Path, pid: int) -> N
 
 
 def _export(path: Path, twin: Path) -> None:
-    """Write a gated recurrent network without sense, and one of the same work without state."""
+    """Write a gated recurrent network with random weights, and a model without state that does the same work."""
     random = np.random.default_rng(1)
     params = {
         name: random.normal(0, _WIDTH**-0.5, (_WIDTH, 3 * _WIDTH)).astype(np.float32) for name in ("x", "h")

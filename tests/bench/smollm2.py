@@ -1,9 +1,9 @@
-"""SmolLM2 in a runtime, over its socket and without Triton, in turns with transformers: tokens per second.
+"""SmolLM2 in a runtime, over its socket and without Triton, compared with transformers: tokens per second.
 
     make bench-smollm2 BENCH=BUNDLE
 
-BUNDLE is `smollm2` as `bundles/examples/build.py` builds it. transformers computes eagerly, in f32, with its cache of keys
-and values and with as many threads. Each side's time includes the prompt.
+BUNDLE is `smollm2` as `bundles/examples/build.py` builds it. transformers computes eagerly, in f32, with its cache of keys and
+values, and with the same number of threads. The sides take turns. The time of each side includes the prompt.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(bundle: Path) -> int:
             "eight clients, top_p 0.9": lambda: _generate(connection, asked, temperature=0.7, top_p=0.9),
         }
         times: dict[str, list[float]] = {side: [] for side in sides}
-        # The first round finds caches empty.
+        # The first round fills the caches, and is not counted.
         for number in range(_ROUNDS + 1):
             for side, run in sides.items():
                 started = time.perf_counter()
@@ -70,13 +70,13 @@ def main(bundle: Path) -> int:
 
 
 def _ratio(above: Sequence[float], below: Sequence[float]) -> str:
-    """Return the ratio of times in the same round: median and range."""
+    """Return the ratio of the times in the same round: its median and its range."""
     ratios = [one / other for one, other in zip(above[1:], below[1:], strict=True)]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} rounds)"
 
 
 def _generate(connection: RuntimeConnection, asked: Sequence[Sequence[int]], **sampling: Any) -> None:
-    """Have all prompts answered together."""
+    """Let the runtime answer all prompts at the same time."""
     live = set(connection.next_ids(len(asked)))
     for number, prompt in zip(sorted(live), asked, strict=True):
         send(
@@ -93,7 +93,7 @@ def _generate(connection: RuntimeConnection, asked: Sequence[Sequence[int]], **s
 
 
 def _continue(model: Any, prompt: Sequence[int]) -> None:
-    """Answer one prompt with the network alone: `generate` of transformers would add its own work."""
+    """Answer one prompt with only the network of transformers. Its method `generate` would add work of its own."""
     import torch
 
     tokens, cache = torch.tensor([list(prompt)]), None

@@ -1,11 +1,11 @@
-"""Cold starts on a real server: the first answer, and what they cost the requests for a warm model.
+"""Cold starts on a real server: the time to the first answer, and the effect on requests to a warm model.
 
     python -m tests.bench.starts                       # 20 models of 25 MB with the Python front
     python -m tests.bench.starts --front native --rounds 5
 
-In each round all models but one are cold. One of them is asked alone, then all others at once, while requests for the
-warm one are timed. The executables are in the compilation cache, and this server has started each model before. The
-warm one is timed beside two busy loops, too, of the priority of starts: what two threads of any program cost here.
+In each round, all models but one are cold. One cold model is asked alone, and then all others at the same time, while requests to
+the warm model are timed. The executables are in the compilation cache, and this server has started each model before. The warm
+model is also timed during two busy loops with the priority of starts, which show the cost of two threads of any program.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from tests.bench.report import table
 from tests.e2e.harness import RunningTriton, make_repository, running_triton
 from tests.status import read_status
 
-#: seconds between two requests for the warm model
+#: Seconds between two requests to the warm model.
 _PERIOD_S = 0.004
-#: seconds for all models to answer, or to be cold again
+#: Time limit in seconds for all models to answer, or to become cold again.
 _PATIENCE_S = 120.0
-#: seconds for which the warm model is timed without starts
+#: Seconds for which the warm model is timed without starts.
 _WINDOW_S = 5.0
 
 
 def ensure_bundles(count: int, width: int) -> list[Path]:
-    """Export `count` models, of three compiled sizes each, unless they are there."""
+    """Return `count` bundles with three compiled sizes each. Export missing ones."""
     paths = []
     for number in range(count):
         path = WORK / "starts" / str(width) / f"model{number:03}"
@@ -73,13 +73,13 @@ class Client:
         self._sent.set_data_from_numpy(x)
 
     def ask(self, model: str) -> float:
-        """Return the seconds to an answer."""
+        """Ask a model, and return the seconds until the answer."""
         started = time.perf_counter()
         self._server.grpc.infer(model, [self._sent])
         return time.perf_counter() - started
 
     def ask_all(self, models: list[str]) -> float:
-        """Ask all models at once; return the seconds to the last answer."""
+        """Ask all models at the same time, and return the seconds until the last answer."""
         started, errors, answered = time.perf_counter(), list[object](), threading.Semaphore(0)
 
         def note(result: object, error: object) -> None:
@@ -95,7 +95,10 @@ class Client:
         return time.perf_counter() - started
 
     def time_until(self, model: str, over: Callable[[], bool]) -> list[float]:
-        """Ask a model at regular times until it is over; return the seconds to each answer from when it was due."""
+        """Ask a model at regular times until `over` returns true.
+
+        Return the seconds until each answer, from the time when the request was due.
+        """
         seconds, due = [], time.perf_counter()
         while not over():
             due = max(due + _PERIOD_S, time.perf_counter())
@@ -114,7 +117,7 @@ def wait_until_cold(server: RunningTriton) -> None:
 
 @contextmanager
 def two_busy_loops() -> Iterator[None]:
-    """Keep two processors busy at the priority of starts."""
+    """Run two busy loops at the priority of starts."""
     command = ["nice", "-n", "10", sys.executable, "-c", "while True: pass"]
     loops = [subprocess.Popen(command) for _ in range(2)]
     try:
@@ -126,7 +129,10 @@ def two_busy_loops() -> Iterator[None]:
 
 
 def one_round(server: RunningTriton, names: list[str], width: int) -> tuple[float, ...]:
-    """Return the first model's seconds, those of all others at once, and the warm model's p99: alone, beside loops and starts."""
+    """Return the seconds of the first model's start, and of all other starts together.
+
+    Also return three p99 of the warm model: alone, during busy loops, and during starts.
+    """
     warm, alone, *others = names
     cold, client = Client(server, width), Client(server, width)
     wait_until_cold(server)
@@ -152,7 +158,7 @@ def one_round(server: RunningTriton, names: list[str], width: int) -> tuple[floa
 
 
 def main() -> None:
-    """Measure some rounds."""
+    """Measure some rounds, and print the figures."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.starts", description=__doc__)
     parser.add_argument("--models", type=int, default=20)
     parser.add_argument("--front", choices=("native", "python"), default="python")

@@ -1,4 +1,4 @@
-"""The runtime's own status."""
+"""Counters from the runtime's status."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class ModelStatus:
     dispatches: int
     rows: int
     device_seconds: float
-    #: Compiled size -> executions; the models here have one input shape.
+    #: Number of executions by compiled size. Models here have one input shape.
     sizes: dict[int, int]
 
     def since(self, earlier: ModelStatus) -> ModelStatus:
-        """Return the counts between two readings."""
+        """Return the difference from an earlier reading."""
         sizes = {size: count - earlier.sizes.get(size, 0) for size, count in self.sizes.items()}
         return ModelStatus(
             self.dispatches - earlier.dispatches,
@@ -29,7 +29,7 @@ class ModelStatus:
 
 
 def model_status(status: dict[str, Any], model: str) -> ModelStatus:
-    """Return one model's counters; of a meta model, the sums of its callees'."""
+    """Return the counters of a model. For a meta model, the counters of its callees are added up."""
     metas = status["metas"]
     found = [status["models"][name] for name in (metas[model]["models"] if model in metas else [model])]
     sizes: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""Answers to random inputs compared with the function itself, before anything is measured."""
+"""Compare answers to random inputs with the model's function, before anything is measured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check(model: str, answer: Array, wanted: Array) -> None:
 
 
 def verify(grpc_url: str, case: Case, requests: int = 96) -> int:
-    """Send varied inputs from several threads, and return the number of right answers. Raises BenchFailed."""
+    """Send varied inputs from several threads, and check the answers. Return their number. Raises BenchFailed."""
     local = threading.local()
 
     def ask(seed: int) -> None:

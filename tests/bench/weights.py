@@ -1,4 +1,4 @@
-"""`make bench-weights`: more weights than fit, beside the same models when all fit. See docs/benchmark.md.
+"""`make bench-weights`: compare models whose weights do not all fit on the device with the same models when all fit. See docs/benchmark.md.
 
 Run from the project's root: python -m tests.bench.weights
 """
@@ -31,40 +31,42 @@ from tests.status import read_status
 MIB = 2**20
 RESULT = WORK / "weights.json"
 RESIDENT = "all resident"
-#: Questions for each model, asked repeatedly in random order.
+#: Number of questions for each model. Clients ask them repeatedly in random order.
 _QUESTIONS = 16
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The amounts and the durations to measure."""
+    """How much to measure, and for how long."""
 
     models: int = 40
-    #: Bytes of one model's weights, and of all that may be on the device at once.
+    #: Bytes of one model's weights.
+    #: Bytes of weights that may be on the device at the same time.
     bytes: int = 8 * MIB
     budget: int = 64 * MIB
-    #: Types of the weights of further servers with the same budget.
+    #: Types of weights. Each has another server with the same budget.
     narrow: tuple[str, ...] = ()
-    #: The exponent of Zipf's law: how uneven the popularity is.
+    #: Exponent of Zipf's law. It says how uneven the popularity is.
     exponent: float = 1.1
     clients: int = 32
     rounds: int = 7
-    #: Seconds of one sample, after its warm-up.
+    #: Seconds of one sample.
+    #: Seconds of the warm-up before a sample.
     window_s: float = 4.0
     warm_s: float = 1.5
 
     @property
     def fitting(self) -> int:
-        """Return how many models' weights the budget holds."""
+        """Number of models whose weights fit into the budget."""
         return self.budget // self.bytes
 
     def sides(self) -> dict[str, dict[str, str]]:
-        """Return name -> the environment of its server beyond the common one."""
+        """Return the environment of each side's server, in addition to the common environment."""
         budget = {"RSRV_RUNTIME__WEIGHT_BUDGET_BYTES": str(self.budget)}
         return {RESIDENT: {}, "budget": budget, **dict.fromkeys(self.narrow, budget)}
 
     def kind(self, side: str) -> str:
-        """Return the type of the weights on a side."""
+        """Return the type of a side's weights."""
         return side if side in self.narrow else chains.WIDE
 
 
@@ -72,7 +74,7 @@ QUICK = Plan(models=6, bytes=MIB, budget=2 * MIB, rounds=1, window_s=1.0, warm_s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0 if everything could be measured."""
+    """Run the benchmark. Return the exit status, which is 0 if everything could be measured."""
     plan = _parse(argv)
     WORK.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
@@ -131,7 +133,7 @@ def _parse(argv: Sequence[str] | None) -> Plan:
 
 
 def measure_all(plan: Plan) -> list[Swapping]:
-    """Measure all sides in turns, on servers that run side by side; those not measured are idle."""
+    """Measure all sides in turns. All servers run all the time, and the others are idle during a measurement."""
     kinds = [plan.kind(name) for name in plan.sides()]
     repositories = {kind: chains.repository(plan.models, plan.bytes, kind) for kind in kinds}
     questions = {kind: _ask_what(plan, kind) for kind in kinds}
@@ -159,7 +161,7 @@ def measure_all(plan: Plan) -> list[Swapping]:
 
 
 def _ask_what(plan: Plan, kind: str) -> Path:
-    """Return the file of every model's questions and right answers with weights of this type."""
+    """Write a file with questions to every model and the right answers for this type of weights. Return its path."""
     rng = np.random.default_rng(1)
     layers = chains.layers_of(plan.bytes)
     names = chains.names(plan.models)
@@ -172,7 +174,7 @@ def _ask_what(plan: Plan, kind: str) -> Path:
 
 @dataclass(frozen=True)
 class _Reading:
-    """All counters at one moment; those of the models are summed."""
+    """All counters at one moment. The counters of all models are added up."""
 
     at: float
     cpu: Mapping[int, float]
@@ -207,7 +209,7 @@ def _measure(side: Side, plan: Plan, questions: Path, number: int) -> Swapping:
         clients=plan.clients,
         seconds=plan.warm_s + plan.window_s,
         exponent=plan.exponent,
-        # The same requests for all sides of a round.
+        # In a round, all sides get the same requests.
         seed=number,
     ) as running:
         everyone = {**processes, running.process.pid: CLIENT}
@@ -251,7 +253,7 @@ def _measure(side: Side, plan: Plan, questions: Path, number: int) -> Swapping:
 
 
 def summary(plan: Plan, samples: Sequence[Swapping]) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """Return the results for people, and the ratios of each side to the one with everything resident."""
+    """Return the results as text, and the ratios of each side to the side with all weights resident."""
     kept = Rounds.of(samples)
     samples = [sample for sample in samples if sample in kept.samples]
     names = list(plan.sides())

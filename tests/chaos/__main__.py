@@ -1,6 +1,7 @@
-"""`make chaos`: every fault in turn on real servers under load, until the time is over, and a table of the effects.
+"""`make chaos`: cause all faults in turn on real servers under load until the time is over, and print a table of the effects.
 
-Exits with 1 if an answer was wrong or missing, a model was harmed that should not have been, or one did not recover.
+The exit status is 1 if an answer was wrong or missing, if a fault harmed a model that it should not harm, or if a model did not
+recover.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ RESULT = ROOT / "build" / "chaos.md"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit status."""
+    """Run the faults, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="each fault once, with short pauses")
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _turns(
     wanted: Sequence[type[Fault]], until: float, impossible: Iterable[type[Fault]]
 ) -> Iterator[type[Fault]]:
-    """Yield each fault once, and those that take seconds again until the time is over."""
+    """Yield each fault once. Then yield the faults that take only seconds again, until the time is over."""
     yield from wanted
     again = [kind for kind in wanted if kind in (*FAULTS, *STREAMS, *CATALOGUE)]
     while time.monotonic() < until and (possible := [kind for kind in again if kind not in set(impossible)]):
@@ -86,7 +87,7 @@ def _tell(kind: type[Fault], row: Row) -> None:
 
 
 def report(rows: dict[type[Fault], list[Row]], impossible: dict[type[Fault], str]) -> str:
-    """Return the table with its remarks, as text that is also Markdown."""
+    """Return the table with its remarks. The text is also Markdown."""
     merged = {kind: together(some) for kind, some in rows.items()}
     lines = ["```", table(HEADERS, [cells(row, kind.expected) for kind, row in merged.items()]), "```", ""]
     for kind, row in merged.items():

@@ -1,4 +1,4 @@
-"""The bundles of the chaos tests, which fail, hang, grow or take long on request."""
+"""The bundles of the chaos tests. They fail, hang, use memory or take long on request."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from tests.e2e.metas import write_meta, write_scale
 
 OUTPUT = ROOT / "build" / "chaos_bundles"
 
-#: Those of the end-to-end tests' bundles that are served here, too.
+#: Bundles of the end-to-end tests that the chaos tests also serve.
 BORROWED = ("exact", "only_rows", "elastic", "sudden")
 
 
 def _fragile(out_dir: Path) -> None:
-    """f32 [n, 4] -> three times the input; an element of BREAKS or more makes the execution fail on the device."""
+    """Write a model that returns three times its input, f32 [n, 4]. If an element is BREAKS or more, the execution fails on the device."""
 
     def fail(x: jax.Array) -> Any:
-        # A library's routine with elements of a type that it does not take, which it reports when it is executed.
+        # A library's routine gets elements of a type that it does not take. It reports this when it is executed.
         result = jax.ShapeDtypeStruct(x.shape, np.int32), jax.ShapeDtypeStruct((), np.int32)
         call = jax.ffi.ffi_call("lapack_spotrf_ffi", result)
         factor, _ = call(jax.lax.bitcast_convert_type(x, np.int32), uplo=np.uint8(ord("L")))
@@ -91,7 +91,7 @@ def postprocess(outputs):
 
 
 def _moody(out_dir: Path) -> None:
-    """f32 [n, 4] -> twice the input and one more, unless a hook is in a mood."""
+    """Write a model that returns twice its input plus one, f32 [n, 4], unless a hook gets a mood."""
     export_bundle(
         lambda params, x: {"y": 2 * x},
         {},
@@ -103,12 +103,12 @@ def _moody(out_dir: Path) -> None:
 
 
 def _heavy(out_dir: Path) -> None:
-    """i32 [n, 4] -> the weights there, which take a second to read."""
+    """Write a model that looks up its weights at the indices of its input, i32 [n, 4]. Its weights take a second to read."""
     _lookup(out_dir, HEAVY, HEAVY_FACTORS[out_dir.name])
 
 
 def _light(out_dir: Path) -> None:
-    """i32 [n, 4] -> the weights there, which are read at once."""
+    """Write a model that looks up its weights at the indices of its input, i32 [n, 4]. Its weights are read at once."""
     _lookup(out_dir, LIGHT, LIGHT_FACTORS[out_dir.name])
 
 
@@ -124,12 +124,12 @@ def _lookup(out_dir: Path, elements: int, factor: int) -> None:
 
 
 def _item(out_dir: Path) -> None:
-    """i32 [n, 4] -> the weights there; `put_item` makes the models of a catalogue from it."""
+    """Write a model that looks up its weights at the indices of its input, i32 [n, 4]. `put_item` copies it for a catalogue."""
     _lookup(out_dir, ITEM, item_factor(0))
 
 
 def put_item(folder: Path, number: int, *, factor_of: int | None = None) -> Path:
-    """Put a model of the catalogue among others, with its weights or another's, in the place of an earlier one."""
+    """Put a model of the catalogue into the folder, and replace an earlier one. `factor_of`: a model whose weights it gets instead."""
     name = item_name(number)
     weights = np.arange(ITEM, dtype=np.uint32) * np.uint32(
         item_factor(number if factor_of is None else factor_of)
@@ -140,7 +140,7 @@ def put_item(folder: Path, number: int, *, factor_of: int | None = None) -> Path
 
 
 def _bulky(out_dir: Path) -> None:
-    """f32 [n, BULKY] -> every BULKY_STEP-th element."""
+    """Write a model that returns every BULKY_STEP-th element of its input, f32 [n, BULKY]."""
     export_bundle(
         lambda params, x: {"y": x[:, ::BULKY_STEP]},
         {},
@@ -151,7 +151,7 @@ def _bulky(out_dir: Path) -> None:
 
 
 def _compiling(out_dir: Path) -> None:
-    """u32 [n, 4] -> the input mixed up; compiling it takes seconds for each size."""
+    """Write a model that mixes up its input, u32 [n, 4]. Each size takes seconds to compile."""
 
     def mix(params: Any, x: jax.Array) -> Any:
         h = x
@@ -171,7 +171,7 @@ def _triple(out_dir: Path) -> None:
 
 
 def _chain(out_dir: Path) -> None:
-    """f32 [n, 8] -> six times the input, in two stages."""
+    """Write a meta model that returns six times its input, f32 [n, 8], in two stages."""
     body = """
     def run(inputs, call):
         return call("triple", {"x": call("double", inputs)["y"]})
@@ -194,7 +194,7 @@ MAKERS: Mapping[str, Callable[[Path], None]] = {
 
 
 def ensure(*, many: bool = False) -> Mapping[str, Path]:
-    """Return the bundles by name, built if necessary; `many`: with the light ones."""
+    """Return the bundles by name, built if necessary. With `many`, the light models are included."""
     here = Path(__file__)
     sources = (here, here.with_name("questions.py"))
     own = bundles.ensure_made(OUTPUT, MAKERS, sources)

@@ -1,6 +1,6 @@
-"""Strikes on a catalogue of lazy models, which come and go by Zipf's law under limits of memory and of seconds.
+"""Faults on a catalogue of lazy models. Clients ask them by Zipf's law, and limits of memory and time make them cold again.
 
-Everything but a broken bundle answers right: requests wait for starts, and no limit shows as an error.
+Everything but a broken bundle is answered right: requests wait for starts, and no limit causes an error.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from tests.chaos.load import Connection, Load, ask_at_once, clients
 from tests.chaos.questions import ITEMS, QUESTIONS, item, item_factor, item_name
 from tests.waiting import wait_until
 
-#: The items that only strikes ask.
+#: Numbers of items that only faults ask.
 _DELETED, _DELETED_STARTING, _CHANGED, _CHANGED_STARTING = range(ITEMS, ITEMS + 4)
-#: Seconds after which the clients that give up do so.
+#: Seconds after which hasty clients give up.
 _HASTE_S = 0.05
-#: Seconds for a start that compiles, on a busy machine and after other starts.
+#: Time limit in seconds of a start that compiles, on a busy machine and after other starts.
 _PATIENCE_S = 90.0
-#: Part of the time after which memory must not grow further.
+#: Share of the time after which memory must not grow further.
 _GROWN = 0.3
 
 
 class _Catalogue(Fault):
-    #: A start may wait for one that compiles.
+    #: A start may wait for another start that compiles.
     load = clients("catalogue", grpc=4, http=2, pause=0.01, patience=_PATIENCE_S)
     expected = Expected(())
     patience = 60.0
@@ -42,7 +42,7 @@ class _Catalogue(Fault):
 
 
 class _CompilingStarts(_Catalogue):
-    """A strike during the start of a model that takes seconds to compile. Its request is answered."""
+    """A fault during the start of a model that takes seconds to compile. The request for this model is answered."""
 
     def prepare(self, house: House) -> None:
         self._known = set(house.disk.iterdir())
@@ -78,7 +78,10 @@ class KillStarting(_CompilingStarts):
 
 
 class BundlesChange(_Catalogue):
-    """Requests for a deleted bundle are refused; one that is changed answers as before or as after, at last as after."""
+    """Requests for a deleted bundle are refused.
+
+    A changed bundle first answers as before or as after the change, and in the end as after it.
+    """
 
     name = "a catalogue: bundles deleted and changed while cold and while starting"
     expected = Expected({item_name(number) for number in (_DELETED, _DELETED_STARTING)})
@@ -111,7 +114,7 @@ class BundlesChange(_Catalogue):
             self._change(house, number, number)
 
     def _change(self, house: House, number: int, like: int = 0) -> None:
-        """Ask until the answers are those of a changed bundle."""
+        """Ask until an answer is that of the changed bundle. Its weights are those of the item `like`."""
         try:
             wait_until(
                 lambda: self._ask(house, number, like) == RIGHT, 30, what="answers of the changed bundle"
@@ -120,7 +123,7 @@ class BundlesChange(_Catalogue):
             self._problems.append(f"{item_name(number)}: {error}: {self._outcomes}")
 
     def _ask(self, house: House, number: int, like: int) -> str:
-        """Ask an item for the weights of another; return the outcome."""
+        """Ask an item, and expect the weights of the item `like`. Return the outcome."""
         question = item(np.random.default_rng(number), number)
         connection = Connection("grpc", house.server.server.grpc_url)
         at = question.inputs["at"].astype(np.uint32)
@@ -203,7 +206,7 @@ class SettingsChange(_Catalogue):
 
 
 class ComesAndGoes(_Catalogue):
-    """No strike: models start and fall back for minutes, and memory stays flat."""
+    """Without a fault, models start and become cold again for minutes. The memory does not grow."""
 
     name = "a catalogue: comes and goes"
 

@@ -1,7 +1,7 @@
-"""Clients that connect, ask, and leave before the answer, in a process of their own.
+"""Clients that connect, send a request, and leave before its answer. They run in a separate process.
 
-`python -m tests.chaos.crowd grpc|http URL COUNT RATE`: each client has a connection of its own; gRPC's cancel their
-request, HTTP's close the connection. They come at RATE a second, some of them at the same time.
+`python -m tests.chaos.crowd grpc|http URL COUNT RATE`: each client has its own connection. A gRPC client cancels its request, and
+an HTTP client closes its connection. RATE clients connect per second, and several of them run at the same time.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tests.chaos.questions import QUESTIONS
 from tests.e2e.calls import tensors
 
-#: Clients at a time.
+#: Number of clients at the same time.
 _TOGETHER = 16
-#: Longest time in seconds from the request to the end of the client; a request takes some milliseconds.
+#: Longest time in seconds from a client's request to its end. A request takes some milliseconds.
 _LONGEST = 0.01
-#: Their requests: a short one, and a longer one.
+#: Models of the requests: one whose requests are short, and for gRPC also one whose requests take longer.
 _MODELS = {"grpc": ("exact", "elastic"), "http": ("exact",)}
 
 
@@ -60,7 +60,7 @@ def _grpc_client(url: str) -> Callable[[int, float], None]:
         requests.append(request)
 
     def leave(number: int, seconds: float) -> None:
-        # Without its own pool a channel shares the connections of the others.
+        # Without this option, the channel would share the connections of other channels.
         with grpc.insecure_channel(url, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
             stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
             call = stub.ModelInfer.future(requests[number % len(requests)], wait_for_ready=True, timeout=30)

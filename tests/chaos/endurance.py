@@ -1,6 +1,6 @@
-"""Deaths of the runtime, one after another for minutes, while 64 clients ask 20 models.
+"""Many deaths of the runtime, one after another for minutes, while 64 clients ask 20 models.
 
-No request may fail, as each waits for the next runtime. No process may grow from death to death.
+No request may fail, because each waits for the next runtime. No process may grow from one death to the next.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from tests.chaos.house import CROWD, House
 from tests.chaos.load import Load, clients
 from tests.waiting import wait_until
 
-#: Seconds for all models to answer again, and for a spare to come: 30 s after its predecessor's end, if it is quiet.
+#: Time limits in seconds: for all models to answer again, and for a spare to start. On a quiet server, a spare starts 30 s after the end
+#: of the previous one.
 _PATIENCE, _SPARE_PATIENCE = 60.0, 90.0
-#: Longest pause in seconds between the models' return and the next kill: time for a spare to come, or not.
+#: Longest pause in seconds between the models' return and the next kill. In some pauses a spare starts, and in others it does not.
 _LONGEST_PAUSE = 6.0
-#: Growth of a process that is more than chance: a part of its former use, and MB and descriptors beside it.
+#: Growth of a process that may be chance: a share of its earlier use, plus megabytes or descriptors.
 _PART, _MARGIN_MB, _MARGIN_DESCRIPTORS = 0.1, 32, 8
 
 
 class Death(NamedTuple):
-    """A way to die, and the time."""
+    """How the runtime dies, and when."""
 
     way: str
     at: float
 
 
 class Return(NamedTuple):
-    """Seconds from a death to the first right answer to a later request, and until all models have given one.
+    """Seconds from a death to the first right answer to a later request, and to right answers of all models.
 
-    `longest` is the longest wait of a request that ended before the next death.
+    `longest` is the longest time that a request took which ended after the death and before the next one.
     """
 
     first: float
@@ -52,7 +53,7 @@ class Return(NamedTuple):
 
 
 def returns(records: Iterable[Record], deaths: Sequence[Death], end: float) -> list[Return]:
-    """Return what followed each death; inf: the next death came earlier."""
+    """Return what followed each death. A time is inf if the next death came earlier."""
     ordered = sorted(records, key=lambda record: record.ended)
     times = [record.ended for record in ordered]
     models = {record.model for record in ordered}
@@ -71,7 +72,7 @@ def returns(records: Iterable[Record], deaths: Sequence[Death], end: float) -> l
 
 
 def summary(records: Iterable[Record], deaths: Sequence[Death], end: float) -> Iterator[str]:
-    """Yield a line about each way to die."""
+    """Yield a line for each way to die."""
     pairs = list(zip(deaths, returns(records, deaths, end), strict=True))
     for way in sorted({death.way for death in deaths}):
         mine = [one for death, one in pairs if death.way == way]
@@ -88,7 +89,7 @@ def summary(records: Iterable[Record], deaths: Sequence[Death], end: float) -> I
 
 
 class Usage(NamedTuple):
-    """Memory of its own in MB, and descriptors by what they are open on, of a process or of several."""
+    """Memory in MB that is not shared, and number of descriptors by kind, of one or several processes."""
 
     megabytes: float
     descriptors: Counter[str]
@@ -104,16 +105,16 @@ class Usage(NamedTuple):
 
 
 def _descriptors(pid: int) -> Counter[str]:
-    """Return the number of a process's descriptors for each kind: a file's path, or socket, pipe, memfd and others."""
+    """Return the number of a process's descriptors by kind: the path of a file, or socket, pipe, memfd and others."""
     kinds: Counter[str] = Counter()
     for entry in os.scandir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(FileNotFoundError):  # It was closed meanwhile.
+        with contextlib.suppress(FileNotFoundError):  # The descriptor was closed during the loop.
             kinds[os.readlink(entry.path).partition(":[")[0]] += 1
     return kinds
 
 
 def usage(house: House) -> dict[str, Usage]:
-    """Return the use of tritonserver, of all stubs together, of the runtime, and of the control process."""
+    """Return the usage of tritonserver, of all stubs together, of the runtime, and of the control process."""
     roles = server_processes(house.server.pid, has_runtime=True)
     if (control := house.control_pid()) is not None:
         roles[control] = "control"
@@ -142,7 +143,7 @@ def _kill_spare(house: House) -> None:
 
 
 def _restart(house: House) -> None:
-    house.runtime_pid()  # Without a runtime there is nothing to restart.
+    house.runtime_pid()  # This waits for a runtime, because only a runtime can be restarted.
     house.rsrv("restart")
 
 
@@ -158,7 +159,7 @@ _WAYS: Mapping[str, Callable[[House], None]] = {
 
 
 class _Deaths(Fault):
-    """Deaths in a row."""
+    """Several deaths one after another."""
 
     load = tuple(
         client
@@ -182,17 +183,17 @@ class _Deaths(Fault):
         return cls(minutes, seed)
 
     def ways(self, load: Load) -> Iterator[str]:
-        """Yield the way of each death, when its time has come."""
+        """Yield the way of each death at the time of the death."""
         raise NotImplementedError
 
     def strike(self, house: House, load: Load) -> float:
         began = time.monotonic()
         for way in self.ways(load):
             if len(self._deaths) == 1:
-                # The first runtime may have compiled, and none after it does.
+                # The first runtime may have compiled models. Later ones do not compile.
                 self.wait_back(load)
                 self._before = usage(house)
-            # These crashes have other causes than the models, so none may be refused for them.
+            # Models do not cause these crashes. So no model may be refused because of the record of deaths.
             (house.runtime_folder() / DEATHS).unlink(missing_ok=True)
             self._deaths.append(Death(way, time.monotonic()))
             print(f"{self._deaths[-1].at - began:8.1f} s: {way}, death {len(self._deaths)}", flush=True)
@@ -235,7 +236,7 @@ class _Deaths(Fault):
 
 
 class KillsInARow(_Deaths):
-    """A hundred kills in ten minutes, ten at least."""
+    """A hundred kills in ten minutes, and at least ten kills."""
 
     name: ClassVar[str] = "deaths in a row: kill -9 the runtime"
 
@@ -247,7 +248,7 @@ class KillsInARow(_Deaths):
 
 
 class RandomDeaths(_Deaths):
-    """A death every 5 to 60 s, for a minute at least."""
+    """A death every 5 to 60 s, for at least one minute."""
 
     name: ClassVar[str] = "deaths in a row: at random"
 
@@ -260,5 +261,5 @@ class RandomDeaths(_Deaths):
             time.sleep(max(0.0, began + pause - time.monotonic()))
 
 
-#: Faults that take minutes, and run only if they are named.
+#: Faults that take minutes. They run only if the command line names them.
 ENDURANCE: Sequence[type[Fault]] = (KillsInARow, RandomDeaths)

@@ -1,7 +1,7 @@
-"""The faults: the action of each on a server under load, the models that it may harm, and the check of its end.
+"""The faults: what each does to a server under load, which models it may harm, and how its end is checked.
 
-`prepare` runs before the load, `strike` when it is steady; `relieve` removes the cause, if it does not end by itself.
-`check` afterwards finds what does not show in the clients' answers.
+`prepare` runs before the load, and `strike` when the load is steady. `relieve` removes the cause if it does not end by itself.
+`check` runs afterwards, and finds faults that the clients' answers do not show.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tests.chaos.questions import breaking, bulky, endless, mood
 from tests.e2e.harness import ROOT, is_alive
 from tests.waiting import wait_until
 
-#: How Triton 24.10 treats requests in a stub that dies (facts S6).
+#: What Triton 24.10 does with requests in a stub that dies.
 NO_ANSWER = "Triton 24.10 never answers what a stub had taken when it died, unless it was inside execute()"
-#: How it treats answers of a stub that it has given up, and that goes on.
+#: What Triton 24.10 does with answers of a stub that it has given up and that continues.
 LATE_ANSWERS = "Triton 24.10 takes the answer to a request that it has given up for the next one's"
 
-#: The models asked beside every fault, unless it names these models as its victims.
+#: Clients of the models that are asked during every fault. A fault may name some of these models as its victims.
 BYSTANDERS = (
     *clients("exact", grpc=2, http=1, pause=0.03),
     *clients("only_rows", grpc=1, http=1, pause=0.03),
@@ -48,45 +48,45 @@ class Fault:
     """One kind of fault."""
 
     name: ClassVar[str]
-    #: Clients beside the bystanders.
+    #: Clients in addition to the bystanders.
     load: ClassVar[Sequence[Client]] = WORK
     expected: ClassVar[Expected] = Expected(None)
-    #: Seconds within which everything that should recover must.
+    #: Seconds within which all models that should recover must answer.
     patience: ClassVar[float] = 20.0
-    #: The service that must be reported as not serving within a second: a model, or "", the server; None: none.
+    #: The service that must be reported as not serving within a second: a model, or "" for the server. None: no service.
     unhealthy: ClassVar[str | None] = None
-    #: The kind of its server.
+    #: The kind of server that the fault needs.
     house: ClassVar[Kind] = "plain"
 
     @classmethod
     def planned(cls, minutes: float, seed: int) -> Fault:
-        """Return one for a run of so many minutes; 0: as short as possible."""
+        """Return a fault for a run of this many minutes. With 0, the fault is as short as possible."""
         return cls()
 
     def prepare(self, house: House) -> None:
-        """Make ready, before there is load. Raises NotPossible."""
+        """Prepare the server before the load begins. Raises NotPossible."""
 
     def strike(self, house: House, load: Load) -> float:
-        """Strike, and return the time of `time.monotonic` once the cause may be removed."""
+        """Cause the fault. Return when the cause may be removed. The result is the time of the fault, by `time.monotonic`."""
         raise NotImplementedError
 
     def relieve(self, house: House, load: Load) -> None:
-        """Remove the cause."""
+        """Remove the cause of the fault if it does not end by itself."""
 
     def check(self, house: House) -> Iterable[str]:
-        """Return the violations, afterwards."""
+        """Return the violations, after the fault."""
         return ()
 
     def notes(self) -> Iterable[str]:
-        """Return remarks, afterwards."""
+        """Return remarks, after the fault."""
         return ()
 
     def tidy(self, house: House) -> None:
-        """Restore the house."""
+        """Restore the server for the next fault."""
 
 
 def kill(pid: int, number: int) -> float:
-    """Send a signal, and return the time."""
+    """Send a signal to a process, and return the time."""
     at = time.monotonic()
     os.kill(pid, number)
     return at
@@ -96,7 +96,7 @@ def kill(pid: int, number: int) -> float:
 
 
 class _RuntimeDies(Fault):
-    """Requests wait for another runtime, and none fails."""
+    """The runtime dies. Requests wait for another runtime, and none fails."""
 
     expected = Expected(())
     unhealthy: ClassVar[str | None] = ""
@@ -125,7 +125,7 @@ class KillExecuting(_RuntimeDies):
 
 class KillLoading(_RuntimeDies):
     name = "kill -9 the runtime while it loads weights"
-    #: Only one of these fits, so that each request for the other is a load.
+    #: The device has room for one of these models. So each request for the other model needs a load.
     load = (*clients("heavy_a", grpc=1, pause=0.1), *clients("heavy_b", http=1, pause=0.1))
 
     def strike(self, house: House, load: Load) -> float:
@@ -163,7 +163,7 @@ class KillCompiling(_RuntimeDies):
 
 
 class _OneOfTwoDevices(Fault):
-    """A fault of one device's runtime, while the other device serves."""
+    """A fault of one device's runtime. The other device still serves."""
 
     expected = Expected((), in_flight=True)
     patience = 5.0
@@ -181,7 +181,7 @@ class KillDevice(_OneOfTwoDevices, _RuntimeDies):
 class Freeze(Fault):
     name = "SIGSTOP the runtime for 5 s"
     unhealthy: ClassVar[str | None] = ""
-    #: The place of its device.
+    #: Index of the device.
     device: ClassVar[int] = 0
     seconds: ClassVar[float] = 5.0
 
@@ -209,7 +209,7 @@ class FreezeDevice(_OneOfTwoDevices, Freeze):
 
 
 def _stub_pid(model: str, house: House) -> int:
-    """Return the process of a model's stub. Raises NotPossible if the model has none."""
+    """Return the pid of a model's stub. Raises NotPossible if the model has none."""
     pids = house.server.stub_pids(model)
     if not pids:
         raise NotPossible(f"the native front serves {model} inside tritonserver, so the model has no stub")
@@ -233,7 +233,7 @@ class KillStub(Fault):
 
 
 class StopStub(Fault):
-    """Triton 24.10 ends in four of five cases, with any model; `rsrv serve` starts it again."""
+    """A stub is stopped. In four of five cases, this ends Triton 24.10, with any model. `rsrv serve` then starts it again."""
 
     name = "SIGSTOP a stub for 3 s, under rsrv serve"
     load = clients("elastic", grpc=6, http=2, pause=0)
@@ -301,7 +301,7 @@ class HookHoards(_MoodyHook):
 
 
 def _revive(model: str, house: House) -> None:
-    """Load it again, as an operator would if the control process has not."""
+    """If the control process has not loaded the model again, load it as an operator would."""
     if house.alive and (not house.server.stub_pids(model) or not house.model(model)):
         house.reload(model)
 
@@ -340,12 +340,12 @@ class FullSharedMemory(Fault):
     expected = Expected({"bulky"})
 
     def __init__(self) -> None:
-        #: The result of loading another model in the meantime.
+        #: Error of loading another model during the fault, or empty.
         self._said = ""
 
     def prepare(self, house: House) -> None:
         house.shm  # noqa: B018 - whether it can be filled at all
-        # Triton's memory for a model grows with the largest request, and never shrinks.
+        # A model's shared memory in Triton grows with the largest request, and never shrinks. A reload makes it small.
         house.reload("bulky")
 
     def strike(self, house: House, load: Load) -> float:
@@ -405,7 +405,7 @@ class FullDisk(Fault):
 
 class CorruptCache(_RuntimeDies):
     name = "corrupt compilation cache, then kill -9 the runtime"
-    #: All is compiled again, which may take longer than requests wait.
+    #: All modules are compiled again, which may take longer than requests wait.
     expected = Expected(None)
 
     def strike(self, house: House, load: Load) -> float:
@@ -428,7 +428,7 @@ class CorruptCache(_RuntimeDies):
 
     def check(self, house: House) -> Iterable[str]:
         yield from super().check(house)
-        # Twice for an entry: it is looked for before its module is read, and after.
+        # A damaged entry may be reported twice: the runtime reads it before it has read the module, and again afterwards.
         lines = house.log_from(self._mark).splitlines()
         found = (line.partition(" is damaged, so it is compiled again") for line in lines)
         self._damaged = len({path.rpartition(" ")[2] for path, told, _ in found if told})
@@ -485,9 +485,9 @@ class DeviceFails(Fault):
 class ExecutionHangs(_RuntimeDies):
     name = f"an execution that hangs (watchdog {WATCHDOG:.0f} s)"
     load = (*clients("sudden", grpc=1, http=1, pause=0.05), *WORK)
-    unhealthy = None  # Until the watchdog has ended it.
+    unhealthy = None  # The watchdog ends the runtime later than after a second.
     expected = Expected(None)
-    patience = 2 * WATCHDOG + 20  # The request is tried twice.
+    patience = 2 * WATCHDOG + 20  # The request executes twice before it is refused.
 
     def strike(self, house: House, load: Load) -> float:
         return house.strike(load, "sudden", endless())
@@ -530,7 +530,8 @@ class Crowd(Fault):
     name = "10,000 clients that connect and cancel"
     expected = Expected(())
     patience = 60
-    #: Clients of each protocol, and how many of them come in a second.
+    #: Number of clients of each protocol.
+    #: Number of clients of each protocol that connect in a second.
     count: ClassVar[int] = 5000
     rate: ClassVar[int] = 200
 
@@ -567,19 +568,19 @@ class Crowd(Fault):
 
 
 class _Loading:
-    """A model whose load takes seconds of compilation, every time."""
+    """A model that is being loaded. Each load compiles for some seconds."""
 
     def __init__(self, model: str) -> None:
         self._model = model
         self._thread: threading.Thread | None = None
-        #: Triton's answer about it.
+        #: Triton's error about the load, or empty.
         self.error = ""
 
     def prepare(self, house: House) -> None:
         self._known = set(house.disk.iterdir())
 
     def begin(self, house: House) -> None:
-        """Return when one of its modules is compiled, and others are not."""
+        """Begin the load. Return when one of the model's modules is compiled, and others are not."""
         mark = house.log_mark()
         house.add(self._model)
 
@@ -595,7 +596,7 @@ class _Loading:
         self._thread.join()
 
     def check(self, house: House) -> Iterable[str]:
-        """Check that its load was answered, and that it can be loaded now."""
+        """Check that Triton has answered the load, and that the model can be loaded afterwards."""
         assert self._thread is not None
         self._thread.join(60)
         if self._thread.is_alive():

@@ -1,4 +1,4 @@
-"""Figures of a fault, from the clients' records. Pure."""
+"""Figures of a fault, computed from the clients' records. Pure."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from typing import NamedTuple
 
 from rsrv.wire.memory import SILENT_S
 
-#: Outcomes of requests other than errors, which are named by their codes.
+#: Outcomes of requests. Other outcomes are errors, which have the names of their codes.
 RIGHT, WRONG, UNANSWERED = "right", "wrong", "unanswered"
-#: The protocol of requests that are a fault, or a part of it.
+#: The protocol of requests that cause a fault or are part of it.
 STRIKE = "strike"
-#: Seconds within which the health service has to report.
+#: Seconds within which the health service must report the fault.
 TELLS_WITHIN = 1.0
-#: Seconds after which a request that should not be touched is late.
+#: A request that a fault should not affect is late after this many seconds.
 LATE_S = 1.0
-#: The least number of answers for a 99th percentile.
+#: Least number of answers for a 99th percentile.
 _ENOUGH = 50
-#: The slowdown that is worth a remark.
+#: A bystander's slowdown above this factor gets a remark.
 _SLOW = 2.0
 
 
 class Record(NamedTuple):
-    """One request, as its client saw it; seconds of CLOCK_MONOTONIC, which all processes of a machine share."""
+    """A client's record of one request. Times are seconds of CLOCK_MONOTONIC, which all processes of a machine share."""
 
     model: str
     protocol: str
     sent: float
     ended: float
     outcome: str
-    #: The beginning of an error's text.
+    #: Beginning of an error's text.
     said: str = ""
 
 
 class Stretch(NamedTuple):
-    """The times of the steady load, of the strike, of its relief, and of the end."""
+    """Times of the beginning of the steady load, of the fault, of the removal of its cause, and of the end."""
 
     begin: float
     strike: float
@@ -47,16 +47,16 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class Expected:
-    """The allowed harm of a fault."""
+    """The harm that a fault may do."""
 
-    #: Models that may answer with errors, or late; None: all.
+    #: Models whose answers may be errors or late. None: all models.
     victims: Collection[str] | None
-    #: The reason why a request to a victim may stay unanswered; empty: it must be answered.
+    #: Reason why a request to a victim may stay unanswered. If it is empty, each request must be answered.
     excuse: str = ""
-    #: Models whose requests may get each other's answers, and why.
+    #: Models whose requests may get each other's answers, with the reasons.
     mixes_up: Mapping[str, str] = field(default_factory=dict)
-    #: Only requests in flight, and of each model those of the next execute(), may fail. Only those sent before a front takes
-    #: a silent runtime for a stopped one may wait longer than LATE_S.
+    #: If true, only requests in flight and, for each model, the requests of its next execute() may fail. Only requests that are sent
+    #: before a front notices that the runtime is silent may wait longer than LATE_S.
     in_flight: bool = False
 
     def harms(self, model: str) -> bool:
@@ -65,42 +65,45 @@ class Expected:
 
 @dataclass(frozen=True)
 class Row:
-    """One strike of a fault, or several."""
+    """The result of a fault that was caused once or several times."""
 
     fault: str
     strikes: int
-    #: Requests in flight at the strike.
+    #: Number of requests in flight at the fault.
     in_flight: int
-    #: Outcomes of those in flight then or sent before the end.
+    #: Number of right answers. This and the next three values count the requests that ended after the fault and were sent before the
+    #: end.
     right: int
     errors: Counter[str]
     wrong: int
     unanswered: int
-    #: Seconds of the bystanders' right answers.
+    #: Seconds that the bystanders' right answers took before the fault.
+    #: Seconds that the bystanders' right answers took after the fault.
     before: Sequence[float]
     during: Sequence[float]
-    #: The longest wait for an answer, right or not, in seconds from the strike.
+    #: Longest wait in seconds, from the fault or from a later request until its answer or its error.
     slowest: float
-    #: Seconds from the relief until victims, or bystanders, answered right for good; inf: they did not.
+    #: Seconds from the removal of the cause until the victims answered right and had no later error, or inf.
+    #: The same time for the bystanders.
     victims_back: float
     bystanders_back: float
-    #: Seconds from the strike until the health service reported; None: it has nothing to report.
+    #: Seconds from the fault until the health service reported it. None: it has nothing to report.
     told: float | None
-    #: The violations.
+    #: Violations.
     problems: Sequence[str]
-    #: Allowed, but remarkable.
+    #: Remarks about allowed harm.
     notes: Sequence[str]
 
     @property
     def slower(self) -> float | None:
-        """Return the bystanders' p99 as a multiple of the earlier one; None: there were too few answers."""
+        """The bystanders' p99 after the fault as a multiple of the p99 before it. None: there were too few answers."""
         if min(len(self.before), len(self.during)) < _ENOUGH:
             return None
         return p99(self.during) / p99(self.before)
 
 
 def p99(seconds: Sequence[float]) -> float:
-    """Return the 99th percentile of at least one."""
+    """Return the 99th percentile of at least one value."""
     return sorted(seconds)[ceil(0.99 * len(seconds)) - 1]
 
 
@@ -114,7 +117,7 @@ def judge(
     problems: Iterable[str] = (),
     notes: Iterable[str] = (),
 ) -> Row:
-    """Judge one strike; `told`, `problems` and `notes` are not in the records."""
+    """Judge a fault that was caused once. `told`, `problems` and `notes` are results that are not in the records."""
     touched = [r for r in records if r.ended > stretch.strike and r.sent < stretch.end]
     ends = Counter(r.outcome for r in touched)
     errors = Counter({end: n for end, n in ends.items() if end not in (RIGHT, WRONG, UNANSWERED)})
@@ -124,7 +127,7 @@ def judge(
         return [r.ended - r.sent for r in mine if since < r.ended <= until]
 
     def back(harmed: bool) -> float:
-        # Strikes are meant to fail; the load shows whether the model is back.
+        # Requests that cause the fault are meant to fail. The requests of the load show whether the model is back.
         asked = (r for r in records if r.protocol != STRIKE)
         return _back([r for r in asked if expected.harms(r.model) is harmed], stretch)
 
@@ -150,7 +153,10 @@ def judge(
 
 
 def _back(records: Sequence[Record], stretch: Stretch) -> float:
-    """Return the seconds from the relief until the last of the models answers right for good. 0 without any."""
+    """Return the seconds from the removal of the cause until the last model answers right and has no later error.
+
+    Return 0 if there are no models, and inf if a model does not answer.
+    """
     return max((_one_back(own, stretch) for own in _by_model(records).values()), default=0.0)
 
 
@@ -204,7 +210,7 @@ def _counts(counts: Counter[str]) -> str:
 
 
 def together(rows: Sequence[Row]) -> Row:
-    """Combine several strikes of one fault: sums, and the worst of values without a sum."""
+    """Combine several results of one fault. Counts are added up. For other values, the worst one is kept."""
     return Row(
         rows[0].fault,
         sum(row.strikes for row in rows),
@@ -225,7 +231,7 @@ def together(rows: Sequence[Row]) -> Row:
 
 
 def _once(texts: Iterable[Iterable[str]]) -> list[str]:
-    """Return each text once, with its count if that is more than one."""
+    """Return each text once. A text that occurs several times has its count."""
     counts = Counter(text for some in texts for text in some)
     return [text if count == 1 else f"{text} ({count} times)" for text, count in counts.items()]
 
@@ -239,7 +245,7 @@ HEADERS = (
 
 
 def cells(row: Row, expected: Expected) -> list[str]:
-    """Return a line of the table, under HEADERS."""
+    """Return a line of the table with the columns HEADERS."""
     everybody = expected.victims is None
     return [
         row.fault,
@@ -262,7 +268,7 @@ def cells(row: Row, expected: Expected) -> list[str]:
 
 def _verdict(row: Row) -> str:
     verdict = "FAILED" if row.problems else "ok"
-    # No failure, because other processes may use the machine, too.
+    # A slowdown is not a failure, because other processes may use the machine.
     return verdict if row.slower is None or row.slower <= _SLOW else f"{verdict}, p99 x {row.slower:.1f}"
 
 
@@ -271,7 +277,7 @@ def _back_text(seconds: float) -> str:
 
 
 def remarks(row: Row, expected: Expected) -> list[str]:
-    """Return remarks that a line of the table has no room for."""
+    """Return remarks that do not fit into a line of the table."""
     errors = [f"{count} x {name}" for name, count in row.errors.most_common()]
     return [
         *(f"FAILED: {text}" for text in row.problems),

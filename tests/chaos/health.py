@@ -1,4 +1,4 @@
-"""The health service's reports during a fault."""
+"""What the health service reports during a fault."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 
 class Told:
-    """The reports about one service with their times; a missing answer is one, too."""
+    """The reports about one service, with their times. A missing answer is also a report: not serving."""
 
     def __init__(self) -> None:
         self._said: list[tuple[float, bool]] = []
@@ -23,13 +23,13 @@ class Told:
         self._said.append((time.monotonic(), serving))
 
     def seconds_until(self, serving: bool, since: float) -> float:
-        """Return the seconds from a moment to a report of this state; inf: it never came."""
+        """Return the seconds from `since` to the first report of this state, or inf if there is none."""
         return next((at - since for at, said in self._said if at >= since and said is serving), inf)
 
 
 @contextmanager
 def watched(socket: Path, service: str) -> Iterator[Told]:
-    """Beside the block, follow the reports about a model, or about the server by the empty name."""
+    """Follow the reports during the block: about a model, or about the server if `service` is empty."""
     told = Told()
     over = threading.Event()
     with grpc.insecure_channel(f"unix:{socket}", options=[("grpc.max_reconnect_backoff_ms", 100)]) as channel:
@@ -40,7 +40,7 @@ def watched(socket: Path, service: str) -> Iterator[Told]:
                 try:
                     for answer in stub.Watch(health_pb2.HealthCheckRequest(service=service)):
                         told.note(answer.status == health_pb2.HealthCheckResponse.SERVING)
-                except (grpc.RpcError, ValueError):  # The latter comes from a channel that is being closed.
+                except (grpc.RpcError, ValueError):  # A channel that is being closed raises ValueError.
                     told.note(serving=False)
 
         thread = threading.Thread(target=follow)

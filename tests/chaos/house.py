@@ -1,4 +1,4 @@
-"""A server with mounts of its own: a small /dev/shm and a small disk for compiled models, which can be filled."""
+"""A server with its own mounts: a small /dev/shm, and a small disk for compiled models. Tests can fill them."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from tests.e2e.harness import EXPLICIT, ROOT, RunningTriton, running_triton
 from tests.status import read_status
 from tests.waiting import wait_until
 
-#: A server; one with two devices; one whose runtime reads a clock that can be set; one under `rsrv serve`; one with twenty
-#: models that clients call; one with a catalogue of lazy models.
+#: Kinds of servers. devices: with two devices. clock: the runtime reads a clock that tests can set. serve: under `rsrv serve`. crowded:
+#: with twenty models that clients call. catalogue: with a catalogue of lazy models.
 Kind = Literal["plain", "devices", "clock", "serve", "crowded", "catalogue"]
-#: The models that are served from the start.
+#: Models of a plain server at its start.
 SERVED = (
     "exact",
     "only_rows",
@@ -50,21 +50,21 @@ SERVED = (
     "bulky",
     "chain",
 )
-#: The models of the server with twenty.
+#: Models of the crowded server.
 CROWD = ("exact", "only_rows", "elastic", "sudden", "fragile", "moody", "chain", *LIGHT_FACTORS)
-#: The models beside a catalogue.
+#: Models of the catalogue's server that are not in the catalogue.
 BESIDE = ("exact", "only_rows", "chain")
-#: The callees of `chain`.
+#: Callees of `chain`.
 INTERNAL = ("double", "triple")
-#: MiB of /dev/shm and of the disk for compiled models.
+#: MiB of /dev/shm, and MiB of the disk for compiled models.
 _SHM, _DISK = 192, 64
-#: MiB of /dev/shm for a catalogue, where each stub of Python has one.
+#: MiB of /dev/shm for a catalogue. Each stub with the Python front has a region there.
 _CATALOGUE_SHM = 512
-#: Seconds in which a runtime and its control process start.
+#: Seconds that the start of a runtime and its control process takes at most.
 _NEW_S = 10.0
-#: Seconds after which a hook, or an execution, hangs.
+#: Seconds after which a hook hangs, and seconds after which an execution hangs.
 HOOK_TIMEOUT, WATCHDOG = 3.0, 3.0
-#: Bytes that a stub may have, and that weights may take on the device: one heavy model at a time.
+#: Bytes that a stub may allocate, and bytes of weights that may be on the device. One heavy model fits.
 STUB_BYTES, WEIGHT_BYTES = 2**30, 200 * 2**20
 _OF_ALL = """
 stub: {{hook_timeout_s: {hook}, memory_limit_bytes: {stub}}}
@@ -73,7 +73,7 @@ lifecycle: {{bundles: [{bundles}], poll_s: 0.2}}
 _SETTINGS = (
     "runtime: {{weight_budget_bytes: {weights}, watchdog_s: {watchdog}, devices: {devices}}}" + _OF_ALL
 )
-#: Settings of lazy models: 40 items fit on the device, and 80 in host memory.
+#: Settings for lazy models. Weights of 40 items fit on the device, and of 80 items into host memory.
 LAZY = (
     """
 runtime:
@@ -86,7 +86,7 @@ runtime:
 """
     + _OF_ALL
 )
-#: The first actions of the house's shell: $0 is the disk's path, the rest the server's command.
+#: Shell commands before the server's command. $0 is the path of the disk, and the other arguments are the server's command.
 _MOUNTS = (
     "mount -t tmpfs -o size={shm}m,mode=1777 tmpfs /dev/shm && "
     'mount -t tmpfs -o size={disk}m,mode=0700 tmpfs "$0" && exec "$@"'
@@ -94,11 +94,11 @@ _MOUNTS = (
 
 
 class NotPossible(Exception):
-    """A fault that this machine does not allow; the message has the reason."""
+    """A fault that this machine does not allow. The message has the reason."""
 
 
 def _unshare() -> list[str]:
-    """Return the command that gives a server mounts of its own; empty if it is not allowed."""
+    """Return the command that gives a server its own mounts, or an empty list if this is not allowed."""
     unshare = shutil.which("unshare")
     for flags in ("-m", "-rm"):
         if unshare is not None:
@@ -109,7 +109,7 @@ def _unshare() -> list[str]:
 
 
 def clock_library() -> Path:
-    """Return the library that gives processes a settable clock (PyPI's libfaketime). Raises NotPossible."""
+    """Return the library that gives processes a clock that can be set (PyPI's libfaketime). Raises NotPossible."""
     found = find_spec("libfaketime")
     if found is None or found.origin is None:
         raise NotPossible("the package libfaketime is not installed")
@@ -117,7 +117,7 @@ def clock_library() -> Path:
 
 
 class _HousedServer(TritonServer):
-    """A server; `inside` is a command that runs the rest of its arguments."""
+    """A tritonserver. `inside` is a command that runs the server's command, which are its last arguments."""
 
     def __init__(self, *arguments: Any, inside: Sequence[str] = (), **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -128,11 +128,11 @@ class _HousedServer(TritonServer):
 
 
 class _SupervisedServer(_HousedServer):
-    """An `rsrv serve` in place of the server, on its ports."""
+    """An `rsrv serve` on the server's ports."""
 
     @property
     def operator_headers(self) -> dict[str, str]:
-        """The key that `rsrv serve` has made."""
+        """The header with the key that `rsrv serve` has made."""
         return {OPERATOR_HEADER: (self.model_repository.parent / "serve" / KEY_FILE).read_text().strip()}
 
     @property
@@ -162,10 +162,10 @@ class _SupervisedServer(_HousedServer):
 
 
 class House:
-    """A server on the chaos bundles, which may be killed and started again."""
+    """A server on the chaos bundles. Tests may kill it and start it again."""
 
     def __init__(self, folder: Path, kind: Kind = "plain") -> None:
-        """With a clock, `set_clock` sets the time of day of the runtime and its children."""
+        """Prepare the repository. With the kind "clock", `set_clock` sets the time of day of the runtime and its children."""
         self._folder = folder
         self._kind = kind
         self._devices = "[cpu, cpu]" if kind == "devices" else "all"
@@ -188,11 +188,11 @@ class House:
         self._prepare()
 
     def _clocked_python(self) -> Path:
-        """Return an interpreter whose wall clock `set_clock` sets. Raises NotPossible."""
+        """Return the path of an interpreter whose time of day `set_clock` sets. Raises NotPossible."""
         script = self._folder / "python"
         script.write_text(
             f"#!/bin/sh\nexport LD_PRELOAD={clock_library()} DONT_FAKE_MONOTONIC=1\n"
-            # Its readers notice a change of the file within a second.
+            # Processes notice a change of the file within a second.
             f"export FAKETIME_TIMESTAMP_FILE={self._clock} FAKETIME_CACHE_DURATION=1\n"
             f'exec {sys.executable} "$@"\n'
         )
@@ -228,7 +228,7 @@ class House:
         fresh.rename(self._config)
 
     def _generate(self, bundles: Path) -> None:
-        """Add models to the repository."""
+        """Generate models into the repository."""
         if os.environ.get("RSRV_STUB__FRONT") == "native":
             native_front.ensure()
         options = ["-o", str(self.gen), "--config", str(self._config)]
@@ -262,13 +262,13 @@ class House:
 
     def stop(self) -> None:
         if self._running is not None and self._running.server.process.poll() is None:
-            # After the death of a stub, Triton waits for its longest time before it ends.
+            # After the death of a stub, an orderly end of Triton takes its whole exit timeout.
             self._running.server.kill()
         self._running = None
         self._stack.close()
 
     def revive(self) -> None:
-        """Start the dead server again."""
+        """Start the server again after its death."""
         self.stop()
         self.start()
 
@@ -283,7 +283,7 @@ class House:
         return found
 
     def model(self, name: str) -> Mapping[str, Any]:
-        """Return the runtime's status of a model; empty if there is none."""
+        """Return the runtime's status of a model, or an empty mapping if there is none."""
         try:
             found: Mapping[str, Any] = self.status()["models"].get(name, {})
         except (OSError, Closed):
@@ -302,11 +302,11 @@ class House:
             return None
 
     def wait_settled(self) -> None:
-        """Wait until the runtime, and the control process that it started, are past their own start."""
+        """Wait until the runtime and its control process have completed their start."""
         wait_until(lambda: self.status()["uptime_s"] > _NEW_S, 2 * _NEW_S, what="the runtime not to be new")
 
     def spare_pid(self) -> int | None:
-        """Return the pid of the process that takes the runtime's place, if there is one."""
+        """Return the pid of the spare process, or None if there is none."""
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.runtime_pid()).children():
                 if "--listener-fd" in child.cmdline():
@@ -317,7 +317,7 @@ class House:
         return runtime_directory(self.server.pid, "0")
 
     def inside(self, path: Path | str) -> Path:
-        """Return the path outside of the server's path."""
+        """Return the path outside of the server's mounts for a path inside them."""
         return Path(f"/proc/{self.server.pid}/root{path}") if self._unshare else Path(path)
 
     def control_socket(self) -> Path:
@@ -325,7 +325,7 @@ class House:
         return self.runtime_folder() / CONTROL_SOCKET
 
     def control_pid(self) -> int | None:
-        """Return the pid of the control process, if there is one."""
+        """Return the pid of the control process, or None if there is none."""
         wanted = ["-m", "rsrv.control", "--server-pid", str(self.server.pid)]
         for process in psutil.process_iter(["cmdline"]):
             if set(wanted) <= set(process.info["cmdline"] or []):
@@ -344,7 +344,7 @@ class House:
 
     @property
     def small_disk(self) -> Path:
-        """Return the same, if it is small enough to be filled. Raises NotPossible."""
+        """Return the folder of compiled models if its disk is small enough to be filled. Raises NotPossible."""
         self._need_mounts("the compilation cache")
         return self.disk
 
@@ -353,7 +353,7 @@ class House:
             raise NotPossible(f"{what} cannot be filled: no mount namespaces here, for root nor for users")
 
     def rsrv(self, *arguments: str) -> None:
-        """Run a command of `rsrv` on the server."""
+        """Run a command of `rsrv` for the server. The command must succeed."""
         command = [
             sys.executable,
             "-m",
@@ -366,18 +366,18 @@ class House:
         assert ended.returncode == 0, f"rsrv {' '.join(arguments)}: {ended.stdout}{ended.stderr}"
 
     def set_clock(self, seconds: float) -> None:
-        """Set the runtime's wall clock so far from the real one, from the next second on."""
+        """Set the difference of the runtime's clock from the real time. It applies within a second."""
         fresh = self._clock.with_suffix(".new")
         fresh.write_text(f"{seconds:+.0f}\n")
         fresh.rename(self._clock)
 
     def saw_days(self) -> bool:
-        """Return whether the log has lines of several days."""
+        """Return True if the log has lines with different dates."""
         days = {line[:10] for line in self.server.log_text().splitlines() if line[4:5] == line[7:8] == "-"}
         return len(days) > 1
 
     def log_from(self, mark: int) -> str:
-        """Return the log since `log_mark`."""
+        """Return the log from the position that `log_mark` returned."""
         return self.server.log_text()[mark:]
 
     def log_mark(self) -> int:
@@ -387,22 +387,22 @@ class House:
         wait_until(lambda: text in self.log_from(mark), timeout, what=f"{text!r} in the log")
 
     def add(self, model: str) -> None:
-        """Put a bundle among the others, and make a model of it."""
+        """Copy a bundle into the folder of bundles, and generate its model."""
         if not (self.bundles / model).exists():
             shutil.copytree(self._made[model], self.bundles / model)
         self._generate(self.bundles / model)
 
     def remove(self, model: str) -> None:
-        """Unload a model and remove it; return when the runtime has let go of it, so that its next load is a first one."""
+        """Unload and remove a model. Return when the runtime has released it, so that its next load has to build it."""
         shutil.rmtree(self.bundles / model, ignore_errors=True)
         if self.alive and self.ready(model):
             self.unload_model(model)
-            # Triton ends the stub later than it answers: until then, the model's next stub would find it warm.
+            # Triton's answer comes before the end of the stub. Before that end, the runtime still has the model.
             wait_until(lambda: self._lacks(model), what=f"the runtime to let go of {model}")
         shutil.rmtree(self.gen / model, ignore_errors=True)
 
     def _lacks(self, model: str) -> bool:
-        """Return whether a runtime answers that does not have the model."""
+        """Return True if a runtime answers and does not have the model."""
         try:
             return model not in self.status()["models"]
         except (OSError, Closed):
@@ -412,7 +412,7 @@ class House:
         return bool(self.server.grpc.is_model_ready(model))
 
     def load_model(self, model: str) -> str:
-        """Let Triton load it; return the reason of a failure, or ""."""
+        """Let Triton load a model. Return the reason of a failure, or an empty text."""
         try:
             self.server.grpc.load_model(model, headers=self._operator_headers(), client_timeout=60)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is told
@@ -420,7 +420,7 @@ class House:
         return ""
 
     def _operator_headers(self) -> dict[str, str]:
-        """Return the headers that calls of the repository API need over gRPC."""
+        """Return the headers that calls of the repository API need over gRPC, as a mapping."""
         return dict(restriction(*one) for one in self.server.server.operator_headers.items())
 
     def unload_model(self, model: str) -> None:
@@ -428,7 +428,7 @@ class House:
         wait_until(lambda: not self.ready(model), what=f"{model} to be unloaded")
 
     def reload(self, model: str) -> None:
-        """Unload and load it, by which a model with a dead stub comes back, too. Fails the test if it does not."""
+        """Unload and load a model, which also replaces a dead stub. A failed load fails the test."""
         self.unload_model(model)
         said = self.load_model(model)
         assert not said, said
@@ -436,7 +436,7 @@ class House:
     def strike(
         self, load: Load, model: str, question: Question, *, wait: bool = False, patience: float = PATIENCE
     ) -> float:
-        """Send a request beside the load, to be judged with it; return the time."""
+        """Send a request in addition to the load. It is judged with the load. Return the time of sending."""
         sent = time.monotonic()
 
         def send() -> None:
@@ -455,7 +455,7 @@ class House:
 
 @contextmanager
 def houses() -> Iterator[Callable[[Kind], House]]:
-    """Yield a function from a kind to its house, with a server that serves; all end with the block."""
+    """Yield a function that returns the running server of a kind. All servers end with the block."""
     base = Path(tempfile.mkdtemp(prefix="rsrv-chaos-"))
     built: dict[Kind, House] = {}
 
@@ -479,7 +479,7 @@ def houses() -> Iterator[Callable[[Kind], House]]:
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """Set a variable, here and for the server: its runtime's place has to be known here, too."""
+    """Set a variable for this process and its servers during the block. Tests also need the folder of the runtimes."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -492,7 +492,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def fill(folder: Path) -> Callable[[], None]:
-    """Fill a file system to its last byte; return a function that frees it."""
+    """Fill a file system to its last byte. Return a function that frees the space."""
     file = folder / "filling"
     with file.open("wb", buffering=0) as filling, contextlib.suppress(OSError):
         for size in (2**20, 2**12):

@@ -1,7 +1,7 @@
-"""Clients that ask steadily, check every answer, and report the outcome of each request.
+"""Clients that ask continuously, check every answer, and report the outcome of each request.
 
-`python -m tests.chaos.load GRPC_URL HTTP_URL SEED CLIENTS...` runs them in another process, so that their cost is not
-counted as the server's. It writes a line of JSON for each request, and ends with its input.
+`python -m tests.chaos.load GRPC_URL HTTP_URL SEED CLIENTS...` runs them in another process, so that their cost is not counted as
+the server's. The process writes a line of JSON for each request. It ends at the end of its input.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from tests.e2e.calls import Array, output_names, tensors
 from tests.e2e.harness import ROOT
 from tests.waiting import wait_until
 
-#: Seconds after which a client stops waiting for an answer.
+#: Seconds that a client waits for an answer.
 PATIENCE = 15.0
 _LIBRARIES: Mapping[str, ModuleType] = {"grpc": tritonclient.grpc, "http": tritonclient.http}
-#: HTTP's numbers for Triton's codes.
+#: Names of Triton's codes, by the number that HTTP has for them.
 _CODES = {"400": "INVALID_ARGUMENT", "404": "NOT_FOUND", "500": "INTERNAL", "503": "UNAVAILABLE"}
 
 
 class Client(NamedTuple):
-    """One client: request after request, the next one `pause` seconds after the last one's end."""
+    """A client that sends one request after the other. It pauses for `pause` seconds between a request's end and the next request."""
 
     model: str
     protocol: str
     pause: float
-    #: Seconds that it waits for an answer.
+    #: Seconds that the client waits for an answer.
     patience: float = PATIENCE
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ def clients(
 
 
 class Connection:
-    """One client's connection, opened again after a failure. For one thread."""
+    """A client's connection. After a failure, it is opened again. Only one thread may use it."""
 
     def __init__(self, protocol: str, url: str, patience: float = PATIENCE) -> None:
         self._protocol = protocol
@@ -69,7 +69,7 @@ class Connection:
         self._client: Any = None
 
     def ask(self, model: str, question: Question) -> tuple[str, str]:
-        """Return the request's outcome, and an error's text."""
+        """Send a request. Return its outcome, and the text of its error."""
         if self._client is None:
             waits = {"network_timeout": self._patience} if self._protocol == "http" else {}
             self._client = self._library.InferenceServerClient(self._url, **waits)
@@ -100,7 +100,7 @@ class Connection:
 def ask_at_once(
     url: str, model: str, questions: Sequence[Question], patience: float = PATIENCE
 ) -> list[Record]:
-    """Send all questions by gRPC without waiting for answers; return the records, which name this model."""
+    """Send all questions over gRPC without waiting for answers. Return records with the name `model`."""
     records: list[Record] = []
     answered = threading.Semaphore(0)
     with tritonclient.grpc.InferenceServerClient(url) as client:
@@ -131,12 +131,12 @@ def _refused(error: InferenceServerException) -> tuple[str, str]:
     return _code(str(error.status()), str(error.message())), str(error.message())
 
 
-#: The connection broke, or none could be made.
+#: Outcome of a request whose connection broke or could not be opened.
 BROKEN = "no connection"
 
 
 def _code(status: str, message: str) -> str:
-    """Return the name of an error: Triton's code, and rsrv's own if it has one."""
+    """Return the name of an error: Triton's code, followed by rsrv's code if the text has one."""
     status = status.removeprefix("StatusCode.")
     if status == "DEADLINE_EXCEEDED":
         return UNANSWERED
@@ -178,7 +178,7 @@ def main(arguments: Sequence[str]) -> None:
             with lock:
                 print(json.dumps(record), flush=True)
             if outcome != RIGHT:
-                # As a client would, not at once.
+                # Like a real client, do not continue at once after an error.
                 stop.wait(0.02)
         connection.close()
 
@@ -195,7 +195,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 class Load:
-    """A running load and its records so far."""
+    """A running load, and its records so far."""
 
     def __init__(self, process: subprocess.Popen[str], clients: Sequence[Client]) -> None:
         self._process = process
@@ -212,7 +212,7 @@ class Load:
             self.records.append(Record(*json.loads(line)))
 
     def right_since(self, moment: float) -> set[str]:
-        """Return the models that answered right for good since then: no failure of theirs ended later."""
+        """Return the models whose last record since this moment is a right answer."""
         last: dict[str, Record] = {}
         for record in list(self.records):
             if record.ended > moment:
@@ -220,11 +220,11 @@ class Load:
         return {name for name, record in last.items() if record.outcome == RIGHT}
 
     def beside(self, thread: threading.Thread) -> None:
-        """Run a thread that may `note` requests until the load is stopped, which waits for it."""
+        """Remember a running thread that may call `note`. `stop` waits for it."""
         self._beside.append(thread)
 
     def note(self, record: Record) -> None:
-        """Record a request from outside of the load, to be judged with it."""
+        """Add the record of a request that is not from the load. It is judged with the load."""
         self.records.append(record)
 
     def wait_warm(self) -> None:
@@ -237,7 +237,7 @@ class Load:
         wait_until(warm, 60, what="right answers of all models")
 
     def stop(self) -> None:
-        """End it; return when the last request has ended."""
+        """Stop the load. Return when the last request has ended."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(PATIENCE + self._patience)
@@ -255,7 +255,7 @@ class Load:
 
 @contextlib.contextmanager
 def load(grpc_url: str, http_url: str, wanted: Sequence[Client], seed: int) -> Iterator[Load]:
-    """Run clients beside the block."""
+    """Run clients during the block."""
     command = [sys.executable, "-m", "tests.chaos.load", grpc_url, http_url, str(seed), *map(str, wanted)]
     process = subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     made = Load(process, wanted)

@@ -1,4 +1,4 @@
-"""The clients' requests to the models of the chaos tests, and the right answers: numpy alone, and exact to the bit."""
+"""Requests to the models of the chaos tests, and the right answers. They need only NumPy, and are exact to the bit."""
 
 from __future__ import annotations
 
@@ -14,59 +14,60 @@ Arrays = Mapping[str, Array]
 
 
 class Question(NamedTuple):
-    """Inputs of a request, and its answer."""
+    """Inputs of a request, and the expected answer."""
 
     inputs: Arrays
-    #: Empty if there is no right answer, so that any answer except an error is wrong.
+    #: Expected outputs. If there are none, any answer except an error is wrong.
     wanted: Arrays
-    #: The model, if a client asks several.
+    #: The model of this request, if the client asks several models.
     model: str = ""
 
 
 # --- the models' functions ----------------------------------------------------------------------------------------
 
-#: `fragile` answers three times its input, and its device fails for elements from here on.
+#: Least element of an input for which the device of `fragile` fails. For other elements, `fragile` returns three times its input.
 BREAKS = 1e6
-#: Elements of the weights of models that look up elements of theirs, u32: 128 MiB, and 1 MiB.
+#: Number of elements in the weights of heavy models (128 MiB of u32), and of light ones (1 MiB).
 HEAVY, LIGHT = 2**25, 2**18
-#: These models: element i of their weights is i times this, in 32 bits.
+#: Factors of the heavy models. Element i of the weights is i times the factor, in 32 bits.
 HEAVY_FACTORS = {"heavy_a": 2654435761, "heavy_b": 2246822519}
+#: Factors of the light models.
 LIGHT_FACTORS = {f"light{number:02}": 2654435761 + 2 * number for number in range(13)}
-#: Elements of the weights of a catalogue's models, 256 KiB, which are like these.
+#: Number of elements in the weights of a catalogue's model (256 KiB). These models have such factors, too.
 ITEM = 2**16
-#: Models that clients of `catalogue` ask, by Zipf's law: the first one the most. With the Python front each is a process.
+#: Number of models that clients of `catalogue` ask by Zipf's law. With the Python front, each model is a process.
 ITEMS = 1000 if os.environ.get("RSRV_STUB__FRONT") == "native" else 50
-#: Further models of it, which only strikes ask.
+#: Number of further models in the catalogue. Only faults ask them.
 SPARE_ITEMS = 4
-#: Elements in a row of `bulky`, 4 MiB of f32, and the step of those in its answer.
+#: Number of elements in a row of `bulky` (4 MiB of f32), and the step between the elements that its answer has.
 BULKY, BULKY_STEP = 2**20, 2**12
-#: Rounds of `compiling`, each of which is compiled by itself.
+#: Number of rounds of `compiling`. Each of them is separate code for the compiler.
 MIXES = 600
-#: Actions of the hooks of `moody`, by a request's first element; any other value is none of these.
+#: Actions of the hooks of `moody`. The first element of a request selects one, and other values select none.
 MOODS = ("hang", "hoard", "exit")
 _FIRST_MOOD = 1000.0
 
 
 def mood(name: str) -> Question:
-    """Return a request of `moody` whose preprocess hook does that."""
+    """Return a request to `moody` whose preprocess hook does this."""
     x = np.zeros((1, 4), np.float32)
     x[0, 0] = _FIRST_MOOD + MOODS.index(name)
     return Question({"x": x}, {})
 
 
 def breaking() -> Question:
-    """Return a request of `fragile` that its device cannot execute."""
+    """Return a request to `fragile` that its device cannot execute."""
     return Question({"x": np.full((1, 4), 2 * BREAKS, np.float32)}, {})
 
 
 def endless() -> Question:
-    """Return a request of `sudden` that takes weeks."""
+    """Return a request to `sudden` that takes weeks."""
     inputs = {"x": np.ones((1, 4), np.uint32), "steps": np.full((1, 1), 2**31 - 1, np.int32)}
     return Question(inputs, {})
 
 
 def mixing() -> list[tuple[int, int]]:
-    """Return the shifts and the factors of the rounds of `compiling`: h <- (h ^ h >> shift) * factor."""
+    """Return the shift and the factor of each round of `compiling`: h <- (h ^ h >> shift) * factor."""
     rng = np.random.default_rng(11)
     pairs = zip(rng.integers(1, 31, MIXES), rng.integers(0, 2**31, MIXES), strict=True)
     return [(int(shift), 2 * int(half) + 1) for shift, half in pairs]
@@ -129,7 +130,7 @@ def _lookup(elements: int, factor: int) -> Callable[[np.random.Generator], Quest
 
 
 def bulky(rng: np.random.Generator, rows: int) -> Question:
-    """Return a request of `bulky` of some rows, at most 4."""
+    """Return a request to `bulky` with at most 4 rows."""
     x = np.full((rows, BULKY), -1, np.float32)
     x[:, ::BULKY_STEP] = rng.integers(-(2**20), 2**20, (rows, BULKY // BULKY_STEP))
     return Question({"x": x}, {"y": x[:, ::BULKY_STEP]})
@@ -151,7 +152,7 @@ def item_factor(number: int) -> int:
 
 
 def item(rng: np.random.Generator, number: int) -> Question:
-    """Return a request of one model of the catalogue."""
+    """Return a request to a model of the catalogue."""
     return _lookup(ITEM, item_factor(number))(rng)._replace(model=item_name(number))
 
 

@@ -1,4 +1,4 @@
-"""Faults one after another on a real server under load, and their effects on the load."""
+"""Cause one fault on a real server under load, and judge its effect on the load."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tests.e2e.harness import crashed_by_a_cancellation, last_words
 
 
 class Pace(NamedTuple):
-    """Seconds."""
+    """How long the stages of a fault last, in seconds."""
 
-    #: Of load before the strike.
+    #: Seconds of load before the fault.
     before: float
-    #: Of load after it, at least.
+    #: Least seconds of load after the fault.
     during: float
-    #: For which all must be well again.
+    #: Seconds for which all models must have answered right at the end.
     settled: float
-    #: Whether a server that has just started, and is busy, gets time before bystanders are timed.
+    #: True if a server that has just started gets time to become quiet before the bystanders are timed.
     calm: bool
 
 
@@ -32,7 +32,7 @@ QUICK = Pace(1.5, 1.5, 0.5, calm=False)
 
 
 def run_fault(fault: Fault, house: House, pace: Pace, seed: int) -> Row:
-    """Strike with one fault under load. Raises NotPossible."""
+    """Cause a fault under load, and judge it. Raises NotPossible."""
     fault.prepare(house)
     if pace.calm and fault.expected.victims is not None:
         house.wait_settled()
@@ -60,7 +60,7 @@ def run_fault(fault: Fault, house: House, pace: Pace, seed: int) -> Row:
                 raise
         died = not house.alive
         if died:
-            # All models are harmed, and Triton's supervisor starts it again.
+            # All models are harmed by this. In production, Triton's supervisor starts it again.
             expected = replace(expected, victims=None)
             if crashed_by_a_cancellation(house.server):
                 notes.append(
@@ -83,10 +83,10 @@ def run_fault(fault: Fault, house: House, pace: Pace, seed: int) -> Row:
 
 
 def _settle(clients: Load, house: House, fault: Fault, relief: float, earliest: float, pace: Pace) -> None:
-    """Wait until all models have answered right for a while, the time is over, or the server died."""
+    """Wait until all models have answered right for a while, the time is over, or the server is dead."""
     well_since: float | None = None
     while house.alive and (now := time.monotonic()) < relief + fault.patience:
-        # A model that does not answer at all is not well, either.
+        # A model that does not answer is not well either.
         if not clients.right_since(max(relief, now - pace.settled)) >= clients.models:
             well_since = None
         elif well_since is None:

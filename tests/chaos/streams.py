@@ -1,4 +1,7 @@
-"""Strikes on models with state: one that generates, whose one slot shows at once what a stream leaves behind, and sequences."""
+"""Faults on models with state: a model that generates text, and a model with sequences.
+
+The model that generates has one slot, so a stream that keeps its slot is noticed at once.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,16 @@ from tests.e2e.calls import Caller, Refused, at_once, caller, outcome
 from tests.e2e.stateful import Stream, close_streams, generate, grpc_streams, sums, told
 from tests.waiting import wait_until
 
-#: Tokens of answers that are not read at first, and what the clients' kernels take of them.
+#: Number of tokens in an answer that is not read at first, and size of the buffers in the clients' kernels.
 _UNREAD_TOKENS, _BUFFER_BYTES = 2000, 4096
-#: Sequences that the model of sums has room for, and clients beside them.
+#: Number of sequences that the model of sums has slots for, and number of clients in addition to these.
 _SLOTS, _FURTHER = 64, 8
-#: Sequences that a death of the runtime ends.
+#: Number of sequences that end at a death of the runtime.
 _LIVE = 20
 
 
 class _WithState(Fault):
-    """The model stays: Triton 24.10 may never unload one of which a client cancelled a gRPC stream just as it ended."""
+    """The model is not unloaded after the fault. Triton 24.10 may never unload a model if a client cancelled a gRPC stream at its end."""
 
     expected = Expected(())
     model: ClassVar[str]
@@ -68,7 +71,7 @@ class StreamsUnread(_Streams):
                 held.enter_context(Stream(house.server, self.model, buffer_bytes=_BUFFER_BYTES, **fields))
                 for _ in range(4)
             ]
-            # There is one slot: each answer has ended, unread, before the next one begins.
+            # There is one slot. So each answer has been made completely, and is unread, before the next one begins.
             texts = [next(iter(stream))["text_output"] for stream in streams]
             self._beside = generate(house.server, self.model, text_input="a", max_tokens=5)
             for number, stream in enumerate(streams):
@@ -105,7 +108,7 @@ class KillStreaming(_Streams):
 
 
 class _Sequences(_WithState):
-    """Every sum is right, and no sequence keeps its slot."""
+    """A fault on a model with sequences. Every sum is right, and no sequence keeps its slot."""
 
     model = "sums"
 

@@ -1,4 +1,4 @@
-"""The functions that the test bundles compute, in numpy alone, so that clients in other processes need no jax."""
+"""NumPy versions of the functions that the test bundles compute. Clients in other processes use them without jax."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-#: One round of the models that take time: x <- FACTOR x + SUMMAND, in 32 bits.
+#: Models that take time execute rounds. A round is x <- FACTOR x + SUMMAND, in 32 bits.
 FACTOR, SUMMAND = 1664525, 1013904223
-#: Rounds in one step: some tenths of a millisecond.
+#: Number of rounds in one step. A step takes some tenths of a millisecond.
 ROUNDS = 20_000
-#: Steps of `elastic` without work: some milliseconds, more than the runtime's loop executes itself.
+#: Number of steps that `elastic` adds to the steps of a request. They take some milliseconds, which is too long for an execution in the
+#: runtime's own loop.
 LEAST_STEPS = 80
 
 
@@ -21,7 +22,7 @@ def stepped(x: Array, steps: npt.ArrayLike) -> Array:
     """Return the answer of `sudden`, without doing the rounds one by one: u32 [n, 4], i32 [n] -> u32 [n, 4]."""
     rows = []
     for row, count in zip(x, np.broadcast_to(steps, len(x)), strict=True):
-        a, c = 1, 0  # Until here: value -> a * value + c.
+        a, c = 1, 0  # The rounds so far map a value to a * value + c.
         square_a, square_c = FACTOR, SUMMAND
         left = int(count) * ROUNDS
         while left > 0:

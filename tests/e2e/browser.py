@@ -35,7 +35,7 @@ _FLAGS = (
 
 
 class Page:
-    """The open page. `errors`: the browser's complaints. `prompted`: the answer to a question."""
+    """The open page. `errors` has the errors that the browser reports. `prompted` is the answer to a question of the page."""
 
     def __init__(self, socket: ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -81,7 +81,7 @@ class Page:
         return result
 
     async def value(self, expression: str) -> Any:
-        """Return the value of an expression of JavaScript, or the result of a promise."""
+        """Return the value of a JavaScript expression. If the value is a promise, return its result."""
         said = await self.call(
             "Runtime.evaluate",
             expression=expression,
@@ -93,7 +93,7 @@ class Page:
         return said["result"].get("value")
 
     async def until(self, expression: str) -> Any:
-        """Return the first true value of the expression."""
+        """Wait until the expression has a true value, and return it."""
         deadline = asyncio.get_running_loop().time() + PATIENCE_S
         while not (value := await self.value(expression)):
             if asyncio.get_running_loop().time() > deadline:
@@ -103,19 +103,19 @@ class Page:
         return value
 
     async def busy(self) -> float:
-        """Return the seconds that the page's main thread has worked so far."""
+        """Return for how many seconds the page's main thread has worked so far."""
         metrics = (await self.call("Performance.getMetrics"))["metrics"]
         return float(next(one["value"] for one in metrics if one["name"] == "TaskDuration"))
 
     async def picture(self, file: Path) -> None:
-        """Return the visible page as PNG."""
+        """Write a picture of the visible page to a PNG file."""
         said = await self.call("Page.captureScreenshot", format="png")
         file.write_bytes(base64.b64decode(said["data"]))
 
 
 @contextmanager
 def running_browser() -> Iterator[str]:
-    """Run a browser for the length of the block; yield the URL at which it takes pages."""
+    """Run a browser until the block ends. Yield the URL of its DevTools, where pages are opened."""
     browser = Browser().ensure()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = _start(browser, Path(profile))
@@ -130,7 +130,7 @@ def running_browser() -> Iterator[str]:
 async def browsing(
     browser: str, width: int = 1280, height: int = 900, scheme: str = "light"
 ) -> AsyncIterator[Page]:
-    """Yield an empty page of this size, in pixels, of a running browser."""
+    """Open an empty page of a running browser, with a size in pixels, and yield it."""
     async with ClientSession() as session:
         async with session.put(f"{browser}/json/new?about:blank") as answer:
             target = await answer.json()
@@ -139,7 +139,7 @@ async def browsing(
             reading = asyncio.create_task(page.read())
             for domain in ("Page", "Runtime", "Log"):
                 await page.call(f"{domain}.enable")
-            # Without the time that other processes take of the machine.
+            # The measured times leave out the time that other processes use the processor.
             await page.call("Performance.enable", timeDomain="threadTicks")
             await page.call(
                 "Emulation.setDeviceMetricsOverride",
@@ -158,7 +158,7 @@ async def browsing(
 
 
 def _start(browser: Browser, profile: Path) -> subprocess.Popen[bytes]:
-    """Start the browser, which also ends with this process."""
+    """Start the browser. It also ends when this process ends."""
     bound = [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid())]
     with (profile / "log").open("wb") as output:
         return subprocess.Popen(
@@ -171,7 +171,7 @@ def _start(browser: Browser, profile: Path) -> subprocess.Popen[bytes]:
 
 
 def _port(process: subprocess.Popen[bytes], profile: Path) -> int:
-    """Return its port."""
+    """Return the port of the browser's DevTools."""
     file = profile / "DevToolsActivePort"
     wait_until(
         lambda: process.poll() is not None or (file.exists() and "\n" in file.read_text()), what="the browser"

@@ -40,14 +40,14 @@ models:
 
 # --- work of a known length ---------------------------------------------------------------------------------------
 
-#: Steps of `steady` and `short_queue`: some tenths of a second.
+#: Number of steps of the models `steady` and `short_queue`. They take some tenths of a second.
 STEADY_STEPS = 1000
 
 
 def _steps(x: jax.Array, steps: jax.Array) -> jax.Array:
-    """Apply as many rounds of x <- A x + C to each row's numbers as the row's steps say.
+    """Apply rounds of x <- FACTOR x + SUMMAND to each row of `x`. `steps` has each row's number of steps.
 
-    The rounds are composed into one affine map, so that the work hardly depends on the number of rows.
+    The rounds are composed into one affine map, so the work hardly depends on the number of rows.
     """
 
     def go_on(state: Any) -> Any:
@@ -70,12 +70,12 @@ def _steps(x: jax.Array, steps: jax.Array) -> jax.Array:
 
 
 def _elastic(out_dir: Path) -> None:
-    """An execution lasts as long as its longest row, at least some milliseconds."""
+    """Write a model whose executions last as long as their longest row, and at least some milliseconds."""
     _of_any_length(out_dir, LEAST_STEPS)
 
 
 def _sudden(out_dir: Path) -> None:
-    """Measured costs predict nothing: they are microseconds, but a row may ask for any number of steps, as with `elastic`."""
+    """Write a model whose measured costs predict nothing. Its executions take microseconds, but a row may ask for any number of steps."""
     _of_any_length(out_dir, 0)
 
 
@@ -90,7 +90,7 @@ def _of_any_length(out_dir: Path, least: int) -> None:
 
 
 def _steady(out_dir: Path) -> None:
-    """Every execution lasts the same, some tenths of a second."""
+    """Write a model whose executions all last some tenths of a second."""
     export_bundle(
         lambda params, x: {"y": _steps(x, jnp.full(x.shape[0], STEADY_STEPS, jnp.int32))},
         {},
@@ -102,7 +102,7 @@ def _steady(out_dir: Path) -> None:
 
 # --- element types and axes ---------------------------------------------------------------------------------------
 
-#: numpy's type by the format's token, if clients can send it.
+#: Types of NumPy by the token of the bundle format, for the types that clients can send.
 DTYPES: Mapping[str, Any] = {
     "bool": np.bool_, "i8": np.int8, "i16": np.int16, "i32": np.int32, "i64": np.int64,
     "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64,
@@ -111,7 +111,7 @@ DTYPES: Mapping[str, Any] = {
 
 
 def _every_dtype(out_dir: Path) -> None:
-    """x_T -> y_T for each type T: the elements of each row in reverse."""
+    """Write a model with an input x_T and an output y_T for each type T. It reverses the elements of each row."""
     export_bundle(
         lambda params, **inputs: {name.replace("x", "y"): value[:, ::-1] for name, value in inputs.items()},
         {},
@@ -122,7 +122,7 @@ def _every_dtype(out_dir: Path) -> None:
 
 
 def _scalars(out_dir: Path) -> None:
-    """f32, i64 -> f32 without any axis, and a model without a batch axis."""
+    """Write a model without a batch axis. Some of its inputs and outputs are scalars."""
     export_bundle(
         lambda params, a, b, m: {
             "scaled": a * b.astype(np.float32),
@@ -139,7 +139,7 @@ def _scalars(out_dir: Path) -> None:
 
 
 def _only_rows(out_dir: Path) -> None:
-    """i32 [n] -> i32 [n]: three times the input."""
+    """Write a model that returns three times its input: i32 [n] -> i32 [n]."""
     export_bundle(
         lambda params, x: {"y": 3 * x},
         {},
@@ -150,7 +150,7 @@ def _only_rows(out_dir: Path) -> None:
 
 
 def _axes(out_dir: Path) -> None:
-    """a: [3, n], b: [n, 2] -> sum: [2, n, 3], with a batch axis that is not the first one."""
+    """Write a model whose batch axis is not the first axis of each tensor: a: [3, n], b: [n, 2] -> sum: [2, n, 3]."""
     export_bundle(
         lambda params, a, b: {"sum": jnp.transpose(a)[None, :, :] + jnp.transpose(b)[:, :, None]},
         {},
@@ -161,13 +161,13 @@ def _axes(out_dir: Path) -> None:
     )
 
 
-#: Elements in one row of `large`: 64 MiB.
+#: Number of elements in one row of `large`. The row has 64 MiB.
 LARGE = 16 * 2**20
 LARGE_STEP = 2**16
 
 
 def _large(out_dir: Path) -> None:
-    """f32 [1, LARGE] -> every LARGE_STEP-th element."""
+    """Write a model that returns every LARGE_STEP-th element of its input, f32 [1, LARGE]."""
     export_bundle(
         lambda params, x: {"y": x[:, ::LARGE_STEP]},
         {},
@@ -178,7 +178,7 @@ def _large(out_dir: Path) -> None:
 
 
 def _exact(out_dir: Path) -> None:
-    """A matrix product of small whole numbers, which no order of summation changes."""
+    """Write a model that multiplies matrices of small whole numbers. The order of summation does not change its results."""
     export_bundle(
         lambda params, x: {"y": x @ params["kernel"]},
         {"kernel": exact_kernel()},
@@ -190,13 +190,13 @@ def _exact(out_dir: Path) -> None:
 
 # --- hooks --------------------------------------------------------------------------------------------------------
 
-#: The actions of the hooks of `hooked`: a request's first element holds the number, 0 for none.
+#: Actions of the hooks of `hooked`. The first element of a request selects an action (see `deed`), and 0 selects none.
 DEEDS = (
     "nothing", "raise", "exit", "sys_exit", "wait", "not_a_dict", "missing", "wrong_dtype", "wrong_shape",
     "wrong_rows", "wrong_rank", "objects", "huge", "list", "extra", "fortran", "in_place", "blame",
 )  # fmt: skip
 
-#: The variable with the folder in which a hook that waits and its test meet.
+#: Environment variable with the folder in which a waiting hook and its test exchange files.
 MEETING = "RSRV_TEST_MEETING"
 HOOKS = f"""
 import os
@@ -275,7 +275,7 @@ def deed(when: str, what: str) -> float:
 
 
 def _hooked(out_dir: Path) -> None:
-    """f32 [n, 4] -> twice the input, if the hooks let it pass."""
+    """Write a model that returns twice its input, f32 [n, 4], and whose hooks fail on request."""
     export_bundle(
         lambda params, x: {"y": 2 * x},
         {},
@@ -307,7 +307,7 @@ def run(inputs, call):
 
 
 def _lengths(out_dir: Path) -> None:
-    """A string a row -> a text with its length."""
+    """Write a model that returns, for the string of each row, a text with its length."""
     export_bundle(
         lambda params, length: {"same": length},
         {},
@@ -321,7 +321,7 @@ def _lengths(out_dir: Path) -> None:
 
 
 def _shout(out_dir: Path) -> None:
-    """A meta model: the answer of `lengths` to the string in capital letters, and that string twice a row."""
+    """Write a meta model. It returns the answer of `lengths` to each string in capital letters, and a row with this string twice."""
     write_meta(
         out_dir,
         _SHOUT,
@@ -332,7 +332,7 @@ def _shout(out_dir: Path) -> None:
 
 
 def _wide(out_dir: Path) -> None:
-    """f32 [n, 1] or [n, 4] -> the sum of each row."""
+    """Write a model that returns the sum of each row: f32 [n, 1] or [n, 4] -> f32 [n, 1]."""
     export_bundle(
         lambda params, x: {"y": x.sum(1, keepdims=True)},
         {},
@@ -365,12 +365,15 @@ MAKERS: Mapping[str, Callable[[Path], None]] = {
 
 
 def ensure() -> Path:
-    """Return the folder of the test bundles, built if necessary. Two processes may call it at once."""
+    """Return the folder of the test bundles, built if necessary. Two processes may call this function at the same time."""
     return ensure_made(OUTPUT, MAKERS, ())
 
 
 def ensure_made(output: Path, makers: Mapping[str, Callable[[Path], None]], sources: Sequence[Path]) -> Path:
-    """Make `output` with a bundle of each maker again if `sources`, this folder's makers, the format or jax changed."""
+    """Write a bundle with each maker into `output`.
+
+    Bundles from an earlier call are kept if `sources`, this module, the bundle format and jax are unchanged.
+    """
     output.parent.mkdir(exist_ok=True)
     stamp = output.with_suffix(".stamp")
     with output.with_suffix(".lock").open("w") as lock:
@@ -387,7 +390,7 @@ def ensure_made(output: Path, makers: Mapping[str, Callable[[Path], None]], sour
 
 
 def with_weights(source: Path, target: Path, weights: Mapping[str, Array]) -> Path:
-    """Copy a bundle with other weights, which are in the order of the modules' arguments. Nothing is exported."""
+    """Copy a bundle with other weights. `weights` has the order of the modules' arguments. Nothing is exported."""
     shutil.copytree(source, target)
     file, manifest = target / "weights.safetensors", target / "manifest.yaml"
     before = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -398,7 +401,7 @@ def with_weights(source: Path, target: Path, weights: Mapping[str, Array]) -> Pa
 
 
 def with_sizes(source: Path, target: Path, sizes: Sequence[int]) -> Path:
-    """Copy a bundle with some of its compiled batch sizes only."""
+    """Copy a bundle, and keep only some of its compiled batch sizes."""
     shutil.copytree(source, target)
     file = target / "manifest.yaml"
     manifest = yaml12.load(file.read_bytes())

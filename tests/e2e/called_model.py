@@ -1,6 +1,7 @@
-"""A model that others call, as any user may write it; it is copied into repositories as model.py.
+"""A Python model as any user may write it, for calls by other models. Tests copy this file into repositories as model.py.
 
-`what` decides its action: any of `rsrv.wire.frames.Status` fails with that status, tagged; the others are below.
+The input `what` selects the action. With a value of `rsrv.wire.frames.Status`, the request fails, and its text has a tag with
+this status. The other values are defined below.
 """
 
 import json
@@ -9,14 +10,15 @@ from typing import Any
 
 import numpy as np
 
-#: Values of `what`: answers; raises; answers with the request's parameters and timeout; is answered by TELL or later.
+#: Values of `what`. ECHO: return `x`. RAISE: raise an error. TERMS: return the request's parameters and timeout. WAIT: hold the request
+#: until a later request releases all held requests.
 ECHO, RAISE, TERMS, WAIT = 100, 101, 102, 103
-#: From here on, it answers when so many more requests are there than this value.
+#: A value of TOGETHER + n holds the request. When n or more requests are held, the model answers all of them.
 TOGETHER = 1000
 
 
 class TritonPythonModel:
-    """Inputs what: i32 [1], x: u8 [n]; outputs x: u8 [n], most: i32 [1], the highest number of requests at a time."""
+    """Inputs: what: i32 [1], x: u8 [n]. Outputs: x: u8 [n], and most: i32 [1], the highest number of requests held at the same time."""
 
     def initialize(self, args: dict[str, str]) -> None:
         import triton_python_backend_utils as pb_utils
@@ -26,7 +28,7 @@ class TritonPythonModel:
         self._most = 0
 
     def execute(self, requests: list[Any]) -> None:
-        """Send every answer later, from a thread, which is harder for callers."""
+        """Send each answer from a thread of its own, which is more difficult for callers than an answer from here."""
         for request in requests:
             what = int(self._pb.get_input_tensor_by_name(request, "what").as_numpy()[0])
             x = self._pb.get_input_tensor_by_name(request, "x").as_numpy()

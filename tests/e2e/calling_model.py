@@ -1,9 +1,9 @@
-"""A model that only calls others through `rsrv.stub.bls`; it is copied into repositories as model.py.
+"""A Python model that only calls other models, through `rsrv.stub.bls`. Tests copy this file into repositories as model.py.
 
-It takes and gives JSON, so that a test decides everything: `calls`, a list of {"model", "what"} and any of
-{"deadline_ms", "run", "outputs"}, made at once; the answer lists for each its outputs, or its status and text. `wait`:
-false does not wait for them. `dtypes`: calls the model of that name with tensors of all types, and lists those that
-came back wrong.
+The input and the output are JSON, so a test decides everything. `calls` is a list of {"model", "what"} with any of
+{"deadline_ms", "run", "outputs"}. The model makes these calls at the same time, and returns the outputs, or the status and the
+text, of each call. If `wait` is false, the model does not wait for the calls. `dtypes` names a model that returns its inputs. The
+model calls it with tensors of all types, and returns a list of the tensors that are wrong in the answers.
 """
 
 import json
@@ -20,13 +20,13 @@ from rsrv.stub.replies import RequestFailure
 from rsrv.stub.tensors import Tensors, make_capsule
 from rsrv.wire.layout import NUMPY
 
-#: The longest time of a call in seconds: of the model `hasty`, and of others.
+#: Limits of a call in seconds: of a call by the model `hasty`, and of a call by another model.
 HASTY, TIMEOUT = 2.0, 120.0
 TOKENS = [token for token in NUMPY if not token.startswith("f8")]
 
 
 class TritonPythonModel:
-    """plan: u8 [n] -> result: u8 [n], both JSON."""
+    """Input: plan: u8 [n]. Output: result: u8 [n]. Both are JSON."""
 
     def initialize(self, args: dict[str, str]) -> None:
         import triton_python_backend_utils as pb_utils
@@ -40,7 +40,7 @@ class TritonPythonModel:
         )
 
     def execute(self, requests: list[Any]) -> None:
-        """Return at once; the calls are made afterwards."""
+        """Return at once. A thread for each request makes its calls."""
         for request in requests:
             tensor = self._pb.get_input_tensor_by_name(request, "plan")
             plan = json.loads(bytes(self._tensors.read(tensor, "u8")))
@@ -87,7 +87,7 @@ class TritonPythonModel:
         }
 
     def _wrong_dtypes(self, model: str) -> list[str]:
-        """Return the tensors that the model, which returns its inputs, has changed."""
+        """Call `model`, which should return its inputs, and return the names of the tensors that it changed."""
         wrong = []
         rng = np.random.default_rng(1)
         for shape in ((3, 5), (1, 1), (0, 4), (40, 5000)):
@@ -99,7 +99,7 @@ class TritonPythonModel:
             }
             sent["f32"] = np.asfortranarray(sent["f32"])
             sent["i64"] = np.repeat(sent["i64"], 2, axis=1)[:, ::2]
-            # Some are kept while others come and go: an answer must not change any more.
+            # Keep the answers of several calls, because a later call must not change an earlier answer.
             answers = [self._bls.start(model, sent, dtypes={"bf16": "bf16"}).result() for _ in range(4)]
             wrong += [
                 f"{token} {list(shape)}"

@@ -1,4 +1,4 @@
-"""Requests as standard clients send them, over either protocol, and their outcomes."""
+"""Requests of standard clients over gRPC and over HTTP, and their outcomes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 PROTOCOLS = ("grpc", "http")
 _LIBRARIES: Mapping[str, ModuleType] = {"grpc": tritonclient.grpc, "http": tritonclient.http}
 
-#: Triton's error code -> the code of each protocol.
+#: Code of each protocol, by Triton's error code.
 CODES: Mapping[str, Mapping[str, str]] = {
     "INVALID_ARG": {"grpc": "StatusCode.INVALID_ARGUMENT", "http": "400"},
     "NOT_FOUND": {"grpc": "StatusCode.NOT_FOUND", "http": "404"},
@@ -41,7 +41,7 @@ CODES: Mapping[str, Mapping[str, str]] = {
 
 
 class Refused(Exception):
-    """The server's answer was an error."""
+    """The server answered with an error."""
 
     def __init__(self, status: str, message: str) -> None:
         super().__init__(f"{status}: {message}")
@@ -49,14 +49,14 @@ class Refused(Exception):
         self.message = message
 
     def assert_is(self, code: str, protocol: str) -> None:
-        """Check for Triton's `code`, and that the text gives clients no internals of the server."""
+        """Check that the refusal has Triton's `code`, and that its text shows clients no internals of the server."""
         assert self.status == CODES[code][protocol], str(self)
         for leak in ("Traceback", 'File "', ".py", "/tmp", "/work", "/home", "/usr", "0x", "secret"):
             assert leak not in self.message, str(self)
 
 
 class Caller:
-    """One client of one protocol, to be used by one thread."""
+    """A client of one protocol. Only one thread may use it."""
 
     def __init__(self, server: RunningTriton, protocol: str) -> None:
         self.protocol = protocol
@@ -66,7 +66,7 @@ class Caller:
         self._client = self._library.InferenceServerClient(url, **options)
 
     def __call__(self, model: str, inputs: Mapping[str, Array], **options: Any) -> Arrays:
-        """Return the model's answer; raises Refused. `options` are those of tritonclient's infer."""
+        """Return the model's answer. `options` are arguments of tritonclient's `infer`. Raises Refused."""
         try:
             result = self._client.infer(model, tensors(self._library, inputs), **options)
         except InferenceServerException as error:
@@ -80,7 +80,7 @@ class Caller:
 def post_bytes(
     port: int, model: str, body: bytes, headers: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[int, bytes]:
-    """Send any bytes as an inference request over HTTP; return the status and the body of the answer."""
+    """Post any bytes to a model's inference URL. Return the status and the body of the answer."""
     with closing(HTTPConnection(LOOPBACK, port, timeout=PATIENCE_S)) as connection:
         connection.request("POST", f"/v2/models/{model}/infer", body, headers)
         answer = connection.getresponse()
@@ -90,14 +90,14 @@ def post_bytes(
 def post_json(
     port: int, model: str, document: Mapping[str, Any], raw: bytes | None = None
 ) -> tuple[int, bytes]:
-    """Send a document, and the bytes of its tensors if there are any, in the same way."""
+    """Post a request in JSON, and the bytes of its tensors if `raw` is given. Return the status and the body of the answer."""
     head = json.dumps(document).encode()
     headers = {} if raw is None else {"Inference-Header-Content-Length": str(len(head))}
     return post_bytes(port, model, head + (raw or b""), headers)
 
 
 def tensors(library: ModuleType, inputs: Mapping[str, Array]) -> list[Any]:
-    """Return the client library's own inputs."""
+    """Return the arrays as inputs of tritonclient."""
     out = []
     for name, array in inputs.items():
         datatype = "BF16" if array.dtype == ml_dtypes.bfloat16 else np_to_triton_dtype(array.dtype)
@@ -123,7 +123,7 @@ def caller(server: RunningTriton, protocol: str = "grpc") -> Iterator[Caller]:
 
 
 def refusal(call: Callable[[], object]) -> Refused:
-    """Return the refusal of a call that must be refused."""
+    """Make a call that the server must refuse, and return the refusal."""
     try:
         result = call()
     except Refused as refused:
@@ -132,7 +132,7 @@ def refusal(call: Callable[[], object]) -> Refused:
 
 
 def outcome(call: Callable[[], T]) -> T | Refused:
-    """Return the call's answer or its refusal."""
+    """Make a call, and return its answer or its refusal."""
     try:
         return call()
     except Refused as refused:
@@ -142,7 +142,7 @@ def outcome(call: Callable[[], T]) -> T | Refused:
 def at_once(
     server: RunningTriton, count: int, work: Callable[[Caller, int], T], protocol: str = "grpc"
 ) -> list[T]:
-    """Run `work` in `count` clients at the same time, each with its number; return their results in order."""
+    """Run `work` for `count` clients at the same time. It gets a client and its number. Return the results in the order of the numbers."""
     start = threading.Barrier(count)
 
     def one(number: int) -> T:
@@ -157,7 +157,7 @@ def at_once(
 def at_once_behind_a_pause(
     server: RunningTriton, model: str, count: int, work: Callable[[Caller, int], T], protocol: str = "grpc"
 ) -> list[T]:
-    """As `at_once`, with one request of each client, none of which executes before all of them have arrived."""
+    """Call `at_once` while the model is paused. Each client sends one request, and the model executes none until all have arrived."""
     server.operate("pause", model)
     with ThreadPoolExecutor(1) as pool:
         clients = pool.submit(at_once, server, count, work, protocol)
@@ -172,25 +172,25 @@ def at_once_behind_a_pause(
 
 
 def check_exact(call: Caller) -> None:
-    """Check an answer of `exact`."""
+    """Send a request to `exact`, and check the answer."""
     x = np.ones((1, 64), np.float32)
     assert_same(call("exact", {"x": x}), {"y": x @ exact_kernel()})
 
 
 def check_sudden(call: Caller, steps: int) -> None:
-    """Check an answer of `sudden`, whose execution has so many steps."""
+    """Send a request to `sudden` whose execution has `steps` steps, and check the answer."""
     x = random_u32(np.random.default_rng(steps), 1)
     got = call("sudden", {"x": x, "steps": np.full((1, 1), steps, np.int32)})
     assert_same(got, {"y": stepped(x, steps)})
 
 
 def random_u32(rng: np.random.Generator, rows: int) -> Array:
-    """Return varied rows for the stepping models."""
+    """Return random rows for `elastic`, `sudden` and `steady`."""
     return rng.integers(0, 2**32, (rows, 4), np.uint32)
 
 
 def assert_same(got: Mapping[str, Array], want: Mapping[str, Array]) -> None:
-    """Check for equal names, types, shapes and bits; a NaN equals itself."""
+    """Check that names, types, shapes and bits are equal. A NaN equals the same NaN."""
     assert set(got) == set(want)
     for name, array in want.items():
         assert got[name].dtype == array.dtype, name

@@ -1,4 +1,4 @@
-"""A collector of traces: takes spans by OTLP over HTTP, from rsrv as protobuf and from Triton as JSON, and keeps them."""
+"""A collector of traces. It receives OTLP over HTTP, as protobuf from rsrv and as JSON from Triton, and keeps the spans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A span; ids are hexadecimal digits, times nanoseconds of the calendar."""
+    """A span. Its ids are hexadecimal digits. Its times are nanoseconds since 1970."""
 
     service: str
     trace: str
@@ -23,7 +23,7 @@ class Seen:
     name: str
     start: int
     end: int
-    #: "": no failure.
+    #: Text of the failure, or empty.
     error: str
     attributes: Mapping[str, str | int | float]
 
@@ -31,8 +31,9 @@ class Seen:
 class Collector:
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}/v1/traces"
-        #: All spans from rsrv, and the ids of those from Triton.
+        #: All spans from rsrv.
         self.spans: list[Seen] = []
+        #: Ids of all spans from Triton.
         self.tritons: set[str] = set()
 
     def of(self, trace: str) -> dict[str, Seen]:
@@ -43,7 +44,7 @@ class Collector:
 @contextmanager
 def collecting() -> Iterator[Collector]:
     class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:  # The library's name.
+        def do_POST(self) -> None:  # The library requires this name.
             body = self.rfile.read(int(self.headers["Content-Length"]))
             if "json" in self.headers["Content-Type"]:
                 collector.tritons |= set(_ids(json.loads(body)))

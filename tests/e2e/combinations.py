@@ -1,7 +1,8 @@
-"""While a test runs, records which states of a model occur together, and compares them with the known combinations.
+"""Record which states of a model occur together while a test runs, and compare them with the known combinations.
 
-A combination that is unknown fails the test if a model stays in it. Samples are too rare to show every shorter one, so such
-a one is printed. Time is counted in samples: the processes that a model waits for are as slow as those that answer.
+If a model stays in an unknown combination, the test fails. Short unknown combinations are only printed, because the samples are
+too rare to show every short combination. Durations are counted in samples. On a busy machine, states last longer, but the process
+that answers for a sample is also slower.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from tests.e2e.harness import RunningTriton
 
 #: Seconds between two samples.
 _SAMPLE_S = 0.1
-#: Samples in turn that may find a model in an unknown combination.
+#: Number of consecutive samples in which a model may have an unknown combination.
 _PASSING = 10
 
 
 @contextmanager
 def recorded(server: RunningTriton) -> Iterator[None]:
-    """Record a server's combinations during a block; then fail if an unknown one lasted."""
+    """Record a server's combinations during the block. At its end, fail if a model stayed in an unknown combination."""
     longest: dict[Combination, int] = {}
     stop = threading.Event()
 
@@ -39,7 +40,7 @@ def recorded(server: RunningTriton) -> Iterator[None]:
             try:
                 seen = _read(server)
             except (OSError, ValueError, grpc.RpcError):
-                continue  # the server, or its control process, is being replaced
+                continue  # The server or its control process is being replaced.
             turns = {one: turns.get(one, 0) + 1 for one in seen.items()}
             for (_, combination), count in turns.items():
                 longest[combination] = max(longest.get(combination, 0), count)
@@ -58,7 +59,7 @@ def recorded(server: RunningTriton) -> Iterator[None]:
 
 
 def _read(server: RunningTriton) -> dict[str, Combination]:
-    """Return each model's combination of now. Empty if Triton's part changes meanwhile."""
+    """Return the current combination of each model. Return nothing if Triton's index changes while the control process answers."""
     address = server._control_address()
     if address is None:
         return {}

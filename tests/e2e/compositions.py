@@ -1,4 +1,4 @@
-"""Models in which many features meet, and the answers that they must give, for the table of docs/compatibility.md."""
+"""Models that combine many features, and their expected answers, for the table of docs/compatibility.md."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from tests.e2e.bundles import Array, ensure_made
 from tests.e2e.harness import ROOT
 from tests.e2e.stateful import CONTEXT, STORY, bytes_tokenizer
 
-#: Compiled lengths, and their largest number of rows.
+#: Compiled lengths, and compiled batch sizes.
 LENGTHS, SIZES = (4, 8), (1, 4)
-#: The narrow models may be wrong by this share of the largest magnitude.
+#: Largest error of a narrow model's answer, relative to the answer's largest magnitude.
 BOUND = 0.15
 _RNG = np.random.default_rng(0)
 _TABLE, _HEAD = (_RNG.standard_normal(shape, np.float32) for shape in ((256, 32), (32, 128)))
-#: Token 0 adds nothing, so rows may be padded with it.
+#: Token 0 adds nothing to an embedding, so it may pad rows.
 _TABLE[0] = 0
 PARAMS: Mapping[str, Array] = {"table": _TABLE, "head": _HEAD / 8}
 
-#: A hook that reads tokens as text; LENGTHS are those that the modules take.
+#: Hooks that convert text to tokens. LENGTHS are the lengths that the modules take.
 HOOKS = """
 import numpy as np
 
@@ -45,7 +45,7 @@ def preprocess(inputs):
     length = min(one for one in LENGTHS if one >= max(map(len, rows)))
     return {{"ids": np.array([row + [0] * (length - len(row)) for row in rows], np.int32)}}
 """
-#: A meta model: three models embed a text, and it returns the sum.
+#: A meta model that embeds a text with three models, and returns the sum of the embeddings.
 META = """
 import numpy as np
 
@@ -70,7 +70,7 @@ def embed(params: Any, ids: Any) -> Any:
 
 
 def embedded(ids: Array) -> Array:
-    """Return what the wide model answers."""
+    """Return the answer of the wide model."""
     return np.asarray(np.tanh(PARAMS["table"][ids].sum(1) @ PARAMS["head"]))
 
 
@@ -93,7 +93,7 @@ def _ids(out_dir: Path, *, pad: str) -> None:
 
 
 def _reader(out_dir: Path) -> None:
-    """Write a model of sequences: it embeds all tokens that a sequence has sent."""
+    """Write a model with sequences. It embeds all tokens that a sequence has sent so far."""
 
     def step(params: Any, state: Any, ids: Any) -> Any:
         total = state["total"] + params["table"][ids].sum(1)
@@ -114,12 +114,12 @@ def _reader(out_dir: Path) -> None:
 
 
 def _teller(out_dir: Path) -> None:
-    """Write a generation that continues `stateful.STORY` after the prompt."""
+    """Write a model that generates text: it continues `stateful.STORY` after the prompt."""
     letters = bytes_tokenizer()
     story = jnp.asarray(letters.encode(STORY).ids, jnp.int32)
 
     def step(params: Any, state: Any, position: Any, tokens: Any, lengths: Any) -> Any:
-        # A row of the table has its largest product with itself.
+        # Among the products of the token's row with all rows, the product with itself is the largest.
         token = story[(position + lengths) % len(story)]
         return params["table"][token] @ params["table"].T, {"read": position + lengths}
 
@@ -152,7 +152,7 @@ def ensure() -> Path:
 
 
 def _with_text(source: Path, target: Path, *, lengths: tuple[int, ...], **changes: Any) -> None:
-    """Copy a bundle of ids, and let clients send text."""
+    """Copy a bundle whose input is ids. In the copy, hooks read text from clients."""
     shutil.copytree(source, target)
     (target / "model.py").write_text(HOOKS.format(lengths=lengths))
     file = target / "manifest.yaml"
@@ -175,21 +175,21 @@ def write(folder: Path) -> None:
 
 
 def write_stateful(folder: Path) -> None:
-    """Write the bundles of a server of models with state."""
+    """Write the bundles of a server whose models have state."""
     made = ensure()
     _with_text(made / "reader", folder / "reader", lengths=LENGTHS)
     shutil.copytree(made / "teller", folder / "teller")
 
 
-#: Models that clients ask, with the factor of their answers.
+#: Models that clients ask. The answer of a model is the embedding times this factor.
 EMBEDDERS: Mapping[str, int] = {"ids_native": 1, "ids_padded_native": 1, "alias_padded": 1, "meta": 3}
-#: Two devices, whose models start with their first requests.
+#: Settings for two devices. Models start with their first requests.
 DEVICES = "runtime: {devices: [cpu, cpu], start: lazy}\n"
 SETTINGS = f"""{DEVICES}
 models: {{ids_native: {{front: native}}, ids_padded_native: {{front: native}}}}
 aliases: {{alias_padded: {{text_padded1: 1, text_padded2: shadow}}}}
 """
-#: Model of Triton's own that passes a request on to the model whose name follows `via_`.
+#: A Python model without rsrv. It passes requests on to the model whose name follows `via_` in its own name.
 _VIA = """
 import json
 
@@ -218,7 +218,7 @@ class TritonPythonModel:
 
 
 def add_callers(repository: Path, model: str) -> None:
-    """Write a Python model that calls this one, and an ensemble of each of the two."""
+    """Write a Python model that calls `model`, and an ensemble for each of these two models."""
     config = text_format.Parse((repository / model / "config.pbtxt").read_text(), ModelConfig())
     for field in ("dynamic_batching", "parameters", "backend", "instance_group"):
         config.ClearField(field)

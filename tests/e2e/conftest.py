@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show the end of the log of each server that ran when a test failed."""
+    """When a test fails, show the end of the log of each server that runs."""
     report = yield
     if report.failed and HERE in item.path.parents:
         report.sections.extend(log_tails())
@@ -38,13 +38,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(scope="session", autouse=True)
 def native_library() -> None:
-    """Build the native front: without the library, Triton would batch no requests of models with the Python front."""
+    """Build the native front. Without this library, Triton does not batch requests of models with the Python front."""
     native_front.ensure()
 
 
 @pytest.fixture(scope="session")
 def example_bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the example bundles that need no training, and with the demo's digits, which are trained already."""
+    """A folder with the example bundles that need no training, and with the demo's bundle `digits`, which is in the source tree."""
     folder, built = tmp_path_factory.mktemp("examples"), examples.ensure(UNTRAINED)
     for bundle in (*(built / name for name in UNTRAINED), demo.DATA / demo.BUNDLES / demo.MODEL):
         (folder / bundle.name).symlink_to(bundle)
@@ -53,15 +53,15 @@ def example_bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pipeline_bundles() -> Path:
-    """The folder of the detector and the text pipeline, for long tests: the detector is trained first."""
+    """The folder of the detector and the text pipeline, for long tests. The first call trains the detector."""
     return examples.ensure((*DETECTOR, *MINILM))
 
 
 @pytest.fixture(scope="session")
 def pipelines(pipeline_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
-    """A server with the detector and the text pipeline, shared by long tests: leave it as you found it."""
+    """A server with the detector and the text pipeline. Long tests share it, so each test must restore what it changes."""
     folder = tmp_path_factory.mktemp("pipelines")
-    # Twelve compiled modules of the encoder would take most of the start.
+    # Compiling all twelve modules of the encoder would take most of the server's start.
     fewer = {name: bundles.with_sizes(pipeline_bundles / name, folder / name, [4]) for name in MINILM[1:]}
     sources = (fewer.get(name, pipeline_bundles / name) for name in (*DETECTOR, *MINILM))
     with running_triton(make_repository(folder, *sources), folder / "server.log") as running:
@@ -70,11 +70,14 @@ def pipelines(pipeline_bundles: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="session")
 def triton(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
-    """A server with small example bundles, all test bundles and `sums`, shared by all tests: leave it as you found it."""
+    """A server with small example bundles, all test bundles and `sums`.
+
+    All tests share it, so each test must restore what it changes.
+    """
     folder = tmp_path_factory.mktemp("triton")
     made = (example_bundles, bundles.ensure(), stateful.ensure() / "sums")
     repository = make_repository(folder, *made, settings=bundles.SETTINGS)
-    # `hooked` and `short_queue` cause the first two. On a busy machine, a client that sends all it can causes the third.
+    # `hooked` and `short_queue` cause the first two findings. On a busy machine, a client that sends without pauses causes the third.
     expected = ("requests_fail", "queue_full", "waits_in_triton")
     (meeting := folder / "meeting").mkdir()
     env = {bundles.MEETING: str(meeting)}
@@ -84,16 +87,16 @@ def triton(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture(scope="session")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Two servers with plain models and a gateway, shared by all tests: leave them as you found them."""
+    """Two servers with plain models, and a gateway. All tests share them, so each test must restore what it changes."""
     with running_fleet(tmp_path_factory.mktemp("fleet")) as running:
         yield running
 
 
 @pytest.fixture
 def start_triton(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StartTriton]:
-    """Start servers of the test's own, which it may kill; they end with the test."""
+    """Start servers for one test, which may kill them. They end with the test."""
     numbers = count(1)
-    # Long tests overload servers, and break them.
+    # Long tests overload and break servers, so any finding is expected.
     expected = () if request.node.get_closest_marker("long") is None else None
     with ExitStack() as servers:
 

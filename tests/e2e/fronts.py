@@ -1,4 +1,4 @@
-"""The front that the tests' models have: the native one with the variable RSRV_STUB__FRONT=native, where a model can."""
+"""The front of the tests' models. With RSRV_STUB__FRONT=native, each model that can have the native front has it."""
 
 from __future__ import annotations
 

@@ -42,16 +42,16 @@ SENTENCES = (
     "Take an umbrella with you.",
 )
 TERMS = ("Licensor", "License", "Contributor")
-#: Colours of classes and of terms, which colour-blind readers tell apart.
+#: Colours of classes and of terms. Colour-blind readers can distinguish them.
 COLOURS = ("#0072B2", "#E69F00", "#009E73")
-#: Sentences in a request: the only compiled batch size of the encoder here.
+#: Number of sentences in a request. It is the only compiled batch size of the encoder here.
 ROWS = 4
-#: Values of a series that the picture shows.
+#: Number of values of the series in the picture.
 STEPS = 96
 
 
 def figure(width: float, height: float, rows: int, columns: int, **options: Any) -> tuple[Figure, list[Axes]]:
-    """Return a figure of inches, and its axes row by row."""
+    """Return a figure, whose size is in inches, and its axes row by row."""
     made = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(made)
     axes = np.atleast_1d(made.subplots(rows, columns, **options)).reshape(-1)
@@ -66,7 +66,7 @@ def bare(axes: Axes, image: Array, **options: Any) -> None:
 
 
 def boxes(server: RunningTriton, call: Caller) -> Figure:
-    """Scenes with the shapes that the detector finds."""
+    """Draw scenes with the shapes that the detector finds."""
     images = scenes(4, seed=12, fewest=3).images
     answer = call("detector", {"image": images})
     made, axes = figure(9, 2.5, 1, 4)
@@ -92,7 +92,7 @@ def boxes(server: RunningTriton, call: Caller) -> Figure:
 
 
 def masks(server: RunningTriton, call: Caller) -> Figure:
-    """Scenes, and the pixels at which the U-Net sees a shape."""
+    """Draw scenes, and the pixels at which the U-Net sees a shape."""
     images = scenes(4, seed=0).images
     shown = call("unet", {"image": images})["logits"] > 0
     made, axes = figure(9, 4.6, 2, 4)
@@ -105,7 +105,7 @@ def masks(server: RunningTriton, call: Caller) -> Figure:
 
 
 def embeddings(server: RunningTriton, call: Caller) -> Figure:
-    """The cosine similarities of sentences."""
+    """Draw the cosine similarities of sentences."""
     texts = np.array([[text.encode()] for text in SENTENCES], object)
     answers = [call("minilm", {"text": texts[start : start + ROWS]}) for start in range(0, len(texts), ROWS)]
     found = np.concatenate([answer["embedding"] for answer in answers])
@@ -121,7 +121,7 @@ def embeddings(server: RunningTriton, call: Caller) -> Figure:
 
 
 def texts(server: RunningTriton, call: Caller) -> Figure:
-    """Three answers at once: when each piece of text comes."""
+    """Ask for three texts at the same time, and draw when each piece of a text arrives."""
     begin = time.monotonic()
 
     def listen(term: str) -> list[tuple[float, str]]:
@@ -145,7 +145,7 @@ def texts(server: RunningTriton, call: Caller) -> Figure:
 
 
 def forecasts(server: RunningTriton, call: Caller) -> Figure:
-    """A series and the forecast of each next value, one request per value."""
+    """Draw a series, and the forecast of each next value. A request has one value."""
     values = series(1, STEPS)[0]
     found = []
     for step, value in enumerate(values):
@@ -182,7 +182,7 @@ def main(out: Path) -> None:
     built = example_bundles.ensure(names)
     with tempfile.TemporaryDirectory(prefix="t-") as made:
         folder = Path(made)
-        # Twelve compiled modules of the encoder would take most of the start.
+        # Compiling all twelve modules of the encoder would take most of the server's start.
         fewer = {name: with_sizes(built / name, folder / name, [ROWS]) for name in MINILM[1:]}
         repository = make_repository(folder, *(fewer.get(name, built / name) for name in names))
         with running_triton(repository, folder / "server.log", timeout=600) as server, caller(server) as call:

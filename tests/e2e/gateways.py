@@ -1,4 +1,4 @@
-"""Gateways as processes, in front of tritonservers, and plain models for the tests."""
+"""Gateway processes in front of tritonservers, and plain models for the tests."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TritonPythonModel:
 {body}
 """
 
-#: The sum of a sequence, and its id and the shape as Triton sees them.
+#: A model that returns the sum of a sequence, and the sequence's id and the input's shape as Triton passes them.
 _SUM = """
         sums = self.__dict__.setdefault("sums", {})
         answers = []
@@ -74,10 +74,10 @@ _SUM = """
 _ECHO = """
         return [answer(request) for request in requests]
 """
-#: The actions of `execute`.
+#: The `execute` method of each model.
 _BODIES = {
     "echo": _ECHO,
-    # For the tests that count its requests: Triton counts a request after its answer, perhaps in another test.
+    # This model is only for tests that count requests. Triton counts a request after its answer, perhaps during the next test.
     "counted": _ECHO,
     # The first number decides how the request is refused.
     "refusing": """
@@ -87,7 +87,7 @@ _BODIES = {
         numbers = [pb_utils.get_input_tensor_by_name(request, "X").as_numpy()[0] for request in requests]
         return [pb_utils.InferenceResponse(error=error(texts[n], codes[n])) for n in numbers]
 """,
-    # Until the client is gone, which a file then reports.
+    # The model waits until the client has gone, and then creates a file.
     "waiting": """
         for request in requests:
             threading.Thread(target=self.wait, args=(request, request.get_response_sender())).start()
@@ -105,7 +105,7 @@ _BODIES = {
         )
         open(f"{marks}/{name}.cancelled", "w").close()
 """,
-    # The first number is that of the answers.
+    # The first number is the number of answers.
     "several": """
         for request in requests:
             sender = request.get_response_sender()
@@ -114,10 +114,10 @@ _BODIES = {
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         return None
 """,
-    # Answers as a model that takes sequences, and does not.
+    # The two models have the same code. Only `sums` takes sequences.
     "plain": _SUM,
     "sums": _SUM,
-    # A negative number ends the server.
+    # A negative number kills the server.
     "killer": """
         if any(pb_utils.get_input_tensor_by_name(request, "X").as_numpy()[0] < 0 for request in requests):
             os.kill(os.getppid(), 9)
@@ -128,14 +128,14 @@ _MORE = {
     "several": "model_transaction_policy { decoupled: true }",
     "sums": "sequence_batching { oldest { max_candidate_sequences: 64 } max_sequence_idle_microseconds: 60000000 }",
 }
-#: Further outputs.
+#: Additional outputs of models.
 _OUTPUTS = dict.fromkeys(("plain", "sums"), ', { name: "text" data_type: TYPE_STRING dims: [ -1 ] }')
-#: The models of the fleet.
+#: Models of the fleet.
 _SERVED = tuple(name for name in _BODIES if name != "killer")
 
 
 def write_repository(folder: Path, models: Sequence[str] = _SERVED) -> Path:
-    """Write a model repository with these of the plain models."""
+    """Write a model repository with these plain models."""
     for name in models:
         (folder / name / "1").mkdir(parents=True)
         config = _CONFIG.format(name=name, outputs=_OUTPUTS.get(name, ""), more=_MORE.get(name, ""))
@@ -150,12 +150,12 @@ class Fleet:
 
     workers: list[RunningTriton]
     gateway: RunningGateway
-    #: Files that models write.
+    #: Folder of the files that models create.
     marks: Path
 
 
 def entry(server: RunningTriton, name: str, *, control: bool = True) -> dict[str, Any]:
-    """Return a server as gateway.workers has it, with its control service or without."""
+    """Return the entry of a server for the setting gateway.workers. Without `control`, the entry has no control service."""
     ports = {
         "grpc_port": server.grpc_port,
         "http_port": server.http_port,
@@ -185,7 +185,7 @@ class RunningGateway:
         return self._log.read_text()
 
     def get(self, path: str) -> tuple[int, str]:
-        """Return the status and text of a page of its admin port; status 0 if nothing listens there."""
+        """Return the status and the text of a page of the admin port. The status is 0 if nothing listens there."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.admin_port}{path}", timeout=10) as answer:
                 return answer.status, answer.read().decode()
@@ -206,7 +206,7 @@ class RunningGateway:
         return found
 
     def rsrv(self, *arguments: str) -> str:
-        """Return what `rsrv gateway` prints."""
+        """Run a command of `rsrv gateway`, and return its output."""
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             assert cli.main(["gateway", *arguments, "--server", self.control]) == 0
@@ -214,7 +214,7 @@ class RunningGateway:
 
     @contextmanager
     def client(self) -> Iterator[Any]:
-        """Return a gRPC client of its own, for a thread."""
+        """Yield a new gRPC client, which a thread can use."""
         client = tritonclient.grpc.InferenceServerClient(self.url)
         try:
             yield client
@@ -225,15 +225,15 @@ class RunningGateway:
 def running_gateway(
     folder: Path, workers: Sequence[Mapping[str, Any] | RunningTriton] = (), **settings: Any
 ) -> AbstractContextManager[RunningGateway]:
-    """Run a gateway that is ready in front of the workers for the length of the block.
+    """Run a gateway in front of the workers until the block ends. Yield it when it is ready.
 
-    Servers are called a, b ... and have no control service. `settings` are those of the section gateway.
+    Servers get the names a, b and so on, and have no control service. `settings` are keys of the section `gateway`.
     """
     return _running(folder, workers, settings, picker=False)
 
 
 def lonely_gateway(folder: Path, **settings: Any) -> AbstractContextManager[RunningGateway]:
-    """Run a gateway whose worker does not answer, likewise."""
+    """Run a gateway whose only worker does not answer, until the block ends."""
     nobody = {"host": "127.0.0.1", "grpc_port": 1, "http_port": None}
     return _running(folder, [nobody], settings, picker=False, ready=503)
 
@@ -241,7 +241,7 @@ def lonely_gateway(folder: Path, **settings: Any) -> AbstractContextManager[Runn
 def running_picker(
     folder: Path, workers: Sequence[Mapping[str, Any] | RunningTriton], **settings: Any
 ) -> AbstractContextManager[RunningGateway]:
-    """Run an endpoint picker, which answers Envoy at the port for gRPC, likewise."""
+    """Run an endpoint picker in front of the workers until the block ends. It answers Envoy on the port for gRPC."""
     return _running(folder, workers, settings, picker=True)
 
 
@@ -289,7 +289,7 @@ def _running(
 
 @contextmanager
 def running_fleet(folder: Path) -> Iterator[Fleet]:
-    """Run two servers whose models can be unloaded, and a gateway, for the length of the block."""
+    """Run two servers whose models can be unloaded, and a gateway in front of them, until the block ends."""
     with ExitStack() as stack:
         workers = [
             stack.enter_context(

@@ -1,6 +1,6 @@
-"""Real tritonservers for tests: starting, watching and calling them, and always ending them.
+"""Real tritonservers for tests. The functions start, watch and call servers, and always end them.
 
-Tests take servers from the fixtures in conftest.py, which this module implements.
+Tests use the fixtures of conftest.py, which call this module.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ from tests.waiting import PATIENCE_S, wait_until
 ROOT = Path(__file__).resolve().parent.parent.parent
 T = TypeVar("T")
 
-#: Flags of a server whose models rsrv's control process loads and unloads, all at its start.
+#: Flags of a server whose models rsrv's control process loads and unloads. At its start, the server loads all models.
 EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
-#: Dead stubs and unanswered requests would otherwise delay the server's end by ten seconds or more.
+#: Flag for a fast exit. Without it, dead stubs and unanswered requests delay the server's end by ten seconds or more.
 HURRY = "--exit-timeout-secs=1"
 
 
 def make_repository(folder: Path, *sources: Path, settings: str = "", options: Sequence[str] = ()) -> Path:
-    """Write `gen` in the folder, the repository of some bundles, and return it; without sources, of those in `bundles`."""
+    """Write a repository with some bundles to `gen` in the folder, and return its path.
+
+    Without `sources`, the repository has the bundles in the folder's `bundles`.
+    """
     folder.mkdir(exist_ok=True)
     config = folder / "settings.yaml"
     config.write_text(settings)
@@ -49,7 +52,7 @@ def make_repository(folder: Path, *sources: Path, settings: str = "", options: S
 
 
 class RunningTriton:
-    """A tritonserver that serves, with a client for each protocol."""
+    """A running tritonserver, with a client for each protocol."""
 
     def __init__(self, server: TritonServer) -> None:
         self.server = server
@@ -59,7 +62,7 @@ class RunningTriton:
 
     @property
     def pid(self) -> int:
-        """tritonserver's process id."""
+        """The process id of tritonserver."""
         return self.server.pid
 
     @property
@@ -85,7 +88,7 @@ class RunningTriton:
         return self.server.log_text()
 
     def stub_pids(self, model: str | None = None) -> list[int]:
-        """Return the stub processes of one model or of all; a model's name is in its stubs' command line."""
+        """Return the pids of the stubs of one model, or of all models. A stub's command line contains the model's name."""
         found = []
         for child in _children(self.pid):
             line = _command_line(child)
@@ -97,7 +100,7 @@ class RunningTriton:
     def urgent_findings(self) -> dict[str, str]:
         """Return the evidence of the last minute's warnings and critical findings, by name.
 
-        A server without a runtime has none. One whose control process does not answer fails the test.
+        A server without a runtime has no findings. If the control process does not answer, the test fails.
         """
         if not self._has_runtime():
             return {}
@@ -105,7 +108,7 @@ class RunningTriton:
         return {one.name: one.evidence for one in answer.findings if one.severity != pb.SEVERITY_NOTE}
 
     def _has_runtime(self) -> bool:
-        """Return whether the server runs, and has a runtime that answers or a control process."""
+        """Return True if the server has a control process, or a runtime that answers."""
         if self._control_address() is not None:
             return True
         try:
@@ -126,23 +129,23 @@ class RunningTriton:
             return None
 
     def operate(self, *arguments: str) -> None:
-        """Run a command of `rsrv` for this server, which must succeed."""
+        """Run a command of `rsrv` for this server. The command must succeed."""
         address = wait_until(self._control_address, what="the control process")
         assert cli.main([*arguments, "--server", address]) == 0
 
     def _control_address(self) -> str | None:
-        """Return the address of the running server's control process; None: it has none yet."""
+        """Return the address of the server's control process, or None if there is none yet."""
         return next((one.address for one in find.running() if one.server_pid == self.pid), None)
 
 
-#: Seconds for the start of a server. With an empty cache it compiles dozens of models, while other servers start as well.
+#: Time limit for the start of a server, in seconds. With an empty cache, a server compiles dozens of models while other servers start.
 START_S = 240.0
-#: Starts of a server that Triton's own fault ends before it is ready.
+#: Largest number of starts of a server, if Triton's own fault ends it before it is ready.
 _STARTS = 4
 
 
 class StartTriton(Protocol):
-    """The `start_triton` fixture: start a server that ends with the test."""
+    """The fixture `start_triton`: starts a server that ends with the test."""
 
     def __call__(
         self,
@@ -159,7 +162,7 @@ class StartTriton(Protocol):
     ) -> RunningTriton: ...
 
 
-#: The running servers, for the report of a test that fails.
+#: The running servers. The report of a failed test has their logs.
 _running: list[TritonServer] = []
 
 
@@ -177,22 +180,23 @@ def running_triton(
     expected: Collection[str] | None = (),
     make: Callable[..., TritonServer] = TritonServer,
 ) -> Iterator[RunningTriton]:
-    """Run a server on `model_repository` for the length of the block, and remove everything of it.
+    """Run a server on `model_repository` until the block ends, and remove all that it leaves.
 
-    `spare`: have a spare runtime, which costs 1.5 s of CPU time, for a test in which a runtime ends. `expected`: the urgent
-    findings that the tests may cause, None: any. Another one fails, because `rsrv doctor` must raise no false alarm.
+    `spare`: start a spare runtime, for a test in which a runtime ends. It costs 1.5 s of CPU time. `expected`: names of the
+    urgent findings that the tests may cause, or None if they may cause any. Other urgent findings fail the test, because `rsrv
+    doctor` must raise no false alarm.
     """
     server = make(
         model_repository,
         log_path=log_path,
         extra_args=extra_args,
-        # Compiled models are kept between runs of the tests; with an empty cache everything is only slower.
-        # Several servers at a time would want one port for their metrics.
+        # Keep compiled models between runs of the tests: an empty cache only makes everything slower. Listen on no port for metrics,
+        # because several servers at the same time would need the same port.
         env={
             "RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(compilation_cache()),
             "RSRV_METRICS__LISTEN": "null",
             "RSRV_RUNTIME__SPARE": str(spare).lower(),
-            # A runtime that starts on a busy machine takes longer than the default.
+            # On a busy machine, a runtime may take longer to start than the default allows.
             "RSRV_STUB__RETRY_S": str(PATIENCE_S),
             **(env or {}),
         },
@@ -210,7 +214,7 @@ def running_triton(
             finally:
                 running.grpc.close()
                 running.http.close()
-                # An orderly end takes Triton three seconds. The tests of it end their server themselves.
+                # An orderly end of Triton takes three seconds. Tests of an orderly end stop the server themselves.
                 server.kill()
     finally:
         _running.remove(server)
@@ -219,7 +223,10 @@ def running_triton(
 
 
 def _wait_ready(running: RunningTriton, timeout: float) -> None:
-    """Wait until the server is ready. Start it again if Triton's own fault ended it: on a busy machine, several times in a row."""
+    """Wait until the server is ready. If Triton's own fault ends it, start it again.
+
+    On a busy machine, this may happen several times in a row.
+    """
     for start in range(1, _STARTS + 1):
         try:
             running.server.wait_ready(timeout)
@@ -232,13 +239,13 @@ def _wait_ready(running: RunningTriton, timeout: float) -> None:
 
 
 def crashed_by_a_cancellation(server: RunningTriton) -> bool:
-    """Return whether the server crashed by a fault of its own that later releases do not have.
+    """Return True if the server crashed because of a fault of Triton that later releases do not have.
 
-    Up to 24.10 its gRPC front end may free a call while that is being cancelled (triton-inference-server/server
-    issues 7368 and 8034): it happens about once in many thousand cancellations, with any model.
+    Up to 24.10, Triton's gRPC front end may free a call that is being cancelled (triton-inference-server/server issues 7368 and
+    8034). This happens about once in many thousand cancellations, with any model.
     """
     try:
-        server.server.process.wait(5)  # The server first writes its position.
+        server.server.process.wait(5)  # The server writes its stack to the log before it ends.
     except subprocess.TimeoutExpired:
         return False
     _, crashed, where = server.log_text().rpartition("Signal (11) received")
@@ -246,21 +253,21 @@ def crashed_by_a_cancellation(server: RunningTriton) -> bool:
 
 
 def last_words(server: RunningTriton) -> str:
-    """Return what the log of a server says about its crash: the signal or exception, and the first calls of the stack."""
+    """Return the part of a server's log about its crash: the signal or the exception, and the first calls of the stack."""
     log = server.log_text()
     begin = max(log.rfind("Signal ("), log.rfind("terminate called"), 0)
     return log[begin:][:1000] if begin else log[-1000:]
 
 
 def aborted_by_a_lock(server: RunningTriton) -> bool:
-    """Return whether the server crashed by its own fault with locks that it shares with its stubs.
+    """Return True if the server aborted because of Triton's fault with the locks that it shares with stubs.
 
-    In 24.10 it waits a second for such a lock, and does not catch the exception that follows. It aborts in one or two
-    of a hundred cases in which a stub ends inside execute(), and mostly when a stub is stopped, with any model; and, on a
-    busy machine, when it starts.
+    Triton 24.10 waits one second for such a lock, and does not catch the exception that follows. It aborts in one or two of a
+    hundred cases in which a stub ends inside execute(), and in most cases in which a stub is stopped, with any model. On a busy
+    machine, it also aborts while it starts.
     """
     try:
-        status = server.server.process.wait(5)  # The server first writes its position.
+        status = server.server.process.wait(5)  # The server writes its stack to the log before it ends.
     except subprocess.TimeoutExpired:
         return False
     thrown = "terminate called after throwing an instance of 'boost::interprocess::lock_exception'"
@@ -272,7 +279,7 @@ def despite(
     start: Callable[[], RunningTriton],
     check: Callable[[RunningTriton], None],
 ) -> None:
-    """Check a server, and a fresh one again if the first ended by that fault of Triton's."""
+    """Check a server. If `fault` finds that Triton's own fault ended it, check a new server."""
     server = start()
     try:
         check(server)
@@ -286,7 +293,7 @@ def despite(
 def replaced_after(
     fault: Callable[[RunningTriton], bool], start: Callable[[int], AbstractContextManager[RunningTriton]]
 ) -> Iterator[Callable[[], RunningTriton]]:
-    """Give a function that returns the server of several tests, and a new one after that fault ended the last.
+    """Yield a function that returns the current server of several tests. It starts a new server if `fault` ended the last one.
 
     `start` gets the number of the server, from 0.
     """
@@ -302,7 +309,7 @@ def replaced_after(
 
 
 def path_with_numpy2() -> str:
-    """Return a PATH whose Python, which stubs run on, has numpy 2. Skip the test if another tritonserver is tested."""
+    """Return a PATH on which stubs find a Python with numpy 2. Skip the test if RSRV_TEST_TRITONSERVER names a server."""
     if OTHER is not None:
         pytest.skip(
             "RSRV_TEST_TRITONSERVER chooses the Python of its stubs; the other tests run with its numpy"
@@ -311,13 +318,13 @@ def path_with_numpy2() -> str:
 
 
 def compilation_cache() -> Path:
-    """Return where compiled models are kept: as the environment says, else where the Makefile says."""
+    """Return the folder of compiled models. The environment names it, or it is the folder of the Makefile."""
     named = os.environ.get("RSRV_RUNTIME__COMPILATION_CACHE_DIR")
     return Path(named) if named else ROOT / ".cache" / "xla"
 
 
 def log_tails(lines: int = 80) -> list[tuple[str, str]]:
-    """Return for each server that runs now a title, and the end of its log."""
+    """Return a title and the end of the log for each running server."""
     return [
         (
             f"log of the tritonserver on {server.model_repository}",
@@ -328,7 +335,7 @@ def log_tails(lines: int = 80) -> list[tuple[str, str]]:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether the process runs; a zombie does not."""
+    """Return True if the process runs. A zombie does not run."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

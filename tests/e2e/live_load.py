@@ -27,14 +27,14 @@ from tests.waiting import wait_until
 
 MODELS = ("captions", "colours", "faces", "fraud", "intent", "ranking", "reviews", "spam", "topics", "voices")
 PINNED = "ranking"
-#: Bytes of six of them.
+#: Bytes of weights that may be on the device. Six models fit.
 BUDGET = 6 * (1 << 20) + 4096
 CLIENTS = 4
 
 
 @contextmanager
 def live_server(folder: Path) -> Iterator[tuple[RunningTriton, str]]:
-    """Yield a server with these models, and the URL of its live page, before any request."""
+    """Start a server with these models. Before any request, yield the server and the URL of its live page."""
     (port,) = free_ports(1)
     for number, name in enumerate(MODELS):
         write_version(folder / "bundles" / name, number + 1)
@@ -55,7 +55,10 @@ def _listens(port: int) -> bool:
 
 @contextmanager
 def load(server: RunningTriton, *, pause: float = 0.005) -> Iterator[None]:
-    """Send requests for all models until the block ends, most for the first; seconds between two of a client."""
+    """Send requests for all models until the block ends, most of them for the first model.
+
+    A client waits `pause` seconds between requests.
+    """
     stop = threading.Event()
 
     def ask(seed: int) -> None:
@@ -76,7 +79,7 @@ def load(server: RunningTriton, *, pause: float = 0.005) -> Iterator[None]:
 
 
 async def _take(browser: str, url: str, file: Path) -> None:
-    """Take a picture after half a minute."""
+    """Take a picture of the page after half a minute."""
     async with browsing(browser, 1280, 800) as page:
         await page.call("Page.navigate", url=url)
         await page.until("document.querySelectorAll('#models tr').length > 0")

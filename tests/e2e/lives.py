@@ -1,4 +1,4 @@
-"""The lifecycle of a real server's models as its control process sees it, and bundles that identify their version."""
+"""A client for the lifecycle of a real server's models, and bundles whose answers identify their version."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.e2e.calls import Caller
 from tests.e2e.harness import RunningTriton
 from tests.waiting import PATIENCE_S, wait_until
 
-#: Columns of every tensor here.
+#: Number of columns of every tensor here.
 COLUMNS = 4
 
 
 @functools.cache
 def _made() -> Path:
-    """Return the folder of the bundles that all versions are copies of, one for each module."""
+    """Return the folder with one bundle for each module. All versions are copies of these bundles."""
 
     def make(out_dir: Path) -> None:
         module = int(out_dir.name)
@@ -51,7 +51,7 @@ def _made() -> Path:
 
 def _weights(version: int) -> dict[str, np.ndarray[Any, Any]]:
     return {
-        # Large enough for the repository to share it by a hard link.
+        # The tensor is so large that the repository shares it by a hard link.
         "ballast": np.full(2**18, version, np.float32),
         "first": np.array(version, np.float32),
         "second": np.full(COLUMNS, version, np.float32),
@@ -59,7 +59,7 @@ def _weights(version: int) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def answer(port: int, model: str) -> int:
-    """Return the version of a `write_version` model that answers on this gRPC port; 0 for none."""
+    """Return the version of the `write_version` model that answers on this gRPC port, or 0 if none answers."""
     try:
         return int(first_value(port, model))
     except InferenceServerException:
@@ -67,7 +67,7 @@ def answer(port: int, model: str) -> int:
 
 
 def first_value(port: int, model: str) -> float:
-    """Return the first value that a `write_version` model answers on this gRPC port. Raises InferenceServerException."""
+    """Return the first value of a `write_version` model's answer on this gRPC port. Raises InferenceServerException."""
     client = tritonclient.grpc.InferenceServerClient(f"{LOOPBACK}:{port}")
     tensor = tritonclient.grpc.InferInput("x", [1, COLUMNS], "FP32")
     tensor.set_data_from_numpy(np.zeros((1, COLUMNS), np.float32))
@@ -78,12 +78,12 @@ def first_value(port: int, model: str) -> float:
 
 
 def write_version(path: Path, version: int, *, module: int = 0) -> Path:
-    """Write a model whose outputs identify the version; `module` (0 or 3) is in its code, `version` in its weights."""
+    """Write a model whose outputs identify its version. `module` (0 or 3) is in its code, and `version` is in its weights."""
     return with_weights(_made() / str(module), path, _weights(version))
 
 
 def version(call: Caller, name: str, x: float = 7.0, rows: int = 1) -> tuple[int, int]:
-    """Return the version and the module of the model that answers, which all its outputs must share."""
+    """Ask a model, and return its version and its module. All its outputs must agree."""
     answer = call(name, {"x": np.full((rows, COLUMNS), x, np.float32)})
     found = {
         (float(a - x), float(b - x), float(c))
@@ -98,7 +98,7 @@ OUTPUTS = ("first", "second", "code")
 
 
 def place(source: Path, target: Path) -> None:
-    """Copy a bundle as a careful user does: under a hidden name, and then renamed."""
+    """Copy a bundle as a careful user does: copy it under a hidden name, and then rename the copy."""
     aside = target.with_name(f".{target.name}")
     shutil.copytree(source, aside)
     if target.exists():
@@ -120,11 +120,11 @@ class Living:
         self._stub: Any = control_pb2_grpc.ControlStub(self._channel)
 
     def reload(self, name: str) -> None:
-        """Raises grpc.RpcError."""
+        """Reload a model. Raises grpc.RpcError."""
         self._stub.ReloadWeights(pb.ReloadWeightsRequest(model=name), timeout=60)
 
     def set_discipline(self, discipline: pb.Discipline) -> bool:
-        """Set it, and return whether the runtime has it afterwards. Raises grpc.RpcError."""
+        """Set the discipline. Return True if the runtime then has it. Raises grpc.RpcError."""
         wanted = pb.SetSchedulerRequest(scheduler=pb.Scheduler(discipline=discipline))
         self._stub.SetScheduler(wanted, timeout=20)
         found = self._stub.SetScheduler(pb.SetSchedulerRequest(), timeout=20).scheduler.discipline
@@ -153,7 +153,7 @@ class Living:
         return bool(status == health_pb2.HealthCheckResponse.SERVING)
 
     def watch_health(self) -> Iterator[bool]:
-        """Yield whether the server as a whole is healthy, now and after each change: no change is missed."""
+        """Yield whether the server as a whole is healthy: its state now, and each change. No change is missed."""
         health = health_pb2_grpc.HealthStub(self._channel)
         for answer in health.Watch(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S):
             yield bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -14,7 +14,7 @@ from rsrv_bundle.export import export_bundle
 from tests import builders
 from tests.e2e.bundles import OUTPUT, ensure_made, with_weights
 
-#: Columns of every tensor here.
+#: Number of columns of every tensor here.
 COLUMNS = 8
 
 HOOKS = """
@@ -29,7 +29,7 @@ def postprocess(outputs):
 
 @cache
 def _made() -> Path:
-    """Return the folder of the bundle that all models of `write_scale` are copies of."""
+    """Return the folder of the bundle from which `write_scale` copies all its models."""
 
     def scale(out_dir: Path) -> None:
         export_bundle(
@@ -54,7 +54,7 @@ def write_scale(path: Path, factor: float, *, internal: bool = False, hooks: str
     return path
 
 
-#: Write a meta model from x to y, both rows of COLUMNS f32; `body` is its model.py.
+#: Write a meta model from x to y, both rows of COLUMNS f32. `body` is its model.py.
 write_meta = partial(
     builders.write_meta,
     client="".join(
@@ -64,7 +64,7 @@ write_meta = partial(
 )
 
 
-#: `execute` of a plain model.
+#: The `execute` function of a plain model that adds 11.
 ADDS_11 = """
 def execute(self, requests):
     return [
@@ -74,7 +74,7 @@ def execute(self, requests):
 
 
 def plain_model(repository: Path, name: str, body: str) -> None:
-    """Write a Python model by hand beside the generated ones, from x to y; `body` defines execute(self, requests)."""
+    """Write a Python model without rsrv, from x to y, next to the generated models. `body` defines execute(self, requests)."""
     folder = repository / name / "1"
     folder.mkdir(parents=True)
     (repository / name / "config.pbtxt").write_text(
@@ -93,5 +93,5 @@ def plain_model(repository: Path, name: str, body: str) -> None:
 
 
 def rows(count: int, value: float = 1.0) -> Mapping[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
-    """Return a request."""
+    """Return the inputs of a request with `count` rows, whose elements are all `value`."""
     return {"x": np.full((count, COLUMNS), value, np.float32)}

@@ -1,4 +1,7 @@
-"""Processes of `rsrv openai` for tests, and small models for them; `expected_embedding` and others are these models in numpy."""
+"""Processes of `rsrv openai` for tests, and small models for them.
+
+`expected_embedding` and `expected_score` compute the models' answers in NumPy.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from tests.waiting import wait_until
 
 WIDTH, DIMENSIONS = 16, [4, 8]
 LABELS = ["short", "long"]
-#: A text that the hooks refuse, and one that makes them slow.
+#: A text that the hooks refuse, and a text that makes them slow.
 BAD, SLOW = "a bad text", "a slow text"
 
 _TEXT = {"name": "text", "dtype": "bytes", "shape": "n"}
@@ -81,7 +84,7 @@ def features(text: str) -> Array:
 
 
 def expected_embedding(text: str) -> Array:
-    """Return the embedding of a text, of length 1."""
+    """Return the embedding of a text. Its length is 1."""
     numbers = features(text) @ kernel() + 1
     scaled: Array = numbers / np.linalg.norm(numbers)
     return scaled
@@ -120,7 +123,7 @@ def _export(folder: Path) -> None:
             task={**task, "outputs": {output: output, "tokens": "tokens"}},
         )
 
-    # A model without hooks, whose embedding of the bytes of a text with four bytes is that of the text.
+    # A model without hooks. If a text has four bytes, the embedding of its bytes is the embedding of the text.
     export_bundle(
         lambda params, ids: {
             "embedding": embed(params, jnp.eye(WIDTH, dtype=np.float32)[ids % WIDTH].sum(1), None)[
@@ -169,7 +172,7 @@ class RunningOpenai:
 
     def __init__(self, port: int, metrics_port: int, process: subprocess.Popen[bytes]) -> None:
         self.port, self.metrics_port, self.process = port, metrics_port, process
-        #: Open clients.
+        #: Clients that are open.
         self.clients = ExitStack()
 
     @property
@@ -177,7 +180,7 @@ class RunningOpenai:
         return f"http://{LOOPBACK}:{self.port}"
 
     def openai(self, key: str = "none", **options: Any) -> Any:
-        """Return OpenAI's own client, which retries nothing."""
+        """Return OpenAI's own client, without retries."""
         client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **options)
         return self.clients.enter_context(client)
 
@@ -187,7 +190,7 @@ class RunningOpenai:
         return cohere.ClientV2(api_key="none", base_url=self.url, httpx_client=http)
 
     def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any, dict[str, str]]:
-        """Return the status, the body and the headers of an answer."""
+        """Post a body. Return the status, the body and the headers of the answer."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self._ask("POST", path, content, {"Content-Type": "application/json", **headers})
 
@@ -216,7 +219,7 @@ class RunningOpenai:
 
 @contextmanager
 def running_openai(grpc_port: int, *arguments: str, models: Sequence[str] = ()) -> Iterator[RunningOpenai]:
-    """Run a process until the block ends. Without keys, wait until it lists `models`."""
+    """Run `rsrv openai` until the block ends. Yield it when it lists `models`, or when it asks for a key."""
     port, metrics_port = free_ports(2)
     words = [f"--server={LOOPBACK}:{grpc_port}", f"--listen={LOOPBACK}:{port}"]
     process = subprocess.Popen(

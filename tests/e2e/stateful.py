@@ -28,13 +28,14 @@ from tests.e2e.bundles import ensure_made
 from tests.e2e.calls import Caller, at_once
 from tests.e2e.harness import ROOT, RunningTriton
 
-#: the story that a storyteller tells over and over, and the tokens that it may have
+#: The story, which a storyteller repeats.
 STORY = "grüße \N{SNOWMAN} aus dem Wald. "
+#: Number of tokens that a storyteller's context holds.
 CONTEXT = 1 << 20
 
 
 def _sums(out_dir: Path) -> None:
-    """y is the sum of all x of a sequence until each."""
+    """Write a model of sequences. For each x, it returns the sum of all values of the sequence up to this x."""
 
     def step(params: Any, state: Any, x: jax.Array) -> Any:
         y = state["total"][:, None] + jnp.cumsum(x, axis=1)
@@ -56,7 +57,7 @@ def _sums(out_dir: Path) -> None:
 def _storyteller(
     out_dir: Path, *, slots: int, sizes: Sequence[int], chunks: Sequence[int], context: int = CONTEXT
 ) -> None:
-    """Behind a prompt of some bytes, the story is told from there on."""
+    """Write a storyteller. It continues the story from the position that is the length of the prompt in bytes."""
     letters = bytes_tokenizer()
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     file = out_dir.parent / f"{out_dir.name}.json"
@@ -83,7 +84,7 @@ def _storyteller(
 
 
 def _tokens(out_dir: Path, *, teller: str) -> None:
-    """A storyteller without its tokeniser: clients send and get tokens."""
+    """Write a copy of a storyteller without its tokenizer. Clients send and receive tokens."""
     shutil.copytree(out_dir.with_name(teller), out_dir)
     manifest = yaml12.parse((out_dir / "manifest.yaml").read_text())
     del manifest["generate"]["tokenizer"], manifest["generate"]["template"]
@@ -100,7 +101,7 @@ def with_chat(out_dir: Path, template: str, teller: Path) -> None:
 
 
 def ensure() -> Path:
-    """Return the folder of these bundles, built if necessary: `alone` has one slot."""
+    """Return the folder of these bundles, built if necessary. `alone` is a storyteller with one slot."""
     makers: dict[str, Callable[[Path], None]] = {
         "sums": _sums,
         "teller": partial(_storyteller, slots=8, sizes=[1, 4], chunks=[1, 16]),
@@ -111,7 +112,7 @@ def ensure() -> Path:
 
 
 def ensure_brief() -> Path:
-    """Return the folder of two storytellers whose answers are short, built if necessary: with text, and with tokens."""
+    """Return the folder of two storytellers with short answers, built if necessary. One takes text, the other takes tokens."""
     makers: dict[str, Callable[[Path], None]] = {
         "brief": partial(_storyteller, slots=4, sizes=[1, 4], chunks=[1, 16], context=64),
         "brief_tokens": partial(_tokens, teller="brief"),
@@ -120,7 +121,7 @@ def ensure_brief() -> Path:
 
 
 def told(prompt: bytes, tokens: int) -> str:
-    """Return what a storyteller answers, without the character that the limit cuts."""
+    """Return the expected answer of a storyteller, without a last character that the limit cuts."""
     whole = STORY.encode() * (2 + tokens // len(STORY))
     at = len(prompt) % len(STORY.encode())
     return whole[at : at + tokens].decode(errors="replace").rstrip("\N{REPLACEMENT CHARACTER}")
@@ -144,7 +145,7 @@ def sums(
     end: bool = False,
     **options: Any,
 ) -> list[float]:
-    """Send one chunk of a sequence of `sums`, and return the sums until each value."""
+    """Send one chunk of a sequence to `sums`. Return the sum of the sequence up to each value."""
     x = np.asarray([values], np.float32)
     answer = call("sums", {"x": x}, sequence_id=id, sequence_start=start, sequence_end=end, **options)
     return [float(one) for one in answer["y"][0]]
@@ -154,7 +155,7 @@ class Stream:
     """The answer of a generate_stream request, read line by line."""
 
     def __init__(self, server: RunningTriton, model: str, *, buffer_bytes: int = 0, **fields: Any) -> None:
-        """`buffer_bytes`: what the client's kernel takes before it is read, 0 for its default."""
+        """Send the request. `buffer_bytes`: size of the kernel's buffer for data that is not read yet, or 0 for the default."""
         self._connection = HTTPConnection("127.0.0.1", server.http_port, timeout=60)
         self._connection.sock = socket.socket()
         self._connection.sock.settimeout(60)
@@ -178,7 +179,7 @@ class Stream:
 
 
 def generate(server: RunningTriton, model: str, **fields: Any) -> dict[str, Any]:
-    """Return the one response of a request that is not streamed."""
+    """Send a request without a stream, and return its only response."""
     connection = HTTPConnection("127.0.0.1", server.http_port, timeout=60)
     try:
         connection.request("POST", f"/v2/models/{model}/generate", json.dumps({"stream": False, **fields}))
@@ -189,10 +190,10 @@ def generate(server: RunningTriton, model: str, **fields: Any) -> dict[str, Any]
 
 
 class GrpcStreams:
-    """Answers over one gRPC stream, by request id."""
+    """Answers over one gRPC stream. Request ids identify them."""
 
     def __init__(self, server: RunningTriton, reads: threading.Event | None = None) -> None:
-        """`reads`: what is behind the first response is only read once it is set."""
+        """Open the stream. With `reads`, the client reads only the first response until this event is set."""
         self._client = tritonclient.grpc.InferenceServerClient(server.server.grpc_url)
         self._came: queue.SimpleQueue[tuple[Any, InferenceServerException | None]] = queue.SimpleQueue()
         self._reads = reads
@@ -211,7 +212,7 @@ class GrpcStreams:
         )
 
     def next(self) -> tuple[str, Mapping[str, Any], bool]:
-        """Return the id, the outputs, and whether it is the last, of the next response. Raises InferenceServerException."""
+        """Return the id and the outputs of the next response, and True if it is the last one. Raises InferenceServerException."""
         result, error = self._came.get(timeout=60)
         if error is not None:
             raise error
@@ -220,7 +221,7 @@ class GrpcStreams:
         return response.id, outputs, bool(response.parameters["triton_final_response"].bool_param)
 
     def failure(self) -> str:
-        """Return the error that ends the stream, behind any number of responses."""
+        """Skip all responses, and return the error that ends the stream."""
         try:
             while True:
                 self.next()
@@ -243,7 +244,7 @@ def grpc_streams(server: RunningTriton, reads: threading.Event | None = None) ->
         made.close(cancel=True)
 
 
-#: parameters of requests, wrong ones among them
+#: Fields of requests. Some of them are wrong.
 _ODD: list[dict[str, Any]] = [
     {}, {}, {"max_tokens": 3}, {"max_tokens": 0}, {"temperature": 1.5, "seed": 3}, {"temperature": "nan"}, {"stop": "Wald"},
     {"stop": ["a"]}, {"stop": "["}, {"top_k": 10**30}, {"unknown": 1}, {"stream": False, "max_tokens": 9}, {"rsrv_run": "7"},
@@ -252,7 +253,10 @@ _ODD: list[dict[str, Any]] = [
 
 
 def close_streams(server: RunningTriton, model: str, *, clients: int, each: int) -> None:
-    """Ask a storyteller, and go before, between or behind the pieces of each answer, by both protocols; some ask wrong."""
+    """Send requests to a storyteller over both protocols, some of them wrong.
+
+    Clients leave before, between or after the pieces of an answer.
+    """
 
     def strike(caller: Caller, number: int) -> None:
         rng = random.Random(number)

@@ -22,7 +22,7 @@ SETTINGS = "lifecycle: {poll_s: 0.1}\naliases: {champion: v1, fraud: {v1: 50, v2
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
-    """Return a server with two versions of one model, each of which tells its number."""
+    """Yield a server with two versions of one model. The answer of a version has its number."""
     folder = tmp_path_factory.mktemp("aliases")
     for number in (1, 2):
         write_version(folder / "bundles" / f"v{number}", number)
@@ -39,7 +39,7 @@ def answer(call: Caller, name: str, **parameters: Any) -> int:
 def test_aliases_move_between_models_under_load(
     server: RunningTriton, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Requests are split; rsrv.yaml and `rsrv alias` move a name without an error; errors name alias and model."""
+    """Aliases split requests. rsrv.yaml and `rsrv alias` move a name without a failed request. Errors name the alias and the model."""
     found: Counter[int] = Counter()
     over = threading.Event()
 
@@ -78,7 +78,7 @@ def test_aliases_move_between_models_under_load(
 def test_the_others_answer_for_a_model_that_does_not_load(
     server: RunningTriton, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """An alias of which one model does not load serves without it, and with it when it is mended."""
+    """If one model of an alias does not load, the other model answers. After its repair, both models answer."""
     source = write_version(tmp_path_factory.mktemp("mended") / "v3", 3)
     bundle = Path(server.server.model_repository).parent / "bundles" / "v3"
     hooks = source / "model.py"
@@ -97,7 +97,7 @@ def test_the_others_answer_for_a_model_that_does_not_load(
 def test_a_shadow_that_answers_otherwise_is_counted(
     server: RunningTriton, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Clients get the answers of the other model, and the metrics have each difference."""
+    """Clients get the answers of the other model. The metrics count each answer of the shadow that differs."""
     life = Living(server)
     assert rsrv.main(["alias", "watched", "v1", "v2=shadow", "--server", str(server.http_port)]) == 0
     assert "watched: v1 100%, v2 shadow" in capsys.readouterr().out
@@ -114,7 +114,7 @@ def test_a_shadow_that_answers_otherwise_is_counted(
         return [row[1:3] + row[4:] for row in found]
 
     expected = [["v1", "100%", "20", "0"], ["v2", "shadow", "0", "0", "20", "different"]]
-    # The two models report their counts at times of their own.
+    # The two models report their counts at different times.
     wait_until(lambda: rows() == expected, what=f"{rows()} to be {expected}")
     assert 'rsrv_alias_responses_total{alias="watched",model="v2"' not in life.metrics
     life.close()

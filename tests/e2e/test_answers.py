@@ -1,4 +1,4 @@
-"""Standard clients get the right answers: over both protocols, alone and coalesced, for every kind of model."""
+"""Standard clients get the right answers over both protocols, with single and with coalesced requests, for every kind of model."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from tests.e2e.calls import (
 from tests.e2e.harness import RunningTriton
 from tests.status import read_status
 
-#: Tolerance relative to an output's largest magnitude: sums of some hundred f32 terms in another order.
+#: Tolerance relative to an output's largest magnitude. It allows for another order in sums of some hundred f32 terms.
 TOLERANCE = 1e-5
 
 
 def compiled(folder: Path, variant: int, size: int, inputs: Mapping[str, Array]) -> Arrays:
-    """Return the bundle's own module of this size, run here."""
+    """Execute the bundle's own module of this size in this process, and return its outputs."""
     bundle, call = _module(folder, variant, size)
     outputs = call(*(inputs[spec.name] for spec in bundle.manifest.inputs))
     return {spec.name: np.asarray(out) for spec, out in zip(bundle.manifest.outputs, outputs, strict=True)}
@@ -67,7 +67,7 @@ def padded(x: Array, size: int) -> Array:
 
 
 def sizes_run(triton: RunningTriton, model: str) -> Counter[str]:
-    """Return how often each compiled module of a model was executed: "variant/size" -> times."""
+    """Return how often each compiled module of a model has been executed, by "variant/size"."""
     return Counter(read_status(triton.pid)["models"][model]["sizes"])
 
 
@@ -95,7 +95,7 @@ def exact_answer(inputs: Mapping[str, Array]) -> Arrays:
 def test_a_request_alone_gets_the_very_bits_of_the_module_that_ran(
     triton: RunningTriton, example_bundles: Path, protocol: str, rows: int
 ) -> None:
-    """Alone on the server, an answer is bit by bit that of the compiled size that the runtime says it used."""
+    """A request that executes alone gets, bit by bit, the answer of the compiled size that the runtime reports."""
     x = mlp_rows(np.random.default_rng(rows), rows)["x"]
     before = sizes_run(triton, "mlp")
     with caller(triton, protocol) as call:
@@ -111,7 +111,7 @@ def test_a_request_alone_gets_the_very_bits_of_the_module_that_ran(
 def test_each_variant_answers_with_its_own_module(
     triton: RunningTriton, example_bundles: Path, variant: int
 ) -> None:
-    """The input's size chooses the module, and outputs have the shapes of that variant."""
+    """The input's size selects the variant's module, and the outputs have the shapes of this variant."""
     with caller(triton) as call:
         for rows in two_sizes.BATCH_SIZES:
             inputs = image_rows(np.random.default_rng(rows), rows, two_sizes.SIZES[variant])
@@ -129,7 +129,7 @@ def test_each_variant_answers_with_its_own_module(
 
 @pytest.mark.parametrize("rows", range(1, 33))
 def test_rows_between_the_compiled_sizes_are_padded_and_cut_again(triton: RunningTriton, rows: int) -> None:
-    """Every number of rows up to the largest compiled size gets exactly its own rows back."""
+    """A request with any number of rows up to the largest compiled size gets exactly its own rows back."""
     inputs = mlp_rows(np.random.default_rng(100 + rows), rows)
     with caller(triton) as call:
         assert_close(call("mlp", inputs), mlp.reference(inputs))
@@ -137,7 +137,7 @@ def test_rows_between_the_compiled_sizes_are_padded_and_cut_again(triton: Runnin
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_bundle_of_format_2_answers_exactly(triton: RunningTriton, protocol: str) -> None:
-    """Reversed letters and transposed weights of the older format come out right."""
+    """A bundle of format 2 has reversed axes and transposed weights. Its answers are exact."""
     rng = np.random.default_rng(2)
     with caller(triton, protocol) as call:
         for rows in (1, 2, 3, 4):
@@ -148,7 +148,7 @@ def test_a_bundle_of_format_2_answers_exactly(triton: RunningTriton, protocol: s
 def test_hooks_of_the_digits_model_classify_unseen_images(
     triton: RunningTriton, example_bundles: Path
 ) -> None:
-    """The postprocess hook turns logits into class and score, the same as computed directly."""
+    """The postprocess hook converts logits to class and score. They equal those of a direct computation."""
     images, labels = digits.held_out()
     params = digits.params_of(example_bundles / "digits")
     right = 0
@@ -166,7 +166,7 @@ def test_hooks_of_the_digits_model_classify_unseen_images(
 
 
 def test_64_clients_of_3_models_get_their_own_rows_back(triton: RunningTriton) -> None:
-    """64 concurrent clients of three models, with 1 to 8 rows each, get right answers in any coalescing."""
+    """64 concurrent clients of three models send 1 to 8 rows each. However the requests are coalesced, the answers are right."""
 
     def work(call: Caller, number: int) -> None:
         rng = np.random.default_rng(number)
@@ -190,7 +190,7 @@ def test_64_clients_of_3_models_get_their_own_rows_back(triton: RunningTriton) -
 def test_coalesced_answers_equal_those_of_one_compiled_size(
     triton: RunningTriton, example_bundles: Path
 ) -> None:
-    """For any coalescing, a row's answer equals bit by bit what one of the compiled sizes gives."""
+    """However requests are coalesced, a row's answer equals, bit by bit, the answer of one of the compiled sizes."""
     inputs = [mlp_rows(np.random.default_rng(500 + number), 1) for number in range(32)]
 
     possible = [
@@ -209,7 +209,7 @@ def test_coalesced_answers_equal_those_of_one_compiled_size(
 
 
 def test_variants_coalesce_apart_from_each_other(triton: RunningTriton) -> None:
-    """Interleaved requests of two image sizes that have waited are executed per size, and answered right."""
+    """If requests of two image sizes have waited, an execution has requests of only one size, and all answers are right."""
     before = sizes_run(triton, "two_sizes")
 
     def work(call: Caller, number: int) -> None:
@@ -217,7 +217,7 @@ def test_variants_coalesce_apart_from_each_other(triton: RunningTriton) -> None:
         assert_close(call("two_sizes", inputs), two_sizes.reference(inputs))
 
     at_once_behind_a_pause(triton, "two_sizes", 16, work)
-    # How many rows share an execution depends on the measured costs.
+    # The number of rows that share an execution depends on the measured costs.
     rows: Counter[str] = Counter()
     for ran, times in (sizes_run(triton, "two_sizes") - before).items():
         variant, size = ran.split("/")
@@ -227,7 +227,7 @@ def test_variants_coalesce_apart_from_each_other(triton: RunningTriton) -> None:
 
 
 def test_each_of_many_single_rows_is_counted_once(triton: RunningTriton) -> None:
-    """The counts of answers and rows are those of the clients, in any coalescing."""
+    """However requests are coalesced, the runtime counts exactly the answers and the rows that clients have received."""
     before = read_status(triton.pid)["models"]["exact"]
 
     def work(call: Caller, number: int) -> None:
@@ -243,7 +243,7 @@ def test_each_of_many_single_rows_is_counted_once(triton: RunningTriton) -> None
 
 
 def test_requests_that_wait_are_coalesced(triton: RunningTriton) -> None:
-    """Eight singles that have waited share executions: four rows cost about as much as one."""
+    """Eight requests that have waited share executions, because four rows cost about as much as one row."""
 
     def dispatches() -> int:
         return int(read_status(triton.pid)["models"]["steady"]["dispatches"])
@@ -261,7 +261,7 @@ def test_requests_that_wait_are_coalesced(triton: RunningTriton) -> None:
 
 
 def varied(token: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
-    """Return different elements from the whole range of the type, its extremes included; never constant."""
+    """Return varied elements from the whole range of the type, with its smallest and its largest value."""
     dtype = np.dtype(DTYPES[token])
     if token == "bool":
         return rng.integers(0, 2, shape).astype(bool)
@@ -283,7 +283,7 @@ def varied(token: str, shape: tuple[int, ...], rng: np.random.Generator) -> Arra
 def test_varied_tensors_of_every_dtype_arrive_bit_by_bit(
     triton: RunningTriton, protocol: str, rows: int
 ) -> None:
-    """No element of any type is changed or mixed up on the way through the server and back."""
+    """Varied tensors of every type pass through the server and back. No element is changed or moved."""
     rng = np.random.default_rng(rows)
     inputs = {f"x_{token}": varied(token, (rows, 5), rng) for token in DTYPES}
     with caller(triton, protocol) as call:
@@ -292,7 +292,7 @@ def test_varied_tensors_of_every_dtype_arrive_bit_by_bit(
 
 
 def test_varied_tensors_of_every_dtype_survive_coalescing(triton: RunningTriton) -> None:
-    """Requests of all types that are executed together come apart again bit by bit."""
+    """Requests of all types execute together, and each answer is right bit by bit."""
 
     def work(call: Caller, number: int) -> None:
         rng = np.random.default_rng(number)
@@ -307,7 +307,7 @@ def test_varied_tensors_of_every_dtype_survive_coalescing(triton: RunningTriton)
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_scalars_and_models_without_a_batch_axis(triton: RunningTriton, protocol: str) -> None:
-    """Tensors without any axis travel as one element, and a model without rows answers each request alone."""
+    """Tensors without any axis travel as one element. A model without a batch axis answers each request alone."""
 
     def work(call: Caller, number: int) -> None:
         a, b = np.float32(number + 0.5), np.int64(2**40 + number)
@@ -326,7 +326,7 @@ def test_scalars_and_models_without_a_batch_axis(triton: RunningTriton, protocol
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_tensors_that_have_only_the_batch_axis(triton: RunningTriton, protocol: str) -> None:
-    """Rows of a single element travel as [N, 1], alone and coalesced."""
+    """Rows of a single element travel as [N, 1], in a single request and in coalesced requests."""
 
     def work(call: Caller, number: int) -> None:
         for rows in (1, 2, 3, 8):
@@ -338,7 +338,7 @@ def test_tensors_that_have_only_the_batch_axis(triton: RunningTriton, protocol: 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_batch_axis_that_is_not_the_first(triton: RunningTriton, protocol: str) -> None:
-    """The runtime gathers along the axis that the bundle names, in inputs and outputs."""
+    """The runtime joins inputs and splits outputs along the axis that the bundle names."""
 
     def work(call: Caller, number: int) -> None:
         rng = np.random.default_rng(number)
@@ -352,7 +352,7 @@ def test_a_batch_axis_that_is_not_the_first(triton: RunningTriton, protocol: str
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_no_rows_at_all_are_refused_where_triton_batches(triton: RunningTriton, protocol: str) -> None:
-    """With max_batch_size Triton itself takes no empty batch; the server serves on."""
+    """For a model with max_batch_size, Triton itself refuses an empty batch. The server then answers other requests."""
     with caller(triton, protocol) as call:
         empty = {"x": np.zeros((0, 64), np.float32)}
         refusal(lambda: call("exact", empty)).assert_is("INVALID_ARG", protocol)
@@ -362,7 +362,7 @@ def test_no_rows_at_all_are_refused_where_triton_batches(triton: RunningTriton, 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_tensor_of_64_mebibytes(triton: RunningTriton, protocol: str) -> None:
-    """A tensor far larger than the buffers of sockets and protocols goes in, and the right elements come back."""
+    """The model gets all of a tensor that is far larger than the buffers of sockets and protocols, and returns the right elements."""
     x = np.arange(bundles.LARGE, dtype=np.float32).reshape(1, -1)
     with caller(triton, protocol) as call:
         assert_same(call("large", {"x": x}), {"y": x[:, :: bundles.LARGE_STEP]})
@@ -373,7 +373,7 @@ def test_a_tensor_of_64_mebibytes(triton: RunningTriton, protocol: str) -> None:
 
 @pytest.mark.parametrize("model", ["mlp", "exact", "two_sizes", "v2_affine", "digits"])
 def test_both_protocols_give_equal_answers(triton: RunningTriton, model: str) -> None:
-    """The same request over gRPC and over HTTP, one after the other, has the same answer bit by bit."""
+    """A request over gRPC and the same request over HTTP, one after the other, have the same answer bit by bit."""
     rng = np.random.default_rng(11)
     make: Mapping[str, Callable[[], Arrays]] = {
         "mlp": lambda: mlp_rows(rng, 4),

@@ -1,4 +1,4 @@
-"""Calls from model to model through the real server: several at once, to models that fail, hang and die."""
+"""Calls between models on a real server: several calls at the same time, and calls to models that fail, hang and die."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _TRITON_TYPES = {
 
 
 def config(inputs: Mapping[str, str], outputs: Mapping[str, str], dims: str = "[-1]") -> str:
-    """Return the config.pbtxt of a Python model with tensors {name: token of ours}."""
+    """Return the config.pbtxt of a Python model. `inputs` and `outputs` map names to rsrv's dtypes."""
 
     def tensors(kind: str, named: Mapping[str, str]) -> str:
         return "\n".join(
@@ -62,7 +62,7 @@ def source(module: Any) -> str:
 
 
 def models(folder: Path) -> Path:
-    """Return a repository: `meta` and `hasty` call, `one` and `two` can be called, `mirror` returns tensors of all types."""
+    """Write a repository of five models: `meta` and `hasty` call, `one` and `two` can be called, `mirror` returns its inputs."""
     repository = folder / "models"
     for name in ("meta", "hasty"):
         add(repository, name, source(calling_model), config({"plan": "u8"}, {"result": "u8"}))
@@ -75,7 +75,7 @@ def models(folder: Path) -> Path:
 
 
 def ask(server: RunningTriton, caller_: str = "meta", **plan: Any) -> dict[str, Any]:
-    """Return a calling model's answer to its plan."""
+    """Send a plan to a calling model, and return its answer."""
     with caller(server) as call:
         text = np.frombuffer(json.dumps(plan).encode(), np.uint8)
         answer = call(caller_, {"plan": text}, client_timeout=PATIENCE_S)
@@ -84,7 +84,7 @@ def ask(server: RunningTriton, caller_: str = "meta", **plan: Any) -> dict[str, 
 
 
 def ask_one(server: RunningTriton, caller_: str = "meta", **call: Any) -> dict[str, Any]:
-    """Return the outcome of a single call."""
+    """Make a calling model call one model once, and return the outcome of the call."""
     calls = [{"model": "one", "what": ECHO, **call}]
     answer: dict[str, Any] = ask(server, caller_, calls=calls)["answers"][0]
     return answer
@@ -95,7 +95,7 @@ POOL_OF_TWO = "--backend-config=python,thread-pool-size=2"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
-    """A server for tests that harm none of its models for good."""
+    """A server for tests that leave all its models working."""
     folder = tmp_path_factory.mktemp("bls")
     with running_triton(models(folder), folder / "server.log", extra_args=[*EXPLICIT, HURRY]) as running:
         yield running
@@ -113,14 +113,14 @@ def smallest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton
 
 
 def test_a_call_is_answered_with_the_outputs_that_were_asked_for(server: RunningTriton) -> None:
-    """A call gets the requested outputs in order, or all of them without a request."""
+    """A call gets the requested outputs in the requested order, or all outputs if it requests none."""
     assert ask_one(server)["names"] == ["x", "most"]
     assert ask_one(server, outputs=["most", "x"])["names"] == ["most", "x"]
     assert ask_one(server, outputs=["x"])["names"] == ["x"]
 
 
 def test_the_run_and_the_deadline_arrive(server: RunningTriton) -> None:
-    """A callee gets the run's token as text, up to the largest, and the remaining microseconds."""
+    """A callee gets the run's number as text, even the largest one, and the microseconds until the deadline."""
     told = json.loads(ask_one(server, what=TERMS, run=2**64 - 1, deadline_ms=60_000)["text"])
     plain = json.loads(ask_one(server, what=TERMS)["text"])
 
@@ -137,7 +137,7 @@ def test_tensors_of_every_dtype_go_and_come(server: RunningTriton) -> None:
 
 @pytest.mark.long
 def test_tensors_of_every_dtype_go_and_come_with_numpy_2(start_triton: StartTriton, tmp_path: Path) -> None:
-    """Tensors pass unchanged with a numpy that breaks this Triton, and the log warns of it."""
+    """Tensors pass unchanged with a version of numpy that does not work with this Triton, and the log has a warning."""
     repository = models(tmp_path)
     for name in ("one", "two"):
         shutil.rmtree(repository / name)
@@ -151,10 +151,10 @@ def test_tensors_of_every_dtype_go_and_come_with_numpy_2(start_triton: StartTrit
 
 
 def test_as_many_calls_as_the_pool_allows_are_under_way_at_once(server: RunningTriton) -> None:
-    """With Triton's default of 32, 31 calls run at once: the callee answers only when all are there."""
+    """With Triton's default of 32 threads, 31 calls run at the same time. The callee answers only after all have arrived."""
     together = {"model": "two", "what": TOGETHER + 31}
     ask(server, calls=[together] * 30, wait=False)
-    beside = ask(server)  # A response sender answers it while 30 calls are in progress.
+    beside = ask(server)  # A response sender answers this request while 30 calls are in progress.
     (last,) = ask(server, calls=[together])["answers"]
 
     assert beside["limit"] == 31
@@ -162,14 +162,14 @@ def test_as_many_calls_as_the_pool_allows_are_under_way_at_once(server: RunningT
 
 
 def test_more_calls_than_the_pool_allows_take_turns(server: RunningTriton) -> None:
-    """A hundred calls of a model that answers each are made in turn, and each gets its own answer."""
+    """A model that calls another model a hundred times makes the calls in turn. Each call gets its own answer."""
     answers = ask(server, calls=[{"model": "one", "what": ECHO}] * 100)["answers"]
 
     assert all(answer["own"] for answer in answers)
 
 
 def test_calls_from_many_requests_at_once(smallest: RunningTriton) -> None:
-    """With the smallest pool, answers of the calling model and its calls share two threads, and all complete."""
+    """In the smallest pool, calls and the answers of the calling model share two threads. All of them complete."""
 
     def work(_: object, number: int) -> list[bool]:
         answers = []
@@ -188,13 +188,13 @@ def test_calls_from_many_requests_at_once(smallest: RunningTriton) -> None:
 
 
 def release(running: RunningTriton) -> None:
-    """Let `one` answer the requests that it holds."""
+    """Make `one` answer the requests that it holds."""
     with caller(running) as call:
         call("one", {"what": np.array([TOGETHER], np.int32), "x": np.zeros(1, np.uint8)})
 
 
 def test_a_callee_that_hangs_stops_no_other_call(smallest: RunningTriton) -> None:
-    """A call of a hanging callee ends in time; further ones are refused at once until the callee answers again."""
+    """A call of a callee that hangs ends at its limit. Further calls are refused at once until the callee answers again."""
     hung = {"model": "one", "what": WAIT}
     queued = {"model": "two", "what": ECHO, "deadline_ms": 100}
     ends = ask(smallest, "hasty", calls=[hung, queued])["answers"]
@@ -209,7 +209,7 @@ def test_a_callee_that_hangs_stops_no_other_call(smallest: RunningTriton) -> Non
 
 
 def test_a_call_without_a_deadline_ends_all_the_same(server: RunningTriton) -> None:
-    """A call without a deadline ends after the general limit with the callee's name; the model goes on answering."""
+    """A call without a deadline ends after the general limit, and the error names the callee. The calling model answers other requests."""
     result = ask(server, "hasty", calls=[{"model": "one", "what": WAIT}])
     answered = ask_one(server, "hasty", model="two")
     release(server)
@@ -226,12 +226,12 @@ def test_a_call_without_a_deadline_ends_all_the_same(server: RunningTriton) -> N
 
 @pytest.mark.parametrize("status", [status for status in Status if status is not Status.OK])
 def test_the_status_of_a_model_of_ours_comes_through(server: RunningTriton, status: Status) -> None:
-    """The status of our model passes by its tag, because Triton loses the code."""
+    """A caller gets the status of a callee with rsrv's tag from this tag, because Triton loses the code."""
     assert ask_one(server, what=int(status)) == {"status": status.name, "text": "for the test"}
 
 
 def test_a_callee_that_raises_is_internal(server: RunningTriton) -> None:
-    """A callee that raises is INTERNAL with its reason, and without paths of code or server."""
+    """If a callee raises an error, the caller gets INTERNAL and the reason, without paths."""
     raised = ask_one(server, what=RAISE)
 
     assert raised == {"status": "INTERNAL", "text": "OSError: cannot open (path)"}
@@ -252,7 +252,7 @@ def test_unknown_and_unloaded_models_are_not_found(server: RunningTriton) -> Non
 
 
 def test_a_call_that_the_callee_does_not_take_is_invalid(server: RunningTriton) -> None:
-    """An unknown input is INVALID, as Triton checks names before the callee."""
+    """A call with an unknown input or output is INVALID. Triton checks the names before the callee runs."""
     refused = ask_one(server, model="mirror")
     unknown_output = ask_one(server, outputs=["nobody"])
 
@@ -265,16 +265,16 @@ def test_a_call_that_the_callee_does_not_take_is_invalid(server: RunningTriton) 
 
 
 def test_a_callee_that_dies_is_reported_and_comes_back(server: RunningTriton) -> None:
-    """Calls in progress and later ones fail after the end of a callee's process; after a load, the callee answers again."""
+    """After the end of a callee's process, its calls fail with a reason. After a load, the callee answers again."""
     ask(server, "hasty", calls=[{"model": "one", "what": WAIT}], wait=False)
-    # The stub of an earlier load may still be ending.
+    # The stub of an earlier load may not have ended yet.
     wait_until(lambda: len(server.stub_pids("one")) == 1)
     (pid,) = server.stub_pids("one")
     os.kill(pid, 9)
 
-    # Triton looks for ended processes from time to time; until then, a call waits for its limit.
+    # Triton checks for ended processes from time to time. Until it does so, a call lasts until its limit.
     dead: Any = wait_until(lambda: (said := ask_one(server, "hasty"))["status"] != "DEADLINE" and said)
-    # Triton 26.01 and later do not tell it from a model that is not loaded.
+    # Triton 26.01 and later report a dead callee as a model that is not loaded.
     assert dead["status"] in ("INTERNAL", "NOT_FOUND")
     assert "process of model 'one' has ended" in dead["text"] or "its process has ended" in dead["text"]
     assert ask_one(server, model="two")["own"]

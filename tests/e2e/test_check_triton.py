@@ -11,7 +11,7 @@ pytestmark = pytest.mark.long
 
 
 def test_all_findings_are_good(capfd: pytest.CaptureFixture[str]) -> None:
-    """There is a line for each finding, both fronts answer, deaths and reloads cost no answer, and nothing is left."""
+    """The command prints a line for each finding, and each finding is good."""
     assert main(["check-triton", "--tritonserver", str(LAUNCHER)]) == 0
 
     *lines, last = capfd.readouterr().out.splitlines()

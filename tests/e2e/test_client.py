@@ -1,4 +1,4 @@
-"""`rsrv.client` against real servers."""
+"""`rsrv.client` and its commands against real servers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def url(server: RunningTriton, protocol: str) -> str:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_every_type_travels(triton: RunningTriton, protocol: str) -> None:
-    """Inputs and outputs of all types are right, and wrong ones are refused before they are sent."""
+    """Inputs and outputs of all types are right. The client refuses a request with too many rows, and reports an unknown model."""
     inputs = {
         f"x_{token}": np.arange(10).reshape(2, 5).astype(dtype) for token, dtype in bundles.DTYPES.items()
     }
@@ -49,7 +49,7 @@ def test_every_type_travels(triton: RunningTriton, protocol: str) -> None:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_full_queue_is_waited_for(triton: RunningTriton, protocol: str) -> None:
-    """Of 24 requests at a time to a queue of two, all are answered."""
+    """24 requests are sent at the same time to a queue with room for two. All are answered, because the client sends them again."""
 
     async def send() -> list[np.ndarray]:
         async with AsyncClient(url(triton, protocol), timeout_s=600) as client:
@@ -63,7 +63,7 @@ def test_a_full_queue_is_waited_for(triton: RunningTriton, protocol: str) -> Non
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_the_deadline_counts_for_all_attempts(triton: RunningTriton, protocol: str) -> None:
-    """A request that takes longer than its deadline fails at the deadline, and its server stops working on it."""
+    """A request that takes longer than its deadline fails at the deadline."""
     with Client(url(triton, protocol)) as client:
         client.signature("elastic")
         with pytest.raises(RequestError, match="deadline"):
@@ -89,7 +89,10 @@ def test_shared_memory_is_used_and_never_left_behind(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A server that allows it gets requests in shared memory, which is gone after the client, its death, or the server's."""
+    """A server that allows shared memory gets requests in it.
+
+    Nothing of this memory is left after the client closes or dies, or after the server dies.
+    """
     monkeypatch.setattr("rsrv.client.shared_memory.LEAST_BYTES", 0)
     server = start_triton(
         make_repository(tmp_path, bundles.ensure() / "exact"),
@@ -114,13 +117,13 @@ def test_shared_memory_is_used_and_never_left_behind(
             assert capsys.readouterr().out.endswith(": shared memory\n")
         assert regions()
         assert not files()
-        # A server that starts again does not know the regions.
+        # A server that starts again does not know the clients' regions.
         server.server.kill()
         server.server.start().wait_ready(PATIENCE_S)
         for client in clients:
             np.testing.assert_array_equal(client.map("exact", x).arrays()["y"], expected)
     assert not regions()
-    # The next client removes the regions of one that was killed.
+    # The first client is killed and leaves a region. The next client removes this region.
     for protocol, arguments, left in (("grpc", ["die"], 1), ("http", [], 0)):
         command = [sys.executable, "-c", _KILLED, url(server, protocol), *arguments]
         subprocess.run(command, check=not arguments)
@@ -130,7 +133,7 @@ def test_shared_memory_is_used_and_never_left_behind(
 def test_a_server_that_refuses_shared_memory_gets_bytes(
     triton: RunningTriton, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The refusal of a server shows nowhere but in the client's own report, and in that of the doctor."""
+    """If a server refuses shared memory, the client sends bytes. Its report and the client's doctor name the reason."""
     monkeypatch.setattr("rsrv.client.shared_memory.LEAST_BYTES", 0)
     with Client(url(triton, "grpc")) as client:
         assert client.infer("exact", x=np.zeros((1, 64), np.float32))["y"].shape == (1, 6)
@@ -142,7 +145,7 @@ def test_a_server_that_refuses_shared_memory_gets_bytes(
 
 
 def test_an_interrupted_map_goes_on(triton: RunningTriton, tmp_path: Path) -> None:
-    """`rsrv map` is killed in its middle; with --resume it sends the other rows, and the file is whole."""
+    """`rsrv map` is killed before its end. The next command with --resume sends only the other rows, and the output file is complete."""
     x = np.random.default_rng(0).integers(-50, 51, (20_000, 64)).astype(np.float32)
     rows, out = tmp_path / "x.npy", tmp_path / "y.npy"
     np.save(rows, x)
@@ -166,7 +169,7 @@ def test_an_interrupted_map_goes_on(triton: RunningTriton, tmp_path: Path) -> No
 def test_one_request_from_the_command_line(
     triton: RunningTriton, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`rsrv infer` takes numbers and files, prints the outputs or writes them, and explains what is wrong."""
+    """`rsrv infer` takes numbers and files, prints outputs or writes them to a file, and explains a wrong input."""
     x = np.arange(64, dtype=np.float32)[None]
     np.save(tmp_path / "x.npy", x)
     address = ["--url", url(triton, "http")]
@@ -182,7 +185,7 @@ def test_one_request_from_the_command_line(
 
 
 def test_a_wrong_address_fails_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """A server that never answered is not waited for, and the error says what to check."""
+    """The client does not wait for a server that has never answered. Its error says what to check."""
     for address in ("localhost:1", "http://localhost:1"):
         with (
             Client(address) as client,
@@ -200,7 +203,7 @@ def test_a_wrong_address_fails_at_once(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_data_set_outlives_its_server(
     start_triton: StartTriton, tmp_path: Path, protocol: str, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server is killed and started again while a data set is sent: no row is lost, wrong, or there twice."""
+    """The server is killed and started again while a data set is sent. No row is lost, wrong or doubled."""
     if shared:
         monkeypatch.setattr("rsrv.client.shared_memory.LEAST_BYTES", 0)
     server = start_triton(
@@ -224,7 +227,7 @@ def test_a_data_set_outlives_its_server(
 @pytest.mark.long
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_data_set_outlives_a_rolling_restart(tmp_path: Path, protocol: str) -> None:
-    """Two servers behind a gateway are restarted one after the other: no row is lost, wrong, or there twice."""
+    """Two servers behind a gateway are restarted one after the other. No row of a data set is lost, wrong or doubled."""
     repository = make_repository(tmp_path, bundles.ensure() / "exact")
     x = np.random.default_rng(0).integers(-50, 51, (20_000, 64)).astype(np.float32)
     with ExitStack() as stack:

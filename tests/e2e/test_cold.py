@@ -1,4 +1,4 @@
-"""Lazy models: cold when the server is ready, and started by their first requests."""
+"""Lazy models on a real server. They are cold when the server is ready, and start with their first requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.status import read_status
 
 @pytest.fixture
 def record(start_triton: StartTriton) -> Iterator[Callable[[RunningTriton], None]]:
-    """Return a function that records a server's combinations of states until the test ends."""
+    """Return a function that records a server's combinations of states until the end of the test."""
     with ExitStack() as stack:
         yield lambda server: stack.enter_context(recorded(server))
 
@@ -30,14 +30,17 @@ def record(start_triton: StartTriton) -> Iterator[Callable[[RunningTriton], None
 def test_models_start_with_their_first_requests(
     start_triton: StartTriton, record: Callable[[RunningTriton], None], tmp_path: Path
 ) -> None:
-    """A deadline before the end of a start is kept, concurrent requests share one, and a start that fails harms no other."""
+    """A request fails at its deadline if the model's start takes longer. Concurrent requests share one start.
+
+    A start that fails harms no other model.
+    """
     made = {path.name: path for path in bundles.ensure().iterdir()}
     lazy = "runtime: {start: lazy, idle: {executable: 2h}}"
     repository = make_repository(tmp_path, made["sudden"], made["exact"], made["elastic"], settings=lazy)
     for module in (repository / "elastic/1/bundle").glob("*.mlir"):
-        module.unlink()  # it may be a link
+        module.unlink()  # The file may be a link.
         module.write_bytes(b"nonsense")
-    # Starts take the time of compilations.
+    # An empty cache makes starts last as long as compilations.
     cache = {"RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
     server = start_triton(repository, env=cache, expected=["model_failed"])
     record(server)
@@ -65,14 +68,14 @@ def test_models_start_with_their_first_requests(
         "exact": "ready",
     }
     if NATIVE:
-        return  # It has no stubs.
+        return  # A native front has no stubs.
     assert len(server.stub_pids()) == 3
 
 
 def test_a_meta_model_starts_sleeps_and_returns(
     start_triton: StartTriton, record: Callable[[RunningTriton], None], tmp_path: Path
 ) -> None:
-    """The first request starts a meta model and what it calls, and its requests are answered after a death and a sleep."""
+    """The first request starts a meta model and its callee. Requests after a kill of the runtime and after a sleep are answered."""
     write_scale(tmp_path / "bundles" / "double", 2, internal=True)
     body = 'def run(inputs, call):\n    return call("double", inputs)\n'
     write_meta(tmp_path / "bundles" / "chain", body, ["double"])

@@ -1,4 +1,4 @@
-"""The table of docs/compatibility.md on a real server: in each composition of features, answers are the model's own."""
+"""The table of docs/compatibility.md on a real server. In each combination of features, an answer is the answer of the model."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from tests.e2e.stateful import told
 from tests.status import read_status
 from tests.waiting import PATIENCE_S, wait_until
 
-#: More rows than the largest compiled size.
+#: Number of rows of a request that is larger than the largest compiled size.
 LARGE = 2 * compositions.SIZES[-1] + 1
 ENTRIES = ("", "via_", "ensemble_", "ensemble_via_")
 
 
 class Region:
-    """A file of /dev/shm that the server reads a request's input from."""
+    """A file in /dev/shm from which the server reads the input of a request."""
 
     def __init__(
         self, client: tritonclient.grpc.InferenceServerClient, name: str, size: int = 1 << 16
@@ -55,7 +55,7 @@ class Region:
         tensor.set_shared_memory(self.name, len(data))
 
     def close(self) -> None:
-        # The server may still read the region for a request whose client no longer waits.
+        # The server may still read the region for a cancelled request.
         wait_until(self._is_unregistered, what="the end of the requests in the region")
         self._file.unlink()
 
@@ -75,14 +75,14 @@ def priority_and_deadline() -> dict[str, Any]:
 
 
 def assert_close(got: Array, want: Array, model: str) -> None:
-    """Check an embedding of a narrow model."""
+    """Check an embedding from a narrow model."""
     assert got.shape == want.shape
     error = np.abs(got - want).max() / np.abs(want).max()
     assert error < compositions.BOUND, f"{model}: {error}"
 
 
 class Asker:
-    """One client: it sends random rows to embedders in all ways, and checks the answers."""
+    """A client that sends random rows to embedding models in all ways, and checks the answers."""
 
     def __init__(self, server: RunningTriton, seed: int) -> None:
         self._client = tritonclient.grpc.InferenceServerClient(server.server.grpc_url)
@@ -90,7 +90,7 @@ class Asker:
         self._rng, self._choose = np.random.default_rng(seed), random.Random(seed)
 
     def request(self, model: str, rows: int) -> tuple[tritonclient.grpc.InferInput, Array, Array]:
-        """Return an input without data, its data, and the answer."""
+        """Return an input without data, its data, and the expected answer."""
         length = (
             self._choose.randint(1, 8) if "padded" in model else self._choose.choice(compositions.LENGTHS)
         )
@@ -111,11 +111,11 @@ class Asker:
         assert_close(result.as_numpy("embedding"), want, f"{entry}{model}")
 
     def everything(self, model: str, entry: str) -> None:
-        """Send one request with all that a request may have."""
+        """Send a large request in shared memory, with a priority and a deadline, and check the answer."""
         self.ask(model, entry, LARGE, shared=True, **priority_and_deadline())
 
     def cancel(self, model: str) -> None:
-        """Cancel a request: it ends, answered or not."""
+        """Send a request, and cancel it. It must end, with or without an answer."""
         tensor, data, _ = self.request(model, LARGE)
         tensor.set_data_from_numpy(data)
         ended = threading.Event()
@@ -124,7 +124,7 @@ class Asker:
         assert ended.wait(PATIENCE_S)
 
     def read(self, sequences: Sequence[int]) -> None:
-        """Send two requests of each sequence, each with all that a request may have."""
+        """Send two requests of each sequence, in shared memory and with a priority and a deadline, and check the answers."""
         ids = self._rng.integers(1, 256, (len(sequences), 12)).astype(np.int32)
         for first, last in ((0, 8), (8, 12)):
             for sequence, row in zip(sequences, ids, strict=True):
@@ -142,7 +142,7 @@ class Asker:
                 assert_close(result.as_numpy("embedding"), want, "reader")
 
     def generate(self) -> None:
-        """Send a prompt with all that a request may have, and check the text that it streams."""
+        """Send a prompt in shared memory, with a priority and a deadline, and check the text that the model streams."""
         prompt, answers = b"Es war einmal", queue.SimpleQueue[tuple[Any, Exception | None]]()
         tensor = tritonclient.grpc.InferInput("text_input", (1,), "BYTES")
         self._region.put(tensor, np.array([prompt], object))
@@ -163,7 +163,7 @@ class Asker:
         assert text.decode() == told(prompt, 40)
 
     def at_random(self, models: Sequence[str]) -> None:
-        """Send one random request to one of the models, in one of the ways to reach it."""
+        """Send or cancel one random request to one of the models: directly, through a Python model, or through an ensemble."""
         choose, model = self._choose, self._choose.choice(models)
         if choose.random() < 0.1:
             self.cancel(model)
@@ -191,13 +191,13 @@ def asker(server: RunningTriton, seed: int) -> Iterator[Asker]:
 
 
 def start(folder: Path, start_triton: StartTriton) -> RunningTriton:
-    """Start a server with the models, which are cold, and with callers and ensembles of them."""
+    """Start a server with the models, which are cold, and with Python models and ensembles that call them."""
     compositions.write(folder / "bundles")
     repository = make_repository(folder, settings=compositions.SETTINGS)
     for model in compositions.EMBEDDERS:
         compositions.add_callers(repository, model)
     make = partial(TritonServer, client_shared_memory=True)
-    # Deaths of runtimes are urgent findings.
+    # The death of a runtime is an urgent finding, so any finding is expected.
     return start_triton(repository, spare=True, expected=None, make=make)
 
 
@@ -220,9 +220,9 @@ def have_answers(clients: Future[Any], counts: Sequence[int], enough: Sequence[i
 
 
 def storm(server: RunningTriton, models: Sequence[str], seconds: float, seed: int) -> None:
-    """Send random requests of four clients, which share the models, while runtimes are killed.
+    """Kill runtimes while four clients, which share the models, send random requests.
 
-    Each answer is the model's own.
+    Each client checks all its answers.
     """
     over, counts = threading.Event(), [0, 0, 0, 0]
 
@@ -237,7 +237,7 @@ def storm(server: RunningTriton, models: Sequence[str], seconds: float, seed: in
         try:
             until, device = time.monotonic() + seconds, 0
             while device < 2 or time.monotonic() < until:
-                # Each request meets one death at most: after a second one, it would be refused as a suspect.
+                # Each request may lose only one runtime. After a second death, it would be refused as a suspect.
                 wait_until(partial(have_answers, clients, counts, [count + 2 for count in counts]))
                 kill(server, device % 2)
                 device += 1
@@ -250,7 +250,10 @@ def storm(server: RunningTriton, models: Sequence[str], seconds: float, seed: in
 def test_the_compositions_answer_as_their_models(
     start_triton: StartTriton, tmp_path: Path, seconds: float
 ) -> None:
-    """Cold models of both fronts, padding, hooks, an alias with a shadow, and a meta model; then both runtimes die."""
+    """Cold models with both fronts, padding, hooks, an alias with a shadow and a meta model answer right.
+
+    Then both runtimes die under load, and all answers are still right.
+    """
     server = start(tmp_path, start_triton)
     with asker(server, 0) as client:
         for model in compositions.EMBEDDERS:
@@ -263,7 +266,7 @@ def test_the_compositions_answer_as_their_models(
 
 
 def assert_shadows_agree(server: RunningTriton, alias: str) -> None:
-    """Check the outcomes of the copies: some are the same, and none is different."""
+    """Check how the shadow's answers compare: some are the same, and none is different."""
 
     def copies() -> str:
         with redirect_stdout(StringIO()) as page:
@@ -275,19 +278,22 @@ def assert_shadows_agree(server: RunningTriton, alias: str) -> None:
 
 
 def answered(server: RunningTriton, model: str) -> bool:
-    """Return whether each device has answered requests of a model."""
+    """Return True if each device has answered requests of a model."""
     views = [read_status(server.pid, device)["models"].get(model) for device in "01"]
     return all(view is not None and view["answered"] for view in views)
 
 
 @pytest.mark.long
 def test_models_with_state_answer_as_their_models(start_triton: StartTriton, tmp_path: Path) -> None:
-    """Narrow sequences with hooks, and a narrow generation: cold at first, on two devices, with all that a request may have."""
+    """Narrow sequences with hooks and a narrow generation answer right on two devices.
+
+    The models are cold at first. Requests use shared memory, a priority and a deadline.
+    """
     compositions.write_stateful(tmp_path / "bundles")
     repository = make_repository(tmp_path, settings=f"{compositions.DEVICES}placement: {{replicas: all}}")
     server = start_triton(repository, make=partial(TritonServer, client_shared_memory=True))
     with asker(server, 0) as first, asker(server, 1) as second, ThreadPoolExecutor(2) as pool:
-        # A sequence or an answer goes to the device with the fewest ones, once this device has started the model.
+        # A new sequence or generation runs on the device with the fewest, after this device has started the model.
         def have_read() -> bool:
             first.read(range(1, 5))
             return answered(server, "reader")

@@ -1,4 +1,4 @@
-"""The control service and its command, beside a real server: the operators' actions, and their effect on clients."""
+"""The control service and its command on a real server: actions of operators, and what clients see of them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ROW = np.ones((1, 64), np.float32)
 
 
 class Control:
-    """The control service of a server, and the command that uses it."""
+    """The control service of a server, and the `rsrv` command for it."""
 
     def __init__(self, server: RunningTriton) -> None:
         self.server = server
@@ -79,7 +79,7 @@ class Control:
         return 0
 
     def health(self, service: str = "") -> int | None:
-        """Return the health, or None if the service does not answer."""
+        """Return the health status, or None if the service does not answer."""
         try:
             answer = self._health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
         except grpc.RpcError:
@@ -87,19 +87,19 @@ class Control:
         return int(answer.status)
 
     def unhealthy(self, service: str = "") -> Iterator[None]:
-        """Return at `next` once the service has become unhealthy. A watch misses no short time, as polling may."""
+        """Return an iterator. Its `next` waits until the service is unhealthy. A watch sees even a short time, which polling may miss."""
         request = health_pb2.HealthCheckRequest(service=service)
         answers = self._health.Watch(request, timeout=PATIENCE_S)
         assert next(answers).status == SERVING
         return (None for answer in answers if answer.status == NOT_SERVING)
 
     def succeeds(self, *arguments: str) -> bool:
-        """Run the command, and return whether it succeeds."""
+        """Run a command, and return True if it succeeds."""
         with contextlib.redirect_stdout(io.StringIO()):
             return cli.main([*arguments, "--server", self.address]) == 0
 
     def rsrv(self, *arguments: str, status: int = 0) -> str:
-        """Return the output of the command, whose exit status must be this."""
+        """Run a command, check its exit status, and return its output."""
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             found = cli.main([*arguments, "--server", self.address])
@@ -108,7 +108,7 @@ class Control:
 
     @contextmanager
     def watch(self) -> Iterator[Queue[pb.WatchStateResponse]]:
-        """Yield all updates as they come; the first one is a snapshot."""
+        """Yield a queue of all updates in their order. The first update is a snapshot."""
         updates: Queue[pb.WatchStateResponse] = Queue()
         call = self.stub.WatchState(pb.WatchStateRequest())
 
@@ -152,16 +152,16 @@ def shared(server: RunningTriton) -> Iterator[Control]:
 
 @pytest.fixture
 def control(shared: Control) -> Iterator[Control]:
-    """Yield the control service, with no model paused or pinned before and after."""
+    """Yield the control service. After the test, no model is paused, and `exact` is not pinned."""
     yield shared
     wait_until(lambda: shared.health() == SERVING, what="all models after the test")
-    # A device that a request has just woken still sleeps for the control process.
+    # For a moment after a request has woken a device, the control process still treats the device as asleep.
     wait_until(lambda: shared.succeeds("continue", "--all"), what="the device after the test")
     shared.rsrv("unpin", "exact")
 
 
 class Requests:
-    """Requests of one model in flight, from one client, and how each ended, by number, in order."""
+    """Requests of one client to one model. `ended` has their numbers and errors, in the order in which they end."""
 
     def __init__(self, server: RunningTriton, model: str, inputs: dict[str, Any]) -> None:
         self._client = tritonclient.grpc.InferenceServerClient(server.server.grpc_url)
@@ -212,7 +212,7 @@ def queued(control: Control, model: str) -> int:
 
 
 def test_the_status_is_that_of_the_repository(control: Control) -> None:
-    """The status has every model with its version, its stub, its executables and rsrv.yaml's policy."""
+    """The status has every model with its version, its stub, its executables and its policy from rsrv.yaml."""
     status = control.status()
 
     assert [model.name for model in status.models] == ["changing", "exact", "steady"]
@@ -222,7 +222,7 @@ def test_the_status_is_that_of_the_repository(control: Control) -> None:
     for model in status.models:
         (only,) = model.versions
         assert only.state == pb.STATE_READY
-        # A native front is the server itself.
+        # With a native front, the server's own process has the role of the stub.
         assert list(only.stubs) == (control.server.stub_pids(model.name) or [control.server.pid])
         assert only.key.startswith(f"{model.name}@")
     exact = status.models[1]
@@ -235,7 +235,7 @@ def test_the_status_is_that_of_the_repository(control: Control) -> None:
 
 
 def test_weights_go_where_they_are_told(control: Control) -> None:
-    """Weights are evicted and pinned on command, kept while pinned, and loaded again by a request."""
+    """Commands evict and pin weights. Pinned weights are not evicted, and a request loads evicted weights again."""
     control.rsrv("evict", "exact")
     wait_until(lambda: control.model("exact").record.weights == pb.WEIGHTS_ABSENT, what="the eviction")
 
@@ -268,7 +268,7 @@ def test_a_prefetch_spares_the_next_request_its_wait(control: Control) -> None:
 def test_requests_that_are_held_are_all_answered(
     control: Control, requests: Callable[[str], Requests]
 ) -> None:
-    """None of 200 requests for a held model executes before the model goes on, and all are answered."""
+    """200 requests wait while their model is paused. After `continue`, all of them are answered."""
     control.rsrv("pause", "exact", "--mode", "hold")
     before = control.model("exact").record.dispatches
     sent = requests("exact")
@@ -287,7 +287,7 @@ def test_requests_that_are_held_are_all_answered(
 def test_requests_that_are_held_keep_their_order(
     control: Control, requests: Callable[[str], Requests]
 ) -> None:
-    """Held requests execute in order, oldest first, after all models were paused."""
+    """All models are paused while requests arrive. Afterwards, the requests execute in the order of their arrival."""
     control.rsrv("pause", "--all")
     sent = requests("steady")
     for number in range(8):
@@ -302,7 +302,7 @@ def test_requests_that_are_held_keep_their_order(
 def test_drained_models_answer_what_waits_and_refuse_the_rest(
     control: Control, requests: Callable[[str], Requests]
 ) -> None:
-    """A drained model answers its waiting requests and refuses new ones; another model is not affected."""
+    """A drained model answers its waiting requests and refuses new requests. Other models are not affected."""
     control.rsrv("pause", "steady", "--mode", "hold")
     sent = requests("steady")
     for number in range(4):
@@ -321,7 +321,7 @@ def test_drained_models_answer_what_waits_and_refuse_the_rest(
 
 
 def test_rejected_requests_end_at_once(control: Control, requests: Callable[[str], Requests]) -> None:
-    """A rejecting model refuses held requests at once."""
+    """When a held model is set to reject, its waiting requests are refused at once."""
     control.rsrv("pause", "exact", "--mode", "hold")
     sent = requests("exact")
     for number in range(20):
@@ -336,7 +336,7 @@ def test_rejected_requests_end_at_once(control: Control, requests: Callable[[str
 def test_waiting_requests_are_aborted_by_their_id(
     control: Control, requests: Callable[[str], Requests]
 ) -> None:
-    """A hundred waiting requests with one id are aborted without an execution, and the one with another id is not."""
+    """A hundred waiting requests with one id are aborted, and never execute. A request with another id is answered."""
     control.rsrv("pause", "exact")
     before = control.model("exact").record.dispatches
     sent = requests("exact")
@@ -356,7 +356,7 @@ def test_waiting_requests_are_aborted_by_their_id(
 
 
 def test_a_history_has_what_happened(control: Control) -> None:
-    """The history has the eviction of the weights with its reason, and the status names their state."""
+    """The history has the eviction of weights with its reason, and the status has the state of the weights."""
     control.rsrv("evict", "exact")
 
     wait_until(lambda: "evicted: an operator asked for it" in control.rsrv("history", "exact"))
@@ -371,7 +371,7 @@ def test_a_history_has_what_happened(control: Control) -> None:
 
 
 def test_a_slow_request_is_explained(control: Control, requests: Callable[[str], Requests]) -> None:
-    """Both requests of one id are explained by the load that they waited for, and so they are by their numbers."""
+    """`rsrv why` explains two requests with the same id by the load for which they waited. It also finds a request by its number."""
     control.rsrv("evict", "steady")
     control.rsrv("pause", "steady")
     sent = requests("steady")
@@ -399,7 +399,7 @@ def test_a_slow_request_is_explained(control: Control, requests: Callable[[str],
 def test_a_timeline_of_what_the_device_did(
     control: Control, requests: Callable[[str], Requests], tmp_path: Path
 ) -> None:
-    """The timeline's trace has the load, and then the executions of the requests that waited for it."""
+    """The timeline's trace has the load of the weights, and after it the executions of the waiting requests."""
     control.rsrv("evict", "exact")
     control.rsrv("pause", "exact")
     sent = requests("exact")
@@ -423,7 +423,7 @@ def test_a_timeline_of_what_the_device_did(
 def test_recorded_requests_are_replayed_and_planned_for(
     control: Control, requests: Callable[[str], Requests], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Clients' requests are recorded, sent again to the same server, and simulated with its measured costs."""
+    """Requests of clients are recorded, sent again to the same server, and simulated with the server's measured costs."""
     trace, sent = tmp_path / "trace.csv", requests("exact")
     command = [sys.executable, "-m", "rsrv.cli.main", "record", str(trace), "--server", control.address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as recording:
@@ -442,7 +442,7 @@ def test_recorded_requests_are_replayed_and_planned_for(
 
 
 def test_a_watcher_sees_each_change_once_and_in_order(control: Control) -> None:
-    """A watcher gets each change once and in order; its copy of the state is the server's at the end."""
+    """A watcher gets each change once and in order. At the end, its copy of the state equals the server's state."""
     control.rsrv("pin", "exact", "--wait")
     control.rsrv("unpin", "exact")
     with control.watch() as updates:
@@ -465,7 +465,7 @@ def test_a_watcher_sees_each_change_once_and_in_order(control: Control) -> None:
             entries[change.key] = change.entry
     weights = [one.weights for one in seen]
     if weights[0] == pb.WEIGHTS_RESIDENT:
-        # This change is the end of the pin: `unpin` returns when it holds, which watchers hear of a moment later.
+        # This change is the end of the pin. `unpin` returns at this change, and watchers hear of it a moment later.
         del weights[0]
     assert weights == [
         pb.WEIGHTS_ABSENT,
@@ -479,7 +479,7 @@ def test_a_watcher_sees_each_change_once_and_in_order(control: Control) -> None:
 
 
 def test_a_profile_is_recorded(control: Control) -> None:
-    """The profile has a trace of the requests between start and stop."""
+    """The profile has a trace of the requests between its start and its stop."""
     folder = Path(control.rsrv("profile", "start").removeprefix("recording into ").strip())
     with caller(control.server) as call:
         call("exact", {"x": ROW})
@@ -492,7 +492,7 @@ def test_a_profile_is_recorded(control: Control) -> None:
 def test_a_changed_bundle_is_served_when_its_reload_returns(
     control: Control, tmp_path: Path, server: RunningTriton
 ) -> None:
-    """ReloadWeights returns when the changed bundle is served."""
+    """When ReloadWeights returns, the server serves the changed bundle."""
     sources = Path(control.status().server.repository).parent / "bundles"
     with caller(server) as call:
         assert version(call, "changing") == (1, 0)
@@ -505,7 +505,7 @@ def test_a_changed_bundle_is_served_when_its_reload_returns(
 
 
 def test_a_stopped_runtime_is_seen(control: Control) -> None:
-    """The control service sees a stopped runtime and its return; calls in between fail."""
+    """The control service is unhealthy while the runtime is stopped, and calls fail. When the runtime continues, the service is healthy."""
     runtime = control.status().devices[0].record
     os.kill(runtime.pid, signal.SIGSTOP)
     try:
@@ -520,8 +520,8 @@ def test_a_stopped_runtime_is_seen(control: Control) -> None:
 
 @python_front("a model with the native front has no stub")
 def test_a_dead_stub_is_seen_and_replaced(control: Control) -> None:
-    """The other models are not affected."""
-    # The stub of the version before the last reload needs a moment to leave.
+    """A stub is killed. Its model and the server are unhealthy until the stub is replaced, and other models stay healthy."""
+    # The stub of the version before the last reload ends a moment after the reload.
     wait_until(lambda: len(control.server.stub_pids("changing")) == 1, what="one stub")
     (stub,) = control.server.stub_pids("changing")
     unhealthy = [control.unhealthy(service) for service in ("changing", "")]
@@ -536,7 +536,7 @@ def test_a_dead_stub_is_seen_and_replaced(control: Control) -> None:
 
 
 def test_what_was_set_survives_the_runtime(control: Control) -> None:
-    """After the runtime was killed, the next one has the pin, the policy, the pause and the scheduler's settings."""
+    """After the runtime was killed, the next one has the same pin, policy, pause and scheduler settings."""
     control.rsrv("pin", "exact", "--wait")
     control.rsrv("policy", "steady", "--weight", "3")
     control.rsrv("pause", "steady")
@@ -562,7 +562,10 @@ def test_what_was_set_survives_the_runtime(control: Control) -> None:
 
 
 def test_a_changed_file_holds_at_once_and_a_broken_one_does_no_harm(control: Control) -> None:
-    """A limit is the server's within seconds; beside a broken file, a runtime that was killed comes back."""
+    """A changed limit in rsrv.yaml applies within seconds.
+
+    With a broken rsrv.yaml, the server starts another runtime after a kill.
+    """
     file = control.server.server.model_repository / "rsrv.yaml"
     text = file.read_text()
 
@@ -587,13 +590,13 @@ def test_a_changed_file_holds_at_once_and_a_broken_one_does_no_harm(control: Con
 
 
 def test_a_restart_under_load_fails_no_request(control: Control) -> None:
-    """No request of 16 clients fails, and all answers are right; the next runtime has what rsrv.yaml says by now."""
+    """During a restart, no request of 16 clients fails, and all answers are right. The next runtime has the changed rsrv.yaml."""
     server, stop = control.server, threading.Event()
     answered_at: list[float] = []
 
     def work(call: Caller, number: int) -> None:
         rng = np.random.default_rng(number)
-        # As many requests as two cores answer beside two runtimes that start.
+        # The pauses leave enough of two cores for two runtimes that start.
         while not stop.wait(0.01):
             x = rng.integers(-50, 51, (int(rng.integers(1, 9)), 64)).astype(np.float32)
             np.testing.assert_array_equal(call("exact", {"x": x})["y"], x @ bundles.exact_kernel())
@@ -621,19 +624,22 @@ def test_a_restart_under_load_fails_no_request(control: Control) -> None:
 
 
 def ready(control: Control) -> bool:
-    """Return whether the runtime has all models; a device that sleeps is healthy before."""
+    """Return True if all models are ready. A sleeping device is healthy without ready models."""
     versions = ((model.name, one.state) for model in control.status().models for one in model.versions)
     return {name for name, state in versions if state == pb.STATE_READY} >= {"exact", "steady", "changing"}
 
 
 def sleep(control: Control) -> str:
-    """Have the device sleep, after the models that an earlier end of the runtime left to be built."""
+    """Wait until all models are built, and put the device to sleep. An earlier end of the runtime may have left models to build."""
     wait_until(lambda: ready(control), what="all models to be built")
     return control.rsrv("sleep")
 
 
 def test_a_device_sleeps_until_a_request(control: Control) -> None:
-    """Asleep, no process holds the device, requests for the state wake nothing, and all is shown as serving; all models return."""
+    """While the device sleeps, no runtime exists. Calls for the server's state do not wake it, and models are shown as ready.
+
+    A request wakes the device, and all models return.
+    """
     server = control.server
     runtime = control.status().devices[0].record.pid
     assert sleep(control) == "device 0: asleep\n"
@@ -651,7 +657,7 @@ def test_a_device_sleeps_until_a_request(control: Control) -> None:
 
 @pytest.mark.long
 def test_sleeps_under_load_fail_no_request(control: Control) -> None:
-    """No request of four clients fails, and all answers are right, although each sleep ends at once."""
+    """The device is put to sleep under load, and each next request wakes it. No request of four clients fails."""
     server, stop = control.server, threading.Event()
     answered: list[int] = []
 
@@ -678,7 +684,7 @@ def test_sleeps_under_load_fail_no_request(control: Control) -> None:
 
 
 def test_the_control_process_is_replaced_when_it_dies(control: Control) -> None:
-    """Requests continue after the control process dies, and the next one has the operators' settings."""
+    """Requests are answered after the control process dies. The next control process has the operators' settings."""
     control.rsrv("policy", "steady", "--weight", "5")
     first = control.status().server.control_pid
     os.kill(first, signal.SIGKILL)
@@ -692,7 +698,7 @@ def test_the_control_process_is_replaced_when_it_dies(control: Control) -> None:
 
 
 def test_the_control_process_is_replaced_while_the_device_sleeps(control: Control) -> None:
-    """The spare looks after it: all is shown as serving, the device sleeps on, and a command wakes it."""
+    """After the control process dies, the spare process starts another one. The device sleeps until a command wakes it."""
     sleep(control)
     first = control.status().server.control_pid
     os.kill(first, signal.SIGKILL)
@@ -705,11 +711,14 @@ def test_the_control_process_is_replaced_while_the_device_sleeps(control: Contro
 
 @pytest.mark.long
 def test_a_kill_between_any_two_commands_changes_nothing(control: Control) -> None:
-    """Of 200 random commands, every tenth is followed by a kill of the runtime or the control process; all settings stay."""
+    """Of 200 random commands, every tenth is followed by a kill of the runtime or of the control process.
+
+    All settings stay the same.
+    """
     rng, names = random.Random(46), ["exact", "steady", "changing"]
 
     def settings() -> tuple[Any, ...]:
-        """Return what the control process and the runtime show of the settings."""
+        """Return the settings that the control process and the runtime show."""
         status = control.status()
         models = sorted(status.models, key=lambda one: one.name)
         shown = [(one.name, one.record.residency, one.paused, str(one.policy)) for one in models]
@@ -722,7 +731,7 @@ def test_a_kill_between_any_two_commands_changes_nothing(control: Control) -> No
             )
         return False
 
-    # Earlier tests may have left models cold, and a cold model stays so after a kill.
+    # Earlier tests may have left models cold, and a kill leaves cold models cold.
     with caller(control.server) as call:
         call("exact", {"x": ROW})
         call("steady", {"x": np.zeros((1, 4), np.uint32)})
@@ -765,7 +774,7 @@ def test_a_kill_between_any_two_commands_changes_nothing(control: Control) -> No
 
 
 def _is_next(control: Control, instance: str) -> bool:
-    """Return whether a runtime other than `instance` answers."""
+    """Return True if a runtime other than `instance` answers."""
     with contextlib.suppress(grpc.RpcError):
         return control.status().devices[0].record.instance not in ("", instance)
     return False
@@ -773,7 +782,7 @@ def _is_next(control: Control, instance: str) -> bool:
 
 @pytest.mark.long
 def test_wake_starts_a_runtime_after_the_spare_was_killed(control: Control) -> None:
-    """While the device sleeps, the spare alone listens."""
+    """The spare process is killed while the device sleeps and only the spare listens. `rsrv wake` still starts a runtime."""
     sleep(control)
     wanted = {"--listener-fd", str(control.server.pid)}
     (spare,) = (one for one in psutil.process_iter(["cmdline"]) if wanted <= set(one.info["cmdline"] or ()))

@@ -14,7 +14,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_demo_shows_its_points_and_ends() -> None:
-    """One command serves the ready-made models, and shows coalescing, a stream, sharing, loads and evictions, and what to try."""
+    """`make demo` serves ready-made models.
+
+    It shows coalescing, a stream, shared weights, loads and evictions, and what a user can try next.
+    """
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "demo.py"), "--once"],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""The two-stage detector through the real server: it finds the shapes, one image or many a request."""
+"""The two-stage detector on a real server finds the shapes in requests with one or many images."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.long
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_it_finds_the_shapes_in_unseen_images(pipelines: RunningTriton, protocol: str) -> None:
-    """Recall and precision equal those of its maker, for requests of 1 to 20 images, of several clients at once."""
+    """For requests of 1 to 20 images from several clients, recall and precision equal those of the detector's maker."""
     known = detector.held_out()
     rng = np.random.default_rng(5)
     starts = [0, *np.cumsum(rng.integers(1, 21, 100))]
@@ -37,7 +37,7 @@ def test_it_finds_the_shapes_in_unseen_images(pipelines: RunningTriton, protocol
 
 
 def test_an_image_has_one_answer_whatever_comes_with_it(pipelines: RunningTriton) -> None:
-    """An image has the same answer alone and among others, empty or full."""
+    """An image has the same answer alone and together with other images, with and without shapes."""
     known = detector.held_out()
     images = np.concatenate([np.full((1, SIDE, SIDE, 3), 128, np.uint8), known.images[:6]])
     with caller(pipelines) as call:
@@ -55,7 +55,7 @@ def test_an_image_has_one_answer_whatever_comes_with_it(pipelines: RunningTriton
 def test_shapes_are_those_that_the_bundles_find(
     pipelines: RunningTriton, pipeline_bundles: Path, protocol: str
 ) -> None:
-    """The server's shapes equal those of the bundles, for single images, many in one request, and an empty one."""
+    """The server finds the same shapes as the bundles in this process, in single images, in many images, and in an empty image."""
     images = scenes(10, seed=33, fewest=4).images
     images[3] = 90
     expected = Detector(pipeline_bundles)(images)

@@ -1,4 +1,4 @@
-"""One server with several devices: two runtimes on the CPU stand for two GPUs."""
+"""One server with several devices. Two runtimes on the CPU represent two GPUs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ models:
   left: {devices: [0]}
   right: {devices: [1]}
 """
-#: executions of a row last 20 ms, of eight rows 160 ms
+#: Environment in which the execution of a row lasts 20 ms, and of eight rows 160 ms.
 PACED = paced(row_ms=20)
 CUT = """
 runtime: {devices: [cpu, cpu]}
@@ -43,7 +43,7 @@ def run(inputs, call):
     first = call("left", inputs, keep_on_device=True)["y"]
     return {"y": call("right", {"x": first})["y"]}
 """
-#: lines of either front
+#: Log lines of either front.
 _LOST = re.compile(r"rsrv\.(stub\.\w+|native:) steady: lost the runtime: ")
 _BACK = re.compile(r"rsrv\.(stub\.\w+|native:) steady: reconnected to the runtime")
 
@@ -80,7 +80,7 @@ def ask(server: RunningTriton, seed: int) -> None:
 
 
 def test_the_second_runtime_compiles_nothing(server: RunningTriton) -> None:
-    """With an empty cache, each module is compiled once."""
+    """Two runtimes start with an empty cache. The first one compiles each module, and the second one compiles nothing."""
     first, second = (read_status(server.pid, str(device)) for device in (0, 1))
 
     assert first["compiled"] == second["from_cache"] > 0
@@ -88,7 +88,10 @@ def test_the_second_runtime_compiles_nothing(server: RunningTriton) -> None:
 
 
 def test_each_model_is_placed_on_a_device(server: RunningTriton, capsys: pytest.CaptureFixture[str]) -> None:
-    """The control process gives each idle model one device, its own if it is pinned, and `rsrv placement` shows the reason."""
+    """The control process places each idle model on one device, and a pinned model on its own device.
+
+    `rsrv placement` shows the reasons.
+    """
 
     def placement() -> dict[str, Any]:
         capsys.readouterr()
@@ -105,10 +108,13 @@ def test_each_model_is_placed_on_a_device(server: RunningTriton, capsys: pytest.
 
 
 def test_a_run_goes_by_stage_where_its_callees_are_pinned_apart(server: RunningTriton) -> None:
-    """Each device executes its own model, and a tensor that was to stay on the first one reaches the second."""
+    """Two callees are pinned to different devices, and each device executes its own callee.
+
+    A tensor reaches the second device although the meta model asks to keep it on the first one.
+    """
 
     def run(call: Caller, value: int) -> list[int]:
-        """Run the meta model; return how many calls each device has answered for its model."""
+        """Run the meta model. Return how many calls of `left` the first device has answered, and of `right` the second one."""
         before = [answered(server, 0, "left"), answered(server, 1, "right")]
         got = call("staged", {"x": np.full((2, metas.COLUMNS), value, np.float32)})
         assert_same(got, {"y": np.full((2, metas.COLUMNS), 6 * value, np.float32)})
@@ -116,17 +122,17 @@ def test_a_run_goes_by_stage_where_its_callees_are_pinned_apart(server: RunningT
         return [now - then for now, then in zip(more, before, strict=True)]
 
     with caller(server) as call:
-        # The stub learns of the placement a little later than `rsrv placement`.
+        # The stub gets the placement a little later than `rsrv placement` shows it.
         wait_until(lambda: run(call, 1) == [1, 1], what="a run by stage")
         assert [run(call, value) for value in range(5)] == [[1, 1]] * 5
 
 
 def test_a_busy_device_leaves_requests_to_the_other(server: RunningTriton) -> None:
-    """One client stays with the model's home; of several at a time some are answered by the other device, and right."""
+    """Requests of one client go to the model's home. With four clients, the other device also answers some requests."""
     before = counts = [answered(server, device, "steady") for device in (0, 1)]
 
     def has_one_home() -> bool:
-        """Return whether one device answers three requests. The stub learns a little later than others where its model is."""
+        """Return True if one device answers three requests in turn. The stub gets the placement a little later than the status shows it."""
         nonlocal before, counts
         before = [answered(server, device, "steady") for device in (0, 1)]
         for seed in range(3):
@@ -157,7 +163,7 @@ def test_a_busy_device_leaves_requests_to_the_other(server: RunningTriton) -> No
 
 
 def test_a_device_whose_runtime_died_leaves_requests_to_the_other(server: RunningTriton) -> None:
-    """Requests that come after its death are answered at once by the other device; later its next runtime serves again."""
+    """After a runtime's death, the other device answers requests at once. Later, the next runtime connects."""
 
     def said(line: re.Pattern[str], times: int) -> None:
         def count() -> int:
@@ -175,9 +181,9 @@ def test_a_device_whose_runtime_died_leaves_requests_to_the_other(server: Runnin
 
 
 def test_a_silent_device_leaves_the_server_ready_and_gets_what_it_missed(server: RunningTriton) -> None:
-    """While a runtime is stopped the server is healthy, its status says which device is down, and a pin reaches the other.
+    """While one runtime is stopped, the server is healthy, and the status shows which device is down.
 
-    When the runtime goes on, it gets the pin.
+    A pin takes effect on the other device at once. The stopped runtime gets it when it continues.
     """
     control = Control(server)
     pid = read_status(server.pid, "1")["pid"]
@@ -207,7 +213,7 @@ def test_a_silent_device_leaves_the_server_ready_and_gets_what_it_missed(server:
 
 @pytest.mark.long
 def test_two_devices_share_a_batch(tmp_path: Path, start_triton: StartTriton) -> None:
-    """Triton makes one batch of eight requests; each device executes four rows in half the time, and all are right."""
+    """Triton makes one batch of eight requests. Each device executes four rows of it, and all answers are right."""
     bundle = bundles.with_sizes(bundles.ensure() / "exact", tmp_path / "exact", [4, 8])
     repository = make_repository(tmp_path, bundle, settings=CUT)
     config = repository / "exact" / "config.pbtxt"

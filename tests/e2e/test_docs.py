@@ -1,4 +1,4 @@
-"""The commands in the documentation, run as they stand against one server that was started as on the first page."""
+"""The commands in the documentation, which run unchanged on one server that was started as on the first page."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tests.onnx_files import encoder
 from tests.pages import NOT_RUN, PLACEHOLDERS, ROOT, RUN, Command, blocks, commands
 from tests.waiting import wait_until
 
-#: tests/unit/test_docs.py checks names and flags of every command within seconds.
+#: These tests take long. tests/unit/test_docs.py checks names and flags of every command within seconds.
 pytestmark = pytest.mark.long
 
 START = ROOT / "docs" / "index.md"
-#: exports of the first page whose bundles other pages use; they are run before the server starts
+#: Exports of the first page. Other pages use their bundles, so they run before the server starts.
 EXPORTS = [
     command
     for command in commands()
@@ -46,7 +46,7 @@ COMMANDS = [
     and " ".join(command.words[:2]) not in NOT_RUN
     and command.text not in {export.text for export in EXPORTS}
 ]
-#: Commands that end with 1 here, and why.
+#: Commands that must exit with 1 here, and the reasons.
 FAILS = {
     "rsrv-bundle diff": "the bundles differ, as with diff(1)",
     "rsrv why REQUEST": "no request is under way, and none was slow",
@@ -55,14 +55,15 @@ FAILS = {
 }
 #: The page with the commands that start a server by hand.
 EXISTING_TRITON = ROOT / "docs" / "existing-triton.md"
-#: Models of the demo, and further examples, that the pages use.
+#: Models of the demo that the pages use.
+#: Further examples that the pages use.
 DEMO_MODELS = (demo.MODEL, "glossary_bytes")
 EXAMPLES = ("glossary", "mlp")
 
 
 @dataclass
 class World:
-    """A folder in which the commands run, and the server that they use."""
+    """A folder in which the commands run, and the ports of the server that they use."""
 
     folder: Path
     ports: dict[str, str]
@@ -72,7 +73,7 @@ class World:
         return self.run(f"curl -sf http://{address}/v2/models/{model}/ready")[0] == 0
 
     def text(self, command: Command) -> str:
-        """Return the command with values for its placeholders."""
+        """Return the text of a command with values in place of its placeholders."""
         text = command.text
         for known, here in {**self.ports, **PLACEHOLDERS}.items():
             text = re.sub(rf"(?<![\w./-]){re.escape(known)}(?![\w-])", here, text)
@@ -80,7 +81,7 @@ class World:
 
     @contextmanager
     def started(self, text: str) -> Iterator[subprocess.Popen[str]]:
-        """Run the text in a shell, which ends with the block, as do its children."""
+        """Run the text in a shell. At the end of the block, the shell and its children are killed."""
         with subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", text],
             cwd=self.folder,
@@ -97,7 +98,7 @@ class World:
                     os.killpg(process.pid, signal.SIGKILL)
 
     def run(self, text: str) -> tuple[int, str]:
-        """Return its exit status and its output."""
+        """Run the text in a shell, and return its exit status and its output."""
         with self.started(text) as process:
             out, _ = process.communicate(timeout=180)
         return process.returncode, out
@@ -105,15 +106,15 @@ class World:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    """Yield the folder and the server of a reader at the end of the first page, with a gateway in front."""
+    """Yield the state of a reader at the end of the first page: a folder, a server, and a gateway in front of the server."""
     with tempfile.TemporaryDirectory(prefix="docs-") as made, pytest.MonkeyPatch.context() as patch:
         folder = Path(made)
-        # The commands search for a server there, and find one.
+        # Commands search this folder for a server, and find the one server in it.
         patch.setenv("RSRV_RUNTIME_DIR", str(folder / "run"))
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         (folder / "docs" / "scenarios").mkdir(parents=True)
         for scenario in (ROOT / "docs" / "scenarios").iterdir():
-            # Two seconds show whether the command works; the figures on the pages have tests of their own.
+            # Two seconds are enough to show that the command works. Other tests check the figures on the pages.
             text = re.sub(r"(?m)^duration: \d+", "duration: 2", scenario.read_text())
             (folder / "docs" / "scenarios" / scenario.name).write_text(text)
         built = examples.ensure(EXAMPLES)
@@ -146,20 +147,20 @@ def world() -> Iterator[World]:
 
 
 def _write_files(page: Path, folder: Path) -> None:
-    """Write each of the page's Python blocks whose first line names a file, such as `# pictures.py`."""
+    """Write each Python block of the page whose first line names a file, such as `# pictures.py`."""
     for language, _, lines in blocks(page.read_text()):
         if language == "python" and (named := re.fullmatch(r"# (\w+\.py)", lines[0])):
             (folder / named[1]).write_text("\n".join(lines) + "\n")
 
 
 def _block(page: Path, wanted: str) -> str:
-    """Return the one block in this language on the page."""
+    """Return the page's only block in this language."""
     (lines,) = (lines for language, _, lines in blocks(page.read_text()) if language == wanted)
     return "\n".join(lines)
 
 
 def _flags(page: Path) -> list[str]:
-    """Return the flags of the page's tritonserver that serves only rsrv's models, without the repository."""
+    """Return the flags of the page's tritonserver that serves only rsrv's models, without the flag for the repository."""
     alone = ["tritonserver", "--model-repository=gen/"]
     (command,) = (one for one in commands() if one.page == page.name and one.words[:2] == alone)
     return list(command.words[2:])
@@ -172,7 +173,7 @@ def _ports(server: RunningTriton) -> dict[str, str]:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=[command.where for command in COMMANDS])
 def test_a_command_in_the_documentation_succeeds(world: World, command: Command) -> None:
-    """A command on a page succeeds as it stands, with existing models and ports."""
+    """A command on a page succeeds unchanged, except that models and ports are those of the test."""
     text = world.text(command)
     if command.program == "rsrv" and command.words[1] in ("watch", "top"):
         with world.started(text) as watch:
@@ -180,7 +181,7 @@ def test_a_command_in_the_documentation_succeeds(world: World, command: Command)
             assert "runtime " in watch.stdout.readline()
     else:
         if asked := re.search(r"^curl .*(http://)?(127\.0\.0\.1:\d+)/v2/models/(\w+)/infer", text):
-            # A model that an earlier command of the page exported may still load.
+            # The model may still load, because an earlier command of the page may have exported it.
             wait_until(lambda: world.is_ready(asked[3]))
         status, out = world.run(text)
         wanted = int(command.text.startswith(tuple(FAILS)))
@@ -188,7 +189,7 @@ def test_a_command_in_the_documentation_succeeds(world: World, command: Command)
 
 
 def test_the_flags_of_tritonserver_exist() -> None:
-    """The flags of tritonserver on the pages are in its help."""
+    """The help of tritonserver contains every flag of tritonserver on the pages."""
     said = subprocess.run([LAUNCHER, "--help"], check=False, capture_output=True, text=True)
     known = said.stdout + said.stderr
     used = {

@@ -1,4 +1,4 @@
-"""A real server in trouble, and what `rsrv doctor` finds there."""
+"""Faults on a real server, and the findings of `rsrv doctor`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.long
 
-#: Bytes of `exact`, of which two fit beside the pinned models.
+#: Bytes of `exact`. Two copies fit next to the pinned models.
 _BYTES = 1536
 _PINNED = 3 * 256 * 256 * 4
 SETTINGS = f"""
@@ -47,7 +47,7 @@ models:
   cats: {{residency: device}}
 """
 HOOKS = "def preprocess(inputs):\n    raise ValueError('broken')\n"
-#: Of the second server: `large` never fits, and neither do the others all at once.
+#: Settings of the server `faulty`. Its budget is too small for `large`, and for all other models together.
 FAULTY_SETTINGS = f"""
 runtime: {{weight_budget_bytes: {2 * _BYTES}, host_memory_bytes: 0}}
 lifecycle: {{poll_s: 0.1}}
@@ -65,14 +65,14 @@ def run(inputs, call):
     return call("double", inputs)
 """
 SLOW_HOOKS = "import time\n\n\ndef preprocess(inputs):\n    time.sleep(0.03)\n    return inputs\n"
-#: Seconds until a snapshot of a busy machine is sure to have the figures.
+#: Time limit in seconds. Even on a busy machine, the figures are in the snapshot by then.
 _SOON_S = 90.0
 
 
 def export(
     folder: Path, name: str, sizes: list[int], steps: int, hooks: str | None = None, rows: int = 256
 ) -> None:
-    """Write a model of so many rows of 256 weights, of which the first 256 are applied in so many steps."""
+    """Write a model with `rows` x 256 weights. An execution multiplies by the first 256 rows `steps` times."""
     kernel = np.random.default_rng([*name.encode()]).normal(0, 0.05, (rows, 256)).astype(np.float32)
     export_bundle(
         lambda w, x: {"y": jax.lax.fori_loop(0, steps, lambda _, y: jnp.tanh(y @ w["k"][:256]), x)},
@@ -86,7 +86,7 @@ def export(
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
-    """A server with models that are well until requests come."""
+    """A server whose models have no fault until requests arrive."""
     folder = tmp_path_factory.mktemp("doctor")
     export(folder / "bundles", "tickets", [16], 400)
     export(folder / "bundles", "defects", [1], 1)
@@ -106,13 +106,13 @@ def operate(server: RunningTriton, *command: str) -> None:
 
 
 def doctor(server: RunningTriton) -> tuple[dict[str, str], int]:
-    """Return the severities of the findings by name, and the exit status."""
+    """Run `rsrv doctor`, and return the severities of its findings by name, and its exit status."""
     found, status = diagnosed(server)
     return {one["name"]: one["severity"].removeprefix("SEVERITY_").lower() for one in found}, status
 
 
 def diagnosed(server: RunningTriton) -> tuple[list[dict[str, str]], int]:
-    """Return the findings, and the exit status."""
+    """Run `rsrv doctor`, and return its findings and its exit status."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         status = cli.main(["doctor", "--json", "--server", str(server.grpc_port)])
@@ -122,7 +122,7 @@ def diagnosed(server: RunningTriton) -> tuple[list[dict[str, str]], int]:
 
 @contextmanager
 def asked(server: RunningTriton, models: Mapping[str, tuple[int, int]]) -> Iterator[None]:
-    """Send each model requests of so many rows by so many clients until the block ends."""
+    """Send requests to each model until the block ends. `models` has, for each model, the rows of a request and the number of clients."""
     end = threading.Event()
 
     def ask(name: str, rows: int) -> None:
@@ -144,7 +144,10 @@ def asked(server: RunningTriton, models: Mapping[str, tuple[int, int]]) -> Itera
 
 
 def test_each_trouble_is_found(server: RunningTriton) -> None:
-    """A well server has no urgent finding; then weights thrash, rows are padding, a hook raises, and one model starves."""
+    """A server without faults has no urgent finding.
+
+    Then requests cause four faults: weights thrash, rows are padding, a hook raises an error, and one model starves.
+    """
     found, status = doctor(server)
     assert (status, set(found.values()) - {"note"}) == (0, set())
     with asked(server, {"tickets": (16, 1), "defects": (1, 1)}):
@@ -169,7 +172,7 @@ def test_each_trouble_is_found(server: RunningTriton) -> None:
 
 @pytest.fixture
 def faulty(tmp_path: Path, start_triton: StartTriton) -> RunningTriton:
-    """A server whose device has room for two models of a kind, and not for `large`; its host keeps no copies."""
+    """A server with room on the device for two copies of `exact`, and not for `large`. Its host keeps no copies."""
     for number, name in enumerate(("first", "second", "third", "changed", "slow")):
         kernel = {"kernel": bundles.exact_kernel() + number}
         bundles.with_weights(bundles.ensure() / "exact", tmp_path / "bundles" / name, kernel)
@@ -188,7 +191,7 @@ def faulty(tmp_path: Path, start_triton: StartTriton) -> RunningTriton:
     return start_triton(repository, extra_args=[*EXPLICIT, HURRY], expected=None)
 
 
-#: Of the second server: severity, words of the evidence, and of the cause and the cure.
+#: Expected findings of the server `faulty`: severity, words of the evidence, and words of the cause or the cure.
 EXPECTED = {
     "bad_requests": (
         "note",
@@ -243,9 +246,12 @@ EXPECTED = {
 }
 
 
-@pytest.mark.long  # all of them must stand within a minute
+@pytest.mark.long  # All findings must be present within a minute.
 def test_troubles_of_requests_and_settings_are_found(faulty: RunningTriton, tmp_path: Path) -> None:
-    """Clients and operators make twenty troubles at one server: each is found, and no other; cures end six at once."""
+    """Clients and operators cause twenty faults on one server. Each fault is found, and no other finding appears.
+
+    Six of the findings end with their cures.
+    """
     x, row = {"x": np.zeros((1, 64), np.float32)}, {"x": np.zeros((1, 8), np.float32)}
     settings, new = tmp_path / "gen" / "rsrv.yaml", tmp_path / "bundles" / "new"
     changed = tmp_path / "bundles" / "changed" / "manifest.yaml"
@@ -257,10 +263,10 @@ def test_troubles_of_requests_and_settings_are_found(faulty: RunningTriton, tmp_
     wait_until(lambda: doctor(faulty)[0] == {"runtime_restarts": "note", "weights_too_big": "warning"})
 
     def until(name: str, deed: Callable[[], object]) -> None:
-        """Repeat a deed until it is found: a busy machine may pass deadlines elsewhere."""
+        """Repeat an action until the finding appears. On a busy machine, a deadline may pass in another stage."""
         wait_until(lambda: (deed(), name in doctor(faulty)[0])[1], what=name)
 
-    with asked(faulty, {"chain": (1, 7)}):  # before any work of the device
+    with asked(faulty, {"chain": (1, 7)}):  # The device has not executed anything yet.
         until("meta_waits", lambda: None)
         until("deadlines_gate", lambda: at_once(faulty, 9, wait_at_the_gate))
     with caller(faulty) as call:
@@ -270,7 +276,7 @@ def test_troubles_of_requests_and_settings_are_found(faulty: RunningTriton, tmp_
         often(call, "slow", x)
         operate(faulty, "pause", "second", "--mode", "reject")
         often(call, "second", x)
-        # Longer and longer, because machines differ.
+        # Machines differ in speed, so each attempt has more steps.
         steps = (150 << n for n in range(9))
         until("deadlines_execute", lambda: often(call, "late", stepping(next(steps)), 7, timeout=20_000))
     until("deadlines_load", lambda: at_once(faulty, 6, wait_for_weights))
@@ -314,7 +320,10 @@ def test_troubles_of_requests_and_settings_are_found(faulty: RunningTriton, tmp_
 
 
 def test_troubles_around_a_server_are_found(tmp_path: Path, start_triton: StartTriton) -> None:
-    """Weights that no request may load, lost traces, a full /dev/shm and files that were not renewed are found; cures end it."""
+    """Faults around a server are found: weights that requests may not load, lost traces, a full /dev/shm, and files that were not renewed.
+
+    The findings about /dev/shm and the files end with their cures.
+    """
     shutil.copytree(bundles.ensure() / "exact", tmp_path / "bundles" / "first")
     certificate, key, token = (tmp_path / name for name in ("cert.pem", "key.pem", "token"))
 
@@ -367,7 +376,7 @@ def test_troubles_around_a_server_are_found(tmp_path: Path, start_triton: StartT
 
 
 class _WithSmallShm(TritonServer):
-    """A server with a /dev/shm of its own."""
+    """A server whose /dev/shm is separate and small."""
 
     def command(self) -> list[str]:
         mounted = 'mount -t tmpfs -o size=256m tmpfs /dev/shm && exec "$@"'
@@ -390,12 +399,12 @@ def often(
 
 
 def stepping(steps: int) -> dict[str, np.ndarray]:
-    """Return a request of `late`, `behind` or `single` for so many steps."""
+    """Return a request with `steps` steps, for `late`, `behind` or `single`."""
     return {"x": np.zeros((1, 4), np.uint32), "steps": np.full((1, 1), steps, np.int32)}
 
 
 def wait_for_weights(call: Caller, _: int) -> None:
-    """Ask for `large` with a deadline that its load lets pass. `double` takes its room if it was loaded before."""
+    """Ask for `large` with a deadline that passes during its load. A request to `double` evicts `large` if it is loaded."""
     outcome(lambda: call("double", {"x": np.zeros((1, 8), np.float32)}))
     often(call, "large", {"x": np.zeros((1, 256), np.float32)}, 1, timeout=10_000)
 
@@ -405,7 +414,7 @@ def fill_the_queue(call: Caller, _: int) -> None:
 
 
 def wait_behind(steps: int, call: Caller, number: int) -> None:
-    """Ask `late` for long executions, or `behind` for short ones with deadlines that these let pass."""
+    """Send long executions to `late`, or short executions to `behind` with deadlines that pass during the long ones."""
     if number < 2:
         often(call, "late", stepping(steps), 6)
     else:
@@ -413,12 +422,12 @@ def wait_behind(steps: int, call: Caller, number: int) -> None:
 
 
 def wait_at_the_gate(call: Caller, _: int) -> None:
-    """Ask for a run whose deadline passes before its turn comes."""
+    """Start a run whose deadline passes before the run may begin."""
     often(call, "chain", {"x": np.zeros((1, 8), np.float32)}, 1, timeout=50_000)
 
 
 def flood(server: RunningTriton, model: str, inputs: Mapping[str, np.ndarray], count: int = 1500) -> None:
-    """Send requests as fast as one client can, without waiting for answers; return with the last one."""
+    """Send requests as fast as one client can, without waiting for answers. Return when all are answered."""
     answers: queue.Queue[object] = queue.Queue()
     with tritonclient.grpc.InferenceServerClient(server.server.grpc_url) as client:
         sent = tensors(tritonclient.grpc, inputs)

@@ -1,4 +1,4 @@
-"""Devices and processes of a real server in trouble, and what `rsrv doctor` finds there."""
+"""Faults of devices and processes of a real server, and the findings of `rsrv doctor`."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.long
 
 Findings = Mapping[str, Mapping[str, str]]
-#: Seconds until a window of a minute has no figures of before.
+#: Time limit in seconds. By then, a window of one minute has only figures after a cure.
 _LATER_S = 120.0
-#: milliseconds of an execution of any batch size
+#: Milliseconds of an execution of any batch size.
 EXECUTION_MS = 100
 BOUND = """
 runtime: {devices: [cpu, cpu]}
@@ -46,7 +46,7 @@ lifecycle: {poll_s: 0.1}
 models:
   crowded: {devices: [0]}
 """
-#: By finding, a pattern of the evidence, and words of the cause and the cure.
+#: By finding, a pattern of the evidence, and words of the cause or the cure.
 CROWDED = {
     "overloaded": (
         r"device 0: the device is busy 9\d(\.\d)?% of the time, and (2\d|3[01]) requests wait, [2-6](\.\d+)? s at the median",
@@ -74,12 +74,12 @@ def preprocess(inputs):
 """
 #: Flags of a server that loads only the model `late`.
 ONE = ("--model-control-mode=explicit", "--load-model=late", HURRY)
-#: Of a model with such hooks.
+#: Evidence about a model with LATE_HOOKS.
 IMPORTING = r"^late's model.py has been importing for [3-9]\d(\.\d)? s; "
 WAITS = "of its model.py waits or loops"
 UNSERVED = r"^other has not been served for [3-9]\d(\.\d)? s"
 SILENT = r"the runtime of device 0 has not answered for \d\d(\.\d)? s"
-#: The runtime's Python, as a file that a test can break.
+#: A shell script that runs the runtime's Python. A test can break this file.
 WORKING = f"#!/bin/sh\nexec '{sys.executable}' \"$@\"\n"
 
 
@@ -89,24 +89,27 @@ def findings(server: RunningTriton) -> Findings:
 
 
 def all_of(names: Collection[str], found: Findings) -> Findings:
-    """Return the findings if these are among them, else nothing."""
+    """Return the findings if all of `names` are among them. If not, return nothing."""
     return found if found.keys() >= set(names) else {}
 
 
 def critical(found: Findings) -> Findings:
-    """Return the findings if one is critical, else nothing."""
+    """Return the findings if one is critical. If none is critical, return nothing."""
     return found if any(one["severity"] == "SEVERITY_CRITICAL" for one in found.values()) else {}
 
 
 def check(found: Mapping[str, str], severity: str, evidence: str, words: str) -> None:
-    """Check a finding: its severity, a pattern of its evidence, and words of its cause and cure."""
+    """Check a finding's severity, a pattern of its evidence, and words of its cause or its cure."""
     assert found["severity"] == f"SEVERITY_{severity.upper()}", found
     assert re.search(evidence, found["evidence"]), found
     assert words in f"{found['cause']}; {found['cure']}", found
 
 
 def test_a_device_that_gets_all_the_work_is_found(tmp_path: Path, start_triton: StartTriton) -> None:
-    """A model of one row, bound to one of two devices, has 32 clients: three findings say so, and their cures end them."""
+    """32 clients ask a model that has only batch size 1 and is bound to one of two devices.
+
+    Three findings report this, and end with their cures.
+    """
     write_scale(tmp_path / "all", 2)
     bundles.with_sizes(tmp_path / "all", tmp_path / "bundles" / "crowded", [1])
     repository = make_repository(tmp_path, settings=BOUND)
@@ -126,7 +129,10 @@ def test_a_device_that_gets_all_the_work_is_found(tmp_path: Path, start_triton: 
 
 
 def test_a_model_that_triton_did_not_load_is_found(tmp_path: Path, start_triton: StartTriton) -> None:
-    """An import of model.py keeps Triton's ports closed, which is critical; a model that it is not told to load is, afterwards."""
+    """While model.py is being imported, Triton's ports stay closed, which is a critical finding.
+
+    Afterwards, a model that Triton was not told to load is a critical finding.
+    """
     gate = tmp_path / "gate"
     write_scale(tmp_path / "bundles" / "late", 2, hooks=LATE_HOOKS.format(gate=str(gate)))
     write_scale(tmp_path / "bundles" / "other", 2)
@@ -154,11 +160,14 @@ def test_a_model_that_triton_did_not_load_is_found(tmp_path: Path, start_triton:
         call("other", rows(1))
 
 
-@pytest.mark.long  # a load may take a minute
+@pytest.mark.long  # A load may take a minute.
 def test_an_import_that_hangs_is_found_until_its_load_fails(
     tmp_path: Path, start_triton: StartTriton
 ) -> None:
-    """Another load waits behind an import that holds Triton's only load thread; a minute later the model has failed, at its line."""
+    """An import hangs in Triton's only load thread, and the load of another model waits. A finding reports this.
+
+    After a minute the load fails, and the finding `model_failed` is about the import.
+    """
     gate = tmp_path / "gate"
     write_scale(tmp_path / "bundles" / "good", 2)
     settings = (
@@ -195,7 +204,7 @@ def test_an_import_that_hangs_is_found_until_its_load_fails(
 
 
 def test_a_model_whose_process_ended_is_found(tmp_path: Path, start_triton: StartTriton) -> None:
-    """A stub that is killed is a note; its model answers again without the operator."""
+    """The stub of a model is killed. The finding is a note, and the model answers again without an operator."""
     write_scale(tmp_path / "bundles" / "good", 2)
     repository = make_repository(tmp_path)
 
@@ -220,7 +229,7 @@ def test_a_model_whose_process_ended_is_found(tmp_path: Path, start_triton: Star
 
 
 def test_a_runtime_that_does_not_answer_is_found(tmp_path: Path, start_triton: StartTriton) -> None:
-    """A runtime that is stopped is critical until it goes on, and one that cannot start until it can."""
+    """A stopped runtime is a critical finding until it continues. A runtime that cannot start is one until it can start."""
     write_scale(tmp_path / "bundles" / "good", 2)
     python = tmp_path / "python"
     python.write_text(WORKING)
@@ -247,7 +256,10 @@ def test_a_runtime_that_does_not_answer_is_found(tmp_path: Path, start_triton: S
 
 
 def test_weights_without_memory_are_found(tmp_path: Path, start_triton: StartTriton) -> None:
-    """A runtime may take 16 MB more, and the weights of a model are 33.6 MB: its requests are refused until there is memory."""
+    """A runtime may allocate 16 MB more, and the weights of a model have 33.6 MB.
+
+    Its requests are refused until there is memory, and a finding reports this.
+    """
     export(tmp_path / "bundles", "large", [1], 1, rows=32768)
     repository = make_repository(tmp_path)
     server = start_triton(repository, extra_args=[*EXPLICIT, HURRY], expected=None)
@@ -266,7 +278,7 @@ def test_weights_without_memory_are_found(tmp_path: Path, start_triton: StartTri
             "another program has the memory",
         )
         check(found["no_memory"], "critical", *words)
-        # Its back-off gets longer than the time that a command takes.
+        # The back-off becomes longer than a command takes.
         wait_until(lambda: wait_of(outcome(lambda: call("large", x))) > 5)
 
         runtime.rlimit(psutil.RLIMIT_AS, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
@@ -275,13 +287,16 @@ def test_weights_without_memory_are_found(tmp_path: Path, start_triton: StartTri
 
 
 def wait_of(said: object) -> float:
-    """Return the seconds after which a refusal tells to come again; 0: none."""
+    """Return the seconds after which a refused request may be sent again, or 0 if the text has none."""
     found = re.search(r"in (\d+\.\d) s", str(said))
     return float(found[1]) if found else 0.0
 
 
 def test_a_start_that_compiled_is_found(tmp_path: Path, start_triton: StartTriton) -> None:
-    """Three executables that are in no cache take four seconds each; the next runtime finds them, and has no finding."""
+    """Three executables are in no cache and take four seconds each to compile, which is a finding.
+
+    The next runtime finds them in the cache, and has no such finding.
+    """
     write_scale(tmp_path / "bundles" / "good", 2)
     repository = make_repository(tmp_path)
     env = {
@@ -304,7 +319,10 @@ def test_a_start_that_compiled_is_found(tmp_path: Path, start_triton: StartTrito
 def test_a_runtime_that_dies_without_a_cache_costs_no_compilation(
     tmp_path: Path, start_triton: StartTriton
 ) -> None:
-    """The configured folder cannot be made, as in a read-only home: the server's own folder has the executables."""
+    """The configured cache folder cannot be made, as in a read-only home.
+
+    After a death of the runtime, the next one reads the executables from the server's own folder.
+    """
     write_scale(tmp_path / "bundles" / "good", 2)
     repository = make_repository(tmp_path)
     (tmp_path / "home").touch()

@@ -1,4 +1,4 @@
-"""OpenAI's endpoints beside a server that `rsrv serve` started: on with keys, off with a finding without them."""
+"""OpenAI's endpoints of a server that `rsrv serve` started. Without keys they are off, and a finding reports this."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ pytestmark = pytest.mark.long
 
 
 def test_keys_open_the_port_of_a_running_server(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Without its file of keys, the server serves everything else, and the doctor names the file; then the port opens."""
+    """Without its file of keys, the server serves all but OpenAI's endpoints, and the doctor names the file.
+
+    When the file exists, the port opens.
+    """
     (tmp_path / "bundles").mkdir()
     (tmp_path / "bundles" / "teller").symlink_to(stateful.ensure() / "teller")
     (port,) = free_ports(1)
@@ -40,7 +43,7 @@ def test_keys_open_the_port_of_a_running_server(tmp_path: Path, capfd: pytest.Ca
         with openai.OpenAI(
             base_url=f"http://{LOOPBACK}:{port}/v1", api_key="secret", max_retries=9
         ) as client:
-            # The list shows that the process has the key of the server's operators.
+            # The list has the model, so the process has the key of the server's operators.
             wait_until(lambda: [model.id for model in client.models.list().data] == ["teller"])
             answer = client.completions.create(model="teller", prompt="Once", max_tokens=8)
             assert answer.choices[0].text == stateful.told(b"Once", 8)

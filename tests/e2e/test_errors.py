@@ -1,4 +1,4 @@
-"""The errors that clients get, over both protocols; the server serves on after each."""
+"""The errors that clients get over both protocols. After each error, the server still serves."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ X = np.arange(8, dtype=np.float32).reshape(2, 4) + 1000
 
 @pytest.fixture(params=PROTOCOLS)
 def call(request: pytest.FixtureRequest, triton: RunningTriton) -> Iterator[Caller]:
-    """Yield a client of each protocol in turn; after the test the models that it used must still answer."""
+    """Yield a client of each protocol in turn. After the test, two of the models must still answer."""
     with caller(triton, request.param) as made:
         yield made
         x = np.ones((1, 64), np.float32)
@@ -72,18 +72,18 @@ def wait_until_idle(triton: RunningTriton, *models: str) -> None:
 
 
 ROW = np.zeros((1, 64), np.float32)
-#: Model, inputs, and words of the refusal.
+#: Bad requests: model, inputs, and words of the refusal.
 BAD: Mapping[str, tuple[str, Arrays, tuple[str, ...]]] = {
     "an axis of another length": ("exact", {"x": ROW[:, :63]}, ("'x'",)),
     "axes too many": ("exact", {"x": ROW[..., None, None]}, ()),
     "elements of another type": ("exact", {"x": ROW.astype(np.float64)}, ("FP64",)),
-    # They can end the process of an unlucky stub.
+    # In some cases, strings could end the stub's process.
     "strings": ("exact", {"x": np.full((1, 64), b"abc", object)}, ()),
     "a missing input": ("axes", {"a": np.zeros((3, 1), np.float32)}, ()),
     "an unknown input": ("exact", {"nobody": ROW}, ("nobody",)),
     "an input too many": ("exact", {"x": ROW, "more": ROW}, ()),
     "more rows than a request may have": ("exact", {"x": ROW.repeat(1025, 0)}, ("batch-size must be <= ",)),
-    # Triton does not know this batch axis, so such a request is not split.
+    # Triton does not know this batch axis, so it does not split the request.
     "more rows than the largest size": (
         "axes",
         {"a": np.zeros((3, 5), np.float32), "b": np.zeros((5, 2), np.float32)},
@@ -104,7 +104,7 @@ BAD: Mapping[str, tuple[str, Arrays, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("fault", BAD)
 def test_a_bad_request_is_invalid(call: Caller, fault: str) -> None:
-    """A request that the model cannot take is refused as the client's fault, with a text that helps."""
+    """A request that the model cannot take is refused as the client's fault. The text has the words that help the client."""
     model, inputs, words = BAD[fault]
     refused = refusal(lambda: call(model, inputs))
     refused.assert_is("INVALID_ARG", call.protocol)
@@ -127,7 +127,7 @@ def test_an_unknown_output_is_invalid(triton: RunningTriton) -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 1, 63 * 4, 64 * 4 - 1, 64 * 4 + 1])
 def test_truncated_raw_data_is_invalid(triton: RunningTriton, nbytes: int) -> None:
-    """Fewer or more raw bytes than the shape needs are refused, over both protocols."""
+    """Over both protocols, a request is refused if it has fewer or more raw bytes than the shape needs."""
     request = service_pb2.ModelInferRequest(model_name="exact")
     request.inputs.add(name="x", datatype="FP32", shape=[1, 64])
     request.raw_input_contents.append(bytes(nbytes))
@@ -142,13 +142,13 @@ def test_truncated_raw_data_is_invalid(triton: RunningTriton, nbytes: int) -> No
     "body", [b"", b"{", b"[]", b'{"inputs": 7}', b'{"inputs": [{"name": "x"}]}', bytes(range(256))]
 )
 def test_a_body_that_is_no_request_is_invalid(triton: RunningTriton, body: bytes) -> None:
-    """Any body that is not a request gets an error (some as Triton's own), and the server serves on."""
+    """A body that is not a request gets an error, in some cases Triton's own. The server then answers other requests."""
     assert post_bytes(triton.http_port, "exact", body)[0] in (400, 500)
     test_plain_json_as_curl_sends_it(triton)
 
 
 def test_plain_json_as_curl_sends_it(triton: RunningTriton) -> None:
-    """A request without a client library is answered, with its tensors as JSON numbers."""
+    """A request with JSON numbers, sent without a client library, is answered."""
     x = np.arange(64, dtype=np.float32).reshape(1, 64)
     tensor = {"name": "x", "datatype": "FP32", "shape": [1, 64], "data": x.ravel().tolist()}
     status, body = post_json(triton.http_port, "exact", {"inputs": [tensor]})
@@ -174,14 +174,14 @@ def test_plain_json_as_curl_sends_it(triton: RunningTriton) -> None:
     ids=str,
 )
 def test_parameters_of_ours_with_wrong_values_are_invalid(call: Caller, parameters: dict[str, Any]) -> None:
-    """A wrong parameter is named, and no request executes."""
+    """A wrong value of one of rsrv's parameters is refused, and the error names the parameter."""
     refused = refusal(lambda: call("exact", {"x": np.zeros((1, 64), np.float32)}, parameters=parameters))
     refused.assert_is("INVALID_ARG", call.protocol)
     assert next(iter(parameters)) in refused.message
 
 
 def test_parameters_of_others_are_ignored(call: Caller) -> None:
-    """Other parameters of a client, with any characters, change nothing."""
+    """Other parameters of a client, with any characters, do not change the answer."""
     parameters = {"tenant": 'a "quoted" name\\ \n\t \u20ac', "count": 2**62, "flag": True, "": "empty"}
     x = np.ones((2, 64), np.float32)
     assert_same(
@@ -192,13 +192,13 @@ def test_parameters_of_others_are_ignored(call: Caller) -> None:
 
 @pytest.mark.parametrize("timeout", [2**31, 2**53, 2**62, 2**63 - 1])
 def test_a_timeout_beyond_all_time_is_no_deadline(call: Caller, timeout: int) -> None:
-    """Very long timeouts cause no overflow."""
+    """A request with a very long timeout is answered: the timeout causes no overflow."""
     x = np.ones((1, 64), np.float32)
     assert_same(call("exact", {"x": x}, timeout=timeout), {"y": x @ bundles.exact_kernel()})
 
 
 def test_a_far_deadline_and_a_priority_change_nothing_for_one_request(call: Caller) -> None:
-    """The largest allowed deadline and priority change nothing for a single request."""
+    """The largest allowed deadline and priority do not change the answer to a single request."""
     x = np.ones((1, 64), np.float32)
     for parameters in ({"rsrv_priority": 65534}, {"rsrv_deadline_unix_ns": 2**63 - 1}):
         assert_same(call("exact", {"x": x}, parameters=parameters), {"y": x @ bundles.exact_kernel()})
@@ -209,7 +209,7 @@ def test_a_far_deadline_and_a_priority_change_nothing_for_one_request(call: Call
 
 @contextmanager
 def paused(triton: RunningTriton, model: str) -> Iterator[None]:
-    """Hold the model's requests back in this block."""
+    """Pause the model during the block, so that its requests wait."""
     triton.operate("pause", model)
     try:
         yield
@@ -218,7 +218,7 @@ def paused(triton: RunningTriton, model: str) -> Iterator[None]:
 
 
 def test_a_full_queue_refuses_with_a_time_to_retry(call: Caller, triton: RunningTriton) -> None:
-    """A model with room for two waiting requests refuses the rest at once, and answers the accepted ones."""
+    """A model has room for two waiting requests. It refuses the other requests at once, and answers the two."""
     refused: list[Refused] = []
 
     def ask(own: Caller, number: int) -> Any:
@@ -268,7 +268,7 @@ def test_a_passed_deadline_is_refused_and_never_executed(
 
 
 def test_a_deadline_in_the_past_is_refused(call: Caller, triton: RunningTriton) -> None:
-    """A request that comes too late is refused although the device is free."""
+    """A request whose deadline has already passed is refused, although the device is free."""
     before = model_status(triton, "exact")["dispatches"]
     late = {"rsrv_deadline_unix_ns": time.time_ns() - 1_000_000_000}
     refused = refusal(lambda: call("exact", {"x": np.ones((1, 64), np.float32)}, parameters=late))
@@ -278,7 +278,7 @@ def test_a_deadline_in_the_past_is_refused(call: Caller, triton: RunningTriton) 
 
 
 def test_a_deadline_that_can_be_met_is_met(call: Caller) -> None:
-    """A generous deadline changes nothing."""
+    """A request with a generous deadline is answered."""
     x = np.ones((1, 64), np.float32)
     soon = {"rsrv_deadline_unix_ns": time.time_ns() + 60_000_000_000}
     assert_same(call("exact", {"x": x}, parameters=soon), {"y": x @ bundles.exact_kernel()})
@@ -322,7 +322,7 @@ def test_a_cancelled_request_is_never_executed(triton: RunningTriton) -> None:
 
 
 def test_many_cancelled_requests_are_never_executed(triton: RunningTriton) -> None:
-    """Each of many waiting requests is cancelled without an execution, in any order."""
+    """Many waiting requests are cancelled, the last ones first. The others are answered, and the cancelled ones never execute."""
     wait_until_idle(triton, "steady")
     before = model_status(triton, "steady")
     with paused(triton, "steady"):
@@ -364,7 +364,7 @@ WHEN = ("preprocess", "postprocess")
     ],
 )
 def test_a_hook_that_fails_is_internal(call: Caller, when: str, what: str) -> None:
-    """A hook that fails in any way fails its own request, and the client gets no details of the code."""
+    """If a hook fails in any way, its own request fails, and the client gets no details of the code."""
     x = X.copy()
     x[0, 0] = deed(when, what)
     refused = refusal(lambda: call("hooked", {"x": x}))
@@ -374,7 +374,7 @@ def test_a_hook_that_fails_is_internal(call: Caller, when: str, what: str) -> No
 
 @pytest.mark.parametrize("when", WHEN)
 def test_a_hook_may_refuse_the_request(call: Caller, when: str) -> None:
-    """The client gets the reason in the hook's own words."""
+    """If a hook refuses a request, the client gets the hook's own words."""
     x = X.copy()
     x[0, 0] = deed(when, "blame")
     refused = refusal(lambda: call("hooked", {"x": x}))
@@ -385,14 +385,14 @@ def test_a_hook_may_refuse_the_request(call: Caller, when: str) -> None:
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("what", ["list", "extra", "fortran", "in_place"])
 def test_what_hooks_may_do(call: Caller, when: str, what: str) -> None:
-    """Hooks may return lists, further tensors and other memory layouts, and may write into their inputs."""
+    """Hooks may return lists, additional tensors and other memory layouts, and may write into their inputs."""
     x = X.copy()
     x[0, 0] = deed(when, what)
     assert_same(call("hooked", {"x": x}), {"y": 2 * x})
 
 
 def test_a_hook_that_fails_harms_only_its_own_request(triton: RunningTriton) -> None:
-    """Requests in one execute() call with a failing one are answered."""
+    """When a hook fails for one request, other requests of the same execute() call are answered."""
 
     def work(call: Caller, number: int) -> None:
         for turn in range(10):

@@ -1,4 +1,4 @@
-"""The examples with state through the real server: streamed definitions, tagged chunks, and many time series."""
+"""The examples with state on a real server: streamed definitions, a text that is tagged in chunks, and many time series."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
 
 
 def test_terms_are_defined_while_others_are(server: RunningTriton) -> None:
-    """Streams of all terms at once are the license's definitions, with characters of every length."""
+    """Streams of all terms at the same time have the license's definitions, with characters of one and of several bytes."""
     known = glossary.definitions()
 
     def ask(_: Caller, number: int) -> str:
@@ -53,7 +53,7 @@ def test_terms_are_defined_while_others_are(server: RunningTriton) -> None:
 
 
 def test_a_text_is_tagged_as_it_is_typed(server: RunningTriton) -> None:
-    """Tags of chunks of eight characters are those of the whole text, although strings are longer than that."""
+    """A text is sent in chunks of eight characters. The tags are those of the whole text, although strings are longer than a chunk."""
     (text,) = tagger.texts(1, 160, seed=5)
     found: list[int] = []
     with caller(server, "grpc") as call:
@@ -65,7 +65,7 @@ def test_a_text_is_tagged_as_it_is_typed(server: RunningTriton) -> None:
 
 
 def test_a_thousand_series_share_64_slots(server: RunningTriton) -> None:
-    """Every series is forecast from its own values, though the states of most are in host memory between requests."""
+    """Every series is forecast from its own values, although most states are in host memory between requests."""
     values = forecast.series(1000, 48)
 
     def send(call: Caller, part: int) -> None:
@@ -82,7 +82,7 @@ def test_a_thousand_series_share_64_slots(server: RunningTriton) -> None:
 
 @pytest.mark.parametrize("options", [(), ("--streaming",)], ids=["unary", "streaming"])
 def test_perf_analyzer_sends_sequences(server: RunningTriton, options: tuple[str, ...]) -> None:
-    """Triton's own load generator begins and ends sequences, each step is counted as answered, and no state is left."""
+    """Triton's own load generator begins and ends sequences. Each step is counted as answered, and no sequence is left."""
     counted, outcomes = succeeded_and_failed(server, "tagger"), outcomes_of(server, "tagger")
     sequences = ("--sequence-length", "20", "--shape", "text:8", "--input-data", "random")
     said = perf_analyzer(server, "tagger", 8, *sequences, *options)
@@ -95,7 +95,7 @@ def test_perf_analyzer_sends_sequences(server: RunningTriton, options: tuple[str
 
 
 def test_perf_analyzer_reads_streams(server: RunningTriton, tmp_path: Path) -> None:
-    """Triton's own load generator gets each answer of a generation in many responses, and none is cut off."""
+    """Triton's own load generator gets each generated answer in many responses. No answer is cut off."""
     outcomes = outcomes_of(server, "glossary")
     prompts = tmp_path / "prompts.json"
     prompts.write_text(json.dumps({"data": [{"text_input": [term]} for term in glossary.definitions()]}))

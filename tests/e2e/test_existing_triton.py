@@ -1,4 +1,4 @@
-"""Bundles on a tritonserver that has models of its own, in a second repository."""
+"""Bundles on a tritonserver that has its own models. The bundles are in a second repository."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.e2e.metas import ADDS_11, COLUMNS, plain_model, rows, write_scale
 from tests.e2e.test_sequences import add_ensemble
 from tests.waiting import wait_until
 
-#: Passes the answer of the operator's model to a model of rsrv.
+#: An ensemble that passes the answer of the operator's model to a model of rsrv.
 _ENSEMBLE = f"""
 platform: "ensemble"
 max_batch_size: 4
@@ -31,7 +31,7 @@ ensemble_scheduling {{ step [
 @pytest.mark.parametrize(
     "loaded",
     [
-        # rsrv loads the other bundle by itself.
+        # rsrv loads the other bundle.
         pytest.param(("plain", "both", "double"), id="by name"),
         pytest.param(("*",), id="explicit", marks=pytest.mark.long),
         pytest.param((), id="fixed", marks=pytest.mark.long),
@@ -40,7 +40,10 @@ ensemble_scheduling {{ step [
 def test_bundles_join_the_models_of_an_existing_server(
     tmp_path: Path, start_triton: StartTriton, loaded: tuple[str, ...]
 ) -> None:
-    """A plain model, an ensemble over it and rsrv's models answer; in explicit mode, bundles are followed and others left alone."""
+    """A plain model, an ensemble over it and rsrv's models answer.
+
+    In explicit mode, rsrv follows changed bundles, and leaves other models alone.
+    """
     own = tmp_path / "models"
     plain_model(own, "plain", ADDS_11)
     add_ensemble(own, "both", _ENSEMBLE)
@@ -53,7 +56,7 @@ def test_bundles_join_the_models_of_an_existing_server(
     with caller(server) as call:
 
         def answer(model: str) -> float | None:
-            """Return the answer to 5, or None if there is none."""
+            """Return a model's answer to 5, or None if it does not answer."""
             answer = outcome(lambda: call(model, rows(1, 5.0)))
             return None if isinstance(answer, Refused) else float(answer["y"][0, 0])
 

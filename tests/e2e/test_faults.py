@@ -1,4 +1,4 @@
-"""Each fault of `make chaos` once: no answer is wrong, other models are not harmed, and what can recover does."""
+"""Each fault of `make chaos`, once. No answer is wrong, other models are not harmed, and all models that can recover do so."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def house_for() -> Iterator[Callable[[Kind], House]]:
-    """Return the houses of `make chaos`, each built on first use."""
+    """Return a function from a kind to a server of `make chaos`. Each server is built on first use."""
     with houses() as get:
         yield get
 
@@ -26,6 +26,6 @@ def house_for() -> Iterator[Callable[[Kind], House]]:
 def test_a_fault_harms_no_other_model_and_passes(
     kind: type[Fault], house_for: Callable[[Kind], House]
 ) -> None:
-    """Under load, answers are right or errors, bystanders are untouched, and all models recover."""
+    """Under load, each answer is right or an error. Bystanders are not affected, and all models recover."""
     row = run_fault(kind(), house_for(kind.house), QUICK, seed=0)
     assert not row.problems, remarks(row, kind.expected)

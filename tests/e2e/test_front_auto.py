@@ -1,4 +1,4 @@
-"""`stub.front: auto` on a real server: a plain model has the native front, a model with hooks the Python front."""
+"""`stub.front: auto` on a real server: a plain model gets the native front, and a model with hooks gets the Python front."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_each_model_gets_the_front_that_it_can_have(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Both models answer, only the model with hooks has a process, and `rsrv status` has each front with its reason."""
+    """Both models answer, and only the model with hooks has a process. `rsrv status` shows each front with its reason."""
     monkeypatch.delenv("RSRV_STUB__FRONT", raising=False)
     made = bundles.ensure()
     repository = make_repository(tmp_path, made / "exact", made / "hooked", settings="stub: {front: auto}")
@@ -29,7 +29,7 @@ def test_each_model_gets_the_front_that_it_can_have(
     for protocol in PROTOCOLS:
         with caller(triton, protocol) as call:
             assert_same(call("exact", {"x": x}), {"y": x @ bundles.exact_kernel()})
-            # The hooks read their action from the first element: 0 is none.
+            # The hooks read their action from the first element. 0 is no action.
             assert_same(call("hooked", {"x": x[:, :4]}), {"y": 2 * x[:, :4]})
     assert not triton.stub_pids("exact")
     assert len(triton.stub_pids("hooked")) == 1
@@ -45,7 +45,7 @@ def test_each_model_gets_the_front_that_it_can_have(
 def test_the_installed_triton_has_a_tested_backend_api(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tritonserver as NVIDIA's images have it, with its library in `lib`, is asked for its version."""
+    """The API version of a tritonserver is found if its library is in `lib`, as in NVIDIA's images."""
     for folder in ("bin", "lib"):
         (tmp_path / folder).mkdir()
     (tmp_path / "bin/tritonserver").write_text("#!/bin/sh\n")

@@ -1,4 +1,4 @@
-"""Two hundred of the bad requests of which `make fuzz` sends twenty thousand."""
+"""Two hundred bad requests of the kinds that `make fuzz` sends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.long
 
 
 def test_bad_requests_harm_no_server_and_no_honest_client(tmp_path: Path) -> None:
-    """A server and a gateway get hundreds of hostile requests: both live on, leak nothing, and answer honest requests right."""
+    """A server and a gateway get hundreds of hostile requests. Both survive, leak nothing, and answer honest requests right."""
     verdicts = list(check_requests(range(200), tmp_path))
 
     bad = [f"{verdict.outcome}: seed {verdict.seed}: {verdict.detail}" for verdict in verdicts if verdict.bad]

@@ -1,4 +1,4 @@
-"""A gateway in front of two real servers: the paths of requests, the places of weights, and the death of a server."""
+"""A gateway in front of two real servers: where requests go, where weights are, and what happens when a server dies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.status import read_status
 from tests.waiting import PATIENCE_S, wait_until
 
 MODELS = ("first", "second", "third", "fourth")
-#: Budget for two models of 1536 bytes.
+#: The budget has room for two models of 1536 bytes.
 SETTINGS = "runtime: {weight_budget_bytes: 4000}\naliases: {champion: first}\n"
 ALIASED = {"champion": "first"}
 KERNELS: Mapping[str, bundles.Array] = {
@@ -36,7 +36,7 @@ X = np.random.default_rng(2).integers(-9, 9, (3, 64)).astype(np.float32)
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a repository of `exact` under four names, with other weights under each."""
+    """Return a repository with four copies of `exact`, which have different names and weights."""
     folder = tmp_path_factory.mktemp("gateway")
     for name, kernel in KERNELS.items():
         bundles.with_weights(bundles.ensure() / "exact", folder / "bundles" / name, {"kernel": kernel})
@@ -47,10 +47,10 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def servers(
     repository: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Mapping[str, RunningTriton]]:
-    """Two servers, the first of which the last test kills. The second one has two devices, on which a gateway places models."""
+    """Two servers. The last test kills the first one. The second one has two devices, on which a gateway places models."""
     folder = tmp_path_factory.mktemp("servers")
     env = {"RSRV_RUNTIME__DEVICES": '["cpu", "cpu"]', "RSRV_PLACEMENT__MODE": "external"}
-    thrash = ["weights_thrash"]  # of a server that has all requests for the four models
+    thrash = ["weights_thrash"]  # A server that gets all requests for the four models has this finding.
     with (
         running_triton(repository, folder / "one.log", expected=thrash) as one,
         running_triton(repository, folder / "two.log", env=env, expected=thrash) as two,
@@ -59,7 +59,7 @@ def servers(
 
 
 def infer(client: Any, model: str, **options: Any) -> None:
-    """Send a request and check the answer. Raises InferenceServerException."""
+    """Send a request, and check the answer. Raises InferenceServerException."""
     tensor = tritonclient.grpc.InferInput("x", list(X.shape), "FP32")
     tensor.set_data_from_numpy(X)
     answer = client.infer(model, [tensor], **options).as_numpy("y")
@@ -67,7 +67,7 @@ def infer(client: Any, model: str, **options: Any) -> None:
 
 
 def models_on(servers: Mapping[str, RunningTriton], device: str) -> dict[str, Any]:
-    """Return the status of the models on a device that the gateway calls SERVER/NUMBER, or SERVER."""
+    """Return the status of the models on a device. The gateway calls a device SERVER/NUMBER, or SERVER if it is the only one."""
     name, _, number = device.partition("/")
     models: dict[str, Any] = read_status(servers[name].pid, number or "0")["models"]
     return models
@@ -80,7 +80,7 @@ def resident(servers: Mapping[str, RunningTriton], device: str) -> set[str]:
 
 @dataclass
 class Load:
-    """Sends requests of all models from some threads at once, until it is ended."""
+    """Sends requests of all models from several threads until it is stopped."""
 
     gateway: RunningGateway
     threads: int = 4
@@ -102,7 +102,7 @@ class Load:
             thread.join()
 
     def more(self, count: int) -> None:
-        """Return when that many more were answered."""
+        """Wait until `count` more requests are answered."""
         until = self.answered + count
         wait_until(lambda: self.answered >= until, what=f"{count} answers; failed: {self.failed[:3]}")
 
@@ -125,9 +125,9 @@ class Load:
 
 @pytest.mark.long
 def test_a_worker_is_killed(start_triton: StartTriton, tmp_path: Path) -> None:
-    """One of two workers crashes under load: no answer is wrong, and HTTP loses no request.
+    """One of two workers crashes under load. No answer is wrong, and HTTP loses no request.
 
-    gRPC loses at most the requests in flight on that worker.
+    gRPC loses at most the requests in flight on this worker.
     """
     clients = 4
     plain = [start_triton(write_repository(tmp_path / name, ["echo"])) for name in "ab"]
@@ -172,7 +172,7 @@ def test_a_worker_is_killed(start_triton: StartTriton, tmp_path: Path) -> None:
 def test_the_gateway_ends_without_losing_a_request(
     servers: Mapping[str, RunningTriton], tmp_path: Path
 ) -> None:
-    """After SIGTERM, each request in flight is answered or refused, and the server lives on."""
+    """After SIGTERM to the gateway, each request in flight is answered or refused. The server stays ready."""
     server = servers["one"]
     with running_gateway(tmp_path, [entry(server, "one")]) as gateway:
         with Load(gateway) as load:
@@ -180,7 +180,7 @@ def test_the_gateway_ends_without_losing_a_request(
             gateway.process.send_signal(signal.SIGTERM)
             assert gateway.process.wait(PATIENCE_S) == 0, gateway.log_text()
         assert load.wrong == []
-        # gRPC's own server cancels requests that it took and did not hand on before it stops.
+        # When gRPC's own server stops, it cancels requests that it has received and not passed on.
         codes = {text.partition("]")[0].removeprefix("[StatusCode.") for text in load.failed}
         assert codes <= {"UNAVAILABLE", "CANCELLED"}
     assert server.grpc.is_server_ready()
@@ -189,10 +189,10 @@ def test_the_gateway_ends_without_losing_a_request(
 def test_models_are_packed_and_their_weights_are_where_requests_go(
     servers: Mapping[str, RunningTriton], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four models are packed onto the devices of two servers: one server has two, and follows the gateway's placement.
+    """Four models are packed onto the three devices of two servers. The second server follows the gateway's placement.
 
-    If one server is killed under load, only its requests in flight may fail, all others are answered right, and its
-    models move to the other server.
+    One server is killed under load. Only its requests in flight may fail, all other answers are right, and its models move to the
+    other server.
     """
     monkeypatch.setenv("RSRV_PLACEMENT__REPLICAS", "1")
     devices = ("one", "two/0", "two/1")
@@ -200,7 +200,7 @@ def test_models_are_packed_and_their_weights_are_where_requests_go(
     with running_gateway(tmp_path, workers) as gateway:
 
         def homes() -> dict[str, tuple[str, ...]] | None:
-            """Return the home of each model; None if a model, or the alias of one, has not exactly one."""
+            """Return the home of each model. Return None if a model or the alias of a model does not have exactly one home."""
             found = {model.name: tuple(model.placed) for model in gateway.status().models}
             complete = found.pop("champion", ()) == found.get("first")
             return found if complete and all(len(home) == 1 for home in found.values()) else None
@@ -215,21 +215,21 @@ def test_models_are_packed_and_their_weights_are_where_requests_go(
 
         wait_until(homes, what="a home for each model")
         with gateway.client() as client:
-            # Weights that another request has evicted at their home come back with the next one.
+            # If another request has evicted weights at their home, the next request loads them again.
             for model in MODELS * 3:
                 infer(client, model)
             infer(client, "champion")
         wait_until(settled, what="weights where the models are placed")
 
         def missed() -> int:
-            """Send forty requests one after the other, and return how many found no weights."""
+            """Send forty requests one after the other. Return for how many of them the weights were not on the device."""
             before = misses()
             with gateway.client() as client:
                 for model in MODELS * 10:
                     infer(client, model)
             return misses() - before
 
-        # A device whose process waits long for a core looks busy for a while. If devices were chosen at random, half would miss.
+        # A device looks busy while its process waits long for a core. If devices were chosen at random, half of the requests would miss.
         wait_until(lambda: missed() == 0, what="requests that all go where their weights are")
         with Load(gateway) as load:
             load.more(200)

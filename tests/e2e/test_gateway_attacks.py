@@ -1,6 +1,6 @@
-"""Requests that end tritonserver, and steps of sequences in all spellings, through a gateway and through Envoy.
+"""Requests that end tritonserver, and sequences in all spellings of JSON, through a gateway and through Envoy.
 
-No server may die, and no step may reach a wrong one.
+No server may end, and no step of a sequence may reach a wrong server.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tests.waiting import PATIENCE_S, wait_until
 
 Infer: Any = service_pb2.ModelInferRequest
 
-#: With this, the gateway ends a stream with its first error, as tritonserver does.
+#: Metadata with which the gateway ends a stream at its first error, as tritonserver does.
 _ERRORS_END = [("triton_grpc_error", "true")]
-#: Ports for HTTP and gRPC.
+#: Ports of HTTP and of gRPC.
 Door = tuple[int, int]
 
 
@@ -65,7 +65,7 @@ def document(shape: str = "[1]", data: str = "[1]", more: str = "") -> bytes:
     return f'{{"inputs": [{tensor}]{more}}}'.encode()
 
 
-#: Parts of requests, each of which ends tritonserver 24.10.
+#: Bodies of requests. Each of them ends tritonserver 24.10.
 ATTACKS = {
     "huge": document("[2147483648, 64]"),
     "large": document("[2000000000]"),
@@ -81,7 +81,7 @@ ATTACKS = {
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_no_request_over_http_ends_a_server(fleet: Fleet, door: Door, attack: str) -> None:
-    """Each attack is refused in each spelling, and both servers live."""
+    """Each attack is refused in each spelling, and both servers stay alive."""
     pids = [server.pid for server in fleet.workers]
     for name, spelling in SPELLINGS.items():
         status, answer = post(door[0], "plain", *spelling(ATTACKS[attack]))
@@ -91,7 +91,7 @@ def test_no_request_over_http_ends_a_server(fleet: Fleet, door: Door, attack: st
 
 
 def test_no_request_over_grpc_ends_a_server(fleet: Fleet, door: Door) -> None:
-    """Classes of strings are refused in calls and streams, compressed or not, before or behind tensors."""
+    """Requests for the classes of strings are refused in calls and streams, compressed or not, after small and large tensors."""
     tensor = Infer.InferInputTensor(name="X", datatype="INT32", shape=[1])
     good = Infer(model_name="plain", inputs=[tensor], raw_input_contents=[b"\1\0\0\0"])
     asked = Infer.InferRequestedOutputTensor(name="text")
@@ -116,7 +116,7 @@ def test_no_request_over_grpc_ends_a_server(fleet: Fleet, door: Door) -> None:
                 assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
                 messages = iter([good.SerializeToString(), data])
                 answers = stream(messages, timeout=PATIENCE_S, compression=compression, metadata=_ERRORS_END)
-                # Behind an answer, Envoy can only break the stream off.
+                # After an answer, Envoy can only break off the stream.
                 with pytest.raises(grpc.RpcError):
                     list(answers)
         assert call(good.SerializeToString(), timeout=PATIENCE_S)
@@ -124,7 +124,7 @@ def test_no_request_over_grpc_ends_a_server(fleet: Fleet, door: Door) -> None:
 
 
 def _steps(ask: Callable[[int, int], int | str]) -> Counter[str]:
-    """Send three steps of three sequences in turns; `ask` returns the sum or the error."""
+    """Send three steps of three sequences in turns, and count the outcomes. `ask` returns the sum or the error."""
     outcomes = Counter[str]()
     for step in range(3):
         for sequence in range(1, 4):
@@ -135,7 +135,7 @@ def _steps(ask: Callable[[int, int], int | str]) -> Counter[str]:
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_all_steps_of_a_sequence_reach_its_server(door: Door, spelling: str) -> None:
-    """Steps in turns get the right sums in each spelling, except that Envoy's picker refuses an id behind 1 MiB."""
+    """Steps of several sequences in turns get the right sums in each spelling. With Envoy, the picker refuses an id after 1 MiB of body."""
     write = SPELLINGS[spelling]
 
     def ask(sequence: int, step: int) -> int | str:
@@ -156,7 +156,7 @@ def test_all_steps_of_a_sequence_reach_its_server(door: Door, spelling: str) -> 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
 def test_all_steps_of_a_sequence_over_grpc_reach_its_server(door: Door, compression: Any) -> None:
-    """Steps in turns get the right sums over gRPC, compressed or not."""
+    """Steps of several sequences in turns get the right sums over gRPC, compressed or not."""
     with grpc.insecure_channel(f"127.0.0.1:{door[1]}") as channel:
         call = channel.unary_unary(
             "/inference.GRPCInferenceService/ModelInfer",
@@ -176,7 +176,7 @@ def test_all_steps_of_a_sequence_over_grpc_reach_its_server(door: Door, compress
         assert _steps(ask) == {"right": 9}
 
 
-#: Bodies that tritonserver may accept, and their encodings.
+#: Bodies that tritonserver may accept, each with its encoding.
 BODIES: dict[str, tuple[bytes, str | None]] = {
     **{
         name: spelling(document(more=', "parameters": {"sequence_id": 7}'))
@@ -207,7 +207,7 @@ BODIES: dict[str, tuple[bytes, str | None]] = {
 
 @pytest.mark.parametrize("name", BODIES)
 def test_the_gateway_reads_what_triton_reads(fleet: Fleet, name: str) -> None:
-    """If tritonserver accepts a body, its model sees the sequence and the shape that the gateway reads."""
+    """If tritonserver accepts a body, its model gets the sequence and the shape that the gateway reads from this body."""
     body, encoding = BODIES[name]
     status, answer = post(fleet.workers[0].http_port, "plain", body, encoding)
     accepted = name not in ("too large", "negative", "float", "true", "trailing comma", "nested")
@@ -225,7 +225,7 @@ def test_the_gateway_reads_what_triton_reads(fleet: Fleet, name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_a_request_that_ends_servers_ends_two_of_three(tmp_path: Path, protocol: str) -> None:
-    """A request that ends every server that executes it ends two, and equal ones reach no third one; others are answered."""
+    """A request that ends every server that executes it ends two servers. Equal requests are refused, and others are answered."""
     repository = write_repository(tmp_path / "models", ["killer"])
     with ExitStack() as stack:
         servers = [
@@ -237,7 +237,7 @@ def test_a_request_that_ends_servers_ends_two_of_three(tmp_path: Path, protocol:
         call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
 
         def ask(number: int, id: str) -> str:
-            """Return the text of the error; empty: answered."""
+            """Send a request. Return the text of its error, or an empty text if it is answered."""
             if protocol == "http":
                 body = document(data=f"[{number}]", more=f', "id": "{id}"')
                 return str(post(gateway.http_port, "killer", body)[1].get("error", ""))
@@ -262,7 +262,7 @@ def test_a_request_that_ends_servers_ends_two_of_three(tmp_path: Path, protocol:
 
 
 def _wait_served(gateway: RunningGateway, worker: str, outcomes: Counter[str]) -> None:
-    """Wait until a worker is back, and 50 more requests were answered."""
+    """Wait until a worker is back and 50 more requests are answered."""
     up = f'rsrv_gateway_worker_up{{worker="{worker}"}} 1'
     wait_until(lambda: up in gateway.get("/metrics")[1], what=f"worker {worker}")
     answered = outcomes["right"]
@@ -271,7 +271,7 @@ def _wait_served(gateway: RunningGateway, worker: str, outcomes: Counter[str]) -
 
 @pytest.mark.long
 def test_a_rolling_restart_of_three_workers_fails_no_request(tmp_path: Path) -> None:
-    """Each of three workers gets SIGTERM under load and starts again: no request fails, and none is suspected."""
+    """Each of three workers is stopped and started again under load. No request fails, and none becomes a suspect."""
     repository = write_repository(tmp_path / "models", ("echo",))
     body = document("[3]", "[1, 2, 3]")
     outcomes = Counter[str]()

@@ -1,4 +1,4 @@
-"""Two real servers behind a real Envoy with deploy/envoy.yaml, and a picker as a process of its own."""
+"""Two real servers behind a real Envoy with deploy/envoy.yaml, and a picker in a separate process."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def echoed(client: Any, x: Any) -> bool:
 
 
 def picked(picker: RunningGateway, model: str) -> int:
-    """Return the requests that the picker has given a server."""
+    """Return for how many requests of a model the picker has picked a server."""
     lines = [
         line for line in picker.get("/metrics")[1].splitlines() if "rsrv_gateway_requests_total{" in line
     ]
@@ -62,7 +62,7 @@ def picked(picker: RunningGateway, model: str) -> int:
 
 
 def test_clients_of_both_protocols_use_one_port(envoy: RunningEnvoy, picker: RunningGateway) -> None:
-    """Answers to requests of 1 kB to 10 MB are right over gRPC, compressed or not, and over HTTP, binary or JSON."""
+    """Requests of 1 kB to 10 MB get right answers on one port: over gRPC, compressed or not, and over HTTP, binary or JSON."""
     asked = picked(picker, "echo")
     with (
         closing(tritonclient.grpc.InferenceServerClient(envoy.url)) as grpc,
@@ -85,7 +85,7 @@ def test_clients_of_both_protocols_use_one_port(envoy: RunningEnvoy, picker: Run
 @pytest.mark.parametrize("size", [33_000, 40_000, 50_000, 1_060_000])
 @pytest.mark.parametrize("count", [25, pytest.param(250, marks=pytest.mark.long)])
 def test_every_request_gets_its_answer(envoy: RunningEnvoy, size: int, count: int) -> None:
-    """Bodies around the sizes of Envoy's buffers are answered over each protocol; four clients send so many each."""
+    """Four clients send `count` requests each over each protocol. Bodies around the sizes of Envoy's buffers get right answers."""
     x = np.arange(size // 4, dtype=np.int32)
     body, length = tritonclient.http.InferenceServerClient.generate_request_body(
         [tensor(tritonclient.http, x)],
@@ -111,7 +111,7 @@ def test_every_request_gets_its_answer(envoy: RunningEnvoy, size: int, count: in
 
 
 def test_a_stream_has_all_its_answers(envoy: RunningEnvoy) -> None:
-    """A decoupled model's answers to several messages come through Envoy, whose order Triton does not promise."""
+    """All answers of a decoupled model to several messages pass through Envoy. Triton promises no order of them."""
     answers: SimpleQueue[Any] = SimpleQueue()
     with closing(tritonclient.grpc.InferenceServerClient(envoy.url)) as client:
         client.start_stream(lambda result, error: answers.put(error or result.as_numpy("Y")[0]))
@@ -122,7 +122,7 @@ def test_a_stream_has_all_its_answers(envoy: RunningEnvoy) -> None:
 
 
 def test_errors_are_those_of_the_gateway(envoy: RunningEnvoy) -> None:
-    """A wrong model is NOT_FOUND, loading is UNIMPLEMENTED, and a server's own refusal stays."""
+    """An unknown model is NOT_FOUND, and a load is UNIMPLEMENTED. Envoy passes on a server's own refusal."""
     x = np.arange(4, dtype=np.int32)
     with (
         closing(tritonclient.grpc.InferenceServerClient(envoy.url)) as grpc,
@@ -141,7 +141,7 @@ def test_errors_are_those_of_the_gateway(envoy: RunningEnvoy) -> None:
 
 
 def test_requests_survive_the_death_of_the_picker(fleet: Fleet, tmp_path: Path) -> None:
-    """Under load, a picker is killed and another one started: no request fails, and the new one is asked."""
+    """Under load, a picker is killed and another one is started. No request fails, and Envoy asks the new picker."""
     grpc, http = ([getattr(one, f"{kind}_port") for one in fleet.workers] for kind in ("grpc", "http"))
     x, stop, outcomes = np.arange(1000, dtype=np.int32), threading.Event(), Counter[str]()
 

@@ -1,4 +1,4 @@
-"""The gateway in front of two real tritonservers: to a client it is one tritonserver."""
+"""The gateway in front of two real tritonservers. To a client of gRPC, it looks like one tritonserver."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def number(value: int, *, dtype: str = "INT32", name: str = "X") -> list[InferIn
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """Return the answer, or the status and message of the refusal."""
+    """Return the answer, or the status and the message of the refusal."""
     try:
         return call()
     except InferenceServerException as error:
         return error.status(), error.message()
 
 
-#: Calls that tritonserver and gateway must answer alike.
+#: Calls to which tritonserver and the gateway must answer in the same way.
 ALIKE: dict[str, Callable[[InferenceServerClient], Any]] = {
     "an unknown model": lambda client: client.infer("nothing", number(1)),
     "no name": lambda client: client.infer("", number(1)),
@@ -68,14 +68,14 @@ ALIKE: dict[str, Callable[[InferenceServerClient], Any]] = {
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_as_a_tritonserver(fleet: Fleet, name: str) -> None:
-    """The gateway answers and refuses with the words and the status of a tritonserver."""
+    """The gateway's answers and refusals have the same words and the same status as those of a tritonserver."""
     direct = outcome(lambda: ALIKE[name](fleet.workers[0].grpc))
 
     assert outcome(lambda: ALIKE[name](fleet.gateway.grpc)) == direct
 
 
 def test_requests_are_answered_by_both(fleet: Fleet) -> None:
-    """Answers are right, and each worker has given some; statistics count them all."""
+    """Each worker answers some of the requests, and the answers are right. The gateway's statistics count all of them."""
 
     def executed(client: InferenceServerClient) -> int:
         (model,) = client.get_inference_statistics("counted").model_stats
@@ -98,7 +98,7 @@ def test_requests_are_answered_by_both(fleet: Fleet) -> None:
     ("which", "code"), [(0, "RESOURCE_EXHAUSTED"), (1, "DEADLINE_EXCEEDED"), (2, "FAILED_PRECONDITION")]
 )
 def test_tagged_refusals_have_the_code_of_their_tag(fleet: Fleet, which: int, code: str) -> None:
-    """The gateway gives tagged refusals the code that they mean, and leaves the message."""
+    """The gateway gives a refusal the code that its tag means, and does not change the message."""
     status, message = outcome(lambda: fleet.gateway.grpc.infer("refusing", number(which)))
 
     assert status == f"StatusCode.{code}"
@@ -106,7 +106,7 @@ def test_tagged_refusals_have_the_code_of_their_tag(fleet: Fleet, which: int, co
 
 
 def test_large_tensors(fleet: Fleet) -> None:
-    """16 MB come back unchanged."""
+    """A tensor of 16 MB returns unchanged."""
     sent = np.arange(4_000_000, dtype=np.int32)
     tensor = InferInput("X", list(sent.shape), "INT32").set_data_from_numpy(sent)
 
@@ -114,7 +114,7 @@ def test_large_tensors(fleet: Fleet) -> None:
 
 
 def streamed(url: str, requests: list[tuple[str, int]]) -> list[Any]:
-    """Return all answers of a stream with these requests, as values or messages of errors."""
+    """Send these requests in one stream. Return all its answers, as values or as messages of errors."""
     got: queue.Queue[Any] = queue.Queue()
     client = InferenceServerClient(url)
     client.start_stream(
@@ -122,13 +122,13 @@ def streamed(url: str, requests: list[tuple[str, int]]) -> list[Any]:
     )
     for model, value in requests:
         client.async_stream_infer(model, number(value))
-    client.stop_stream()  # When all are answered.
+    client.stop_stream()  # This waits until all requests are answered.
     client.close()
     return list(got.queue)
 
 
 def test_a_stream(fleet: Fleet) -> None:
-    """A stream has all answers of its model, also several for one request; messages for other models are refused."""
+    """A stream has all answers of its model, also if a request has several. Messages for other models are refused."""
     assert sorted(streamed(fleet.gateway.url, [("several", 3), ("several", 1)])) == [[1], [3], [3], [3]]
 
     got = streamed(fleet.gateway.url, [("echo", 1), ("several", 3), ("echo", 2)])
@@ -138,7 +138,7 @@ def test_a_stream(fleet: Fleet) -> None:
 
 
 def test_a_cancelled_request(fleet: Fleet) -> None:
-    """A model learns at once that its client cancels."""
+    """If a client cancels its request, the model gets the cancellation."""
     call = fleet.gateway.grpc.async_infer("waiting", number(1), lambda result, error: None, request_id="gone")
     wait_until((fleet.marks / "gone.started").exists)
     call.cancel()
@@ -147,7 +147,7 @@ def test_a_cancelled_request(fleet: Fleet) -> None:
 
 
 def test_a_cancelled_stream(fleet: Fleet) -> None:
-    """A model learns at once that its client cancels a stream."""
+    """If a client cancels its stream, the model gets the cancellation."""
     client = InferenceServerClient(fleet.gateway.url)
     client.start_stream(lambda result, error: None)
     client.async_stream_infer("waiting", number(1), request_id="stream")
@@ -159,7 +159,7 @@ def test_a_cancelled_stream(fleet: Fleet) -> None:
 
 
 def test_a_deadline(fleet: Fleet) -> None:
-    """Client and model learn that the client's deadline has passed."""
+    """When the deadline of the client passes, the client gets an error, and the model gets the cancellation."""
     for seconds in (1, 4, 16, 64):
         id = f"late{seconds}"
         status, _ = outcome(
@@ -168,7 +168,7 @@ def test_a_deadline(fleet: Fleet) -> None:
             )
         )
         assert status == "StatusCode.DEADLINE_EXCEEDED"
-        # On a busy machine, a deadline may pass before the request reaches the model.
+        # On a busy machine, the deadline may pass before the request reaches the model.
         if (fleet.marks / f"{id}.started").exists():
             break
 
@@ -187,7 +187,7 @@ def test_a_model_is_unloaded_and_loaded(fleet: Fleet) -> None:
 
 
 def test_settings_are_a_servers_own(fleet: Fleet) -> None:
-    """The client library is told to ask a server itself."""
+    """The gateway refuses calls about a server's settings, and the error says to ask a server itself."""
     for ask in (
         fleet.gateway.grpc.get_log_settings,
         fleet.gateway.grpc.get_trace_settings,
@@ -209,7 +209,10 @@ def test_bytes_that_are_no_request(fleet: Fleet) -> None:
 
 
 def test_a_worker_hangs(fleet: Fleet, tmp_path: Path) -> None:
-    """A stopped worker costs its requests their deadline and no more, and may come back."""
+    """While one worker is stopped, at most two of 40 requests fail at their deadline. When it continues, it gets requests again.
+
+    The gateway also ends while a worker is stopped.
+    """
     servers = fleet.workers
     settings = {"mode": "round_robin", "drain_s": 2}
     with running_gateway(tmp_path, servers, **settings) as gateway:

@@ -1,4 +1,4 @@
-"""The gateway's HTTP in front of two real tritonservers: to a client it is one tritonserver."""
+"""The gateway's HTTP in front of two real tritonservers. To a client, it looks like one tritonserver."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Answer:
 
     @property
     def said(self) -> tuple[int, str | None, Any]:
-        """Return an answer in a form for comparing servers: JSON in any order, and errors under any name."""
+        """The answer in a form for comparisons: JSON as values, and an error without its content type."""
         kind = self.kind if self.status < 400 else None
         try:
             return self.status, kind, json.loads(self.body)
@@ -47,7 +47,7 @@ class Answer:
 def ask(
     port: int, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
 ) -> Answer:
-    """Send a request with `body`: bytes, or an object for JSON."""
+    """Send a request. `body` is bytes, or an object that is sent as JSON."""
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
         connection.request(method, path, data, dict(headers or {}))
@@ -59,7 +59,7 @@ def number(value: int) -> Any:
     return {"inputs": [{"name": "X", "shape": [1], "datatype": "INT32", "data": [value]}]}
 
 
-#: Requests that tritonserver and gateway must answer alike: method, path, body, headers.
+#: Requests to which tritonserver and the gateway must answer in the same way: method, path, body, headers.
 ALIKE: dict[str, tuple[Any, ...]] = {
     "an inference": ("POST", INFER, ONE),
     "a version": ("POST", "/v2/models/echo/versions/1/infer", {**ONE, "id": "5"}),
@@ -114,7 +114,7 @@ ALIKE: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_as_a_tritonserver(fleet: Fleet, name: str) -> None:
-    """The gateway answers and refuses with the words and the status of a tritonserver."""
+    """The gateway's answers and refusals have the same words and the same status as those of a tritonserver."""
     direct = ask(fleet.workers[0].http_port, *ALIKE[name]).said
 
     assert ask(fleet.gateway.http_port, *ALIKE[name]).said == direct
@@ -131,7 +131,7 @@ def test_as_a_tritonserver(fleet: Fleet, name: str) -> None:
 def test_the_gateway_refuses_what_it_cannot_read(
     fleet: Fleet, path: str, body: bytes, headers: dict[str, str], status: int, words: str
 ) -> None:
-    """An unknown compression and broken JSON are refused by the gateway itself, in a tritonserver's form."""
+    """The gateway itself refuses an unknown compression and broken JSON. The error has the form of tritonserver's errors."""
     answer = ask(fleet.gateway.http_port, "POST", path, body, headers)
     assert answer.status == status
     assert words in json.loads(answer.body)["error"]
@@ -140,7 +140,7 @@ def test_the_gateway_refuses_what_it_cannot_read(
 @pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
 @pytest.mark.parametrize("binary", [True, False])
 def test_the_client_library(fleet: Fleet, binary: bool, compression: str | None) -> None:
-    """Tensors come back unchanged, in binary and as JSON, compressed or not, small and large."""
+    """Tensors return unchanged: binary and as JSON, compressed or not, small and large."""
     for size in (1, 300_000):
         sent = np.arange(size, dtype=np.int32)
         tensor = InferInput("X", [size], "INT32").set_data_from_numpy(sent, binary_data=binary)
@@ -155,7 +155,7 @@ def test_the_client_library(fleet: Fleet, binary: bool, compression: str | None)
 
 
 def test_large_tensors(fleet: Fleet) -> None:
-    """16 MB come back unchanged."""
+    """A tensor of 16 MB returns unchanged."""
     sent = np.arange(4_000_000, dtype=np.int32)
     tensor = InferInput("X", [sent.size], "INT32").set_data_from_numpy(sent)
 
@@ -163,7 +163,7 @@ def test_large_tensors(fleet: Fleet) -> None:
 
 
 def test_requests_are_answered_by_both(fleet: Fleet) -> None:
-    """Answers are right, and each worker has given some; statistics count them all."""
+    """Each worker answers some of the requests, and the answers are right. The gateway's statistics count all of them."""
 
     def executed(client: InferenceServerClient) -> int:
         (model,) = client.get_inference_statistics("counted")["model_stats"]
@@ -175,7 +175,7 @@ def test_requests_are_answered_by_both(fleet: Fleet) -> None:
         assert json.loads(answer.body)["outputs"][0]["data"] == [value]
 
     def counted() -> list[int]:
-        """Return the counts once they are complete: Triton counts a request after its answer."""
+        """Return the counts when they are complete. Triton counts a request after its answer."""
         after = [executed(worker.http) for worker in fleet.workers]
         return after if sum(after) - sum(before) >= 40 else []
 
@@ -186,12 +186,12 @@ def test_requests_are_answered_by_both(fleet: Fleet) -> None:
 
 
 def test_statistics_have_the_same_form(fleet: Fleet) -> None:
-    """Merged statistics have the names and the types of a server's own."""
+    """Merged statistics have the same names and types as the statistics of one server."""
 
     def form(said: Any) -> Any:
         if isinstance(said, dict):
             return {name: form(value) for name, value in said.items()}
-        # A list has an entry per batch size that was executed, which differs among servers.
+        # A list has an entry for each batch size that was executed, and servers differ in this.
         return [form(value) for value in said[:1]] if isinstance(said, list) else type(said)
 
     for worker in fleet.workers:
@@ -207,7 +207,7 @@ def test_statistics_have_the_same_form(fleet: Fleet) -> None:
 def test_tagged_refusals_have_the_status_of_their_tag(
     fleet: Fleet, what: str, which: int, status: int
 ) -> None:
-    """The gateway gives tagged refusals the status that they mean, and leaves the message."""
+    """The gateway gives a refusal the status that its tag means, and does not change the message."""
     body = number(which) if what == "infer" else {"X": [which]}
     path = f"/v2/models/refusing/{what}"
     direct = ask(fleet.workers[0].http_port, "POST", path, body)
@@ -230,7 +230,7 @@ def test_a_model_is_unloaded_and_loaded(fleet: Fleet) -> None:
 
 
 def test_settings_are_a_servers_own(fleet: Fleet) -> None:
-    """The client library is told to ask a server itself."""
+    """The gateway refuses calls about a server's settings, and the error says to ask a server itself."""
     for ask in (
         fleet.gateway.http.get_log_settings,
         fleet.gateway.http.get_trace_settings,
@@ -242,7 +242,7 @@ def test_settings_are_a_servers_own(fleet: Fleet) -> None:
 
 
 def test_a_server_behind_a_gateway_stops_in_order(tmp_path: Path) -> None:
-    """A tritonserver that stops waits for no idle connection of the gateway: it unloads its models within its exit timeout."""
+    """A stopping tritonserver does not wait for idle connections of the gateway: it unloads its models within its exit timeout."""
     with (
         running_triton(
             write_repository(tmp_path / "models", ["echo"]),

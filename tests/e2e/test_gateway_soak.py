@@ -1,4 +1,4 @@
-"""Workers that come and go under load: `make bench-gateway.soak`, for seconds."""
+"""Workers that join and leave under load, as in `make bench-gateway.soak`, for two minutes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ pytestmark = pytest.mark.long
 
 
 def test_workers_come_and_go_under_load() -> None:
-    """Workers join, leave, stop and die while models move: no answer is wrong, and the gateway keeps no files open."""
+    """Workers join, leave, stop and die while models move. No answer is wrong, and the gateway does not collect open files."""
     WORK.mkdir(parents=True, exist_ok=True)
     found = soak.soak(replace(soak.QUICK, seconds=120.0))
     told = "\n".join(soak.report(found))
     assert found.requests.wrong == 0, told
-    # The first two events; a busy machine needs half a minute for a worker to join, and may come no further.
+    # These are the first two events. On a busy machine, a worker needs half a minute to join, so later events may be missing.
     assert {what for _, what, _ in found.course.events} >= {soak.JOIN, soak.LEAVE}, told
     blamed = soak.blame(found.requests, found.course)
     assert {what for what, _ in blamed} <= {soak.KILL, soak.STOP}, told

@@ -22,13 +22,13 @@ from tests.e2e.harness import RunningTriton, make_repository, running_triton
 from tests.waiting import PATIENCE_S, wait_until
 
 X = np.arange(128, dtype=np.float32).reshape(2, 64)
-#: Without this key, the worker's Triton does not list its models.
+#: Name of the key without which the worker's Triton does not list its models.
 KEY = "admin-key"
 
 
 @dataclass(frozen=True)
 class Files:
-    """Files of one authority: a certificate for servers and clients alike, and a token."""
+    """Files for TLS: a certificate of one authority, which servers and clients use, and a token."""
 
     ca: Path
     certificate: Path
@@ -64,7 +64,7 @@ class Worker:
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory, files: Files) -> Iterator[Worker]:
-    """Start gRPC with mutual TLS and a key for the repository, and the control service with that and a token."""
+    """Start a server. Its gRPC needs mutual TLS, and a key for the repository. Its control service needs mutual TLS and a token."""
     folder = tmp_path_factory.mktemp("worker")
     repository = make_repository(folder, bundles.ensure() / "exact")
     control = f"127.0.0.1:{free_ports(1)[0]}"
@@ -101,9 +101,10 @@ def test_both_sides(
     files: Files,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Clients and operators with certificate and token are answered.
+    """Clients and operators with the certificate and the token are answered.
 
-    The gateway reads the worker's figures, and its restricted repository, which clients do not reach through it.
+    The gateway reads the worker's figures and its restricted repository. Clients need the repository's key to read it through the
+    gateway.
     """
     listen = f"127.0.0.1:{free_ports(1)[0]}"
     settings = {
@@ -156,7 +157,10 @@ def test_both_sides(
 
 
 def test_renewed_files_are_used_without_a_restart(tmp_path: Path) -> None:
-    """A gateway takes a new certificate and a new token while it runs, says so, and keeps both when the next ones are broken."""
+    """A running gateway uses a renewed certificate and a renewed token, and logs this.
+
+    If the next files are broken, it keeps the certificate and the token.
+    """
     certificate, key, token = (tmp_path / name for name in ("cert", "key", "token"))
     one, two = trustme.CA(), trustme.CA()
 
@@ -193,7 +197,7 @@ def test_renewed_files_are_used_without_a_restart(tmp_path: Path) -> None:
 
 
 def test_a_gateway_without_the_key(tmp_path: Path, worker: Worker, files: Files) -> None:
-    """Without the key, the gateway serves no model of a worker with a restricted repository, and its log says why."""
+    """Without the key, the gateway serves no model of a worker whose repository is restricted. Its log has the reason."""
     where = {"host": "127.0.0.1", "grpc_port": worker.server.grpc_port, "http_port": None}
     own = {"worker_ca": files.ca, "worker_certificate": files.certificate, "worker_key": files.key}
     with running_gateway(tmp_path, [where], **{key: str(path) for key, path in own.items()}) as gateway:
@@ -207,7 +211,7 @@ def test_a_gateway_without_the_key(tmp_path: Path, worker: Worker, files: Files)
 
 
 def test_the_server_itself(worker: Worker, files: Files) -> None:
-    """The server itself refuses clients without a certificate, so that the other tests prove something."""
+    """The server itself refuses clients without a certificate. Without this, the other tests would prove nothing."""
     credentials = grpc.ssl_channel_credentials(files.ca.read_bytes())
     with grpc.secure_channel(f"127.0.0.1:{worker.server.grpc_port}", credentials) as channel:
         live = channel.unary_unary("/inference.GRPCInferenceService/ServerLive")

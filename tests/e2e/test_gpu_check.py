@@ -1,4 +1,4 @@
-"""`rsrv gpu check` on the CPU, whose answers are right."""
+"""`rsrv gpu check` on the CPU, where all answers are right."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.long
 def test_the_answers_of_a_bundle_are_compared_on_the_cpu(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Correct answers pass; the table and the file have each finding; a bundle that cannot be read fails alone.
+    """A bundle with right answers passes, and a bundle that cannot be read fails. The table and the file have both.
 
-    A model with state is skipped: its requests are steps of sequences.
+    A model with state is skipped, because its requests are steps of sequences.
     """
     export_doubling(tmp_path / "bundles" / "doubling", w=[1, 1, 1])
     export_counting(tmp_path / "bundles" / "counting")
@@ -48,7 +48,7 @@ def test_the_answers_of_a_bundle_are_compared_on_the_cpu(
 
 
 def test_a_served_model_answers_as_a_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real tritonserver serves it with both fronts and plain, and each is measured with 1 and 16 clients."""
+    """tritonserver serves a model with both fronts and as a plain model, and the answers agree. Each is measured with 1 and 16 clients."""
     monkeypatch.setenv("PATH", f"{INSTALLATION.perf_analyzer.parent}:{path_with_tritonserver()}")
 
     alike, *measured = run("fronts", tmp_path)
@@ -66,7 +66,7 @@ def test_a_served_model_answers_as_a_plain_one(tmp_path: Path, monkeypatch: pyte
 def test_no_request_fails_while_the_runtime_dies_restarts_and_sleeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answers of several clients are checked before, meanwhile and after."""
+    """The answers of several clients are checked while the runtime dies, restarts and sleeps. No request fails."""
     monkeypatch.setenv("PATH", path_with_tritonserver())
 
     findings = run("interruptions", tmp_path)
@@ -83,7 +83,7 @@ def test_no_request_fails_while_the_runtime_dies_restarts_and_sleeps(
 def test_a_death_is_measured_where_triton_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What needs a server is named as not run, with the reason."""
+    """If tritonserver does not start, a death of the runtime is still measured. The other findings are NOT RUN, with the reason."""
     (program := tmp_path / "tritonserver").write_text(
         "#!/bin/sh\necho error while loading shared libraries >&2\nexit 127\n"
     )
@@ -98,7 +98,7 @@ def test_a_death_is_measured_where_triton_does_not_start(
 
 
 def test_real_models_are_measured_with_rsrv_and_in_pytorch(tmp_path: Path) -> None:
-    """A model whose bundle is missing is named."""
+    """A model is measured with rsrv and in PyTorch. Models whose bundles are missing are NOT RUN."""
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "vit_tiny").symlink_to(OUTPUT / "vit_tiny")
 
@@ -112,7 +112,7 @@ def test_real_models_are_measured_with_rsrv_and_in_pytorch(tmp_path: Path) -> No
 
 
 def run(part: str, folder: Path, *arguments: str) -> list[dict[str, Any]]:
-    """Return the findings of a part on the CPU."""
+    """Run one part of the check on the CPU, and return its findings."""
     file = folder / "found.json"
     assert main(["gpu", "check", "--cpu", "--parts", part, f"--json={file}", *arguments]) == 0
     findings: list[dict[str, Any]] = json.loads(file.read_text())["parts"][part]["findings"]

@@ -1,4 +1,4 @@
-"""Deaths of the runtime while models are built."""
+"""Deaths of the runtime while it compiles models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.long
 
 
 def test_a_runtime_killed_while_it_compiles_comes_back(start_triton: StartTriton, tmp_path: Path) -> None:
-    """Killed twice during the first load and once later, it gets all models ready and blames none."""
+    """The runtime is killed twice during the first load, and again later. It then serves all models, and refuses none of them."""
     made = bundles.ensure()
     repository = make_repository(tmp_path, *(made / name for name in ("exact", "hooked", "elastic")))
     cache = {"RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(tmp_path / "cache")}

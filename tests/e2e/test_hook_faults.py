@@ -1,4 +1,4 @@
-"""Hooks that misbehave on the real server: their own model fails, and no other is affected."""
+"""Hooks that misbehave on a real server. Their own model fails, and no other model is affected."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from tests.e2e.metas import rows, write_meta, write_scale
 from tests.status import read_status
 from tests.waiting import wait_until
 
-#: Seconds: of the limit, which a busy machine's processes of well hooks must not reach, and of a hook that hangs.
+#: Seconds: the limit of a hook, and the time for which a hook hangs. On a busy machine, good hooks must stay within the limit.
 TIMEOUT, HANG = 8.0, 60
 LIMIT = 128 << 20
 SETTINGS = f"stub: {{hook_timeout_s: {TIMEOUT}, memory_limit_bytes: {LIMIT}}}"
 
-#: What each model's preprocess does with a request whose first number is negative.
+#: Code of each model's preprocess hook for a request whose first number is negative.
 DEEDS = {
     "sleeps": f"print('asleep', flush=True); time.sleep({HANG})",
     "spins": "while True: pass",
     "holds": f"ctypes.PyDLL(None).sleep({HANG})",
     "greedy": "inputs['y'] = np.ones(10**9)",
-    # Untouched memory: a hook that zeroed as much would take longer than TIMEOUT on a slow machine.
+    # The hook does not write to this memory. On a slow machine, zeroing it would take longer than TIMEOUT.
     "hoards": "inputs['y'] = [np.zeros(10**5) for _ in range(10**9)]",
     "keeps": "kept.extend(bytearray(1000) for _ in range(10**9))",
     "leaves": "os._exit(3)",
@@ -131,7 +131,7 @@ async def run(inputs, call):
 
 @pytest.fixture(scope="module")
 def living(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], RunningTriton]]:
-    """Return the server of all tests, or a new one after Triton's own fault with locks ended it."""
+    """Yield a function that returns the server of all tests. If Triton's own fault with locks ended it, the function starts another one."""
     folder = tmp_path_factory.mktemp("hook_faults")
     bundles = folder / "bundles"
     calm = write_scale(bundles / "calm", 2)
@@ -158,7 +158,7 @@ def server(living: Callable[[], RunningTriton]) -> RunningTriton:
 
 @contextmanager
 def calm(server: RunningTriton) -> Iterator[None]:
-    """Let the model without hooks answer meanwhile, always right and in time."""
+    """Ask a model without hooks during the block. Check that its answers are right and in time."""
     stop = threading.Event()
     slowest = 0.0
 
@@ -178,7 +178,7 @@ def calm(server: RunningTriton) -> Iterator[None]:
         finally:
             stop.set()
             asking.result()
-    assert slowest < TIMEOUT  # A hook that hangs would stall it for as long.
+    assert slowest < TIMEOUT  # A hook that hangs could delay these answers for TIMEOUT.
 
 
 def ask(server: RunningTriton, model: str, value: float, **options: Any) -> Arrays | Refused:
@@ -205,12 +205,12 @@ def stub(server: RunningTriton, model: str) -> int:
 
 
 def gone(server: RunningTriton, model: str, pid: int) -> None:
-    """Check that the process has ended."""
+    """Wait until the process has ended."""
     wait_until(lambda: not is_alive(pid), what=f"end of {model}")
 
 
 def back(server: RunningTriton, model: str, pid: int) -> None:
-    """Check that the process has ended and another one serves the model."""
+    """Wait until the process has ended and another process serves the model."""
     gone(server, model, pid)
     wait_until(lambda: isinstance(ask(server, model, 4.0), dict), what=f"return of {model}")
     assert well(server, model)
@@ -218,7 +218,7 @@ def back(server: RunningTriton, model: str, pid: int) -> None:
 
 
 def slow_down(server: RunningTriton, model: str) -> None:
-    """Make its hooks so slow that its requests are answered later."""
+    """Send requests that make the hooks slow, so that later requests are answered after execute()."""
     with caller(server) as call:
         for _ in range(15):
             assert (call(model, rows(1, 1001.0))["y"] == 2002).all()
@@ -229,7 +229,7 @@ def slow_down(server: RunningTriton, model: str) -> None:
 
 @pytest.mark.parametrize("model", [pytest.param("spins", marks=pytest.mark.long), "holds"])
 def test_a_hook_that_hangs_inside_execute_ends_its_process(server: RunningTriton, model: str) -> None:
-    """A hook that hangs in execute(), also with the interpreter's lock, ends its process; clients get Triton's error."""
+    """A hook that hangs inside execute(), with or without the interpreter's lock, ends its process. The client gets Triton's error."""
     pid = stub(server, model)
     assert well(server, model)
     with calm(server):
@@ -240,7 +240,7 @@ def test_a_hook_that_hangs_inside_execute_ends_its_process(server: RunningTriton
 
 
 def test_a_hook_that_hangs_on_another_thread_leaves_no_request_unanswered(server: RunningTriton) -> None:
-    """All requests that hang, or wait for a thread, get the reason before the process ends."""
+    """All requests that hang or wait for a thread get the reason before their process ends."""
     pid = stub(server, "sleeps")
     slow_down(server, "sleeps")
     with calm(server), ThreadPoolExecutor(8) as pool:
@@ -266,7 +266,7 @@ def test_a_hook_that_hangs_on_another_thread_leaves_no_request_unanswered(server
     ("model", "value"), [("meta", -1.0), pytest.param("async", -1.0, marks=pytest.mark.long)]
 )
 def test_a_run_that_hangs_ends_its_process(server: RunningTriton, model: str, value: float) -> None:
-    """A run that hangs between two calls ends its process; a long run of many calls does not hang."""
+    """A `run` that hangs between two calls ends its process. A `run` that makes many calls and takes long does not."""
     pid = stub(server, model)
     assert well(server, model)
     if model == "meta":
@@ -282,7 +282,7 @@ def test_a_run_that_hangs_ends_its_process(server: RunningTriton, model: str, va
 
 @pytest.mark.parametrize("model", ["greedy", "hoards"])
 def test_a_hook_that_wants_too_much_memory_fails_its_request(server: RunningTriton, model: str) -> None:
-    """A hook that allocates too much fails its request, and the process serves on with its memory free."""
+    """If a hook wants too much memory, its request fails. The process frees the memory and answers other requests."""
     pid = stub(server, model)
     assert well(server, model)
     with calm(server):
@@ -298,7 +298,7 @@ def test_a_hook_that_wants_too_much_memory_fails_its_request(server: RunningTrit
 
 
 def test_a_hook_that_keeps_all_memory_ends_its_process(server: RunningTriton) -> None:
-    """A hook that keeps all memory ends its process, and its model serves again after a reload."""
+    """If a hook keeps all memory, its process ends, and another process serves the model."""
     pid = stub(server, "keeps")
     with calm(server):
         refused(server, "keeps")
@@ -309,7 +309,10 @@ def test_a_hook_that_keeps_all_memory_ends_its_process(server: RunningTriton) ->
 
 
 def test_a_hook_that_opens_all_files_ends_its_process(server: RunningTriton) -> None:
-    """The request fails for what it is, the server is not healthy meanwhile, and the next process serves."""
+    """If a hook opens all files, its request fails with this reason, and the process ends.
+
+    The server is unhealthy until the next process serves.
+    """
     pid = stub(server, "opens")
     life = Living(server)
     wait_until(lambda: life.serves, what="the server to be healthy")
@@ -327,7 +330,7 @@ def test_a_hook_that_opens_all_files_ends_its_process(server: RunningTriton) -> 
 def test_a_process_whose_hook_opened_all_files_is_replaced_when_its_runtime_ends(
     server: RunningTriton,
 ) -> None:
-    """It could connect to no further runtime."""
+    """A process whose hook has opened all files cannot connect to another runtime. When its runtime ends, the process is replaced."""
     pid = stub(server, "hides")
     assert well(server, "hides")
     assert isinstance(ask(server, "hides", -1.0), dict)
@@ -339,7 +342,7 @@ def test_a_process_whose_hook_opened_all_files_is_replaced_when_its_runtime_ends
 
 @pytest.mark.parametrize("model", ["quits", "interrupts"])
 def test_a_hook_that_wants_to_leave_fails_its_request(server: RunningTriton, model: str) -> None:
-    """sys.exit() and Ctrl-C in a hook fail its request as other exceptions do."""
+    """sys.exit() and Ctrl-C in a hook make its request fail, as other exceptions do. The process continues."""
     pid = stub(server, model)
     with calm(server):
         assert "preprocess hook failed" in refused(server, model)
@@ -349,7 +352,7 @@ def test_a_hook_that_wants_to_leave_fails_its_request(server: RunningTriton, mod
 
 @pytest.mark.parametrize("model", ["wanders", "starts"])
 def test_a_hook_may_go_elsewhere_and_start_things(server: RunningTriton, model: str) -> None:
-    """A hook may change the directory and start threads: its model serves on."""
+    """A hook may change the directory and start threads. Its model still serves."""
     pid = stub(server, model)
     with calm(server):
         assert isinstance(ask(server, model, -1.0), dict)
@@ -358,7 +361,7 @@ def test_a_hook_may_go_elsewhere_and_start_things(server: RunningTriton, model: 
 
 
 def test_processes_that_a_hook_made_do_not_hide_the_end_of_their_parent(server: RunningTriton) -> None:
-    """Children of a hook have none of its connections, so that the runtime frees the model when the parent ends."""
+    """Child processes of a hook have none of its connections. When the parent ends, the runtime frees the model."""
     pid = stub(server, "begets")
     with calm(server):
         assert isinstance(ask(server, "begets", -1.0), dict)
@@ -374,7 +377,7 @@ def test_processes_that_a_hook_made_do_not_hide_the_end_of_their_parent(server: 
 
 
 def test_a_hook_that_forks_and_returns_twice_answers_once(server: RunningTriton) -> None:
-    """The forked copy ends where the hook does."""
+    """A hook forks, and both copies return. The copy ends at the end of the hook, and the client gets one answer."""
     pid = stub(server, "forks")
     with calm(server):
         for _ in range(3):
@@ -382,24 +385,24 @@ def test_a_hook_that_forks_and_returns_twice_answers_once(server: RunningTriton)
             assert isinstance(answer, dict), answer
             assert (answer["y"] == -8).all()
         assert well(server, "forks")
-    # A copy without an answer may still be ending.
+    # The copy may not have ended yet.
     wait_until(lambda: server.stub_pids("forks") == [pid])
 
 
 def test_a_hook_reads_and_prints_utf_8(server: RunningTriton) -> None:
-    """Text beyond ASCII passes, although Triton starts the Python of its stubs without a locale."""
+    """A hook reads and prints text beyond ASCII, although Triton starts the Python of its stubs without a locale."""
     assert isinstance(ask(server, "speaks", -1.0), dict)
     wait_until(lambda: "# grüße\n" in server.log_text(), what="the hook's line in the log")
 
 
 def test_a_hook_may_use_a_pool_of_processes(server: RunningTriton) -> None:
-    """A process of a hook executes functions of model.py, and ends when the hook ends it."""
+    """A hook calls a function of model.py in a pool of processes, and ends another process."""
     pid = stub(server, "pools")
     with calm(server):
         answer = ask(server, "pools", -1.0)
         assert isinstance(answer, dict), answer
         assert (answer["y"] == -4).all()
-    # A process of the pool may still be ending.
+    # A process of the pool may not have ended yet.
     wait_until(lambda: server.stub_pids("pools") == [pid])
 
 
@@ -407,7 +410,7 @@ def test_a_hook_may_use_a_pool_of_processes(server: RunningTriton) -> None:
 def test_a_hook_that_ends_or_robs_its_process_harms_no_other_model(
     living: Callable[[], RunningTriton], model: str
 ) -> None:
-    """os._exit, and closing all files, end the process, and its client gets an error."""
+    """A hook that calls os._exit or closes all files ends its process. The client gets an error, and no other model is affected."""
 
     def check(server: RunningTriton) -> None:
         pid = stub(server, model)

@@ -1,4 +1,4 @@
-"""The hooks library in the stubs of a real server, on files that clients send."""
+"""The hooks library in the stubs of a real server. The hooks read files that clients send."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def postprocess(outputs):
 
 
 def write_colours(out_dir: Path) -> None:
-    """Write a model from picture files to the names of the best two of three colours."""
+    """Write a model that maps picture files to the names of the two best of three colours."""
     export_bundle(
         lambda params, image: {"logits": image.mean((2, 3))},
         {},
@@ -67,7 +67,7 @@ def best(answer: dict[str, Array]) -> list[str]:
 
 
 def test_files_of_pictures_become_names(tmp_path: Path, start_triton: StartTriton) -> None:
-    """All kinds and sizes in one request, over both protocols, and from eight clients at once.
+    """Files of all kinds and sizes are classified: in one request, over both protocols, and from eight clients at the same time.
 
     A broken file is the client's fault, and the error names its row.
     """

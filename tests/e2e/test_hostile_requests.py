@@ -1,4 +1,4 @@
-"""Malformed requests beside honest ones: each fails alone, and no process dies."""
+"""Malformed requests next to honest ones. Only the malformed requests fail, and no process dies."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _sums(number: int) -> tuple[Arrays, Arrays]:
     return {"x": x}, {"y": x.cumsum(1)}
 
 
-#: A model answered inside execute(), one answered later, one with hooks, and a meta model.
+#: Requests by model: a model that answers inside execute(), one that answers later, one with hooks, and a meta model.
 QUESTIONS: dict[str, Callable[[int], tuple[Arrays, Arrays]]] = {
     "exact": _exact,
     "elastic": _elastic,
@@ -67,13 +67,13 @@ QUESTIONS: dict[str, Callable[[int], tuple[Arrays, Arrays]]] = {
     "shout": _shout,
 }
 
-#: Models for malformed tensors: besides `exact`, one with strings, one with an axis that varies, and one with state.
+#: Requests by model for malformed tensors. The added models have strings, an axis that varies, and state.
 MORE_QUESTIONS = {**QUESTIONS, "lengths": _text, "wide": _wide, "sums": _sums}
 
-#: Ids of sequences, each of one step.
+#: Ids of sequences. Each sequence has one step.
 _SEQUENCES = count(1)
 
-#: Inputs with which Triton's Python backend fails all requests of an execute(), or ends: model, input, and its data.
+#: Inputs on which Triton's Python backend fails all requests of an execute(), or ends: model, input, and data.
 MALFORMED: dict[str, tuple[str, dict[str, Any], bytes]] = {
     "a string longer than its tensor": (
         "lengths",
@@ -102,7 +102,7 @@ MALFORMED: dict[str, tuple[str, dict[str, Any], bytes]] = {
     ),
 }
 
-#: Prefixes of a request's JSON.
+#: Texts with which a request's JSON begins.
 HOSTILE = (
     b'{"id": "\xff", ',
     b'{"id": "a\xc3(", "parameters": {"rsrv_priority": 1}, ',
@@ -119,7 +119,7 @@ def gateway(triton: RunningTriton, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 class Honest:
-    """Clients that check each answer until the block ends."""
+    """Clients that send requests until the block ends, and check each answer."""
 
     def __init__(self, server: RunningTriton, model: str) -> None:
         self._server = server
@@ -166,7 +166,7 @@ class Honest:
 
 
 def send(port: int, model: str, start: bytes) -> tuple[int, str]:
-    """Send one hostile request over HTTP; return the status and the text of its answer."""
+    """Send a hostile request over HTTP. Return the status and the text of the answer."""
     inputs, _ = QUESTIONS[model](3)
     tensors: list[dict[str, Any]] = []
     for name, x in inputs.items():
@@ -182,7 +182,7 @@ def send(port: int, model: str, start: bytes) -> tuple[int, str]:
 def test_a_request_that_is_no_text_fails_alone(
     triton: RunningTriton, gateway: RunningGateway, model: str, seconds: int
 ) -> None:
-    """A request that is not text is refused as the client's fault without internals, and honest ones are answered."""
+    """Requests that are not UTF-8 are refused as the client's fault, and the text shows no internals. Honest requests are answered."""
     processes = [read_status(triton.pid)["pid"], *sorted(triton.stub_pids())]
     lines = len(triton.log_text().splitlines())
     outcomes: Counter[int] = Counter()
@@ -193,7 +193,7 @@ def test_a_request_that_is_no_text_fails_alone(
             status, text = send(port, model, start)
             outcomes[status] += 1
             texts.add(text)
-            # Twenty of both also on a busy machine.
+            # On a busy machine, continue until there are more than twenty requests of both kinds.
             if time.monotonic() > began + seconds and min(honest.right, outcomes.total()) > 20:
                 break
 
@@ -206,12 +206,12 @@ def test_a_request_that_is_no_text_fails_alone(
         assert "UTF-8" in text
         Refused("400", text).assert_is("INVALID_ARG", "http")
     assert [read_status(triton.pid)["pid"], *sorted(triton.stub_pids())] == processes
-    # The log has at most a line a second.
+    # The log has at most one line per second.
     assert len(triton.log_text().splitlines()) - lines <= time.monotonic() - began + 5
 
 
 def send_tensor(port: int, model: str, tensor: dict[str, Any], raw: bytes) -> tuple[int, str]:
-    """Send a request with one tensor in binary over HTTP; return the status and the text of its answer."""
+    """Send a request with one binary tensor over HTTP. Return the status and the text of the answer."""
     described = {**tensor, "parameters": {"binary_data_size": len(raw)}}
     step = {"sequence_id": next(_SEQUENCES), "sequence_start": True, "sequence_end": True}
     document = {"inputs": [described], "parameters": step if model == "sums" else {}}
@@ -224,7 +224,7 @@ def send_tensor(port: int, model: str, tensor: dict[str, Any], raw: bytes) -> tu
 def test_a_malformed_tensor_fails_alone(
     triton: RunningTriton, gateway: RunningGateway, kind: str, seconds: int
 ) -> None:
-    """A tensor that the backend cannot read is refused, and all requests of the other clients are answered."""
+    """A tensor that the backend cannot read is refused. All requests of other clients are answered."""
     model, tensor, raw = MALFORMED[kind]
     stubs = sorted(triton.stub_pids())
     outcomes: Counter[tuple[int, str]] = Counter()

@@ -1,4 +1,4 @@
-"""Models that are served from directories of Hugging Face, over both protocols and by OpenAI's endpoints."""
+"""Models from Hugging Face directories, served over both protocols and by OpenAI's endpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ SOUNDS = np.array([[wav(whole(16) * 8)], [wav(whole(16) * 14)]], object)
 
 
 def test_directories_are_served(start_triton: StartTriton, tmp_path: Path) -> None:
-    """Clients send text and files, and get the exported answers; bad files and long texts are their own mistake."""
+    """Clients send texts and files, and get the answers of the exported bundles.
+
+    Bad files and long texts are refused as the client's fault.
+    """
     folder, bundles = tmp_path / "models", tmp_path / "bundles"
     quick = HubOptions(batch_sizes=(2,))
     texts = HubOptions(batch_sizes=(2,), lengths=(48,))
@@ -89,7 +92,7 @@ def test_directories_are_served(start_triton: StartTriton, tmp_path: Path) -> No
 
 
 def ask_openai(server: RunningTriton, expected: dict[str, Any]) -> None:
-    """Compare the answers of OpenAI's endpoints with those of the bundles."""
+    """Compare the answers of OpenAI's endpoints with the bundles' answers."""
     first, second = (text.decode() for text in TEXTS[:, 0])
     with running_openai(server.grpc_port, models=["embeds", "ranks", "writes"]) as api:
         answer = api.openai().embeddings.create(model="embeds", input=[first, second])
@@ -104,7 +107,7 @@ def ask_openai(server: RunningTriton, expected: dict[str, Any]) -> None:
 
 
 def assert_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Compare the answers of a server with those of the bundle: numbers nearly, texts exactly but for their numbers."""
+    """Compare a server's answers with the bundle's. Numbers may differ slightly. Texts must be equal, except for scores in them."""
     assert got.keys() == expected.keys()
     for name, array in expected.items():
         if array.dtype != object:
@@ -117,7 +120,7 @@ def assert_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def task(server: RunningTriton, model: str) -> dict[str, Any]:
-    """Return the task of a model, as clients read it."""
+    """Return a model's task, which clients read from its configuration."""
     with urlopen(f"http://127.0.0.1:{server.http_port}/v2/models/{model}/config", timeout=60) as answer:
         config = json.load(answer)
     found: dict[str, Any] = json.loads(config["parameters"]["task"]["string_value"])

@@ -1,4 +1,4 @@
-"""Requests with more rows than the largest compiled size: standard clients get one answer with all rows."""
+"""Requests with more rows than the largest compiled size. Standard clients get one answer with all rows."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.e2e.test_answers import assert_close, exact_answer, exact_rows, mlp_r
 from tests.status import read_status
 from tests.waiting import wait_until
 
-#: Rows of a large request. The models have sizes up to 16 and 32.
+#: Number of rows of a large request. The largest compiled sizes of the models are 16 and 32.
 ROWS = 500
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_large_request_is_answered_as_its_rows_one_by_one(triton: RunningTriton, protocol: str) -> None:
-    """The rows of the answer are in the order of the request's rows."""
+    """The answer to a large request has the rows of the request in their order."""
     inputs = mlp_rows(np.random.default_rng(1), ROWS)
     assert max(mlp.BATCH_SIZES) < ROWS
     with caller(triton, protocol) as call:
@@ -53,7 +53,7 @@ def test_large_and_small_requests_of_many_clients_get_their_own_rows(triton: Run
 
 
 def executing_runtime(server: RunningTriton, other_than: int = 0) -> int:
-    """Return the process id of the runtime if it executes a request of `elastic`, and 0 otherwise."""
+    """Return the pid of the runtime if it executes a request of `elastic`, and 0 if not."""
     with suppress(OSError, Closed, KeyError):
         status: dict[str, Any] = read_status(server.pid)
         if status["models"]["elastic"]["executing"] and status["pid"] != other_than:
@@ -62,9 +62,9 @@ def executing_runtime(server: RunningTriton, other_than: int = 0) -> int:
 
 
 def test_kills_between_parts_cost_no_answer(start_triton: StartTriton, tmp_path: Path) -> None:
-    """While runtimes are killed one after another, each large request gets one right answer."""
+    """Runtimes are killed while large requests execute. Each request gets one right answer."""
     repository = make_repository(tmp_path, bundles.ensure() / "elastic", bundles.ensure() / "exact")
-    # Deaths of runtimes are urgent findings.
+    # The death of a runtime is an urgent finding, so any finding is expected.
     server, stop = start_triton(repository, spare=True, expected=None), threading.Event()
 
     def send(call: Caller, seed: int) -> int:

@@ -1,4 +1,4 @@
-"""The models of a real server follow the bundles without a gap."""
+"""The models of a real server follow changes of the bundles, and clients see no gap."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from tests.status import read_status
 from tests.unit.bundle.forge import seal
 from tests.waiting import wait_until
 
-#: Triton's default, under which a failed model makes the server unready.
+#: Flag with Triton's default: a failed model makes the server unready.
 STRICT = "--strict-readiness=true"
 SETTINGS = "lifecycle: {poll_s: 0.1}\n"
 
 
 @pytest.fixture(scope="module")
 def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return versions of one model: `one` and `two` differ in the weights, `other` in the code as well."""
+    """Return versions of one model. `two` has other weights than `one`. `other` also has other code."""
     folder = tmp_path_factory.mktemp("versions")
     return {
         "one": write_version(folder / "one", 1),
@@ -55,7 +55,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def folder(versions: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return bundles below two roots, and their repository."""
+    """Write bundles into two root folders, make their repository, and return the folder of all."""
     folder = tmp_path_factory.mktemp("life")
     for name in ("steady", "prod", "idle"):
         place(versions["one"], folder / "bundles" / name)
@@ -66,7 +66,7 @@ def folder(versions: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def living(folder: Path) -> Iterator[Callable[[], RunningTriton]]:
-    """Return the server of all tests, or another one after Triton's own lock fault ended it."""
+    """Yield a function that returns the server of all tests. If Triton's own fault with locks ended it, the function starts another one."""
 
     def start(number: int) -> AbstractContextManager[RunningTriton]:
         log = folder / f"server{number}.log"
@@ -101,18 +101,18 @@ def bundles(folder: Path) -> Path:
 
 
 def served(call: Caller, name: str) -> tuple[int, int] | None:
-    """Return the version that answers, or None."""
+    """Return the version that answers, or None if none answers."""
     found = outcome(lambda: version(call, name))
     return None if isinstance(found, Refused) else found
 
 
 def assert_becomes(call: Caller, name: str, wanted: tuple[int, int] | None) -> None:
-    """Wait until that version answers; each answer on the way must be of one version."""
+    """Wait until this version answers. Each answer before that must also be of one version only."""
     wait_until(lambda: served(call, name) == wanted, what=f"{name} to be {wanted}")
 
 
 def place_one_that_fails(path: Path, begun: Path, gate: Path) -> None:
-    """Place a new version of a bundle that touches `begun` when it is loaded, and fails when there is a `gate`."""
+    """Place a new version of a bundle. Its load creates `begun`, waits until there is a `gate`, and then fails."""
     new = path.with_name(f".{path.name}.new")
     shutil.copytree(path, new)
     (new / "model.py").write_text(
@@ -128,7 +128,7 @@ def place_one_that_fails(path: Path, begun: Path, gate: Path) -> None:
 def test_a_new_bundle_is_served_and_a_removed_one_is_not(
     call: Caller, bundles: Path, folder: Path, versions: dict[str, Path]
 ) -> None:
-    """A new bundle is served and a removed one is not, without a command, and the others stay."""
+    """A new bundle is served without a command. After its removal, it is not served. Other models still are."""
     place(versions["two"], bundles / "fresh")
     assert_becomes(call, "fresh", (2, 0))
     shutil.rmtree(bundles / "fresh")
@@ -141,7 +141,7 @@ def test_a_new_bundle_is_served_and_a_removed_one_is_not(
 def test_a_removed_bundle_that_never_served_leaves_no_trace(
     bundles: Path, folder: Path, versions: dict[str, Path], server: RunningTriton, life: Living, fault: str
 ) -> None:
-    """After the next scan, its failure leaves the status, and Triton is ready again, even if it counts failed models."""
+    """A bundle fails to load, or is broken. After its removal, its failure is not in the status, and Triton is ready again."""
     place(versions["one"], folder / "faulty")
     if fault == "is broken":
         (folder / "faulty" / "manifest.yaml").write_text("nothing: good\n")
@@ -160,14 +160,14 @@ def test_a_removed_bundle_that_never_served_leaves_no_trace(
     assert not (folder / "gen" / "faulty").exists()
 
     def later() -> int:
-        """Wait for a later round, and return how often the log names the bundle then."""
+        """Wait for a later scan of the bundles. Return how often the log has named the bundle by then."""
         place(versions["one"], bundles / "next")
         wait_until(lambda: server.grpc.is_model_ready("next"), what="a later round")
         shutil.rmtree(bundles / "next")
         wait_until(lambda: "next" not in read_status(server.pid)["models"], what="its end")
         return server.log_text().count("faulty")
 
-    # Lines about the end of the failed load may come a moment after it has gone from the index.
+    # Some log lines about the failed load may come a moment after its removal from the index.
     logged = later()
     assert later() == logged
 
@@ -175,20 +175,23 @@ def test_a_removed_bundle_that_never_served_leaves_no_trace(
 def test_changed_weights_are_served_without_compiling(
     call: Caller, bundles: Path, versions: dict[str, Path], server: RunningTriton, life: Living
 ) -> None:
-    """Changed weights are swapped, also if written in place, and a mere touch changes nothing."""
+    """Changed weights are served without compilation, even if a file is overwritten in place.
+
+    A change of a file's time alone causes no load.
+    """
     place(versions["one"], bundles / "weighty")
     assert_becomes(call, "weighty", (1, 0))
     before = read_status(server.pid)
     place(versions["two"], bundles / "weighty")
     assert_becomes(call, "weighty", (2, 0))
-    # As by `cp`.
+    # Overwrite the files in place, as `cp` does.
     for file in (bundles / "weighty").iterdir():
         file.write_bytes((versions["one"] / file.name).read_bytes())
     assert_becomes(call, "weighty", (1, 0))
     after = read_status(server.pid)
     assert (after["compiled"], after["from_cache"]) == (before["compiled"], before["from_cache"])
 
-    # Triton writes this line after the new version answers.
+    # The log gets this line after the new version answers.
     wait_until(lambda: has_one_version(server, "weighty"), what="the end of the earlier versions")
     loads = server.log_text().count("successfully loaded 'weighty'")
     os.utime(bundles / "weighty" / "manifest.yaml")
@@ -202,7 +205,7 @@ def test_changed_weights_are_served_without_compiling(
 def test_a_bundle_is_rolled_back_as_the_page_says(
     call: Caller, bundles: Path, versions: dict[str, Path], server: RunningTriton, life: Living
 ) -> None:
-    """The page's commands bring the earlier version back under load, without an error and without compiling."""
+    """The commands of the documentation's page restore the earlier version under load, without an error and without compiling."""
     texts = [one.text.replace("pictures", "weighty") for one in commands() if one.program in ("cp", "mv")]
     assert [text.split()[0] for text in texts] == ["cp", "mv", "mv"]
     over = threading.Event()
@@ -241,7 +244,10 @@ def test_a_bundle_is_rolled_back_as_the_page_says(
 def test_what_does_not_load_leaves_the_old_version_serving(
     call: Caller, bundles: Path, folder: Path, versions: dict[str, Path], life: Living
 ) -> None:
-    """A broken manifest, a broken module and a new broken model report why, and a good version replaces each."""
+    """A broken manifest, a broken module and a new broken model are reported with the reason, and the old version is served.
+
+    A good version replaces each of them.
+    """
     place(versions["one"], bundles / "fragile")
     assert_becomes(call, "fragile", (1, 0))
 
@@ -258,7 +264,7 @@ def test_what_does_not_load_leaves_the_old_version_serving(
     seal(bundles / "fragile")
     wait_until(lambda: "model.b1.mlir" in life.failures.get("fragile", ""))
     assert served(call, "fragile") == (1, 0)
-    # The server would load what it serves now.
+    # A server that starts now would load the version that is served.
     assert (folder / "gen/fragile/1/bundle/model.b1.mlir").read_bytes() == old
 
     shutil.copytree(bundles / "fragile", bundles / ".stillborn")
@@ -279,7 +285,7 @@ def test_what_does_not_load_leaves_the_old_version_serving(
 def test_a_control_process_that_is_killed_while_a_model_loads_leaves_the_way_back(
     call: Caller, bundles: Path, folder: Path, versions: dict[str, Path], life: Living, tmp_path: Path
 ) -> None:
-    """After the control process is killed during a load that fails, the next one restores the old version."""
+    """The control process is killed during a load that fails. The next control process restores the old version."""
     place(versions["one"], bundles / "orphan")
     assert_becomes(call, "orphan", (1, 0))
     begun, gate = tmp_path / "begun", tmp_path / "gate"
@@ -297,7 +303,7 @@ def test_a_control_process_that_is_killed_while_a_model_loads_leaves_the_way_bac
         return False
 
     wait_until(told, what="the next control process to say why")
-    # Its first round may be trying it once more.
+    # In its first round, the control process may try the version once more.
     wait_until(lambda: not (folder / "gen/orphan/1/bundle/model.py").exists())
     assert served(call, "orphan") == (1, 0)
     shutil.rmtree(bundles / "orphan")
@@ -309,7 +315,7 @@ def test_a_control_process_that_is_killed_while_a_model_loads_leaves_the_way_bac
 def test_a_server_that_is_killed_while_a_bad_version_loads_starts_again(
     versions: dict[str, Path], tmp_path: Path
 ) -> None:
-    """After all processes are killed during the load of a bad version, the next server restores the old one."""
+    """All processes are killed during the load of a bad version. The next server serves the old version."""
     bundles, begun, gate = tmp_path / "bundles", tmp_path / "begun", tmp_path / "gate"
     for name in ("crashed", "steady"):
         place(versions["one"], bundles / name)
@@ -341,7 +347,7 @@ def test_a_server_that_is_killed_while_a_bad_version_loads_starts_again(
 def test_a_chain_of_renames_compiles_nothing(
     call: Caller, bundles: Path, versions: dict[str, Path], server: RunningTriton
 ) -> None:
-    """With prod -> old and staging -> prod, the names move without a compilation."""
+    """Bundles are renamed from prod to old, and from staging to prod. The models follow without compilation."""
     place(versions["other"], bundles / "staging")
     assert_becomes(call, "staging", (3, 3))
     before = read_status(server.pid)
@@ -356,7 +362,7 @@ def test_a_chain_of_renames_compiles_nothing(
 
 @pytest.mark.long
 def test_a_missing_mount_unloads_nothing(call: Caller, folder: Path, versions: dict[str, Path]) -> None:
-    """A missing root, or an empty one in its place, unloads nothing; its changes count when it is back."""
+    """If a root folder is missing or replaced by an empty one, no model is unloaded. When it is back, its changes are applied."""
     mount = folder / "mount"
     mount.rename(folder / "elsewhere")
     place(versions["two"], folder / "bundles" / "meanwhile")
@@ -374,7 +380,7 @@ def test_a_missing_mount_unloads_nothing(call: Caller, folder: Path, versions: d
 
 
 def test_a_meta_model_follows_its_callees(call: Caller, bundles: Path, folder: Path) -> None:
-    """A changed callee changes its meta model, and clients lose it only by its manifest."""
+    """When a callee changes, its meta model uses the new version. If the new manifest makes the callee internal, clients cannot call it."""
     place(write_scale(folder / "first" / "double", 2), bundles / "double")
     wait_until(lambda: not isinstance(outcome(lambda: call("double", rows(1))), Refused))
     body = 'def run(inputs, call):\n    return call("double", inputs)\n'
@@ -396,7 +402,7 @@ def test_a_meta_model_follows_its_callees(call: Caller, bundles: Path, folder: P
 
 
 def test_a_model_is_reloaded_on_request(call: Caller, server: RunningTriton, life: Living) -> None:
-    """A reload is done without a change, and an unknown name is refused."""
+    """A reload on request loads an unchanged model again. An unknown name is refused."""
     loads = server.log_text().count("successfully loaded 'steady'")
     life.reload("steady")
     assert served(call, "steady") == (1, 0)
@@ -414,7 +420,7 @@ def test_reloads_leave_one_process_whatever_model_py_left_in_it(
     versions: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    """A busy executor would keep the process of each earlier version, as Python joins its threads."""
+    """model.py leaves a busy executor, whose threads Python joins at its end. After reloads, each earlier process still ends."""
     left = shutil.copytree(versions["one"], tmp_path / "left")
     (left / "model.py").write_text(
         "import concurrent.futures, threading\n"
@@ -431,7 +437,7 @@ def test_reloads_leave_one_process_whatever_model_py_left_in_it(
 
 
 def test_what_was_unloaded_by_hand_stays_so(server: RunningTriton, life: Living) -> None:
-    """A model unloaded by hand stays unloaded, and health does not miss it."""
+    """A model that a client unloaded stays unloaded, and the server is healthy without it."""
     wait_until(lambda: life.serves, what="the server to be healthy")
     server.grpc.unload_model("idle")
 
@@ -447,13 +453,13 @@ def test_what_was_unloaded_by_hand_stays_so(server: RunningTriton, life: Living)
 
 # --- under load -----------------------------------------------------------------------------------------------------
 
-#: Requests a second, of as many clients.
+#: Requests per second of all clients, and number of clients.
 RATE, CLIENTS = 500, 16
 RELOADS = 50
 
 
 def has_one_version(server: RunningTriton, model: str) -> bool:
-    """Return whether Triton has unloaded all versions of a model but the last; before, they may answer earlier requests."""
+    """Return True if Triton has unloaded all earlier versions of a model. Until then, they may answer earlier requests."""
     log = server.log_text()
     return log.count(f"successfully loaded '{model}'") == log.count(f"successfully unloaded '{model}'") + 1
 
@@ -463,16 +469,16 @@ def has_one_version(server: RunningTriton, model: str) -> bool:
 def test_fifty_reloads_under_load_fail_no_request(
     call: Caller, bundles: Path, versions: dict[str, Path], server: RunningTriton, life: Living
 ) -> None:
-    """500 requests/s arrive while the bundle changes 50 times, its weights alone or its code, too.
+    """500 requests/s arrive while the bundle changes 50 times: only its weights, or also its code.
 
-    Each answer is of one version, and of one that was served between the request and the answer.
+    Each answer is from one version, which was served between the request and the answer.
     """
     place(versions["one"], bundles / "busy")
     assert_becomes(call, "busy", (1, 0))
     kinds = [(1, 0), (2, 0), (3, 3)]
     names = ["one", "two", "other"]
     stop = threading.Event()
-    #: Possible versions of an answer: before the current change, and after it.
+    #: Versions that may answer: the version before the current change, and the version after it.
     current: list[frozenset[tuple[int, int]]] = [frozenset({kinds[0]})]
 
     def work(call: Caller, number: int) -> tuple[int, float]:

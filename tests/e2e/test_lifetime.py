@@ -1,4 +1,4 @@
-"""Birth, death and return of servers, runtimes, stubs and models, without leftovers."""
+"""Starts, ends and returns of servers, runtimes, stubs and models. Nothing is left of ended ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ONES = np.ones((1, 64), np.float32)
 
 @pytest.fixture
 def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return the directory of this test's runtimes, so that leftovers show."""
+    """Return a directory that only this test's runtimes use, so that leftovers in it are found."""
     folder = Path(tempfile.mkdtemp(prefix="rsrv-test-"))
     monkeypatch.setenv("RSRV_RUNTIME_DIR", str(folder))
     yield folder
@@ -61,7 +61,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def some_bundles(example_bundles: Path) -> Mapping[str, Path]:
-    """The bundles by name."""
+    """Return the bundles by name."""
     return {path.name: path for folder in (example_bundles, bundles.ensure()) for path in folder.iterdir()}
 
 
@@ -69,7 +69,7 @@ def some_bundles(example_bundles: Path) -> Mapping[str, Path]:
 def start(
     start_triton: StartTriton, some_bundles: Mapping[str, Path], home: Path, tmp_path: Path
 ) -> Callable[..., RunningTriton]:
-    """Return a function that starts a server of the test's own on the named bundles."""
+    """Return a function that starts a server for this test with the named bundles."""
 
     def make(*names: str, **options: Any) -> RunningTriton:
         repository = make_repository(tmp_path, *(some_bundles[name] for name in names))
@@ -83,7 +83,7 @@ def runtime_pid(server: RunningTriton) -> int:
 
 
 def new_runtime(server: RunningTriton, old: int) -> int | None:
-    """Return the pid of the runtime that came after `old`, once it answers."""
+    """Return the pid of the runtime after `old` if it answers, or None."""
     try:
         pid = runtime_pid(server)
     except (OSError, Closed):
@@ -96,7 +96,7 @@ def descriptors(pid: int) -> int:
 
 
 def connections(pid: int) -> int:
-    """Return a stub's connections to the living runtime, each of which has its black box open."""
+    """Return how many connections to the living runtime a stub has. The stub has the black box open once for each of them."""
     found = 0
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -122,7 +122,7 @@ def shared_memory() -> set[str]:
 def test_nothing_is_left_of_a_server_that_ended(
     start: Callable[..., RunningTriton], home: Path, way: str
 ) -> None:
-    """No process, socket, lock, directory or shared memory of it remains."""
+    """After the end of a server, no process, socket, lock, directory or shared memory of it remains."""
     shm = shared_memory()
     server = start("exact", "elastic", "digits", spare=True)
     stubs = server.stub_pids()
@@ -157,7 +157,7 @@ def test_nothing_is_left_of_a_server_that_ended(
 
 
 def below(folder: Path) -> list[Path]:
-    """Return all paths there, or the remaining paths if some vanish."""
+    """Return all paths in the folder. If some vanish during the call, return at least one path."""
     try:
         return list(folder.rglob("*"))
     except FileNotFoundError:
@@ -165,7 +165,7 @@ def below(folder: Path) -> list[Path]:
 
 
 def used_by(name: str, pids: list[int]) -> bool:
-    """Return whether one of these processes has mapped this file of /dev/shm."""
+    """Return True if one of these processes has mapped this file of /dev/shm."""
     for pid in pids:
         try:
             if f"/dev/shm/{name}" in Path(f"/proc/{pid}/maps").read_text():
@@ -187,7 +187,7 @@ def until_refused(server: RunningTriton, number: int) -> None:
 def test_a_server_killed_while_its_models_compile_leaves_nothing(
     start: Callable[..., RunningTriton], home: Path
 ) -> None:
-    """A runtime that is starting or compiling ends with its server."""
+    """If a server is killed while its runtime starts or compiles, the runtime ends and removes its directory."""
     server = start("large", "digits", wait_ready=False)
     (found,) = wait_until(
         lambda: [
@@ -199,7 +199,7 @@ def test_a_server_killed_while_its_models_compile_leaves_nothing(
     wait_until(lambda: not any(home.iterdir()), what="end of the directory")
 
 
-#: Waits in its import until it is killed.
+#: A model.py whose import waits until it is killed.
 _IMPORTING = """
 import os, threading
 open({begun!r}, "w").close()
@@ -220,7 +220,10 @@ def preprocess(inputs): return inputs
 def test_a_server_killed_at_a_stage_of_its_start_leaves_no_shared_memory(
     some_bundles: Mapping[str, Path], start_triton: StartTriton, home: Path, tmp_path: Path, stage: str
 ) -> None:
-    """Triton's stubs leave theirs while their models load. It would take memory of a pod until the pod's end."""
+    """A server is killed while its models load. Its stubs leave their shared memory, and rsrv removes it.
+
+    Without this, the memory of a pod would stay in use until the pod's end.
+    """
     begun = tmp_path / "begun"
     for name in ("exact", "digits"):
         bundle = shutil.copytree(some_bundles[name], tmp_path / "bundles" / name)
@@ -256,8 +259,8 @@ def test_a_server_killed_at_a_stage_of_its_start_leaves_no_shared_memory(
 @python_front("its files and threads are those of stubs")
 @pytest.mark.long
 def test_a_runtime_killed_again_and_again_leaks_nothing(start: Callable[..., RunningTriton]) -> None:
-    """After each death of the runtime the stubs have as many open files and threads as before."""
-    # Every answer from a sender thread: a stub starts those one by one, as it needs them.
+    """After each death of the runtime, the stubs have as many open files and threads as before."""
+    # With this setting, sender threads send all answers. A stub starts these threads when it needs them.
     server = start("exact", "elastic", env={"RSRV_STUB__IN_PLACE_MS": "0"}, spare=True)
     stubs = {name: server.stub_pids(name)[0] for name in ("exact", "elastic")}
 
@@ -268,11 +271,11 @@ def test_a_runtime_killed_again_and_again_leaks_nothing(start: Callable[..., Run
         assert_same(call("elastic", inputs), {"y": bundles.stepped(u, 100 + bundles.LEAST_STEPS)})
 
     def connected() -> bool:
-        # For answers inside and after execute(), and for reports, of which there is one a second.
+        # A stub has connections for answers inside execute(), for answers after it, and for reports, which it sends every second.
         return all(connections(pid) == 3 for pid in stubs.values())
 
     def resources() -> tuple[int, ...]:
-        # The stub that starts the runtime has more files open than the other one.
+        # The stub that starts the runtime has more open files than the other stub.
         files = sum(descriptors(pid) for pid in stubs.values())
         return files, *(int(psutil.Process(pid).num_threads()) for pid in stubs.values())
 
@@ -293,7 +296,7 @@ def test_a_runtime_killed_again_and_again_leaks_nothing(start: Callable[..., Run
 
 
 def test_a_frozen_runtime_does_not_hang_the_server(triton: RunningTriton) -> None:
-    """While the runtime is stopped, requests wait; when it goes on, each is answered right."""
+    """While the runtime is stopped, requests wait and the server is ready. When the runtime continues, all requests are answered right."""
     runtime = runtime_pid(triton)
 
     def work(call: Caller, number: int) -> None:
@@ -351,7 +354,7 @@ def _replace(file: Path, content: bytes) -> None:
     file.write_bytes(content)
 
 
-#: what is done to a model, and what is then in the index
+#: Functions that damage a model, each with a text that the index then contains.
 DAMAGES: Mapping[Callable[[Path], None], str] = {
     broken_module: "model.b1.mlir",
     swapped_module: "model.b1.mlir",
@@ -366,7 +369,7 @@ DAMAGES: Mapping[Callable[[Path], None], str] = {
 def broken(
     some_bundles: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningTriton]:
-    """A server of `exact`, and of a copy of `hooked` for each damage, by its name."""
+    """A server with `exact`, and with a copy of `hooked` for each damage. A copy has the name of its damage."""
     folder = tmp_path_factory.mktemp("broken")
     shutil.copytree(some_bundles["exact"], folder / "bundles" / "exact")
     for damage in DAMAGES:
@@ -383,7 +386,7 @@ def broken(
 def test_a_broken_model_says_why_and_the_others_serve(
     broken: RunningTriton, damage: Callable[[Path], None]
 ) -> None:
-    """A model that broke after the repository was made fails to load, with its reason in the index."""
+    """A model was damaged after the repository was made. Its load fails, the index has the reason, and `exact` answers."""
     model = damage.__name__
     state, said = broken.server.model_states()[model]
     assert state == "UNAVAILABLE"
@@ -395,7 +398,7 @@ def test_a_broken_model_says_why_and_the_others_serve(
 
 
 def test_a_runtime_that_cannot_start_says_why(start: Callable[..., RunningTriton]) -> None:
-    """A Python without the runtime's packages, or a missing device, is the load's error."""
+    """The runtime's Python does not exist. The load fails, and the reason names the path and the variable."""
     server = start("exact", exit_on_error=False, env={"RSRV_RUNTIME_PYTHON": "/nonexistent/python"})
     state, said = server.server.model_states()["exact"]
     assert state == "UNAVAILABLE"
@@ -413,7 +416,7 @@ def test_a_runtime_that_cannot_start_says_why(start: Callable[..., RunningTriton
 def test_a_device_that_is_not_there_is_named(
     start: Callable[..., RunningTriton], setting: str, value: str, reason: str
 ) -> None:
-    """Without a GPU, settings that need one fail every load with a reason."""
+    """Settings need a device that this machine does not have. The load fails with the reason."""
     server = start("exact", exit_on_error=False, env={f"RSRV_RUNTIME__{setting}": value})
     state, said = server.server.model_states()["exact"]
     assert state == "UNAVAILABLE"
@@ -422,7 +425,7 @@ def test_a_device_that_is_not_there_is_named(
 
 @pytest.mark.long
 def test_models_are_unloaded_and_loaded_again_and_again(start: Callable[..., RunningTriton]) -> None:
-    """The runtime frees an unloaded model each time, also under load, and answers right when it is back."""
+    """A model is unloaded and loaded several times under load. The runtime frees it each time, and its answers are right."""
     server = start("exact", "elastic", extra_args=EXPLICIT)
     runtime = runtime_pid(server)
     stop = threading.Event()
@@ -459,7 +462,7 @@ def test_models_are_unloaded_and_loaded_again_and_again(start: Callable[..., Run
 
 
 def test_all_models_share_one_runtime_and_one_jax(triton: RunningTriton) -> None:
-    """One process of this server has jax in its memory, for any number of models."""
+    """However many models a server has, only one of its processes has jax in its memory."""
     models = triton.server.model_states()
     stubs = triton.stub_pids()
     assert NATIVE or len(stubs) == len(models) > 10
@@ -478,7 +481,7 @@ def has_jax(pid: int) -> bool:
 
 @pytest.mark.long
 def test_a_second_start_compiles_nothing(start: Callable[..., RunningTriton], tmp_path: Path) -> None:
-    """The persistent cache serves a further server on the same bundles."""
+    """A second server on the same bundles finds all executables in the cache, and compiles nothing."""
     cache = {"RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
     first = start("exact", "hooked", env=cache)
     status = read_status(first.pid)
@@ -499,11 +502,11 @@ def test_a_second_start_compiles_nothing(start: Callable[..., RunningTriton], tm
 def test_a_polling_server_loads_each_model_once(
     start: Callable[..., RunningTriton], some_bundles: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    """Neither model.py nor the hooks leave files that a poll would take for a change."""
+    """rsrv writes no files next to a model that Triton's polls would take for a change of it."""
     server = start("hooked", extra_args=["--model-control-mode=poll", "--repository-poll-secs=1"])
     with caller(server) as call:
         assert_same(call("hooked", {"x": X}), {"y": 2 * X})
-        # Two models that come one after the other are loaded by two later polls.
+        # Two polls load these two models, one after the other.
         for name in ("exact", "axes"):
             make_repository(tmp_path, some_bundles[name])
             wait_until(lambda name=name: server.server.model_states().get(name, ("",))[0] == "READY")  # type: ignore[misc]

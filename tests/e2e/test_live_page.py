@@ -1,4 +1,4 @@
-"""The live page in a real browser: of a server under load, and of a thousand models."""
+"""The live page in a real browser: the page of a server under load, and pages of a fake server with up to a thousand models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.e2e.live_load import MODELS, PINNED, live_server, load
 from tests.waiting import PATIENCE_S
 
 ROWS = "document.querySelectorAll('#models tr').length"
-#: The painted share of a timeline's pixels, in its first two lanes.
+#: Shares of pixels that are painted in the first two lanes of a timeline.
 PAINTED = """(() => {
   const canvas = document.querySelector('.device canvas');
   const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext('2d', { willReadFrequently: true });
@@ -35,7 +35,7 @@ PAINTED = """(() => {
   return [share(0, 13), share(15, 28)];
 })()"""
 
-#: The text about the span under a pointer somewhere in the first lane; empty: there was none, or an eviction.
+#: Point at a random place in the first lane. Return the text about the execution there, or an empty text if there is none.
 POINTED = """(() => {
   const canvas = document.querySelector('.device canvas'), box = canvas.getBoundingClientRect();
   const clientX = box.left + 130 + Math.random() * (box.width - 130);
@@ -44,9 +44,9 @@ POINTED = """(() => {
   return told.includes(' executed in ') ? told : '';
 })()"""
 
-#: CPU time at most of the first display of a thousand models, and of an update, in times of TABLES.
+#: Upper bounds of CPU time, in multiples of TABLES: of the first display of a thousand models, and of an update.
 FIRST, EACH = 2.0, 0.6
-#: Work of a page like ours, which takes a fast machine less time than a slow one: two tables of a thousand rows.
+#: Work that is similar to the page's work, for a comparison that does not depend on the machine's speed: two tables of a thousand rows.
 TABLES = """(() => {
   const table = document.body.appendChild(document.createElement('table'));
   for (let round = 0; round < 2; round++) {
@@ -60,7 +60,7 @@ TABLES = """(() => {
   table.remove();
 })()"""
 
-#: The luminance of the page's ground, from 0 (black) to 1, and the texts with less contrast than WCAG asks for (4.5).
+#: The luminance of the page's background, from 0 (black) to 1, and the texts with less contrast than WCAG requires (4.5).
 SEEN = """(() => {
   const channels = (text) => text.match(/[\\d.]+/g).map(Number);
   const luminance = (rgb) => {
@@ -96,7 +96,7 @@ def shell(command: str) -> str:
 
 
 async def stop_time(page: Page) -> None:
-    """Stop the clock of the next document, so that its figures get no older, however slow the machine is."""
+    """Stop the clock of the next document, so that the page's figures do not become old on a slow machine."""
     await page.call("Page.addScriptToEvaluateOnNewDocument", source="performance.now = () => 1000;")
 
 
@@ -108,7 +108,7 @@ async def show(page: Page, url: str, *, still: bool = True) -> None:
 
 
 def test_a_server_under_load_is_shown(browser: str, tmp_path: Path) -> None:
-    """The page shows ten models on a device for six: bars, rows, moving figures, the timeline, events and a history."""
+    """The page shows ten models on a device with room for six: bars, rows, changing figures, the timeline, events and a history."""
 
     async def visit(url: str) -> None:
         async with browsing(browser) as page:
@@ -138,7 +138,7 @@ def test_a_server_under_load_is_shown(browser: str, tmp_path: Path) -> None:
             await page.until(
                 "[...document.querySelectorAll('#log li')].some((line) => /: warm/.test(line.textContent))"
             )
-            # The charts outlive a reload of the page.
+            # The charts continue after a reload of the page.
             paths = "[...document.querySelectorAll('#charts path')].map((path) => path.getAttribute('d')?.match(/[ML]/g)?.length ?? 0)"
             await page.until(f"{paths}[0] > 0 && {paths}[3] > 0 && {paths}[4] > 0")
             await page.call("Page.reload")
@@ -156,9 +156,10 @@ def test_a_server_under_load_is_shown(browser: str, tmp_path: Path) -> None:
         asyncio.run(visit(url))
 
 
-#: the longest line of a generating model's panel
+#: Longest line in the panel of a model that generates text.
 ANSWERS = "1.23 k; on average 23.4 tokens in, 123 tokens out, 12.3 ms to the first, 1.23 ms to each next"
-#: what the table tells of tokens: whether it hides their column, and the cells of a model without and one with any
+#: What the table shows about tokens: whether their column is hidden, the cell of a model without tokens, and the cell of a model with
+#: tokens.
 TOKENS = """(() => {
   const titles = [...document.querySelectorAll('#columns th')];
   const at = titles.findIndex((one) => one.textContent === 'tokens/s');
@@ -168,7 +169,7 @@ TOKENS = """(() => {
 
 
 class FakeEvents:
-    """Sends the events in `told`, and records commands."""
+    """Sends the events in `told`, and records commands from the page."""
 
     def __init__(self) -> None:
         self.told: asyncio.Queue[tuple[str, str, Any]] = asyncio.Queue()
@@ -232,7 +233,7 @@ FINDINGS = [
 
 
 def state(second: int, models: int, *devices: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a server with so many models, all of them busy; of one device, if none is given."""
+    """Return the state of a server with `models` models that are all busy. Without `devices`, it has one device."""
     return {
         "t": 1000.0 + second,
         "up": True,
@@ -265,7 +266,7 @@ def state(second: int, models: int, *devices: dict[str, Any]) -> dict[str, Any]:
 
 
 def spans(second: int, models: int, devices: int = 1) -> dict[str, Any]:
-    """Return a thousand spans in that second, of all devices in turns."""
+    """Return a thousand spans in this second, on all devices in turns."""
     return {
         "spans": [
             (
@@ -299,16 +300,16 @@ async def fake(token: bytes | None = None) -> AsyncIterator[tuple[FakeEvents, st
 
 
 def test_a_thousand_models_cost_little(browser: str, record_property: Callable[[str, object], None]) -> None:
-    """The first display, and each second's update with a thousand spans, take little CPU time of the main thread.
+    """The first display of a thousand models takes little CPU time of the main thread. So does each update with a thousand spans.
 
-    The measure is the time of a piece of work in the same browser, so the bounds hold for machines of any speed.
+    The unit is the time of a piece of work in the same browser, so the bounds hold for machines of any speed.
     """
 
     async def visit() -> tuple[float, float, float]:
         async with browsing(browser) as page, fake() as (source, url):
             source.tell("state", state(0, 1000))
             await show(page, url)
-            await page.until(f"{ROWS} === 100")  # a page of the table
+            await page.until(f"{ROWS} === 100")  # A page of the table has 100 rows.
             first = before = await page.busy()
             updates = 10
             for second in range(1, updates + 1):
@@ -334,7 +335,7 @@ def test_a_thousand_models_cost_little(browser: str, record_property: Callable[[
 
 
 def test_each_device_of_a_server_has_a_lane(browser: str) -> None:
-    """Several devices have a bar and a timeline each; models name the devices of their weights; a dead runtime shows."""
+    """Each device has a bar and a timeline. Models name the devices of their weights. A runtime that does not answer is shown."""
 
     async def visit() -> None:
         async with browsing(browser) as page, fake() as (source, url):
@@ -404,7 +405,7 @@ def test_each_device_of_a_server_has_a_lane(browser: str) -> None:
 def test_a_page_without_figures_says_so_and_tries_again(
     browser: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A page never calls old figures well, connects again after an HTTP error, and forgets the servers of before."""
+    """A page without new figures shows a critical finding. It connects again after an HTTP error, and then forgets earlier servers."""
 
     async def visit() -> None:
         headline = "document.querySelector('#headline').textContent"
@@ -439,7 +440,10 @@ def test_a_page_without_figures_says_so_and_tries_again(
 
 
 def test_the_page_is_used_with_keys_and_heard(browser: str) -> None:
-    """Cold models keep the focus while the page changes; a screen reader hears of other findings, not of numbers."""
+    """Keys are enough to use the page, and a model keeps the focus while the page changes.
+
+    A screen reader announces other findings, but not changed numbers.
+    """
 
     async def visit() -> None:
         async with browsing(browser) as page, fake() as (source, url):
@@ -472,7 +476,10 @@ def test_the_page_is_used_with_keys_and_heard(browser: str) -> None:
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (390, "dark"), (1280, "dark")])
 def test_a_phone_and_a_dark_screen_show_the_whole_page(browser: str, width: int, scheme: str) -> None:
-    """The page is no wider than the screen, also with a model's panel, and texts stand out from their ground."""
+    """The page is not wider than a phone's screen, even with the panel of a model.
+
+    Texts have enough contrast on a light and a dark background.
+    """
 
     async def visit() -> None:
         async with browsing(browser, width, 844, scheme) as page, fake() as (source, url):
@@ -507,7 +514,7 @@ def test_a_phone_and_a_dark_screen_show_the_whole_page(browser: str, width: int,
 
 
 def test_the_page_sends_commands_with_the_token(browser: str) -> None:
-    """Rows are found and sorted; text from servers is never markup; the token is asked for once."""
+    """Rows are found and sorted, and text from servers is never markup. The page asks for the token only once."""
 
     async def visit() -> list[tuple[str, str, str]]:
         async with browsing(browser) as page, fake(b"s3cret") as (source, url):

@@ -1,4 +1,4 @@
-"""Load: perf_analyzer, and clients that mix everything; no request is lost and no resource grows."""
+"""Load by perf_analyzer, and by clients that mix all kinds of requests. No request is lost, and no resource grows."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ def wait_until_idle(server: RunningTriton) -> None:
 
 
 def succeeded_and_failed(server: RunningTriton, model: str) -> tuple[int, int]:
-    """Return the requests that succeeded and failed by Triton's own count."""
+    """Return how many requests of a model succeeded and failed. Triton counts them."""
     answer = server.grpc.get_inference_statistics(model, as_json=True)
     statistics = answer["model_stats"][0].get("inference_stats", {})
     return tuple(int(statistics.get(key, {}).get("count", 0)) for key in ("success", "fail"))  # type: ignore[return-value]
 
 
 def perf_analyzer(server: RunningTriton, model: str, clients: int, *options: str) -> str:
-    """Run Triton's own load generator for three short windows, and return its report. Fails the test on any error."""
+    """Run Triton's own load generator for three short windows, and return its report. Any error fails the test."""
     command = [str(server.server.installation.perf_analyzer), "-m", model, "-u", server.server.grpc_url]
-    # The windows may differ as they like.
+    # The results of the windows may differ by any amount.
     command += ["-i", "grpc", "--concurrency-range", str(clients), "-p", "400", "-r", "3", "-s", "9999"]
     done = subprocess.run([*command, *options], text=True, capture_output=True, timeout=600, check=False)
     said = done.stdout + done.stderr
@@ -76,7 +76,7 @@ def perf_analyzer(server: RunningTriton, model: str, clients: int, *options: str
 
 
 def reported(said: str, what: str) -> int:
-    """Return a whole number of perf_analyzer's report."""
+    """Return a whole number from perf_analyzer's report."""
     found = re.search(rf"{what}: (\d+)", said)
     assert found, said
     return int(found[1])
@@ -84,7 +84,7 @@ def reported(said: str, what: str) -> int:
 
 @pytest.mark.parametrize("clients", [1, 32])
 def test_perf_analyzer_runs_without_an_error(triton: RunningTriton, clients: int) -> None:
-    """Triton's own load generator ends well, and Triton and the runtime count every request as answered."""
+    """Triton's own load generator reports no error. Triton and the runtime count every request as answered."""
     wait_until_idle(triton)
     counted, outcomes = succeeded_and_failed(triton, "mlp"), Counter(models_status(triton)["mlp"]["outcomes"])
     said = perf_analyzer(triton, "mlp", clients, "--input-data", "random")
@@ -96,7 +96,7 @@ def test_perf_analyzer_runs_without_an_error(triton: RunningTriton, clients: int
     def more() -> list[int]:
         return list(np.subtract(succeeded_and_failed(triton, "mlp"), counted))
 
-    # Triton counts a request after its answer, and a model's error answer as a success; the runtime does not.
+    # Triton counts a request after its answer. Unlike the runtime, it counts a model's error answer as a success.
     wait_until(lambda: more() == [answered["answered"], 0], what="Triton's own count")
 
 
@@ -104,7 +104,7 @@ def test_perf_analyzer_runs_without_an_error(triton: RunningTriton, clients: int
 
 
 def test_an_execution_far_longer_than_predicted_holds_up_no_other_model(triton: RunningTriton) -> None:
-    """While a model runs far longer than predicted, other models answer, and deadlines are kept."""
+    """While a model runs far longer than predicted, the server answers requests that need no execution, and deadlines pass in time."""
     wait_until_idle(triton)
     u = random_u32(np.random.default_rng(0), 1)
     x = np.ones((1, 64), np.float32)
@@ -116,16 +116,16 @@ def test_an_execution_far_longer_than_predicted_holds_up_no_other_model(triton: 
     with caller(triton) as call, caller(triton) as other, ThreadPoolExecutor(1) as pool:
         for _ in range(30):
             assert_same(sudden(call, 0), {"y": u})
-        # The first time is unexpected, and may delay the others without harming them.
+        # The first long execution is not expected. It may delay other requests.
         started, steps = time.monotonic(), 10_000
         surprise = pool.submit(sudden, other, steps)
         assert_same(call("exact", {"x": x}), exact)
         assert_same(surprise.result(), {"y": bundles.stepped(u, steps)})
-        # Some seconds, on this machine.
+        # On this machine, such an execution takes some seconds.
         steps = int(3 * steps / (time.monotonic() - started))
 
         def meanwhile(steps: int) -> bool:
-            """Send requests beside a long execution; return whether it lasted until all of them had ended."""
+            """Send requests during a long execution. Return True if the execution lasted until the requests with deadlines had ended."""
             for _ in range(30):
                 assert_same(sudden(call, 0), {"y": u})
             before = models_status(triton)
@@ -143,7 +143,7 @@ def test_an_execution_far_longer_than_predicted_holds_up_no_other_model(triton: 
                 outcome(lambda: call("exact", {"x": x}, timeout=50_000)),
             ]
             during = models_status(triton)
-            # Without a deadline, it waits its turn.
+            # This request has no deadline, so it waits for the end of the long execution.
             assert_same(call("exact", {"x": x}), exact)
             assert_same(long.result(), {"y": bundles.stepped(u, steps)})
             if not during["sudden"]["executing"]:
@@ -156,7 +156,7 @@ def test_an_execution_far_longer_than_predicted_holds_up_no_other_model(triton: 
             assert during["exact"]["dispatches"] == before["exact"]["dispatches"]
             return True
 
-        # The machine may have been slower when the steps were counted.
+        # If the machine was slower when the steps were counted, the execution is too short, so longer ones follow.
         assert any(meanwhile(longer * steps) for longer in (1, 4, 16, 64))
         assert_same(sudden(call, 0), {"y": u})
 
@@ -175,15 +175,15 @@ CLIENTS = 16
 def start_stressed(
     start_triton: StartTriton, example_bundles: Path, tmp_path: Path
 ) -> Callable[[], RunningTriton]:
-    """Return a server with slow and quick models, one of which has a short queue."""
+    """Return a function that starts a server with slow and quick models. One of them has a short queue."""
     folders = {path.name: path for folder in (example_bundles, bundles.ensure()) for path in folder.iterdir()}
     repository = make_repository(tmp_path, *(folders[name] for name in STRESSED), settings=SETTINGS)
-    # What fails, and how often, depends on the clients' luck.
+    # Clients meet errors by chance, so any finding is expected.
     return lambda: start_triton(repository, expected=None)
 
 
 class Pending:
-    """A gRPC request in flight, and all its ends, of which there should be one."""
+    """A gRPC request in flight, and all its ends. There should be one end."""
 
     def __init__(self, client: Any, model: str, inputs: Mapping[str, Array]) -> None:
         self._ended = threading.Event()
@@ -195,7 +195,7 @@ class Pending:
         self._ended.set()
 
     def cancel_after(self, seconds: float) -> None:
-        """Cancel it unless it ends before."""
+        """Cancel the request after this time, unless it ends earlier."""
         if not self._ended.wait(seconds):
             self._context.cancel()
 
@@ -204,7 +204,7 @@ class Pending:
 
 
 class Client:
-    """One client of the mix: it sends random requests in turn and checks the end of each."""
+    """A client that sends random requests one after the other, and checks the end of each."""
 
     def __init__(self, server: RunningTriton, call: Caller, number: int, seed: int) -> None:
         self._call = call
@@ -227,7 +227,7 @@ class Client:
         kind()
 
     def expect(self, end: Arrays | Refused, want: Mapping[str, Array], *refusals: str) -> None:
-        """Check for the right answer, or one of these refusals; each is a code and the beginning of the message."""
+        """Check that the end is the right answer, or one of these refusals. A refusal is a code and the beginning of the message."""
         if not isinstance(end, Refused):
             assert_same(end, want)
             self.counts["answered"] += 1
@@ -242,7 +242,7 @@ class Client:
     def rows(self, most: int) -> int:
         return int(self._rng.integers(1, most + 1))
 
-    # Only answers are expected of the first three: the runtime's count of them must equal ours.
+    # The first three kinds of requests must all be answered, because the runtime's count of answers must equal the client's count.
 
     def plain_mlp(self) -> None:
         inputs = {"x": self._rng.standard_normal((self.rows(32), 256), np.float32)}
@@ -305,7 +305,7 @@ class Client:
         self.counts["INVALID_ARGUMENT"] += 1
 
     def late(self) -> None:
-        """Send a request with a deadline that some meet."""
+        """Send a request whose deadline may pass."""
         name = self._random.choice(("exact", "sudden"))
         inputs, want = self.exact_rows() if name == "exact" else self.stepping_rows(0, 0)
         timeout = int(self._random.expovariate(1 / 20_000)) + 1
@@ -313,15 +313,15 @@ class Client:
         self.expect(end, want, "UNAVAILABLE [rsrv:DEADLINE]")
 
     def impatient(self) -> None:
-        """Send a request with gRPC's own deadline, which ends the call at the client."""
+        """Send a request with gRPC's own deadline, which ends the call in the client."""
         inputs, want = self.exact_rows()
         seconds = self._random.expovariate(1 / 0.02) + 1e-3
         end = outcome(lambda: self._call("exact", inputs, client_timeout=seconds))
-        # The server may notice the end of the call first, and cancel it.
+        # The server may notice the end of the call before the client, and cancel the request.
         self.expect(end, want, "DEADLINE_EXCEEDED", "CANCELLED")
 
     def cancelled(self) -> None:
-        """Send several at once, and cancel them in turn after a moment, in any order."""
+        """Send several requests at the same time, and cancel them in random order, each after a moment."""
         requests = []
         for _ in range(self.rows(4)):
             inputs, want = self.exact_rows() if self._random.random() < 0.5 else self.stepping_rows(40, 0)
@@ -344,7 +344,7 @@ class Client:
 def stress(
     server: RunningTriton, rounds: int, seed: int, one: Callable[[Client], None] = Client.one
 ) -> Counter[str]:
-    """Each client does `one` thing so many times. Returns how the requests ended: each of them once, and as it may."""
+    """Run the clients, each of which calls `one` `rounds` times. Return how many requests ended in each way."""
 
     def work(call: Caller, number: int) -> Client:
         client = Client(server, call, number, seed)
@@ -362,7 +362,7 @@ def stress(
 
 
 def resources(server: RunningTriton) -> dict[int, tuple[int, int]]:
-    """Return open files and resident bytes of each stub and of the runtime."""
+    """Return the open files and the resident bytes of each stub and of the runtime."""
     pids = [*server.stub_pids(), int(read_status(server.pid)["pid"])]
     return {
         pid: (len(os.listdir(f"/proc/{pid}/fd")), int(psutil.Process(pid).memory_info().rss)) for pid in pids
@@ -370,7 +370,7 @@ def resources(server: RunningTriton) -> dict[int, tuple[int, int]]:
 
 
 def grown(server: RunningTriton, before: Mapping[int, tuple[int, int]]) -> Iterator[str]:
-    """Return the resources that have grown too much since `before`."""
+    """Yield a text for each resource that has grown too much since `before`."""
     for pid, (files, nbytes) in resources(server).items():
         if files > before[pid][0] + 16:
             yield f"process {pid} has {files} files open, before {before[pid][0]}"
@@ -388,7 +388,7 @@ def grown(server: RunningTriton, before: Mapping[int, tuple[int, int]]) -> Itera
 def test_a_mix_of_everything_that_clients_do_loses_nothing(
     start_stressed: Callable[[], RunningTriton], warm_up: int, rounds: int
 ) -> None:
-    """Slow and quick models, deadlines, cancellations, errors: each request ends once and right, nothing leaks."""
+    """Clients use slow and quick models, deadlines, cancellations and errors. Each request ends once and right, and nothing leaks."""
     despite(crashed_by_a_cancellation, start_stressed, lambda server: lose_nothing(server, warm_up, rounds))
 
 
@@ -402,10 +402,10 @@ def lose_nothing(stressed: RunningTriton, warm_up: int, rounds: int) -> None:
     wait_until_idle(stressed)
     assert set(before) == set(resources(stressed)) == processes, "a process came or went"
     assert stressed.server.process.poll() is None
-    # Memory of the last requests is freed a moment after they end.
+    # Some memory of the last requests is freed a moment after their ends.
     wait_until(lambda: not list(grown(stressed, before)), what=f"less than {list(grown(stressed, before))}")
     expected = {"answered", "mlp", "two_sizes", "every_dtype", "INTERNAL", "INVALID_ARGUMENT"}
-    # Whether any request meets these depends on the speed of clients and server.
+    # The speed of clients and server decides whether any request ends in these ways.
     possible = {"CANCELLED", "UNAVAILABLE [rsrv:DEADLINE]", "UNAVAILABLE [rsrv:QUEUE_FULL]"}
     assert expected <= set(ends) <= expected | possible, ends
     status = models_status(stressed)
@@ -423,7 +423,7 @@ def lose_nothing(stressed: RunningTriton, warm_up: int, rounds: int) -> None:
 def test_clients_whose_own_deadline_passes_leave_nothing_behind(
     start_stressed: Callable[[], RunningTriton],
 ) -> None:
-    """Calls that gRPC ends at the client harm no other, and the runtime forgets them."""
+    """gRPC ends calls at the client's own deadline. Other requests are answered, and the runtime drops the ended ones."""
     despite(crashed_by_a_cancellation, start_stressed, leave_nothing_behind)
 
 
@@ -436,5 +436,5 @@ def leave_nothing_behind(stressed: RunningTriton) -> None:
         x = np.ones((1, 64), np.float32)
         assert_same(call("exact", {"x": x}), {"y": x @ bundles.exact_kernel()})
     assert set(resources(stressed)) == processes
-    # Triton 24.10 counts some of these calls as unanswered forever, for any model, and would wait for them.
+    # Triton 24.10 counts some of these calls as unanswered forever, with any model. At an orderly end, it would wait for them.
     stressed.server.kill()

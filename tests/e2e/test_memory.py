@@ -1,4 +1,4 @@
-"""More models than fit, and models that come and go: each answer is right, and all memory is returned."""
+"""More models than fit into memory, and models that are loaded and unloaded. All answers are right, and all memory is returned."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.long
 
 MODELS = 20
 
-#: A model that does nothing: the server's own loss with each load.
+#: A model that does nothing. Its loads show how much memory Triton itself loses with each load.
 _PLAIN_CONFIG = """
 name: "{name}"
 backend: "python"
@@ -41,7 +41,7 @@ class TritonPythonModel:
 
 
 def serve(start: StartTriton, folder: Path, count: int, settings: str = "", **options: Any) -> RunningTriton:
-    """Serve `count` products."""
+    """Start a server with `count` products."""
     make_products(folder / "bundles", count)
     return start(make_repository(folder, settings=settings), **options)
 
@@ -57,7 +57,7 @@ def models(server: RunningTriton) -> dict[str, Any]:
 
 
 def test_many_clients_of_six_models_with_room_for_two(start_triton: StartTriton, tmp_path: Path) -> None:
-    """Six models in room for two evict each other; all answers are exact, and no more are resident."""
+    """Six models take turns on a device with room for two. All answers are exact, and at most two models are resident."""
     server = serve(start_triton, tmp_path, 6, f"runtime: {{weight_budget_bytes: {2 * WEIGHT_BYTES + 1000}}}")
 
     def work(call: Caller, number: int) -> int:
@@ -102,7 +102,7 @@ def ask_product(server: RunningTriton, number: int) -> None:
 
 
 def come_and_go(server: RunningTriton, kind: str, rounds: int) -> None:
-    """Load, ask and unload each model of a kind in turn."""
+    """Load, ask and unload the models of a kind one after the other, `rounds` times in all."""
     use = {"plain": ask_plain, "product": ask_product}[kind]
     for round_ in range(rounds):
         number = round_ % MODELS
@@ -112,13 +112,13 @@ def come_and_go(server: RunningTriton, kind: str, rounds: int) -> None:
 
 
 def regions(server: RunningTriton) -> set[str]:
-    """Return the names of the server's shared memory, one for each stub."""
+    """Return the names of the server's shared memory. Each stub has one region."""
     lines = Path(f"/proc/{server.pid}/maps").read_text().splitlines()
     return {line.split()[-1] for line in lines if "/dev/shm/" in line}
 
 
 def at_rest(server: RunningTriton) -> tuple[Held, Held]:
-    """Return what the server and the runtime hold when all models are gone."""
+    """Wait until no model is left. Return what the server and the runtime hold then."""
     wait_until(lambda: not models(server) and not server.stub_pids(), what="all models to be gone")
     runtime = int(read_status(server.pid)["pid"])
     return settled(lambda: held(server.pid)), settled(lambda: held(runtime))
@@ -126,7 +126,7 @@ def at_rest(server: RunningTriton) -> tuple[Held, Held]:
 
 @pytest.mark.timeout(1800)
 def test_models_that_come_and_go_leave_nothing(start_triton: StartTriton, tmp_path: Path) -> None:
-    """After 500 loads of 20 models the runtime is as before, and the server loses no more than with plain models."""
+    """After 500 loads of 20 models, the runtime holds as much as before. Triton loses no more memory than with plain models."""
     server = serve(start_triton, tmp_path, MODELS, extra_args=["--model-control-mode=explicit"])
     add_plain_models(tmp_path / "gen", MODELS)
     for kind in ("plain", "product"):
@@ -141,9 +141,9 @@ def test_models_that_come_and_go_leave_nothing(start_triton: StartTriton, tmp_pa
     print(f"runtime: {runtime}; after 500 loads {runtime_then}")
     assert_returned(runtime, runtime_then)
     assert regions(server) == set()
-    # Its pools of threads grow now and then, with any models.
+    # The server's pools of threads sometimes grow, with any models.
     assert end.descriptors < start.descriptors + 5
     assert end.threads < start.threads + 5
-    # Triton loses some kilobytes with each load of any model.
+    # Triton loses some kilobytes in each load of any model.
     plain = (control.resident - start.resident) / 100
     assert (end.resident - control.resident) / 500 <= max(2 * plain, 8192)

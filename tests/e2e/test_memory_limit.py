@@ -1,4 +1,4 @@
-"""A catalogue of more memory than the server may take: it stays within its limit, and nothing is killed."""
+"""A server whose models need more memory than it may take. It stays within the limit, and the kernel kills no process."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.long
 
-#: Bytes of the server, of which its processes need 200 MB.
+#: Bytes that the server may take. Its processes need 200 MB of them without models.
 LIMIT = 400 << 20
 MODELS = 80
-#: Each model has two matrices of this order, 0.6 GB together, and as a constant of its module half of a third one: its
-#: executable takes as much, or twice as much if it comes from the cache.
+#: Number of rows of each model's matrices. The weights of all models take 0.6 GB: two such matrices per model. Each module also has half
+#: of such a matrix as a constant. The executable takes as much memory as the constant, or twice as much if it comes from the cache.
 _ORDER = 1024
 CLIENTS, REQUESTS = 4, 50
 
 
 @dataclass(frozen=True)
 class ControlGroup:
-    """Control group with a limit of memory, of either version of the kernel's interface."""
+    """A control group with a memory limit, of version 1 or 2 of the kernel's interface."""
 
     path: Path
 
@@ -48,12 +48,12 @@ class ControlGroup:
 
     @property
     def kills(self) -> int:
-        """How often the kernel has killed a process because memory was used up."""
+        """How many processes the kernel has killed because the memory was used up."""
         return self._numbers("memory.events", "memory.oom_control")["oom_kill"]
 
     @property
     def taken(self) -> int:
-        """Bytes that the kernel cannot take back: all but the cache of files."""
+        """Bytes of the group that the kernel cannot reclaim, which are all bytes except cached files."""
         found = self._numbers("memory.stat")
         return (
             found["total_rss"] + found["total_shmem"]
@@ -69,7 +69,7 @@ class ControlGroup:
 
 @pytest.fixture
 def group() -> Iterator[ControlGroup]:
-    """Make a control group with the limit, and remove it when its processes have ended."""
+    """Make a control group with the limit. Remove it when its processes have ended."""
     mounts = {"": Path("/sys/fs/cgroup"), "memory": Path("/sys/fs/cgroup/memory")}
     reason: object = "there are no control groups"
     for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -77,7 +77,7 @@ def group() -> Iterator[ControlGroup]:
         mount = mounts.get(controllers)
         if mount is None:
             continue
-        # Version 2 gives limits only to groups beside those with processes.
+        # With version 2, only groups without processes of their own may limit their subgroups. So try the parents, too.
         place = mount / own.strip("/")
         for parent in (place, *place.parents):
             if not parent.is_relative_to(mount):
@@ -100,7 +100,7 @@ def group() -> Iterator[ControlGroup]:
 
 
 def _remove(path: Path) -> None:
-    # The runtime and the control process end when they see the server's end.
+    # The runtime and the control process end a moment after the server.
     wait_until(lambda: not (path / "cgroup.procs").read_text(), what="the end of the group's processes")
     path.rmdir()
 
@@ -126,7 +126,7 @@ def answer(number: int, x: Array) -> Array:
 
 
 def make_bundles(folder: Path) -> None:
-    """Make bundles with modules and weights of their own; only the first is exported, which takes a second."""
+    """Make bundles with different modules and weights. Only the first one is exported, which takes a second."""
     first, own = folder / "m0", jnp.asarray(constant(0))
     export_bundle(
         lambda weights, x: {"y": (x @ weights["a"] + x @ weights["b"]) @ own},
@@ -152,7 +152,10 @@ def make_bundles(folder: Path) -> None:
 def test_a_memory_limit_shows_as_starts_and_loads_not_as_a_kill(
     group: ControlGroup, start_triton: StartTriton, tmp_path: Path
 ) -> None:
-    """Weights and executables of more than twice the limit, all asked for: all answers are right, and the runtime lives."""
+    """Weights and executables need more than twice the limit, and clients ask every model.
+
+    All answers are right, and the runtime survives.
+    """
     make_bundles(tmp_path / "bundles")
     repository = make_repository(tmp_path, settings="runtime: {start: lazy}\nstub: {front: native}")
 
@@ -161,7 +164,7 @@ def test_a_memory_limit_shows_as_starts_and_loads_not_as_a_kill(
             join = f'echo $$ > {group.path}/cgroup.procs && exec "$@"'
             return ["/bin/sh", "-c", join, "sh", *super().command()]
 
-    # Not the cache of all tests: the executables are large.
+    # The large executables would fill the cache that other tests share.
     cache = {"RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
     server = start_triton(repository, make=LimitedServer, spare=True, env=cache)
     runtime = read_status(server.pid)["pid"]
@@ -170,7 +173,7 @@ def test_a_memory_limit_shows_as_starts_and_loads_not_as_a_kill(
 
     def work(call: Caller, client: int) -> int:
         rng, most = np.random.default_rng(client), 0
-        # Each model once, before the ones that are popular.
+        # First, the clients together ask every model once. After that, they ask popular models more often.
         first = range(client, MODELS, CLIENTS)
         for number in (*first, *rng.choice(MODELS, REQUESTS, p=share)):
             x = question(client)

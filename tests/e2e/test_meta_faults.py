@@ -1,4 +1,4 @@
-"""Meta models on the real server under faults: processes that die, models that leave, loads that fail."""
+"""Faults around meta models on a real server: processes that die, models that are unloaded, and loads that fail."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.status import read_status
 from tests.unit.bundle.forge import seal
 from tests.waiting import PATIENCE_S, wait_until
 
-#: Triton's own threads for an instance's answers and calls.
+#: Flags with two threads of Triton for an instance's answers and calls.
 TWO_THREADS = ("--backend-config=python,thread-pool-size=2",)
 ONE_THREAD = ("--backend-config=python,thread-pool-size=1",)
 
-#: 6 x; a request with a negative x reports the end of its first stage, and waits there.
+#: A meta model that returns 6 x. If x is negative, it creates a file after its first stage, and waits there.
 CHAIN = """
 import os
 import time
@@ -50,7 +50,7 @@ def run(inputs, call):
 
 
 def write_repository(folder: Path, transport: str = "direct", options: Sequence[str] = ()) -> Path:
-    """Make a repository of `chain` and `outside`, and their callees."""
+    """Make a repository of the meta models `chain` and `outside`, and their callees."""
     bundles = folder / "bundles"
     write_scale(bundles / "double", 2, internal=True)
     write_scale(bundles / "triple", 3)
@@ -62,7 +62,7 @@ def write_repository(folder: Path, transport: str = "direct", options: Sequence[
 
 
 class Stopped:
-    """Requests of `chain` that wait between their stages, in clients of their own."""
+    """Requests to `chain` that wait between its two stages. Each has its own client."""
 
     def __init__(self, server: RunningTriton, folder: Path) -> None:
         self._server = server
@@ -71,7 +71,7 @@ class Stopped:
         self._count = 0
 
     def send(self, count: int = 1, **options: Any) -> list[Future[Any]]:
-        """Send further requests, which need not get inside."""
+        """Send more requests. They may wait before their runs begin."""
 
         def one(x: float) -> Any:
             with caller(self._server) as call:
@@ -81,7 +81,7 @@ class Stopped:
         return [self._pool.submit(one, float(-n)) for n in range(first, first + count)]
 
     def inside(self, count: int) -> None:
-        """Wait until so many are between their stages."""
+        """Wait until `count` runs are between their stages."""
         wait_until(lambda: len(list(self._folder.glob("inside*"))) == count, what=f"{count} runs inside")
 
     def go(self) -> None:
@@ -95,7 +95,7 @@ class Stopped:
 
 
 class House:
-    """A server, and the meeting point of its runs and the tests."""
+    """A server, and the folder through which runs and tests communicate."""
 
     def __init__(self, running: RunningTriton, folder: Path) -> None:
         self.server = running
@@ -119,13 +119,13 @@ class House:
         assert (call("triple", rows(3, 5.0))["y"] == 15).all()
 
 
-#: Calls through Triton have their tests of answers in every run, and those of faults in the long one.
+#: With bls, these tests run only in the long suite. Its answers are tested in every suite.
 TRANSPORTS = {"direct": "direct", "bls": pytest.param("bls", marks=pytest.mark.long)}
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS.values())
 def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    """Yield each transport on a server with the smallest pool of threads for calls through Triton."""
+    """Yield a server for each transport. It has the smallest pool of threads that allows calls through Triton."""
     folder = tmp_path_factory.mktemp(request.param)
     repository = write_repository(folder, request.param)
     meeting = folder / "meeting"
@@ -151,7 +151,7 @@ def six_times(future: Future[Any], number: int) -> None:
 
 
 def test_forty_requests_at_once_are_all_answered(house: House) -> None:
-    """Forty requests at once are answered with two threads for each instance's calls and answers, twice."""
+    """Forty clients ask at the same time, and all requests are answered with two threads for an instance's calls and answers."""
 
     def work(call: Caller, number: int) -> None:
         for n in range(3):
@@ -164,7 +164,7 @@ def test_forty_requests_at_once_are_all_answered(house: House) -> None:
 
 
 def test_a_deadline_passes_before_the_gate(house: House) -> None:
-    """A third run is refused at its deadline, and the two inside are not disturbed."""
+    """Two runs are inside. A third run waits, and is refused at its deadline. The two runs complete."""
     with house.stopped() as stopped:
         inside = stopped.send(2)
         stopped.inside(2)
@@ -182,7 +182,7 @@ def test_a_deadline_passes_before_the_gate(house: House) -> None:
 
 
 def test_the_runtime_is_killed_in_the_middle_of_runs(house: House) -> None:
-    """Runs between stages go on in the next runtime after a kill; waiting and later ones are served there, too."""
+    """The runtime is killed while runs are between their stages. These runs and the waiting ones continue in the next runtime."""
     old = int(read_status(house.server.pid)["pid"])
     with house.stopped() as stopped:
         requests = stopped.send(2)
@@ -209,7 +209,7 @@ def new_runtime(server: RunningTriton, old: int) -> bool:
 
 @one_transport("direct")
 def test_a_public_callee_is_unloaded_beneath_a_meta_model(house: House) -> None:
-    """After a public callee is unloaded, clients cannot reach it, and its meta model still calls it."""
+    """After a public callee is unloaded, clients cannot call it. Its meta model still calls it."""
     with house.stopped() as stopped, caller(house.server) as call:
         (inside,) = stopped.send()
         stopped.inside(1)
@@ -225,7 +225,10 @@ def test_a_public_callee_is_unloaded_beneath_a_meta_model(house: House) -> None:
 
 @one_transport("bls")
 def test_a_public_callee_is_unloaded_while_a_run_calls_it_through_triton(house: House) -> None:
-    """With bls, the next stage after an unload is NOT_FOUND, by name, until a load; other meta models are served."""
+    """With bls, a callee is unloaded during a run. The run and later ones fail with NOT_FOUND and the callee's name until a load.
+
+    Other meta models are served.
+    """
     with house.stopped() as stopped, caller(house.server) as call:
         (inside,) = stopped.send()
         stopped.inside(1)
@@ -243,14 +246,14 @@ def test_a_public_callee_is_unloaded_while_a_run_calls_it_through_triton(house: 
 
 @pytest.mark.long
 def test_the_stub_of_a_callee_is_killed(start_triton: StartTriton, tmp_path: Path) -> None:
-    """With bls, runs fail with a killed callee's name and what to do, until it is back; others are served."""
+    """With bls, a callee's stub is killed. Runs fail with the callee's name until it is loaded again. Other models are served."""
     server = start_triton(write_repository(tmp_path, "bls"), extra_args=EXPLICIT)
     house = House(server, tmp_path)
     with caller(server) as call:
         (stub,) = server.stub_pids("double")
         os.kill(stub, signal.SIGKILL)
         refused = refusal(lambda: call("chain", rows(1)))
-        # Triton 26.01 and later do not tell it from a model that is not loaded.
+        # Triton 26.01 and later report a dead callee as a model that is not loaded.
         assert refused.message.startswith("stage 'double': ")
         assert (
             "process of model 'double' has ended" in refused.message
@@ -262,7 +265,7 @@ def test_the_stub_of_a_callee_is_killed(start_triton: StartTriton, tmp_path: Pat
         server.grpc.load_model("double")
         house.check(call)
     assert house.meta()["running"] == 0
-    # After the death of a stub, Triton waits for its longest time before it ends.
+    # After the death of a stub, an orderly end of Triton takes its whole exit timeout.
     server.server.kill()
 
 
@@ -278,7 +281,7 @@ def break_module(gen: Path) -> None:
 
 @pytest.mark.long
 def test_loads_that_fail_say_why(start_triton: StartTriton, tmp_path: Path) -> None:
-    """The index has the reason of a failed load: a broken callee, a missing run, or another transport."""
+    """Loads fail because of a broken callee, a missing `run`, or another transport. The index has the reasons, and other models serve."""
     gen = write_repository(tmp_path, options=("--link", "copy"))
     more = tmp_path / "more"
     break_module(gen)
@@ -309,7 +312,7 @@ def test_loads_that_fail_say_why(start_triton: StartTriton, tmp_path: Path) -> N
 
 @pytest.mark.long
 def test_one_thread_is_enough_for_direct_calls_only(start_triton: StartTriton, tmp_path: Path) -> None:
-    """With thread-pool-size=1, a model that calls through Triton is refused when it is loaded; the other one serves."""
+    """With thread-pool-size=1, the load of a model that calls through Triton fails. A model with direct calls is served."""
     server = start_triton(write_repository(tmp_path), exit_on_error=False, extra_args=ONE_THREAD)
     state, said = server.server.model_states()["outside"]
     assert state == "UNAVAILABLE"

@@ -1,4 +1,4 @@
-"""Meta models on the real server: standard clients, one name, several models behind it."""
+"""Meta models on a real server: standard clients ask for one name, and several models compute the answer."""
 
 from __future__ import annotations
 
@@ -102,12 +102,12 @@ def write_bundles(folder: Path) -> Path:
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningTriton]:
-    """Yield a server of all of these, on either transport."""
+    """Yield a server with all these models, for each transport."""
     folder = tmp_path_factory.mktemp(request.param)
     write_bundles(folder / "bundles")
     repository = make_repository(folder, settings=f"meta: {{transport: {request.param}}}")
     plain_model(repository, "plain", ADDS_11)
-    # It depends on the machine where the deadlines of hurried requests pass.
+    # The machine's speed decides in which stage a short deadline passes.
     expected = (
         "requests_fail",
         *(f"deadlines_{where}" for where in ("arrival", "execute", "gate", "load", "queue")),
@@ -121,7 +121,7 @@ def chain(x: float) -> float:
 
 
 def test_both_transports_give_the_same(server: RunningTriton) -> None:
-    """Both transports give the same for chained, parallel and awaited calls, hooks, external models and any rows."""
+    """Chained, parallel and awaited calls, hooks, external models and all numbers of rows give right answers over each transport."""
     before = read_status(server.pid)["metas"]["chain"]
     for protocol in PROTOCOLS:
         with caller(server, protocol) as call:
@@ -140,7 +140,7 @@ def test_both_transports_give_the_same(server: RunningTriton) -> None:
     def answered(status: dict[str, Any]) -> int:
         return int(status["outcomes"].get("answered", 0))
 
-    # The runtime counts a run when it has left.
+    # The runtime counts a run only after the run has left, which may be after the client has its answer.
     wait_until(lambda: answered(metas(server)["chain"]) == answered(before) + 8, what="the count of all runs")
     after = metas(server)["chain"]
     assert after["models"] == ["double", "hooked", "triple"]
@@ -165,7 +165,7 @@ def test_both_transports_give_the_same(server: RunningTriton) -> None:
 def test_each_failure_has_its_code_and_one_line(
     server: RunningTriton, case: int, code: str, text: str
 ) -> None:
-    """Each failure has a code and one line with its stage, and no internals."""
+    """Each failure has the right code, and one line of text with the failed stage and no internals."""
     for protocol in PROTOCOLS:
         with caller(server, protocol) as call:
             with pytest.raises(Refused) as refused:
@@ -174,7 +174,7 @@ def test_each_failure_has_its_code_and_one_line(
                 refused.value.assert_is(code, protocol)
             assert text in refused.value.message
             assert "\n" not in refused.value.message
-            # The next one is served.
+            # The next request is answered.
             assert (call("alone", rows(1, 1.0))["y"] == 7).all()
     assert np.isfinite(read_status(server.pid)["metas"]["broken"]["device_seconds"])
 
@@ -183,7 +183,7 @@ def test_each_failure_has_its_code_and_one_line(
 
 
 def ask_something(call: Caller, rng: np.random.Generator) -> str:
-    """Send one random request, checked, and return its outcome. One in eight has a deadline that may pass."""
+    """Send one random request, check the answer, and return the outcome. One request in eight has a deadline that may pass."""
     count, x = int(rng.integers(1, 17)), float(rng.integers(0, 50))
     expected = {
         "chain": chain(x),
@@ -206,7 +206,7 @@ def ask_something(call: Caller, rng: np.random.Generator) -> str:
 
 
 def mix(server: RunningTriton, clients: int, seconds: float, least: int = 1) -> Counter[str]:
-    """Send random requests of many clients for a while, `least` of each, and return their outcomes."""
+    """Let many clients send random requests for some seconds, at least `least` each. Return the numbers of outcomes."""
 
     def work(call: Caller, number: int) -> Counter[str]:
         rng = np.random.default_rng(number)
@@ -232,13 +232,13 @@ def assert_idle(server: RunningTriton) -> None:
 
 
 def total_held(server: RunningTriton) -> Held:
-    """Return the bytes held by the runtime and all stubs."""
+    """Return the resources that the runtime and all stubs hold."""
     pids = [int(read_status(server.pid)["pid"]), *server.stub_pids()]
     return sum((held(pid) for pid in pids[1:]), held(pids[0]))
 
 
 def test_many_clients_at_once_get_their_own_answers(server: RunningTriton) -> None:
-    """64 clients of meta models and of plain ones get right answers, and no memory stays."""
+    """64 clients of meta models and of plain models get right answers. At the end, no tensor stays on the device."""
     ended = mix(server, 64, 1, least=3)
 
     assert ended["answered"] > 100, ended
@@ -248,9 +248,9 @@ def test_many_clients_at_once_get_their_own_answers(server: RunningTriton) -> No
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_minute_of_many_clients_loses_nothing(server: RunningTriton) -> None:
-    """64 clients run until a minute leaves memory as it was, and no more descriptors and threads than ever before.
+    """64 clients ask for several minutes. In one of them, memory, open files and threads must not exceed their earlier maximum.
 
-    Each stub opens a few connections and starts a few threads when it first needs them, which may be late; idle threads end.
+    A stub opens some connections and starts some threads only when it first needs them, which may be late. Idle threads end.
     """
     mix(server, 64, 20)
     descriptors = threads = 0

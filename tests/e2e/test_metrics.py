@@ -1,4 +1,4 @@
-"""Prometheus' view of a real server: rsrv's own page."""
+"""rsrv's page of metrics on a real server, as Prometheus reads it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.status import read_status
 from tests.waiting import PATIENCE_S, wait_until
 
 ROW = np.ones((1, 64), np.float32)
-#: The runtime's Python.
+#: A shell script that starts the runtime's Python when `gate` does not exist.
 _PYTHON = """#!/bin/sh
 while test -e '{gate}'; do sleep 0.02; done
 exec '{python}' "$@"
@@ -43,7 +43,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 class Metrics:
-    """A server's page."""
+    """The metrics page of a server."""
 
     def __init__(self, server: RunningTriton, port: int, bundles: Path, gate: Path) -> None:
         self.server = server
@@ -56,7 +56,7 @@ class Metrics:
         return self.samples().get((name, frozenset(labels.items())))
 
     def samples(self) -> Samples:
-        """Return all samples, parsed by Prometheus' own parser; none is there twice. The only device is left out."""
+        """Return all samples, without the label of the only device. Prometheus' own parser reads them. No sample may exist twice."""
         try:
             with urllib.request.urlopen(self.own, timeout=PATIENCE_S) as page:
                 text = page.read().decode()
@@ -73,7 +73,7 @@ class Metrics:
 
 @pytest.fixture(scope="module")
 def metrics(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metrics]:
-    """Metrics of a server with three models."""
+    """The metrics of a server with three models."""
     folder, (port,) = tmp_path_factory.mktemp("metrics"), free_ports(1)
     (folder / "bundles").mkdir()
     for name in ("exact", "steady", "hooked"):
@@ -91,7 +91,7 @@ def metrics(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metrics]:
 
 
 def test_requests_show_on_the_page(metrics: Metrics) -> None:
-    """Ten requests of one model, and one failed of another with hooks, are on the page."""
+    """Ten answered requests of one model are on the page, and so is each metric of which a sample exists."""
     exact = {"model": "exact"}
     wait_until(lambda: metrics.value("rsrv_queue_depth", **exact) == 0, what="the model")
     with caller(metrics.server) as call:
@@ -112,12 +112,12 @@ def test_requests_show_on_the_page(metrics: Metrics) -> None:
     assert {
         family.name for family in FAMILIES if not family.name.startswith(("rsrv_meta_", "rsrv_findings"))
     } <= served | {
-        # None of this has happened.
+        # None of these events has happened.
         "rsrv_refused_total",
         "rsrv_deadline_missed_total",
         "rsrv_weight_evictions_total",
         "rsrv_hook_seconds",
-        # No model has an alias, or state.
+        # No model has an alias or state.
         "rsrv_alias_responses_total",
         "rsrv_alias_shadows_total",
         "rsrv_sequences",
@@ -125,13 +125,13 @@ def test_requests_show_on_the_page(metrics: Metrics) -> None:
         "rsrv_tokens_total",
         "rsrv_first_token_seconds",
         "rsrv_token_seconds",
-        # Traces are off.
+        # The server sends no traces.
         "rsrv_trace_spans_total",
     }
 
 
 def test_a_runtime_that_dies_shows_and_the_next_one_too(metrics: Metrics) -> None:
-    """The page stays while the runtime is killed, and shows its end and the next runtime."""
+    """The runtime is killed. The page shows its end, and then the next runtime."""
     before = metrics.value("rsrv_runtime_restarts_total")
     assert before is not None
     metrics.gate.touch()
@@ -146,7 +146,7 @@ def test_a_runtime_that_dies_shows_and_the_next_one_too(metrics: Metrics) -> Non
 
 
 def test_a_bundle_that_cannot_be_loaded_shows_until_it_can(metrics: Metrics) -> None:
-    """A bundle whose manifest is not YAML is on the page until it is repaired."""
+    """A manifest is overwritten with a text that is not YAML. The page shows the failed reload until the manifest is repaired."""
     manifest = metrics.bundles / "hooked" / "manifest.yaml"
     text = manifest.read_bytes()
     wait_until(lambda: metrics.value("rsrv_reload_failed", model="hooked") == 0, what="the model")
@@ -159,7 +159,7 @@ def test_a_bundle_that_cannot_be_loaded_shows_until_it_can(metrics: Metrics) -> 
 
 
 def test_a_model_that_leaves_takes_its_series_along(metrics: Metrics) -> None:
-    """Series of an unloaded model leave rsrv's page."""
+    """When a model is removed, its series vanish from the page."""
     wait_until(lambda: any(("model", "steady") in labels for _, labels in metrics.samples()))
 
     shutil.rmtree(metrics.bundles / "steady")
@@ -175,12 +175,12 @@ def test_a_model_that_leaves_takes_its_series_along(metrics: Metrics) -> None:
 
 
 def kind(line: dict[str, Any]) -> tuple[object, ...]:
-    """Return the kind of a log line: its logger, its subject, and the names of its fields."""
+    """Return the kind of a log line: its logger, its event, its request, and the names of its fields."""
     return line["logger"], line.get("event"), line.get("request"), tuple(line)
 
 
 def test_every_line_of_ours_in_the_log_is_an_object(metrics: Metrics) -> None:
-    """With logs.format: json, each line of stubs, runtime and control process is an object; Triton's stay text."""
+    """With logs.format: json, each log line of stubs, runtime and control process is a JSON object. Triton's own lines are still text."""
     with caller(metrics.server) as call:
         row = np.full((1, 4), bundles.deed("preprocess", "raise"), np.float32)
         refusal(lambda: call("hooked", {"x": row}, request_id="mine"))
@@ -194,7 +194,7 @@ def test_every_line_of_ours_in_the_log_is_an_object(metrics: Metrics) -> None:
     wait_until(
         lambda: all(re.search(end, metrics.server.log_text()) for end in ends), what="the last of these lines"
     )
-    # The last line may be half written.
+    # The last line may be incomplete.
     lines = metrics.server.log_text().rpartition("\n")[0].splitlines()
 
     assert [line for line in lines if re.match(r"\d{4}-\d\d-\d\d .* [DIWEC] (rsrv|py)", line)] == []

@@ -1,4 +1,4 @@
-"""The text pipeline through the real server: standard clients, and embeddings as they should be."""
+"""The text pipeline on a real server. Standard clients get the right embeddings."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ SENTENCES = (
 
 @pytest.fixture(scope="module")
 def expected(pipeline_bundles: Path) -> Array:
-    """Return the sentences' embeddings by BERT in 64-bit numpy."""
+    """Return the embeddings of the sentences, computed by BERT in 64-bit NumPy."""
     direct = Direct(pipeline_bundles)
     return np.stack([direct.embedding(sentence) for sentence in SENTENCES])
 
 
 def strings(texts: Sequence[str]) -> Array:
-    """Return texts as clients send them."""
+    """Return texts in the form in which clients send them."""
     return np.array([[text.encode()] for text in texts], object)
 
 
@@ -41,7 +41,7 @@ def strings(texts: Sequence[str]) -> Array:
 def test_cosines_agree_with_a_direct_computation(
     pipelines: RunningTriton, expected: Array, protocol: str
 ) -> None:
-    """Each sentence, alone and with others, gets the embedding of BERT in 64-bit numpy."""
+    """Each sentence, alone and with others, gets the embedding that BERT in 64-bit NumPy computes."""
     with caller(pipelines, protocol) as call:
         parts = [
             call("minilm", {"text": strings(part)})["embedding"] for part in (SENTENCES[:4], SENTENCES[4:])
@@ -58,7 +58,7 @@ def test_cosines_agree_with_a_direct_computation(
 
 
 def test_the_stages_belong_to_the_pipeline(pipelines: RunningTriton) -> None:
-    """Clients do not see the stages; the runtime counts both calls of each request, and keeps no tensor."""
+    """Clients cannot call the stages. The runtime counts both calls of each request, and keeps no tensor on the device."""
     before = read_status(pipelines.pid)["metas"]["minilm"]
     with caller(pipelines) as call:
         call("minilm", {"text": strings(["one"])})

@@ -1,4 +1,4 @@
-"""The real models through the real server: they answer as their sources do, and the family costs one backbone."""
+"""The real models on a real server. They answer as their sources, and the family takes the memory of one backbone."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.e2e.harness import RunningTriton, make_repository, running_triton
 from tests.examples.sources import source
 from tests.status import read_status
 
-#: These check the examples; the exporters have quicker tests.
+#: These tests check the examples. The exporters have quicker tests.
 pytestmark = pytest.mark.long
 
 
 def bytes_of(root: Path, names: Iterable[str]) -> tuple[int, int]:
-    """Return the bytes of these bundles' weights: without sharing, and with each tensor once."""
+    """Return the bytes of all weights of these bundles, and the bytes if each tensor is stored only once."""
     found = [array for name in names for array in load_weights(read_bundle(root / name, digest=False))]
     once = {(a.dtype.str, a.shape, hashlib.sha256(a.tobytes()).digest()): a.nbytes for a in found}
     return sum(array.nbytes for array in found), sum(once.values())
@@ -36,13 +36,13 @@ def bytes_of(root: Path, names: Iterable[str]) -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def real_models() -> Path:
-    """The folder of the real models, some of which are trained first."""
+    """The folder of the real models. Some of them are trained first."""
     return example_bundles.ensure(MODELS)
 
 
 @pytest.fixture(scope="module")
 def server(real_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
-    """Serve the real models, with room for each of their tensors once."""
+    """Serve the real models. The budget has room for each of their tensors once."""
     folder = tmp_path_factory.mktemp("models")
     _, room = bytes_of(real_models, MODELS)
     sources = [real_models / name for name in MODELS]
@@ -52,7 +52,7 @@ def server(real_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def close(got: Array, want: Array, dtype: str = "f32") -> None:
-    """Check that an answer is as close as a bundle must be to its source."""
+    """Check that an answer is as close to the source's answer as a bundle's must be."""
     assert got.shape == want.shape
     np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE[dtype] * np.abs(want).max())
 
@@ -61,7 +61,7 @@ def close(got: Array, want: Array, dtype: str = "f32") -> None:
 def test_files_become_the_classes_that_pytorch_finds(
     server: RunningTriton, real_models: Path, protocol: str
 ) -> None:
-    """PNG and JPEG files of different sizes in one request get the classes of eager PyTorch in this process."""
+    """A request has PNG and JPEG files of different sizes. Their classes are those of eager PyTorch in this process."""
     rng = np.random.default_rng(3)
     files = []
     for kind, size in (("PNG", (150, 120)), ("JPEG", (96, 200)), ("PNG", (110, 110))):
@@ -79,7 +79,7 @@ def test_files_become_the_classes_that_pytorch_finds(
 
 
 def test_images_become_the_logits_that_flax_finds(server: RunningTriton, real_models: Path) -> None:
-    """Three images get Flax's logits, in one request and each alone."""
+    """Three images get Flax's logits, in one request and in separate requests."""
     image = np.random.default_rng(5).standard_normal((3, 64, 64, 3)).astype(np.float32)
     want = source(real_models, "vit_tiny")({"image": image})["logits"]
     with caller(server) as call:
@@ -90,7 +90,7 @@ def test_images_become_the_logits_that_flax_finds(server: RunningTriton, real_mo
 
 
 def test_scenes_become_the_masks_that_equinox_finds(server: RunningTriton, real_models: Path) -> None:
-    """Many scenes in one request get masks as good as in training."""
+    """A request with many scenes gets Equinox's masks. The masks are as good as in training."""
     known = unet.held_out()
     with caller(server) as call:
         logits = call("unet", {"image": known.images})["logits"]
@@ -103,7 +103,7 @@ def test_scenes_become_the_masks_that_equinox_finds(server: RunningTriton, real_
 def test_the_operator_stands_for_the_solver(
     server: RunningTriton, real_models: Path, protocol: str, name: str, dtype: type
 ) -> None:
-    """The operator solves unseen starts in both precisions and on both grids."""
+    """The operator predicts the solver's ends for unseen starts, in both precisions and on both grids."""
     unseen, wanted = fno.held_out()
     for every in (2, 1):
         start: Array = unseen[:5, ::every].astype(dtype)
@@ -114,7 +114,7 @@ def test_the_operator_stands_for_the_solver(
 
 
 def test_eight_fine_tunes_cost_one_backbone(server: RunningTriton, real_models: Path) -> None:
-    """Eight fine-tunes are resident in room for one backbone, and the status counts its bytes once."""
+    """Eight fine-tunes are resident in the memory of one backbone. The status counts the bytes of shared tensors once."""
     with caller(server) as call:
         for name in family.TASKS:
             images, wanted = family.held_out(name)
@@ -128,6 +128,6 @@ def test_eight_fine_tunes_cost_one_backbone(server: RunningTriton, real_models: 
     for tier in found["memory"].values():
         assert tier["logical_bytes"] == logical
         assert tier["physical_bytes"] <= physical
-    # The heads are small: eight of the family take little more than one.
+    # The last layers are small, so eight models of the family take little more memory than one.
     logical, physical = bytes_of(real_models, family.TASKS)
     assert physical < logical / 6

@@ -1,4 +1,4 @@
-"""Models with narrow weights, served."""
+"""Models with narrow weights on a real server."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.e2e.harness import StartTriton, make_repository
 from tests.status import read_status
 from tests.waiting import wait_until
 
-#: The compositions serve narrow weights in every run.
+#: Other tests serve narrow weights in every suite, in the models of compositions.py.
 pytestmark = pytest.mark.long
 
 
 def test_narrow_models_answer_as_their_sources(start_triton: StartTriton, tmp_path: Path) -> None:
-    """Every type of weights, and half-precision computation, is within its bound; narrow fine-tunes share their table."""
+    """With each type of weights, and with half-precision computation, errors are below a bound. Narrow fine-tunes share their table."""
     rng = np.random.default_rng(0)
     table, one, other = (
         rng.standard_normal(shape, np.float32) / 8 for shape in ((512, 64), (64, 96), (64, 96))
@@ -54,7 +54,7 @@ def test_narrow_models_answer_as_their_sources(start_triton: StartTriton, tmp_pa
                 want = np.tanh(table[ids].mean(1) @ head)
                 error = np.abs(call(name, {"ids": ids})["y"] - want).max() / np.abs(want).max()
                 assert 0 < error < bound, name
-    # i8 and the other fine-tune have the table and its scales in common.
+    # The models `i8` and `tuned` share the table and its scales.
 
     def shared() -> int:
         host = read_status(server.pid)["host"]

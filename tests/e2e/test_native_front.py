@@ -1,6 +1,6 @@
-"""The native front beside the Python front, on one server: equal answers, and equal errors to the letter.
+"""The native front and the Python front on one server. Their answers are equal, and so are the texts of their errors.
 
-Other files run over the native front with the variable RSRV_STUB__FRONT=native; the Makefile has those of `make test-long`.
+With the variable RSRV_STUB__FRONT=native, other files test the native front. The Makefile lists them for `make test-long`.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ from tests.runtime_commands import command
 from tests.status import read_status
 from tests.waiting import wait_until
 
-#: Models with both fronts; the one with the native front has this in front of its name.
+#: Models with both fronts.
+#: With the native front, this is in front of a model's name.
 MODELS = ("exact", "every_dtype", "scalars", "only_rows", "axes", "short_queue", "two_sizes", "elastic")
 NATIVE = "native_"
-#: of these, it is cold when the server is ready, and cannot be started
+#: A model of these that is cold when the server is ready, and cannot be started.
 BROKEN = "elastic"
 
 
 @pytest.fixture(scope="module")
 def both(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
-    """A server with each model twice, for the tests of this file."""
+    """A server with each model twice, once with each front."""
     folder = tmp_path_factory.mktemp("fronts")
     (folder / "bundles").mkdir()
     made = bundles.ensure()
-    # The control process would mend what is broken below.
+    # Without this mode, the control process would repair the modules that are broken below.
     settings = ["lifecycle: {mode: static}", "models:"]
     for name in MODELS:
         source = made / name if (made / name).exists() else example_bundles / name
@@ -62,7 +63,7 @@ def both(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         settings.append(f"  {NATIVE}{name}: {{front: native{more}}}")
     repository = make_repository(folder, settings="\n".join(settings))
     for module in repository.glob(f"*{BROKEN}/1/bundle/*.mlir"):
-        module.unlink()  # it may be a link
+        module.unlink()  # The file may be a link.
         module.write_bytes(b"nonsense")
     expected = ("queue_full", "model_failed")
     with running_triton(
@@ -72,7 +73,7 @@ def both(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def told(call: Caller, model: str, inputs: Arrays, options: Mapping[str, Any]) -> Arrays | str:
-    """Return an answer, or an error with the model's plain name, and without the times that it waited or is to wait."""
+    """Return an answer, or an error's text. The text has the model's plain name, and N in place of the times to wait."""
     found = outcome(lambda: call(model, inputs, **options))
     if not isinstance(found, Refused):
         return found
@@ -80,7 +81,7 @@ def told(call: Caller, model: str, inputs: Arrays, options: Mapping[str, Any]) -
 
 
 X = np.arange(192, dtype=np.float32).reshape(3, 64)
-#: model, inputs, and options of the client
+#: Requests: model, inputs, and options of the client.
 REQUESTS: list[tuple[str, Arrays, dict[str, Any]]] = [
     ("exact", {"x": X}, {}),
     ("exact", {"x": X}, {"request_id": "an id \u20ac", "parameters": {"tenant": "a", "rsrv_priority": 7}}),
@@ -137,7 +138,7 @@ REQUESTS: list[tuple[str, Arrays, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_both_fronts_answer_and_refuse_alike(both: RunningTriton, protocol: str) -> None:
-    """Each request of the table gets the same bits, or the same code and text, from both fronts."""
+    """For each request of the table, both fronts return the same bits, or the same code and text."""
     with caller(both, protocol) as call:
         for model, inputs, options in REQUESTS:
             python = told(call, model, inputs, options)
@@ -158,7 +159,7 @@ def paused(server: RunningTriton, model: str, mode: str) -> Iterator[None]:
 
 
 def test_a_full_queue_refuses_alike(both: RunningTriton) -> None:
-    """A model with room for two waiting requests refuses the rest with the same text over both fronts."""
+    """A model has room for two waiting requests. Both fronts refuse the other requests with the same text."""
     inputs = {"x": random_u32(np.random.default_rng(1), 1)}
 
     def refusals(model: str) -> set[str]:
@@ -182,7 +183,7 @@ def test_a_full_queue_refuses_alike(both: RunningTriton) -> None:
 
 
 def test_commands_refuse_alike(both: RunningTriton) -> None:
-    """A paused model's refusal, and the end of a request that an operator aborts, have the same texts."""
+    """Both fronts have the same texts for a paused model's refusal, and for a request that an operator aborts."""
 
     def refused(call: Caller, model: str) -> Arrays | str:
         with paused(both, model, "reject"):
@@ -204,7 +205,7 @@ def test_commands_refuse_alike(both: RunningTriton) -> None:
 
 @pytest.mark.long
 def test_weights_that_are_not_resident_refuse_alike(start_triton: StartTriton, tmp_path: Path) -> None:
-    """A request that finds no weights, where only a control plane moves them, has the same text."""
+    """In explicit mode, a request finds no weights on the device. Both fronts refuse it with the same text."""
     (tmp_path / "bundles").mkdir()
     for name in ("exact", f"{NATIVE}exact"):
         (tmp_path / "bundles" / name).symlink_to(bundles.ensure() / "exact")
@@ -219,7 +220,7 @@ def test_weights_that_are_not_resident_refuse_alike(start_triton: StartTriton, t
 
 
 def test_cold_models_refuse_alike(both: RunningTriton) -> None:
-    """A deadline that a start cannot meet, a start that fails, and the pause after it have the same texts."""
+    """Both fronts have the same texts if a deadline passes during a start, if the start fails, and during the pause after this."""
     inputs = {"x": random_u32(np.random.default_rng(1), 1), "steps": np.ones((1, 1), np.int32)}
     with caller(both) as call:
         for options in ({"timeout": 1}, {}, {}):
@@ -235,7 +236,10 @@ def test_cold_models_refuse_alike(both: RunningTriton) -> None:
 def test_a_hundred_cold_models_start_and_fall_back(
     start_triton: StartTriton, tmp_path: Path, rounds: int
 ) -> None:
-    """A cold model is a thread of Triton's and nothing else; requests that come at once share one start."""
+    """A cold model has one thread in Triton, and no connection.
+
+    Requests at the same time share one start, and the models become cold again.
+    """
     (tmp_path / "bundles").mkdir()
     for number in range(100):
         (tmp_path / f"bundles/m{number}").symlink_to(bundles.ensure() / "exact")
@@ -255,19 +259,22 @@ def test_a_hundred_cold_models_start_and_fall_back(
     wait_until(is_cold, what="a server without models and connections")
     at_once(server, 4, ask_for_ten)
     for _ in range(1, rounds):
-        # The runtime looks for idle models once a minute.
+        # The runtime searches for idle models once a minute.
         wait_until(is_cold, timeout=100, what="the models' return to cold")
         at_once(server, 4, ask_for_ten)
 
 
 def loaded_libraries(server: RunningTriton) -> int:
-    """Return how many copies of the library the server has in memory, as a front or as a guard."""
+    """Return how many copies of the library the server has loaded, as a front or as a guard."""
     maps = Path(f"/proc/{server.pid}/maps").read_text().splitlines()
     return len({line.split()[4] for line in maps if line.endswith((LIBRARY.name, GUARD))})
 
 
 def test_models_of_a_copied_repository_have_a_library_each(start_triton: StartTriton, tmp_path: Path) -> None:
-    """Each copy has threads and connections of its own; all find the one runtime, and after its death the next one."""
+    """In a copied repository, each model has its own copy of the library.
+
+    Each copy has its own threads and connections. All use the same runtime, and after its death the next one.
+    """
     (tmp_path / "bundles").mkdir()
     names = ("one", "two")
     for name in names:
@@ -294,7 +301,7 @@ def test_models_of_a_copied_repository_have_a_library_each(start_triton: StartTr
 
 
 def test_only_the_python_front_has_a_process_per_model(both: RunningTriton) -> None:
-    """Models with the native front have no stub, one copy of the library, and their figures in the status."""
+    """Models with the native front have no stub, and share one copy of the library. The status has their figures."""
     assert len(both.stub_pids()) == len(MODELS)
     assert loaded_libraries(both) == 1
     with caller(both) as call:
@@ -304,7 +311,7 @@ def test_only_the_python_front_has_a_process_per_model(both: RunningTriton) -> N
 
 
 def test_a_killed_runtime_costs_no_answer(both: RunningTriton) -> None:
-    """No request of 16 clients fails: those under way and new ones wait for the next runtime."""
+    """The runtime is killed under load. No request of 16 clients fails: requests in flight and new ones wait for the next runtime."""
     runtime = read_status(both.pid)["pid"]
     is_back, answered = threading.Event(), [0] * 16
 
@@ -335,7 +342,7 @@ def test_a_killed_runtime_costs_no_answer(both: RunningTriton) -> None:
 
 
 def test_requests_in_flight_are_answered_before_an_unload(both: RunningTriton) -> None:
-    """An unloaded model answers what it has taken, and serves again after a load."""
+    """When a model is unloaded, it first answers its requests in flight. It serves again after a load."""
     rng = np.random.default_rng(2)
     x = random_u32(rng, 1)
 

@@ -1,6 +1,7 @@
-"""Stubs that run with numpy 2, with which Triton 24.10 corrupts tensors: rsrv works around it, and warns.
+"""Stubs with numpy 2, with which Triton 24.10 corrupts tensors. rsrv avoids the corruption, and logs a warning.
 
-The corruption was silent, and partly only under concurrency: so every element of many answers is compared.
+Triton reports no error for the corruption, and part of it appears only under concurrency. So the tests compare every element of
+many answers.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from tests.e2e.harness import RunningTriton, make_repository, path_with_numpy2, 
 from tests.e2e.stateful import Stream
 from tests.e2e.test_answers import varied
 
-#: Half a minute, for a pairing that Triton's image does not have.
+#: These tests take half a minute, and Triton's image has another numpy.
 pytestmark = pytest.mark.long
 
-#: Shapes of the model with hooks; rows are so long that memory used too late has changed.
+#: Types of the tensors of the model with hooks.
+#: Number of elements in a row of these tensors. Rows are long, so freed memory that is used too late has changed.
 HOOKED = {"f32": np.float32, "i64": np.int64, "bool": np.bool_, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
 WIDTH = 257
 
-#: Every array that a hook returns is a new one, which only the stub holds.
+#: Hooks that return only new arrays. Nothing except the stub holds them.
 HOOKS = """
 import numpy as np
 
@@ -46,7 +48,7 @@ def postprocess(outputs):
 
 @pytest.fixture(scope="module")
 def numpy2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
-    """A server whose stubs find numpy 2: with models with and without hooks, quick and slow."""
+    """A server whose stubs find numpy 2. It has quick and slow models, with and without hooks."""
     folder = tmp_path_factory.mktemp("numpy2")
     with jax.enable_x64(True):
         export_bundle(
@@ -66,7 +68,7 @@ def numpy2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
 
 
 def check_every_dtype(call: Caller, rng: np.random.Generator) -> None:
-    """Send one request of varied tensors of all types."""
+    """Send a request with varied tensors of all types, and check the answer."""
     rows = int(rng.integers(1, 5))
     inputs = {f"x_{token}": varied(token, (rows, 5), rng) for token in DTYPES}
     got = call("every_dtype", inputs)
@@ -74,7 +76,7 @@ def check_every_dtype(call: Caller, rng: np.random.Generator) -> None:
 
 
 def check_hooks(call: Caller, rng: np.random.Generator) -> None:
-    """Send one request that both hooks and the model change; none of the three alone gives the expected result."""
+    """Send a request that both hooks and the model change, and check the answer. Each of the three changes is needed for it."""
     rows = int(rng.integers(1, 5))
     inputs = {f"x_{token}": varied(token, (rows, WIDTH), rng) for token in HOOKED}
     want: Arrays = {}
@@ -84,13 +86,13 @@ def check_hooks(call: Caller, rng: np.random.Generator) -> None:
 
 
 def check_matrix(call: Caller, rng: np.random.Generator) -> None:
-    """Send one request of some rows to the model that multiplies."""
+    """Send a request with some rows to the model that multiplies, and check the answer."""
     x = rng.integers(-50, 51, (int(rng.integers(1, 17)), 64)).astype(np.float32)
     assert_same(call("exact", {"x": x}), {"y": x @ bundles.exact_kernel()})
 
 
 def check_slow(call: Caller, rng: np.random.Generator) -> None:
-    """Send one request whose answer does not come from within execute()."""
+    """Send a request that is answered after execute(), and check the answer."""
     u = random_u32(rng, int(rng.integers(1, 5)))
     steps = rng.integers(20, 80, len(u), np.int32)
     got = call("elastic", {"x": u, "steps": steps.reshape(-1, 1)})
@@ -101,14 +103,14 @@ CHECKS = (check_every_dtype, check_hooks, check_matrix, check_slow)
 
 
 def test_each_stub_warns_of_numpy_2(numpy2: RunningTriton) -> None:
-    """The server's log warns for each model that this numpy and this Triton do not work together."""
+    """For each model, the server's log warns that this numpy and this Triton do not work together."""
     warnings = re.findall(r"numpy 2\.\d+\S* and this Triton's stub do not work together", numpy2.log_text())
     assert len(warnings) == len(numpy2.stub_pids()) == 6
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_tensors_of_every_dtype_are_right_with_numpy_2(numpy2: RunningTriton, protocol: str) -> None:
-    """Varied elements of each type, with and without hooks, arrive bit by bit where they belong."""
+    """Varied elements of each type, with and without hooks, are right bit by bit."""
     rng = np.random.default_rng(2)
     with caller(numpy2, protocol) as call:
         for _ in range(10):
@@ -117,7 +119,7 @@ def test_tensors_of_every_dtype_are_right_with_numpy_2(numpy2: RunningTriton, pr
 
 
 def test_tensors_without_rows_are_right_with_numpy_2(numpy2: RunningTriton) -> None:
-    """A model that Triton does not batch answers empty batches, too."""
+    """A model that Triton does not batch also answers empty batches."""
     rng = np.random.default_rng(3)
     with caller(numpy2) as call:
         for rows in (0, 1, 4, 0):
@@ -129,7 +131,7 @@ def test_tensors_without_rows_are_right_with_numpy_2(numpy2: RunningTriton) -> N
 def test_concurrent_clients_of_one_model_are_answered_right_with_numpy_2(
     numpy2: RunningTriton, check: object
 ) -> None:
-    """Sixteen clients of one model, so that answers of several requests leave the stub together."""
+    """Sixteen clients of one model get right answers, although several answers leave the stub at the same time."""
     assert callable(check)
 
     def work(call: Caller, number: int) -> None:
@@ -141,7 +143,7 @@ def test_concurrent_clients_of_one_model_are_answered_right_with_numpy_2(
 
 
 def test_concurrent_clients_of_all_models_are_answered_right_with_numpy_2(numpy2: RunningTriton) -> None:
-    """Sixteen clients that choose among models with and without hooks, quick and slow."""
+    """Sixteen clients use models with and without hooks, quick and slow, at the same time. All answers are right."""
     stubs = numpy2.stub_pids()
 
     def work(call: Caller, number: int) -> None:
@@ -154,7 +156,7 @@ def test_concurrent_clients_of_all_models_are_answered_right_with_numpy_2(numpy2
 
 
 def test_strings_end_no_stub_with_numpy_2(numpy2: RunningTriton) -> None:
-    """BYTES tensors, whose reading ends the process here, are refused before that."""
+    """With this numpy, reading a BYTES tensor would end the stub. Such requests are refused before that."""
     stubs = numpy2.stub_pids()
     with caller(numpy2) as call:
         for name in ("exact", "fresh"):
@@ -168,7 +170,7 @@ def test_strings_end_no_stub_with_numpy_2(numpy2: RunningTriton) -> None:
 
 
 def test_text_streams_as_its_bytes(numpy2: RunningTriton) -> None:
-    """The demo's generator needs no text in the stubs: clients make it of tokens, the bytes of UTF-8."""
+    """The demo's generator streams tokens, which are bytes of UTF-8. Stubs handle no text: the client decodes the bytes."""
     with Stream(numpy2, "glossary_bytes", tokens=list(b'"UTF-8" ')) as stream:
         found = [token for part in stream for token in np.atleast_1d(part["tokens"]).tolist()]
     assert bytes(found).decode() == glossary.definitions()["UTF-8"]

@@ -12,12 +12,12 @@ from tests.e2e.calls import caller
 from tests.e2e.harness import StartTriton, make_repository
 from tests.onnx_files import encoder
 
-#: A bundle of an ONNX file is served as others are, and unit tests compare it with onnxruntime.
+#: A bundle from an ONNX file is served like other bundles, and unit tests compare it with onnxruntime.
 pytestmark = pytest.mark.long
 
 
 def test_a_served_onnx_file_answers_as_onnxruntime(start_triton: StartTriton, tmp_path: Path) -> None:
-    """Requests of each length, over both protocols, get onnxruntime's results for their rows."""
+    """Requests with several lengths and numbers of rows, over both protocols, get onnxruntime's results."""
     file = encoder(tmp_path / "encoder.onnx")
     shapes = [{"sequence": 4}, {"sequence": 16}]
     export_onnx(file, out_dir=tmp_path / "bundles" / "encoder", batch_sizes=(1, 4), input_shapes=shapes)

@@ -1,4 +1,4 @@
-"""`rsrv openai` in front of a real server, with the clients of OpenAI and Cohere."""
+"""`rsrv openai` in front of a real server, with OpenAI's and Cohere's clients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TEXTS = ["", "two words", "snow: \N{SNOWMAN}", "line\nline"]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
-    """A server with small models that have tasks, and one without."""
+    """A server with small models. All but one of them have tasks."""
     home = tmp_path_factory.mktemp("openai")
     openais.write_bundles(home / "bundles")
     shutil.copytree(home / "bundles" / "classify", home / "bundles" / "busy")
@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
     stateful.with_chat(home / "bundles" / "talker", TEMPLATE, stateful.ensure() / "teller")
     sources = (home / "bundles", *told, demo.DATA / demo.BUNDLES / "glossary_bytes")
     repository = make_repository(home, *sources, settings=SETTINGS)
-    # The hooks of `embed` are slow for one text, and other requests wait for them.
+    # For one text, the hooks of `embed` are slow, so other requests wait in Triton.
     expected = ["waits_in_triton", "queue_full"]
     with running_triton(repository, home / "server.log", expected=expected) as running:
         yield running
@@ -51,13 +51,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
 
 @pytest.fixture(scope="module")
 def api(server: RunningTriton) -> Iterator[RunningOpenai]:
-    """`rsrv openai` without keys."""
+    """A process of `rsrv openai` without keys."""
     with running_openai(server.grpc_port, models=MODELS) as running:
         yield running
 
 
 def test_models_with_a_task_are_listed(api: RunningOpenai) -> None:
-    """Models without a task are not listed."""
+    """The list has the models with a task. Models without a task are not found."""
     client = api.openai()
     assert [model.id for model in client.models.list().data] == sorted(MODELS)
     assert client.models.retrieve("embed").model_extra["task"] == "feature-extraction"
@@ -67,7 +67,7 @@ def test_models_with_a_task_are_listed(api: RunningOpenai) -> None:
 
 @pytest.mark.parametrize("form", ["float", "base64"])
 def test_embeddings_are_the_models_own(api: RunningOpenai, form: str) -> None:
-    """Each text gets its embedding, in its place, and the tokens are counted."""
+    """Each text gets its own embedding at its own index, and the tokens are counted."""
     answer = api.openai().embeddings.create(model="embed", input=TEXTS, encoding_format=form)
 
     assert [one.index for one in answer.data] == [0, 1, 2, 3]
@@ -82,7 +82,7 @@ def test_embeddings_are_the_models_own(api: RunningOpenai, form: str) -> None:
 
 
 def test_embeddings_are_cut_where_the_model_allows_it(api: RunningOpenai) -> None:
-    """A cut embedding has length 1 again; other lengths are refused."""
+    """An embedding that is cut to an allowed size has length 1. Other sizes are refused."""
     client = api.openai()
     (one,) = client.embeddings.create(model="embed", input="snow", dimensions=4).data
     head = openais.expected_embedding("snow")[:4]
@@ -93,7 +93,7 @@ def test_embeddings_are_cut_where_the_model_allows_it(api: RunningOpenai) -> Non
 
 
 def test_five_hundred_texts_share_executions(api: RunningOpenai, server: RunningTriton) -> None:
-    """A long list is answered whole, and texts that wait share executions."""
+    """A list of 500 texts is answered completely. The waiting texts share executions."""
 
     def status() -> dict[str, Any]:
         found: dict[str, Any] = read_status(server.pid)["models"]["embed"]
@@ -116,7 +116,7 @@ def test_five_hundred_texts_share_executions(api: RunningOpenai, server: Running
 
 
 def test_one_bad_text_fails_the_call_with_its_index(api: RunningOpenai) -> None:
-    """The error names the text; nothing of the others is answered."""
+    """If one text of a call is bad, the call fails, and the error has the index of the text."""
     with pytest.raises(openai.BadRequestError) as refused:
         api.openai().embeddings.create(model="embed", input=["one", openais.BAD, "three"])
     assert "input[1]" in refused.value.message
@@ -125,13 +125,13 @@ def test_one_bad_text_fails_the_call_with_its_index(api: RunningOpenai) -> None:
 
 
 def test_token_ids_need_a_model_of_ids(api: RunningOpenai) -> None:
-    """A model of texts refuses ids."""
+    """A model of texts refuses token ids."""
     with pytest.raises(openai.BadRequestError, match="embed takes texts, not token ids"):
         api.openai().embeddings.create(model="embed", input=[[1, 2]])
 
 
 def test_a_model_of_ids_takes_token_ids(api: RunningOpenai) -> None:
-    """A list of ids is one text. The model reports no tokens, so there is no usage."""
+    """A model of ids treats a list of ids as one text. It reports no tokens, so the answer has no usage."""
     create = api.openai().embeddings.create
     rows = [list(b"snow"), list(b"rain")]
     for ids, texts in ((rows[0], ["snow"]), (rows, ["snow", "rain"])):
@@ -146,7 +146,10 @@ def test_a_model_of_ids_takes_token_ids(api: RunningOpenai) -> None:
 
 
 def test_tokens_of_a_prompt_and_their_text(api: RunningOpenai) -> None:
-    """The tokens are those that a generation reads, also of a chat and of a prompt that is too long to be answered."""
+    """/tokenize returns the tokens that a generation reads from a prompt or a chat, even if the prompt is too long for an answer.
+
+    /detokenize returns their text.
+    """
     _, found, _ = api.post("/tokenize", {"model": "teller", "prompt": "Once"})
     context = found["max_model_len"]
     assert found == {"count": 4, "tokens": found["tokens"], "max_model_len": context, "token_strs": None}
@@ -172,7 +175,7 @@ def test_tokens_of_a_prompt_and_their_text(api: RunningOpenai) -> None:
 
 
 def test_documents_are_ranked(api: RunningOpenai) -> None:
-    """Cohere's client gets the documents' indices, the best first."""
+    """Cohere's client gets the indices of the documents, starting with the best one."""
     documents = ["b", "aaaa", "aa", "zz"]
     answer = api.cohere().rerank(model="rank", query="ab", documents=documents, top_n=3)
 
@@ -188,7 +191,7 @@ def test_documents_are_ranked(api: RunningOpenai) -> None:
 
 
 def test_pairs_get_scores_and_texts_get_labels(api: RunningOpenai) -> None:
-    """Both have vLLM's form."""
+    """The answers for scores of pairs and for classes of texts have vLLM's form."""
     _, scored, _ = api.post("/v1/score", {"model": "rank", "text_1": "ab", "text_2": ["a", "bb"]})
     assert [one["score"] for one in scored["data"]] == [
         openais.expected_score("ab", one) for one in ("a", "bb")
@@ -203,7 +206,7 @@ def test_pairs_get_scores_and_texts_get_labels(api: RunningOpenai) -> None:
     assert classes["data"][0]["probs"] == [1.0, 0.0]
 
 
-#: A prompt for each model, and its answer. The demo's model has no tokenizer.
+#: A model, a prompt and the model's answer. The demo's model has no tokenizer.
 STORIES = [
     ("teller", "Once", stateful.told(b"Once", 40)),
     ("glossary_bytes", '"Licensor" ', "shall mean the copyright owner or entity"),
@@ -212,7 +215,7 @@ STORIES = [
 
 @pytest.mark.parametrize(("model", "prompt", "expected"), STORIES)
 def test_a_completion_is_streamed(api: RunningOpenai, model: str, prompt: str, expected: str) -> None:
-    """The pieces make the whole text, with the usage at the end."""
+    """The pieces of a stream are the whole text. The usage comes at the end."""
     client = api.openai()
     stream = client.completions.create(
         model=model, prompt=prompt, max_tokens=40, stream=True, stream_options={"include_usage": True}
@@ -235,7 +238,7 @@ def test_a_completion_is_streamed(api: RunningOpenai, model: str, prompt: str, e
 def test_a_stop_text_ends_a_chat(
     api: RunningOpenai, model: str, prompt: str, expected: str, streams: bool
 ) -> None:
-    """The answer ends before the stop text."""
+    """The answer of a chat ends before the stop text."""
     answer = api.openai().chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": [{"type": "text", "text": prompt}]}],
@@ -255,7 +258,7 @@ def test_a_stop_text_ends_a_chat(
 
 
 def test_a_chat_has_the_models_own_template(api: RunningOpenai) -> None:
-    """The template puts the messages together, and decides which roles there are."""
+    """The model's template joins the messages of a chat, and decides which roles are allowed."""
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Once"}]
     answer = api.openai().chat.completions.create(model="talker", messages=messages, max_tokens=40)
     prompt = b"system: Be brief.\nuser: Once\nassistant: "
@@ -266,7 +269,7 @@ def test_a_chat_has_the_models_own_template(api: RunningOpenai) -> None:
 
 
 def test_a_client_that_leaves_ends_its_work(api: RunningOpenai, server: RunningTriton) -> None:
-    """The runtime cancels the generation of a stream whose client is gone."""
+    """When the client of a stream disconnects, the runtime cancels the generation."""
 
     def active() -> int:
         return int(read_status(server.pid)["models"]["teller"]["generations"])
@@ -280,7 +283,7 @@ def test_a_client_that_leaves_ends_its_work(api: RunningOpenai, server: RunningT
 
 
 def test_errors_name_the_field_or_the_models_task(api: RunningOpenai) -> None:
-    """Errors have OpenAI's form, with rsrv's tag as the code."""
+    """Errors have OpenAI's form. Their code is rsrv's tag."""
     for path, body, status, code in (
         ("/v1/embeddings", {"model": "rank", "input": "a"}, 400, "INVALID"),
         ("/v1/embeddings", {"model": "none", "input": "a"}, 404, "NOT_FOUND"),
@@ -300,7 +303,7 @@ def test_errors_name_the_field_or_the_models_task(api: RunningOpenai) -> None:
 
 
 def test_a_deadline_ends_a_call(api: RunningOpenai) -> None:
-    """The header limits the whole call; the client's own id comes back."""
+    """The header X-Timeout-S limits the whole call. The answer has the client's own request id."""
     body = {"model": "embed", "input": openais.SLOW}
     status, answer, headers = api.post(
         "/v1/embeddings", body, **{"X-Timeout-S": "0.1", "X-Request-Id": "mine"}
@@ -310,7 +313,10 @@ def test_a_deadline_ends_a_call(api: RunningOpenai) -> None:
 
 
 def test_two_keys_call_their_own_models(server: RunningTriton, tmp_path: Path) -> None:
-    """A caller sees and calls the models of its key, and usage is counted by key. A changed file is read again."""
+    """A caller sees and can call only the models of its key, and usage is counted by key.
+
+    When the file of keys changes, the process reads it again.
+    """
     keys = tmp_path / "keys.yaml"
     hashes = {name: sha256(name.encode()).hexdigest() for name in ("first", "second", "third")}
     keys.write_text(
@@ -341,13 +347,13 @@ def test_two_keys_call_their_own_models(server: RunningTriton, tmp_path: Path) -
 
 
 def test_other_machines_need_keys(capfd: pytest.CaptureFixture[str]) -> None:
-    """Without a file of keys, the process listens on no address that other machines reach."""
+    """Without a file of keys, `rsrv openai` refuses to listen on addresses that other machines reach."""
     assert cli.main(["openai", "--listen=0.0.0.0:0"]) == 1
     assert "callers need keys" in capfd.readouterr().err
 
 
 def test_a_gateway_may_be_behind_it(server: RunningTriton, tmp_path: Path) -> None:
-    """The models, an embedding and a stream come through a gateway, as from a server."""
+    """The server of `rsrv openai` may be a gateway. Its models, an embedding and a stream are answered as by a server."""
     with (
         running_gateway(tmp_path, [server]) as gateway,
         running_openai(gateway.grpc_port, models=MODELS) as running,
@@ -362,7 +368,7 @@ def test_a_gateway_may_be_behind_it(server: RunningTriton, tmp_path: Path) -> No
 
 
 def test_cold_models_start_and_full_queues_are_429(api: RunningOpenai, server: RunningTriton) -> None:
-    """The first call of a cold model waits for its start. Beyond the queue's limit, calls get 429 with Retry-After."""
+    """The first call of a cold model waits for the start. When the queue is full, calls get 429 with Retry-After."""
     assert "busy" not in read_status(server.pid)["models"]
     call = {"model": "busy", "input": ["abc"]}
     _, answer, _ = api.post("/v1/classify", call)
@@ -373,5 +379,5 @@ def test_cold_models_start_and_full_queues_are_429(api: RunningOpenai, server: R
     server.operate("continue", "busy")
     assert (status, refused["error"]["code"]) == (429, "QUEUE_FULL")
     assert int(headers["Retry-After"]) >= 1
-    # A client that retries gets its answer.
+    # A client that sends the request again gets an answer.
     wait_until(lambda: api.post("/v1/classify", call)[0] == 200, what="an answer of the busy model")

@@ -1,4 +1,4 @@
-"""A model with a padded axis, over both fronts: requests of every length get the answers of their own length."""
+"""A model with a padded axis, over both fronts. A request of any length gets the answer of its own length."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TABLE = np.random.default_rng(0).standard_normal((100, 4)).astype(np.float32)
 
 
 def attend(params: Any, ids: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
-    """Attention over the tokens that the mask keeps: a vector per token, and one per row."""
+    """Return the attention over the tokens that the mask keeps: a vector for each token, and the vector of each row's first token."""
     x = params[jnp.clip(ids, 0, 99)]
     scores = jnp.einsum("nqd,nkd->nqk", x, x) + (-1e9 * (mask == 0).astype(np.float32))[:, None, :]
     hidden = jnp.einsum("nqk,nkd->nqd", jax.nn.softmax(scores), x)
@@ -60,7 +60,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
 
 
 def request(length: int, rows: int = 1) -> Arrays:
-    """Return tokens whose mask has a hole where there is room for one."""
+    """Return tokens and their mask. In longer requests, the mask has zeros in the middle."""
     rng = np.random.default_rng(100 * length + rows)
     mask = np.ones((rows, length), np.int32)
     mask[:, 1 : length // 3] = 0
@@ -68,7 +68,7 @@ def request(length: int, rows: int = 1) -> Arrays:
 
 
 def check(answer: Arrays, asked: Arrays) -> None:
-    """Compare an answer with attention at the request's own length, in NumPy: jax would compile it for every shape."""
+    """Compare an answer with attention at the request's own length. NumPy computes it, because jax would compile it for every shape."""
     x = TABLE[np.clip(asked["ids"], 0, 99)]
     scores = x @ x.transpose(0, 2, 1) + np.where(asked["mask"] == 0, np.float32(-1e9), 0)[:, None, :]
     weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -83,7 +83,7 @@ def check(answer: Arrays, asked: Arrays) -> None:
 def test_every_length_gets_the_answer_of_the_model_alone(
     server: RunningTriton, front: str, protocol: str
 ) -> None:
-    """Requests of 1 to 16 tokens and of one and three rows, one after the other."""
+    """Requests with 1 to 16 tokens and with one or three rows, sent one after the other, get the answers of their own lengths."""
     with caller(server, protocol) as call:
         for length in range(1, LENGTHS[-1] + 1):
             for rows in (1, 3):
@@ -93,7 +93,7 @@ def test_every_length_gets_the_answer_of_the_model_alone(
 
 @pytest.mark.parametrize("front", FRONTS)
 def test_requests_of_several_lengths_share_executions(server: RunningTriton, front: str) -> None:
-    """64 requests of all lengths that have waited get their own answers, in fewer executions than they are."""
+    """64 requests of all lengths wait, and then share executions. Each gets the answer of its own length."""
     before = read_status(server.pid)["models"][front]
     asked = [request(1 + number % LENGTHS[-1], 1 + number % 2) for number in range(64)]
 
@@ -108,14 +108,14 @@ def test_requests_of_several_lengths_share_executions(server: RunningTriton, fro
 
 @pytest.mark.parametrize("front", FRONTS)
 def test_a_request_of_many_rows_is_split_and_padded(server: RunningTriton, front: str) -> None:
-    """500 rows of 5 tokens, of which one execution takes eight."""
+    """A request has 500 rows of 5 tokens, and one execution takes eight rows. The answer is right."""
     asked = request(5, 500)
     with caller(server) as call:
         check(call(front, asked), asked)
 
 
 def test_a_wrong_length_is_refused_alike_by_both_fronts(server: RunningTriton) -> None:
-    """A request that is too long, and inputs that disagree."""
+    """Both fronts refuse a request that is too long, and a request whose inputs have different lengths, with the same texts."""
     good = request(3)
     wrong = [request(17), {**good, "mask": np.ones((1, 4), np.int32)}]
     for protocol in ("grpc", "http"):

@@ -1,4 +1,4 @@
-"""Runtimes that end while a request executes: a crash may be the request's fault, a kill is not."""
+"""Ends of the runtime while a request executes. A crash may be the request's fault, but a kill is not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.e2e.harness import RunningTriton, StartTriton, make_repository
 from tests.status import read_status
 from tests.waiting import PATIENCE_S, wait_until
 
-#: steps of a request that executes for weeks, and of one that executes long enough to be seen
+#: Number of steps of a request that executes for weeks, and of a request that executes long enough to be seen.
 ENDLESS, LONG = 2**31 - 1, 2000
 CLIENTS = 16
 
@@ -33,7 +33,7 @@ def server(start_triton: StartTriton, tmp_path: Path) -> RunningTriton:
 
 
 def wait_for_execution(server: RunningTriton, *, alone: bool = False) -> None:
-    """Wait until the runtime executes a request, alone or not."""
+    """Wait until the runtime executes a request. With `alone`, wait until it executes a suspect separately."""
     box = paths.runtime_directory(server.pid, "0") / paths.BLACKBOX
 
     def executes() -> bool:
@@ -46,7 +46,7 @@ def wait_for_execution(server: RunningTriton, *, alone: bool = False) -> None:
 
 
 def end_runtime(server: RunningTriton, number: signal.Signals) -> None:
-    """Send the runtime a signal, and wait for the next one. The loop may execute, and then tells no pid."""
+    """Send a signal to the runtime, and wait for the next one. The black box identifies it, because its loop may be busy."""
     box = paths.runtime_directory(server.pid, "0") / paths.BLACKBOX
     old = next(pid for pid in pids() if maps(pid, box))
     os.kill(old, number)
@@ -54,7 +54,7 @@ def end_runtime(server: RunningTriton, number: signal.Signals) -> None:
 
 
 def maps(pid: int, box: Path) -> bool:
-    """Tell whether a process maps the black box."""
+    """Return True if a process maps the black box."""
     with suppress(OSError):
         return any(line.endswith(f" {box}") for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
     return False
@@ -66,7 +66,7 @@ def pids() -> Iterator[int]:
 
 @contextmanager
 def crowd(server: RunningTriton) -> Iterator[None]:
-    """Have clients ask both models all the time, who check every answer."""
+    """Let clients ask both models until the block ends, and check every answer."""
     over = threading.Event()
 
     def ask(number: int, call: Caller) -> None:
@@ -85,7 +85,10 @@ def crowd(server: RunningTriton) -> Iterator[None]:
 
 
 def test_a_hostile_request_ends_two_runtimes_and_fails_alone(server: RunningTriton) -> None:
-    """A crowd asks both models meanwhile: each answer is right, and the hostile request's repetition ends no runtime."""
+    """A hostile request ends two runtimes, and is refused. When it is sent again, it ends no runtime.
+
+    All answers of other clients are right.
+    """
     with caller(server) as call, ThreadPoolExecutor(1) as pool:
         check_sudden(call, 3)
         refused = pool.submit(refusal, lambda: check_sudden(call, ENDLESS))
@@ -103,7 +106,7 @@ def test_a_hostile_request_ends_two_runtimes_and_fails_alone(server: RunningTrit
 
 @pytest.mark.long
 def test_kills_cost_no_answer(server: RunningTriton) -> None:
-    """A request executes while two runtimes are killed, and is answered by the third."""
+    """Two runtimes are killed while they execute a request. The third runtime answers it."""
     with caller(server) as call, ThreadPoolExecutor(1) as pool:
         answered = pool.submit(check_sudden, call, LONG)
         for _ in range(2):

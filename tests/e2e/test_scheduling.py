@@ -1,4 +1,4 @@
-"""Order, shares and residency, seen by clients of a real server."""
+"""Order of requests and shares of the device, as clients of a real server see them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.e2e.lives import Living
 from tests.status import read_status
 from tests.waiting import wait_until
 
-#: Steps of `elastic` beyond the least, so that an execution lasts some hundredths of a second.
+#: Steps of a request to `elastic`, with which an execution lasts some hundredths of a second.
 _STEPS = 100
 SETTINGS = """
 models:
@@ -31,7 +31,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]
     folder = tmp_path_factory.mktemp("scheduling")
     sources = [bundles.ensure() / name for name in ("steady", "elastic")]
     repository = make_repository(folder, *sources, settings=SETTINGS)
-    # The test of shares saturates the device.
+    # The test of shares saturates the device, which causes these findings.
     expected = ("overloaded", "starved")
     with running_triton(repository, folder / "server.log", expected=expected) as server:
         yield server
@@ -39,13 +39,13 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]
 
 @pytest.fixture
 def server(running: RunningTriton) -> Iterator[RunningTriton]:
-    """The server of all tests, whose discipline a test may change."""
+    """The server of all tests. A test may change the discipline, which is restored after it."""
     yield running
     set_discipline(running, pb.DISCIPLINE_FAIR)
 
 
 def set_discipline(server: RunningTriton, discipline: pb.Discipline) -> None:
-    """Set it as an operator does: the control process, once it has started, gives the runtime rsrv.yaml's otherwise."""
+    """Set the discipline as an operator does. Without an operator's command, the control process sets the discipline of rsrv.yaml."""
     operator = Living(server)
     wait_until(lambda: operator.set_discipline(discipline), what="the runtime to take the discipline")
 
@@ -56,16 +56,17 @@ def status(server: RunningTriton) -> dict[str, Any]:
 
 
 def arrived(server: RunningTriton) -> int:
-    """Return the number of requests of `steady` that ever reached the runtime."""
+    """Return how many requests of `steady` have reached the runtime so far."""
     steady = status(server)["steady"]
     return int(sum(steady["outcomes"].values()) + steady["queued"] + steady["executing"])
 
 
 @pytest.fixture
 def send(server: RunningTriton) -> Iterator[Callable[..., list[str]]]:
-    """Sends a request of `steady` in the background; returns when it has arrived. None executes until `go()`.
+    """Yield a function that sends a request to `steady`, and returns when it has arrived. It executes only after `go()`.
 
-    Returns the names of the requests, in the order of their answers, which come over one connection.
+    The function returns the list of the answered requests' names. All answers come over one connection, so the list has their
+    order.
     """
     ended: list[str] = []
     failed: list[object] = []
@@ -98,12 +99,12 @@ def send(server: RunningTriton) -> Iterator[Callable[..., list[str]]]:
 
 
 def go(server: RunningTriton) -> None:
-    """Let the requests execute that wait."""
+    """Let the waiting requests execute."""
     server.operate("continue", "steady")
 
 
 def test_urgent_requests_pass_those_that_wait(server: RunningTriton, send: Callable[..., list[str]]) -> None:
-    """rsrv_priority 1 goes before no priority, 9 after it."""
+    """A request with rsrv_priority 1 executes before a request without a priority, and a request with 9 after it."""
     send("background", parameters={"rsrv_priority": 9})
     send("ordinary")
     ended = send("urgent", parameters={"rsrv_priority": 1})
@@ -116,7 +117,7 @@ def test_urgent_requests_pass_those_that_wait(server: RunningTriton, send: Calla
 def test_deadlines_decide_once_the_discipline_is_edf(
     server: RunningTriton, send: Callable[..., list[str]]
 ) -> None:
-    """After a change to edf at run time, the sooner deadline goes first, also among waiting requests."""
+    """The discipline changes to edf while requests wait. The request with the earliest deadline executes first."""
     send("whenever")
     send("late", timeout=1200_000_000)
     set_discipline(server, pb.DISCIPLINE_EDF)
@@ -128,7 +129,7 @@ def test_deadlines_decide_once_the_discipline_is_edf(
 
 
 def test_a_deadline_that_cannot_be_met_is_refused_before_it_passes(server: RunningTriton) -> None:
-    """Under edf a request that would take longer than its deadline allows ends at once, and never executes."""
+    """With edf, a request that takes longer than its deadline allows is refused at once, and never executes."""
     set_discipline(server, pb.DISCIPLINE_EDF)
     before = status(server)["steady"]
     timeout = int(before["costs"]["0/1"] * 1e6 / 2)
@@ -149,13 +150,13 @@ def test_a_deadline_that_cannot_be_met_is_refused_before_it_passes(server: Runni
 
 
 def test_two_saturated_models_share_the_device_by_weight(server: RunningTriton) -> None:
-    """`elastic` has twice the weight of `steady` and a fraction of its cost: it gets two thirds of the device time."""
+    """`elastic` has twice the weight of `steady`, and a fraction of its cost. It gets two thirds of the device time."""
     row = random_u32(np.random.default_rng(1), 1)
     inputs = {
         "steady": {"x": row},
         "elastic": {"x": row, "steps": np.full((1, 1), _STEPS, np.int32)},
     }
-    #: Requests of each model: more than execute until the shares are read.
+    #: Number of requests of each model. Some of them still wait when the shares are read.
     counts = {"steady": 16, "elastic": 800}
     ended: list[object] = []
 
@@ -177,7 +178,7 @@ def test_two_saturated_models_share_the_device_by_weight(server: RunningTriton) 
             server.operate("continue", "--all")
 
         def after(turns: int) -> dict[str, Any]:
-            """Return the status after so many executions of `steady`."""
+            """Return the status if `steady` has been executed at least this many times, or nothing."""
             found = status(server)
             return found if found["steady"]["dispatches"] >= turns else {}
 

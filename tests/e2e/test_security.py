@@ -16,11 +16,11 @@ from tests.e2e.harness import RunningTriton
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_clients_cannot_have_the_server_map_shared_memory(triton: RunningTriton, protocol: str) -> None:
-    """Clients can register neither their memory nor Triton's own, which once allowed a takeover; inference works."""
+    """Clients can register neither their own shared memory nor Triton's. Inference works."""
     client = triton.grpc if protocol == "grpc" else triton.http
     theirs = SharedMemory(create=True, size=4096)
     try:
-        # Memory of stubs and server is as good as code: a writer decides what they do.
+        # Whoever writes to the memory of stubs and server can execute code in them. This once allowed a takeover.
         own = [name for name in os.listdir("/dev/shm") if "triton" in name]
         for key in (theirs.name, *own[:1]):
             with pytest.raises(InferenceServerException) as refused:
@@ -39,7 +39,7 @@ def test_clients_cannot_have_the_server_map_shared_memory(triton: RunningTriton,
 
 
 def test_an_option_allows_clients_to_share_memory(triton: RunningTriton) -> None:
-    """With one option, clients can register shared memory."""
+    """With the option `client_shared_memory`, no flag keeps clients from registering shared memory."""
     server = triton.server
     flags = [flag for flag in server.command() if "restricted" in flag]
     assert len(flags) == 2

@@ -1,4 +1,4 @@
-"""Sequences and streams through the real server, by both protocols, whoever ends them."""
+"""Sequences and streams on a real server, over both protocols. Clients, deadlines or the runtime's death end them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.held import assert_returned, held, settled
 from tests.status import read_status
 from tests.waiting import wait_until
 
-#: A model of Triton's own that sends a sequence, asks a storyteller, and answers with the whole text.
+#: A Python model without rsrv that sends a sequence, asks a storyteller, and answers with the whole text.
 _ASKING = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -64,7 +64,7 @@ input [{ name: "text_input" data_type: TYPE_STRING dims: [1] }]
 output [{ name: "text_output" data_type: TYPE_STRING dims: [1] }]
 instance_group [{ kind: KIND_CPU count: 1 }]
 """
-#: Ensembles of one step: of a storyteller, and of the model of sums.
+#: An ensemble of one step, which is a storyteller.
 _TOLD = """
 platform: "ensemble"
 input [{ name: "text_input" data_type: TYPE_STRING dims: [1] }]
@@ -76,6 +76,7 @@ ensemble_scheduling { step [{
   output_map { key: "text_output" value: "text_output" }
 }] }
 """
+#: An ensemble of one step, which is the model of sums.
 _SUMMED = """
 platform: "ensemble"
 max_batch_size: 4
@@ -96,7 +97,7 @@ def add_ensemble(repository: Path, name: str, config: str) -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
-    """A server with a model of sums, one that tells stories, one with a single slot for them, and a caller."""
+    """A server with a model of sums, storytellers, a model that calls both, and ensembles."""
     folder = tmp_path_factory.mktemp("sequences")
     repository = make_repository(folder, ensure(), settings="aliases: {champion: teller}")
     add(repository, "asking", _ASKING, _ASKING_CONFIG)
@@ -108,7 +109,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_interleaved_sequences_are_as_whole_ones(server: RunningTriton, protocol: str) -> None:
-    """Chunks of two sequences in turns give what one request with all values does."""
+    """Chunks of two sequences in turns get the same sums as one request with all values."""
     first, second = list(map(float, range(16))), [0.5] * 4
     with caller(server, protocol) as call:
         whole = sums(call, 7, first, start=True, end=True)
@@ -123,7 +124,7 @@ def test_interleaved_sequences_are_as_whole_ones(server: RunningTriton, protocol
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_sequence_without_its_beginning_is_refused(server: RunningTriton, protocol: str) -> None:
-    """A request without an id, or behind the end of its sequence, is refused; a second start begins again."""
+    """A request without an id, without a start, or after the end of its sequence is refused. A second start begins the sequence again."""
     with caller(server, protocol) as call:
         refusal(lambda: sums(call, 99, [1.0])).assert_is("INVALID_ARG", protocol)
         refusal(lambda: sums(call, 0, [1.0])).assert_is("INVALID_ARG", protocol)
@@ -134,7 +135,7 @@ def test_a_sequence_without_its_beginning_is_refused(server: RunningTriton, prot
 
 
 def assert_streams(server: RunningTriton, model: str, tokens: int = 1_000_000) -> None:
-    """Check that a part of a long answer comes before its end: a busy server sends a short one as a whole."""
+    """Check that a part of an answer comes before its end. The answer is long, because a busy server sends a short one as a whole."""
     with Stream(server, model, text_input="hello", max_tokens=tokens) as stream:
         part = next(iter(stream))
     assert part["text_output"]
@@ -143,7 +144,7 @@ def assert_streams(server: RunningTriton, model: str, tokens: int = 1_000_000) -
 
 
 def test_text_streams_over_http(server: RunningTriton) -> None:
-    """Pieces are whole characters, and the last one says the end and the usage."""
+    """The pieces of a stream are whole characters. The last piece has the reason of the end, and the usage."""
     with Stream(server, "teller", text_input="hello", max_tokens=40) as stream:
         pieces = list(stream)
     assert "".join(one["text_output"] for one in pieces) == told(b"hello", 40)
@@ -154,7 +155,7 @@ def test_text_streams_over_http(server: RunningTriton) -> None:
 
 
 def test_an_answer_streams_by_the_name_of_an_alias(server: RunningTriton) -> None:
-    """The parts come as by the model's own name, and a refusal names alias and model."""
+    """An alias streams the same answer as its model. A refusal names the alias and the model."""
     with Stream(server, "champion", text_input="hello", max_tokens=30) as stream:
         parts = list(stream)
     assert "".join(part["text_output"] for part in parts) == told(b"hello", 30)
@@ -165,7 +166,7 @@ def test_an_answer_streams_by_the_name_of_an_alias(server: RunningTriton) -> Non
 
 
 def test_an_answer_in_one_response(server: RunningTriton) -> None:
-    """With `stream` false, `generate` works, and a stop text ends the answer."""
+    """`generate` returns an answer in one response. A stop text ends the answer, and a wrong parameter is refused."""
     assert generate(server, "teller", text_input="hello", max_tokens=9)["text_output"] == told(b"hello", 9)
     stopped = generate(server, "teller", text_input="hello", stop="Wald")
     assert stopped["text_output"] == told(b"hello", 100).partition("Wald")[0]
@@ -177,7 +178,7 @@ def test_an_answer_in_one_response(server: RunningTriton) -> None:
 
 
 def test_several_answers_share_a_grpc_stream(server: RunningTriton) -> None:
-    """Each of many streams is whole, and has one last response."""
+    """Several answers share a gRPC stream. Each is whole, and has one last response."""
     text: dict[str, str] = {str(n): "" for n in range(6)}
     ends: list[str] = []
     with grpc_streams(server) as streams:
@@ -192,7 +193,7 @@ def test_several_answers_share_a_grpc_stream(server: RunningTriton) -> None:
 
 
 def test_a_client_that_goes_frees_its_slot(server: RunningTriton) -> None:
-    """A client that cancels, closes its connection, or misses its deadline leaves the one slot to the next client."""
+    """A client cancels, closes its connection, or misses its deadline. The next client then gets the only slot."""
     with grpc_streams(server) as streams:
         streams.ask("alone", "long", b"hello")
         assert streams.next()[0] == "long"
@@ -209,14 +210,17 @@ def test_a_client_that_goes_frees_its_slot(server: RunningTriton) -> None:
 
 
 def test_answers_that_are_read_late_are_whole(server: RunningTriton) -> None:
-    """The work goes on for clients that read nothing behind a first piece; at last they have all, and others had theirs."""
+    """Two clients read one piece and then nothing for a while. The server makes their answers, and answers another client.
+
+    In the end, both clients have their whole answers.
+    """
     reads, tokens = threading.Event(), 1000
     with (
         Stream(server, "alone", buffer_bytes=4096, text_input="late", max_tokens=tokens) as stream,
         grpc_streams(server, reads) as streams,
     ):
         texts = [next(iter(stream))["text_output"].encode(), b""]
-        # There is one slot: each answer begins when the one before has been made as a whole.
+        # There is one slot, so an answer begins when the answer before it has been made completely.
         streams.ask("alone", "late", b"late", parameters={"max_tokens": tokens})
         texts[1] += streams.next()[1]["text_output"][0]
         assert generate(server, "alone", text_input="a", max_tokens=5)["text_output"] == told(b"a", 5)
@@ -231,17 +235,17 @@ def test_answers_that_are_read_late_are_whole(server: RunningTriton) -> None:
 
 
 def test_a_model_of_tritons_own_asks(server: RunningTriton) -> None:
-    """BLS sends sequences, and reads streams."""
+    """A model that is called through Triton sends a sequence, and reads a stream."""
     answer = generate_plain(server, "asking", text_input="hello")
     assert answer["text_output"] == told(b"hello", 30)
 
 
 def test_an_ensemble_streams_the_answer_of_its_step(server: RunningTriton) -> None:
-    """The client's parameters and deadline reach the generation, and each of its pieces is a response of the ensemble."""
+    """An ensemble has each piece of its step's answer as a response. The client's parameters and deadline reach the step."""
     with Stream(server, "told", text_input="hello", max_tokens=30) as stream:
         parts = list(stream)
     assert "".join(part["text_output"] for part in parts) == told(b"hello", 30)
-    # Triton does not tell the step that the client has gone, so it must come to an end.
+    # Triton does not tell the step that the client has gone, so the generation continues to its end.
     assert_streams(server, "told", 2_000)
     with Stream(server, "told", text_input="hello", max_tokens="x") as stream:
         ((message,),) = (part.values() for part in stream)
@@ -252,7 +256,7 @@ def test_an_ensemble_streams_the_answer_of_its_step(server: RunningTriton) -> No
 
 
 def test_an_ensemble_passes_sequences_on(server: RunningTriton) -> None:
-    """The step gets the sequence's id, its start and its end."""
+    """The step of an ensemble gets the sequence's id, its start and its end."""
     with caller(server) as call:
         for start, end, total in ((True, False, 2.0), (False, False, 4.0), (False, True, 6.0)):
             x = np.full((1, 1), 2, np.float32)
@@ -261,7 +265,7 @@ def test_an_ensemble_passes_sequences_on(server: RunningTriton) -> None:
 
 
 def generate_plain(server: RunningTriton, model: str, **fields: Any) -> dict[str, Any]:
-    """Ask a model that knows no parameter."""
+    """Ask a model that takes no parameters."""
     with Stream(server, model, **fields) as stream:
         (answer,) = stream
     return answer
@@ -270,7 +274,7 @@ def generate_plain(server: RunningTriton, model: str, **fields: Any) -> dict[str
 def test_a_client_reads_a_generation_in_pieces(
     server: RunningTriton, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The pieces of `rsrv.client` make the whole text, also on the command line. A refused prompt has the server's reason."""
+    """The pieces of `rsrv.client` are the whole text, in Python and on the command line. A refused prompt has the server's reason."""
     url = server.server.grpc_url
     with Client(url) as client:
         stream = client.stream("teller", text="Once", parameters={"max_tokens": 40})
@@ -288,7 +292,10 @@ def test_a_client_reads_a_generation_in_pieces(
 
 @pytest.mark.long
 def test_streams_closed_at_every_step_leave_nothing(server: RunningTriton) -> None:
-    """Clients go before, between and behind pieces, by both protocols, beside bad ones: one slot serves the next."""
+    """Clients leave before, between and after pieces, over both protocols, and some requests are bad.
+
+    Afterwards, the slot is free, and the stub holds no more memory than before.
+    """
     runtime, (stub,) = read_status(server.pid)["pid"], server.stub_pids("alone")
 
     close_streams(server, "alone", clients=4, each=40)
@@ -302,7 +309,7 @@ def test_streams_closed_at_every_step_leave_nothing(server: RunningTriton) -> No
 
 
 def test_the_runtimes_death_ends_streams_and_sequences(server: RunningTriton) -> None:
-    """Streams and sequences end once, with a tagged error; the next runtime begins new ones."""
+    """After the runtime's death, streams and sequences end with a tagged error. The next runtime begins new ones."""
     with caller(server) as call, grpc_streams(server) as streams:
         assert sums(call, 20, [1.0], start=True) == [1.0]
         streams.ask("teller", "long", b"hello")
@@ -318,4 +325,4 @@ def test_the_runtimes_death_ends_streams_and_sequences(server: RunningTriton) ->
         assert sums(call, 20, [1.0], start=True) == [1.0]
         assert sums(call, 20, [1.0], end=True) == [2.0]
     assert generate(server, "teller", text_input="a", max_tokens=5)["text_output"] == told(b"a", 5)
-    wait_until(lambda: not server.urgent_findings())  # models without requests come back, too
+    wait_until(lambda: not server.urgent_findings())  # Models without requests also return.

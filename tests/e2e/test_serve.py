@@ -1,4 +1,4 @@
-"""`rsrv serve` as a user types it: bundles in, a real server out, until Ctrl-C."""
+"""`rsrv serve` as a user runs it: it serves bundles with a real server until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Terminal:
 
     @property
     def server_pid(self) -> int:
-        """Return the pid of the tritonserver that has announced itself last."""
+        """Return the pid of the last tritonserver that `rsrv serve` has started."""
         return int(re.findall(r"tritonserver is process (\d+)", self.text)[-1])
 
     @property
@@ -64,9 +64,9 @@ class Terminal:
 def serving(
     folder: Path, *arguments: str, gpu: Mapping[str, str] | None = None, settings: str = ""
 ) -> Iterator[Terminal]:
-    """Run `rsrv serve bundles` in this folder, on ports of its own.
+    """Run `rsrv serve bundles` in this folder, on free ports.
 
-    `gpu`: variables that name the machine's GPUs; without them it serves from the CPU.
+    `gpu`: variables that name the machine's GPUs. Without them, the server uses the CPU.
     """
     (folder / "rsrv.yaml").write_text(QUICK + settings)
     numbers = free_ports(3)
@@ -112,7 +112,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
-    """A server of two tests, of which the second one stops it."""
+    """A server for two tests. The second test stops it."""
     with serving(with_cats(tmp_path_factory.mktemp("service")), "--drain=3000") as terminal:
         terminal.wait_for("Stop with Ctrl-C")
         yield terminal
@@ -121,7 +121,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
 def test_a_folder_of_any_name_is_served_followed_and_stopped(tmp_path: Path) -> None:
     """One command serves the bundles, prints the addresses, follows changes, and ends with Ctrl-C.
 
-    Triton's shell and the Python of its stubs get a link to the folder, which leaves with the server.
+    Triton's shell and its stubs cannot use the folder's name, so they use a link to the folder. At the end, the link is removed.
     """
     folder = with_cats(tmp_path / 'it\'s $(one) & "two"; gr\u00fcn')
     (folder / "bundles" / "cats" / "model.py").write_text("def preprocess(inputs):\n    return inputs\n")
@@ -158,7 +158,7 @@ def listening(pid: int) -> set[str]:
 
 
 def _connections(process: psutil.Process) -> list[Any]:
-    """Return its TCP sockets; none if it has ended meanwhile."""
+    """Return the TCP sockets of a process, or nothing if it has ended."""
     with suppress(psutil.NoSuchProcess):
         return list(process.net_connections("tcp"))
     return []
@@ -173,7 +173,10 @@ def is_refused(call: Callable[[], object]) -> bool:
 
 
 def test_a_server_is_for_this_machine_and_its_operators_key(service: Terminal) -> None:
-    """Nothing listens on other addresses; loads, logs, traces and shared memory need the key, and all else does not."""
+    """The server listens only on the loopback address. Loads, logs, traces and shared memory need the operator's key.
+
+    Other requests need no key.
+    """
     assert listening(service.process.pid) == {LOOPBACK}
     key = (service.folder / ".rsrv" / "operator-key").read_text().strip()
     http = tritonclient.http.InferenceServerClient(f"{LOOPBACK}:{service.http_port}")
@@ -193,7 +196,7 @@ def test_a_server_is_for_this_machine_and_its_operators_key(service: Terminal) -
 
 
 def test_connections_that_clients_keep_do_not_delay_a_stop(service: Terminal) -> None:
-    """Triton would wait for the HTTP connection for its whole drain time, and for the gRPC stream without a limit."""
+    """At a stop, Triton itself would wait for an idle HTTP connection and for a gRPC stream. `rsrv serve` stops without this wait."""
     http = HTTPConnection(LOOPBACK, service.http_port, timeout=60)
     http.request("GET", "/v2/models/cats")
     assert http.getresponse().read()
@@ -211,7 +214,7 @@ def test_connections_that_clients_keep_do_not_delay_a_stop(service: Terminal) ->
 
 @pytest.mark.long
 def test_flags_that_xla_refuses_are_said_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each runtime would die of them, and its models would be called cold."""
+    """XLA_FLAGS are wrong, so each runtime ends at its start. `rsrv serve` reports the reason, and the model as failed and not as cold."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_nonsense=1")
     with serving(folder) as terminal:
         terminal.wait_for("Stop with Ctrl-C")
@@ -221,7 +224,10 @@ def test_flags_that_xla_refuses_are_said_at_once(folder: Path, monkeypatch: pyte
 
 
 def test_what_a_server_says_of_models_is_true(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that fails is not called cold, an alias is not a model, and jax's variables for debugging change nothing."""
+    """A model that fails is not reported as cold, and an alias is not counted as a model.
+
+    The server ignores jax's variables for debugging.
+    """
     place(write_version(folder / "broken", 2), folder / "bundles" / "dogs")
     (folder / "bundles" / "dogs" / "model.py").write_text(
         "import no_such_module\n\n\ndef preprocess(i): return i\n"
@@ -238,7 +244,7 @@ def test_what_a_server_says_of_models_is_true(folder: Path, monkeypatch: pytest.
 
 @pytest.mark.long
 def test_a_directory_whose_name_is_not_utf_8_is_used(folder: Path) -> None:
-    """Lines with the name reach the log and the terminal."""
+    """A directory's name is not UTF-8. The server works, and messages with the name are printed."""
     with serving(folder, "--directory", os.fsdecode(b"latin \xe9")) as terminal:
         terminal.wait_for("Stop with Ctrl-C")
         assert answer(terminal.grpc_port, "cats") == 1
@@ -249,7 +255,10 @@ def test_a_directory_whose_name_is_not_utf_8_is_used(folder: Path) -> None:
 
 @pytest.mark.long
 def test_a_service_logs_objects_and_its_server_comes_back(folder: Path) -> None:
-    """In a container the log is the output, a server that dies is replaced, and nothing outlives the command."""
+    """With `--log -`, the log goes to the output as JSON. A server that dies is replaced.
+
+    When the command is killed, all its processes end.
+    """
     with serving(folder, "--log", "-", settings="logs: {format: json}\n") as service:
         service.wait_for("Serving 1 of 1 models")
         assert answer(service.grpc_port, "cats") == 1
@@ -259,7 +268,7 @@ def test_a_service_logs_objects_and_its_server_comes_back(folder: Path) -> None:
         service.wait_for("starting it again in 1 s")
         wait_until(lambda: service.server_pid != first, 30, what="another server")
         wait_until(lambda: answer(service.grpc_port, "cats") == 1, 60, what="the model again")
-        # The dead one leaves its successor no obstacle.
+        # The end of the first server removed its directories.
         assert before
         assert not any(map(Path.exists, before))
         lines = service.text.split("\n")[:-1]
@@ -283,7 +292,7 @@ def test_a_service_logs_objects_and_its_server_comes_back(folder: Path) -> None:
 
 @pytest.mark.long
 def test_an_empty_folder_gets_a_bundle_and_a_server_that_hangs_is_replaced(folder: Path) -> None:
-    """A server without models is started again for the first bundle, and one that stops answering is replaced."""
+    """A server without models is started again for its first bundle. A server that does not answer is killed and replaced."""
     shutil.rmtree(folder / "bundles" / "cats")
     with serving(folder, "--log", "-") as service:
         service.wait_for("Serving 0 of 0 models")
@@ -300,7 +309,7 @@ def test_an_empty_folder_gets_a_bundle_and_a_server_that_hangs_is_replaced(folde
 
 @pytest.mark.long
 def test_a_broken_bundle_is_named_and_the_others_are_served(folder: Path) -> None:
-    """A bundle without its weights is reported with what to do; it does not keep the server from starting."""
+    """A bundle without its weights is reported with the missing file. The server starts, and serves the other bundle."""
     broken = write_version(folder / "second", 2)
     (broken / "weights.safetensors").unlink()
     place(broken, folder / "bundles" / "dogs")
@@ -312,7 +321,7 @@ def test_a_broken_bundle_is_named_and_the_others_are_served(folder: Path) -> Non
 
 
 def test_a_port_that_is_taken_ends_it_before_anything_is_loaded(folder: Path) -> None:
-    """The message names the port, and the command does not start a server that could not listen."""
+    """If a port is taken, the command ends with a message that names the port, and starts no server."""
     with socket.socket() as taken:
         taken.bind((LOOPBACK, 0))
         taken.listen()
@@ -323,7 +332,7 @@ def test_a_port_that_is_taken_ends_it_before_anything_is_loaded(folder: Path) ->
 
 
 def test_the_plain_command_of_triton_serves(folder: Path) -> None:
-    """`tritonserver --model-repository=gen/` has no other flag, but for ports where the default ones are taken."""
+    """`tritonserver --model-repository=gen/` serves without other flags. If the default ports are taken, the test adds flags for ports."""
     make_repository(folder)
     ports: tuple[int, ...] = (8000, 8001, 8002)
     flags = []
@@ -363,13 +372,13 @@ def test_the_plain_command_of_triton_serves(folder: Path) -> None:
 
 
 def _listens(port: int) -> bool:
-    """Return whether a server listens on this port. A check that takes the port itself could keep the server from it."""
+    """Return True if a server listens on this port. A check that opens the port itself could keep the server from it."""
     with socket.socket() as probe:
         return probe.connect_ex((LOOPBACK, port)) == 0
 
 
 def _is_free(port: int) -> bool:
-    """Return whether nothing listens on this port, on any address."""
+    """Return True if no process listens on this port, on any address."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,4 +1,4 @@
-"""Strings of standard clients, over both protocols, through hooks and a meta model."""
+"""Strings of standard clients over both protocols, with hooks and a meta model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def labels(texts: list[str]) -> list[list[bytes]]:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_strings_of_any_length_go_through_hooks(triton: RunningTriton, protocol: str) -> None:
-    """A batch of them, and eight clients at once, whose requests share executions."""
+    """Strings of any length pass through hooks: several in one request, and in requests of eight clients that share executions."""
     with caller(triton, protocol) as call:
         assert call("lengths", {"text": column(TEXTS)})["label"].tolist() == labels(TEXTS)
 
@@ -42,7 +42,7 @@ def test_strings_of_any_length_go_through_hooks(triton: RunningTriton, protocol:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_meta_model_takes_passes_on_and_returns_strings(triton: RunningTriton, protocol: str) -> None:
-    """Several strings a row, too."""
+    """A meta model gets strings, passes them to its callee, and returns one or two strings for each row."""
     with caller(triton, protocol) as call:
         answer = call("shout", {"text": column(TEXTS[:4])})
 
@@ -52,7 +52,10 @@ def test_a_meta_model_takes_passes_on_and_returns_strings(triton: RunningTriton,
 
 
 def test_strings_that_end_early_are_refused(triton: RunningTriton) -> None:
-    """A string says that it is longer than its tensor, and a tensor holds too few; the next request is answered."""
+    """A request is refused if a string is said to be longer than its tensor, or if a tensor has too few strings.
+
+    The next request is answered.
+    """
     channel = grpc.insecure_channel(triton.server.grpc_url)
     ask = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
     for raw, rows in ((b"\xff\xff\xff\x7fabcd", 1), (b"\2\0\0\0ab", 2), (b"\2\0", 1)):

@@ -1,4 +1,4 @@
-"""Weights that are overwritten in place and only half written are never served, and are named."""
+"""Weights that are overwritten in place and only partly written. They are never served, and the error names them."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ pytestmark = pytest.mark.long
 
 WEIGHTS = "weights.safetensors"
 TORN = f"{WEIGHTS} does not match the manifest: it is being written"
-#: The versions of an answer: in the weights, and in the code.
+#: The versions of an answer. Each is a pair: the version of the weights, and the version of the code.
 ONE, TWO = (1, 0), (2, 0)
 
 
 @pytest.fixture(scope="module")
 def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Path]:
-    """Return two versions of one model, which differ in the weights."""
+    """Return two versions of one model, which have different weights."""
     folder = tmp_path_factory.mktemp("versions")
     return {ONE: write_version(folder / "one", 1), TWO: write_version(folder / "two", 2)}
 
 
 @contextmanager
 def serving(folder: Path, version: Path, mode: str) -> Iterator[tuple[RunningTriton, Living]]:
-    """A server of `torn` and `steady`, whose weights the repository shares with their bundles."""
+    """Yield a server of `torn` and `steady`. The repository shares the weights with the bundles' files."""
     for name in ("torn", "steady"):
         place(version, folder / "bundles" / name)
     repository = make_repository(folder, settings=f"lifecycle: {{mode: {mode}, poll_s: 0.1}}\n")
@@ -49,14 +49,14 @@ def serving(folder: Path, version: Path, mode: str) -> Iterator[tuple[RunningTri
 
 
 def tear(bundle: Path, new: Path) -> None:
-    """Overwrite a bundle in place, as `cp` does, without the last weight: answers would be of two versions."""
+    """Overwrite a bundle in place, as `cp` does, without the last weight. An answer from it would be of two versions."""
     (bundle / "manifest.yaml").write_bytes((new / "manifest.yaml").read_bytes())
     with (bundle / WEIGHTS).open("r+b") as file:
         file.write((new / WEIGHTS).read_bytes()[: -4 * COLUMNS])
 
 
 def finish(bundle: Path, new: Path) -> None:
-    """Overwrite all of it, in place."""
+    """Overwrite a whole bundle in place."""
     for file in bundle.iterdir():
         with file.open("r+b") as opened:
             opened.write((new / file.name).read_bytes())
@@ -65,7 +65,7 @@ def finish(bundle: Path, new: Path) -> None:
 
 @contextmanager
 def traffic(server: RunningTriton) -> Iterator[list[tuple[int, int] | Refused]]:
-    """Collect the answers of `torn` from now on, and check that each is of one version."""
+    """Collect the answers of `torn` during the block, and check that each is of one version."""
     stop = threading.Event()
     found: list[tuple[int, int] | Refused] = []
 
@@ -86,7 +86,7 @@ def traffic(server: RunningTriton) -> Iterator[list[tuple[int, int] | Refused]]:
 def test_a_torn_file_leaves_the_old_version_serving(
     versions: dict[tuple[int, int], Path], tmp_path: Path
 ) -> None:
-    """In dynamic mode under traffic, a torn file keeps the old version until it is finished or restored."""
+    """In dynamic mode, a bundle is partly overwritten under load. The old version is served until the bundle is complete or restored."""
     with serving(tmp_path, versions[ONE], "dynamic") as (server, life):
         bundle = tmp_path / "bundles" / "torn"
         with traffic(server) as found:
@@ -112,7 +112,10 @@ def test_a_torn_file_leaves_the_old_version_serving(
 def test_a_runtime_that_follows_a_crash_refuses_torn_weights(
     versions: dict[tuple[int, int], Path], tmp_path: Path
 ) -> None:
-    """In static mode, a runtime after a crash refuses torn weights by name until their content is back."""
+    """In static mode, a bundle is partly overwritten before the runtime crashes.
+
+    The next runtime refuses the torn weights by name until their content is restored.
+    """
     with serving(tmp_path, versions[ONE], "static") as (server, life), caller(server) as call:
         bundle = tmp_path / "bundles" / "torn"
         with traffic(server) as found:

@@ -1,4 +1,4 @@
-"""Traces of a real server: a client's context goes in, and the request's stages reach a collector."""
+"""Traces of a real server. A client sends a trace context, and a collector gets the stages of the request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STAGES = ["preprocess", "queue", "load", "execute", "postprocess"]
 
 
 class Traced:
-    """A server whose requests are traced, and the collector of their spans."""
+    """A server that sends traces, and the collector of its spans."""
 
     def __init__(self, server: RunningTriton, collector: Collector, *, through_triton: bool) -> None:
         self.server = server
@@ -33,13 +33,13 @@ class Traced:
         self.through_triton = through_triton
 
     def spans(self, trace: str, *names: str) -> list[Seen]:
-        """Return these spans of a trace, when all of them have come."""
+        """Wait until all these spans of a trace have arrived, and return them."""
         wait_until(lambda: set(names) <= self.collector.of(trace).keys(), what=f"spans {names}")
         return [self.collector.of(trace)[name] for name in names]
 
     def asked_by(self, infer: Seen, client: str, protocol: str) -> None:
-        """Check that it is a child of one of Triton's spans, or else of the client's."""
-        missed = protocol == "grpc" and infer.parent == client  # As Triton does at times, see `traced`.
+        """Check the parent of a request's span. It is one of Triton's spans, or the client's span if Triton made none."""
+        missed = protocol == "grpc" and infer.parent == client  # Triton made no span, see `traced`.
         if self.through_triton and not missed:
             wait_until(lambda: infer.parent in self.collector.tritons, what="Triton's span")
         else:
@@ -48,12 +48,12 @@ class Traced:
 
 @pytest.fixture(scope="module", params=["triton", pytest.param("headers", marks=pytest.mark.long)])
 def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
-    """Serve with the contexts of Triton's own spans, or with clients' headers that Triton forwards.
+    """Serve with Triton's own spans, or with headers of clients that Triton forwards.
 
-    With Triton's spans, calls go to the runtime; with headers, through Triton. Triton 24.10 does not see some 2% of
-    the contexts that come over gRPC, and makes no span then, so such a header is forwarded in both.
+    With Triton's spans, the meta model calls the runtime directly. With headers, it calls through Triton. Triton 24.10 misses
+    about 2% of the contexts that come over gRPC, and then makes no span. So headers over gRPC are forwarded in both cases.
 
-    The weights of one model fit on the device, so each of them is loaded when another was called before.
+    Only the weights of one model fit on the device, so a request loads them if another model was called before it.
     """
     folder = tmp_path_factory.mktemp("traces")
     write_scale(folder / "bundles" / "double", 2)
@@ -79,7 +79,7 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_a_request_shows_its_stages(traced: Traced) -> None:
-    """Hooks, waiting, load and execution lie in order within the request's span, over both protocols."""
+    """Hooks, waiting, load and execution are spans within the request's span, in the right order, over both protocols."""
     for protocol in PROTOCOLS:
         trace, span = secrets.token_hex(16), secrets.token_hex(8)
         with caller(traced.server, protocol) as call:
@@ -103,7 +103,7 @@ def test_a_request_shows_its_stages(traced: Traced) -> None:
 
 
 def test_a_meta_models_calls_are_parts_of_its_run(traced: Traced) -> None:
-    """A meta model's calls are spans of its run with their stages; through Triton, they have a request's span."""
+    """A meta model's calls are spans within its run, with their stages. If a call goes through Triton, it also has a request's span."""
     trace = secrets.token_hex(16)
     with caller(traced.server) as call:
         call("chain", {"x": ROW}, headers={"traceparent": f"00-{trace}-{secrets.token_hex(8)}-01"})
@@ -126,7 +126,7 @@ def test_a_meta_models_calls_are_parts_of_its_run(traced: Traced) -> None:
 
 
 def test_a_request_that_is_refused_says_why(traced: Traced) -> None:
-    """A request whose deadline has passed has the reason in its span."""
+    """A request's deadline has passed. The request's span has the reason of the refusal."""
     trace = secrets.token_hex(16)
     options = {
         "headers": {"traceparent": f"00-{trace}-{secrets.token_hex(8)}-01"},
@@ -142,7 +142,7 @@ def test_a_request_that_is_refused_says_why(traced: Traced) -> None:
 
 
 def test_a_request_without_a_context_is_not_traced(traced: Traced) -> None:
-    """A request with no or an invalid context has no span, although a later request's spans have arrived."""
+    """A request without a context or with an invalid one has no span. A later request with a context has its spans."""
     began, trace = time.time_ns(), secrets.token_hex(16)
     with caller(traced.server) as call:
         call("double", {"x": ROW})
@@ -150,5 +150,5 @@ def test_a_request_without_a_context_is_not_traced(traced: Traced) -> None:
         call("double", {"x": ROW}, headers={"traceparent": f"00-{trace}-{secrets.token_hex(8)}-01"})
 
     traced.spans(trace, "infer double", "execute")
-    # Spans of earlier requests may come late.
+    # Spans of earlier tests may arrive late.
     assert {span.trace for span in traced.collector.spans if span.start >= began} == {trace}

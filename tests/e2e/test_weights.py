@@ -1,4 +1,4 @@
-"""The places of weights, seen by clients and operators of a real server."""
+"""Where weights are, as clients and operators of a real server see it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.e2e.harness import RunningTriton, StartTriton, make_repository, runni
 from tests.status import read_status
 from tests.waiting import wait_until
 
-#: Bytes of `exact`: its kernel of 64 x 6 f32.
+#: Bytes of the weights of `exact`, a kernel of 64 x 6 f32.
 _BYTES = 1536
 
 
 def write_repository(folder: Path, settings: str, kernels: Mapping[str, bundles.Array]) -> Path:
-    """`exact` under other names, with these kernels."""
+    """Make a repository with copies of `exact` that have these names and kernels."""
     for name, kernel in kernels.items():
         bundles.with_weights(bundles.ensure() / "exact", folder / "bundles" / name, {"kernel": kernel})
     return make_repository(folder, settings=settings)
@@ -40,7 +40,7 @@ def x() -> bundles.Array:
     return np.random.default_rng(2).integers(-9, 9, (3, 64)).astype(np.float32)
 
 
-#: three models
+#: Kernels of three models.
 KERNELS: Mapping[str, bundles.Array] = {
     name: bundles.exact_kernel() + number for number, name in enumerate(("first", "second", "third"))
 }
@@ -48,7 +48,7 @@ KERNELS: Mapping[str, bundles.Array] = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
-    """Serve three models on a budget for two; none of them is pinned, and the third has no copy on the host."""
+    """Serve three models with a budget for two. None of them is pinned, and the third one has no copy on the host."""
     settings = f"runtime: {{weight_budget_bytes: {2 * _BYTES}}}\nmodels: {{third: {{residency: unpinned}}}}"
     folder = tmp_path_factory.mktemp("weights")
     repository, expected = write_repository(folder, settings, KERNELS), ["weights_thrash"]
@@ -57,7 +57,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
 
 
 def test_more_models_than_the_budget_holds(server: RunningTriton, x: bundles.Array) -> None:
-    """Three models take turns on a budget for two: loaded, evicted, and every answer exact."""
+    """Three models take turns on a budget for two. Their weights are loaded and evicted, and every answer is exact."""
     with caller(server) as call:
         for _ in range(5):
             for name, kernel in KERNELS.items():
@@ -70,7 +70,7 @@ def test_more_models_than_the_budget_holds(server: RunningTriton, x: bundles.Arr
 
 @pytest.mark.long
 def test_equal_weights_are_stored_once(start_triton: StartTriton, tmp_path: Path, x: bundles.Array) -> None:
-    """Three models with one kernel fit where one does, on the device and on the host."""
+    """The budget has room for one kernel. Three models with equal kernels fit, and the host also stores the kernel once."""
     kernels = dict.fromkeys(("first", "second", "third"), bundles.exact_kernel())
     settings = f"runtime: {{weight_budget_bytes: {_BYTES}}}"
     server = start_triton(write_repository(tmp_path, settings, kernels))
@@ -86,7 +86,7 @@ def test_equal_weights_are_stored_once(start_triton: StartTriton, tmp_path: Path
 
 
 def test_an_operator_moves_weights_between_the_tiers(server: RunningTriton, x: bundles.Array) -> None:
-    """A pinned model stays while others take turns; an unpinned one is read from its file; both as soon as told."""
+    """A pinned model stays resident while two others take turns. After it is unpinned, it is evicted."""
 
     def host_bytes() -> int:
         return int(read_status(server.pid)["host"]["physical_bytes"])
@@ -112,7 +112,7 @@ def test_an_operator_moves_weights_between_the_tiers(server: RunningTriton, x: b
 def test_servers_on_one_machine_share_a_host_copy(
     start_triton: StartTriton, tmp_path: Path, x: bundles.Array
 ) -> None:
-    """Two servers on one machine map one file for the kernel; the last to leave, also by a kill, removes it."""
+    """Two servers on one machine map the same file of weights. The last server removes it at its end, even if it is killed."""
     kernel = np.random.default_rng(3).integers(-9, 9, (64, 512)).astype(np.float32)
     export_bundle(
         lambda params, x: {"y": x @ params["kernel"]},

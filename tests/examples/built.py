@@ -1,4 +1,4 @@
-"""Built bundles, executed here, which tests of meta models call in place of a server."""
+"""Built bundles that execute in this process. Tests of meta models call them instead of a server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Arrays = dict[str, Array]
 
 
 def restored(folder: Path, like: Any) -> Any:
-    """Return the weights of a built bundle in the tree `like`, from which it was made."""
+    """Return the weights of a built bundle as a tree with the structure of `like`. The bundle was made from such a tree."""
     bundle = read_bundle(folder, digest=False)
     leaves, tree = jax.tree.flatten(like)
     stored = load_weights(bundle)
@@ -26,7 +26,7 @@ def restored(folder: Path, like: Any) -> Any:
 
 
 class Model:
-    """A built bundle, executed with jax as the runtime does: exact names and dtypes, padded to a compiled size."""
+    """A built bundle that jax executes as the runtime does. Names and dtypes must be exact, and rows are padded to a compiled size."""
 
     def __init__(self, folder: Path) -> None:
         self.bundle = read_bundle(folder, digest=False)
@@ -51,7 +51,7 @@ class Model:
                 for index, array in enumerate(arrays)
             )
         )
-        # The rows that pad a batch may hold anything.
+        # The rows that pad a batch may have any values.
         padded = [np.concatenate([a, np.full((key[1] - rows, *a.shape[1:]), 7, a.dtype)]) for a in arrays]
         if key not in self.compiled:
             module = module_file(self.bundle, key).read_bytes()

@@ -33,21 +33,21 @@ from tests.examples.test_minilm import Pipeline
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "narrowed-examples.csv"
 TITLES = ("example", "weights", "bytes", "figure", "value")
-#: Rows of one execution.
+#: Number of rows in one execution.
 _ROWS = 32
 #: A bound that no error exceeds.
 _LOOSE = 1e9
 
 
 class Example(NamedTuple):
-    """An example and its figure."""
+    """An example, and the figure that shows how well it does its task."""
 
     name: str
     #: Bundles of the example. Bundles without large weights stay as they are.
     bundles: tuple[str, ...]
-    #: Description of the figure.
+    #: Description of the figure, for the table.
     figure: str
-    #: Return the figure of the bundles in a folder. The second folder has the wide bundles.
+    #: Returns the figure of the bundles in a folder. The second folder has the wide bundles.
     measure: Callable[[Path, Path], float]
 
 
@@ -104,7 +104,7 @@ EXAMPLES = (
 
 
 def rows_of(example: Example, root: Path) -> Iterator[list[str]]:
-    """Yield a row of the table for f32, then for each type of weights."""
+    """Yield a row of the table for f32, and a row for each type of weights."""
     yield [example.name, "f32", *_measured(example, root, root)]
     for token in TYPES:
         with tempfile.TemporaryDirectory() as folder:
@@ -126,7 +126,7 @@ def _narrow(source: Path, target: Path, token: str) -> None:
 
 
 def _measured(example: Example, folder: Path, wide: Path) -> list[str]:
-    """Return the cells of a row: bytes of weights, the figure's name, and its value."""
+    """Return the last cells of a row: bytes of weights, description of the figure, and its value."""
     size = sum(read_bundle(folder / name).weight_bytes for name in example.bundles)
     return [str(size), example.figure, f"{example.measure(folder, wide):.5g}"]
 

@@ -53,7 +53,7 @@ def model_of(path: Path) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    # `from_pretrained` reads such files only beside the package accelerate.
+    # `from_pretrained` reads such files only if the package accelerate is installed.
     load: Any = load_gguf_checkpoint
     config: Any = LlamaConfig
     network: Any = LlamaForCausalLM

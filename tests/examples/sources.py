@@ -1,4 +1,4 @@
-"""The real models' sources with the weights of the built bundles, for comparison with a bundle."""
+"""The sources of the real models with the weights of the built bundles. Tests compare bundles with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.examples.built import Arrays, restored
 
 
 def source(root: Path, name: str) -> Callable[[Arrays], Arrays]:
-    """Return a model's source as a function of its inputs, by its framework and without compiling."""
+    """Return a function that computes the answers of a model's source. Its own framework computes them, without compiling."""
     match name.partition("_")[0]:
         case "family":
             return partial(family.reference, params=digits.params_of(root / name))

@@ -1,4 +1,4 @@
-"""The demo's bundles beside what their makers export today, with the same parameters: nothing is trained."""
+"""The demo's bundles, compared with what their makers export with the same parameters. Nothing is trained."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rsrv_bundle import WeightSpec, read_bundle
 from tests.examples.built import restored
 
 BUNDLES = demo.DATA / demo.BUNDLES
-#: Keys of a manifest that differ from build to build.
+#: Keys of a manifest whose values differ from build to build.
 BUILD_KEYS = ("sha256", "provenance", "numerics")
 
 
 def interface(folder: Path) -> tuple[dict[str, Any], list[WeightSpec]]:
-    """Return the manifest, without what depends on the machine and the day, and the weights' names and shapes."""
+    """Return the parts of the manifest that do not depend on the machine and the day, and the weights' names and shapes."""
     manifest = read_yaml((folder / "manifest.yaml").read_text(), of="the manifest")
     return {key: manifest[key] for key in manifest if key not in BUILD_KEYS}, list(
         read_bundle(folder).weights
@@ -59,7 +59,7 @@ def export(name: str, out_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_bundle_has_the_interface_that_its_maker_exports(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names, shapes, batch sizes, weights and hooks agree. If not: run tools/demo_bundles.py."""
+    """Names, shapes, batch sizes, weights and hooks of a bundle agree with what its maker exports. If not, run tools/demo_bundles.py."""
     export(name, tmp_path / name, monkeypatch)
     assert interface(BUNDLES / name) == interface(tmp_path / name)
     hooks = [folder / name / "model.py" for folder in (BUNDLES, tmp_path)]

@@ -1,6 +1,6 @@
-"""The detector: the steps of its `run` compared with slow obvious ones, and the whole over the built bundles.
+"""The detector without a server.
 
-No server.
+The steps of its `run` are compared with slow and obvious ones, and the whole runs on the built bundles.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.examples.built import Array, Arrays, Model
 
 
 def some_boxes(rng: np.random.Generator, *shape: int) -> Array:
-    """Return f32 [*shape, 4] boxes inside an image; some are equal, some are empty."""
+    """Return random boxes inside an image, f32 [*shape, 4]. Some are equal, and some are empty."""
     corners = rng.integers(0, SIDE // 8, (*shape, 2, 2), endpoint=True) * 8
     return np.concatenate([corners.min(-2), corners.max(-2)], -1).astype(np.float32)
 
@@ -34,7 +34,7 @@ seeds = st.integers(0, 2**32 - 1)
 @settings(max_examples=25, deadline=None)
 @given(seeds)
 def test_regions_are_read_as_in_training(seed: int) -> None:
-    """The head reads regions anywhere in two images as in its training, empty ones included."""
+    """For regions anywhere in two images, including empty regions, the head reads the same features as in its training."""
     rng = np.random.default_rng(seed)
     cells = SIDE // steps.CELL
     features = rng.standard_normal((2, cells, cells, 3)).astype(np.float32)
@@ -45,7 +45,7 @@ def test_regions_are_read_as_in_training(seed: int) -> None:
 
 
 def test_anchors_stand_around_the_points_of_a_grid() -> None:
-    """Anchors are ordered by row, with both sizes at each point."""
+    """Anchors are ordered by the rows of a grid. Each point of the grid has anchors of both sizes."""
     found = steps.anchors(16)
     assert found.dtype == np.float32
     centres = (found[:, :2] + found[:, 2:]) / 2
@@ -56,7 +56,7 @@ def test_anchors_stand_around_the_points_of_a_grid() -> None:
 
 @given(seeds, st.integers(1, 3))
 def test_reports_hold_the_best_shapes_in_order(seed: int, images: int) -> None:
-    """Reports have falling scores and no duplicate shapes of a class, only proposals, and padding after them."""
+    """Scores in a report fall. It has only proposals, and no duplicate shapes of a class. Padding follows the shapes."""
     rng = np.random.default_rng(seed)
     boxes = some_boxes(rng, images, steps.CANDIDATES)
     scores = rng.permuted(np.linspace(0, 1, boxes[..., 0].size, dtype=np.float32)).reshape(boxes.shape[:2])
@@ -83,7 +83,7 @@ def test_reports_hold_the_best_shapes_in_order(seed: int, images: int) -> None:
 
 
 def test_scenes_are_the_same_every_time_and_hold_what_they_say() -> None:
-    """Scenes are reproducible; shapes touch the sides of their boxes, and an empty scene is noise on one colour."""
+    """Scenes with the same seed are equal. A scene has shapes exactly where it has classes, and an empty scene is noise on one colour."""
     first, second = scenes(4, seed=3), scenes(4, seed=3)
     assert (first.images == second.images).all()
     assert first.images.shape == (4, SIDE, SIDE, 3)
@@ -97,7 +97,7 @@ def test_scenes_are_the_same_every_time_and_hold_what_they_say() -> None:
 
 
 def test_finds_are_judged_by_class_place_and_number() -> None:
-    """The truth counts as right; a duplicate, another class or another place does not."""
+    """The true shapes are judged as right. A duplicate, another class or another place is judged as wrong."""
     known = scenes(2, seed=9)
     count = (known.classes >= 0).sum(1)
     truth = {"boxes": known.boxes, "classes": known.classes, "count": count[:, None]}
@@ -112,7 +112,7 @@ def test_finds_are_judged_by_class_place_and_number() -> None:
 
 
 class Detector:
-    """The built detector; its modules are compiled when they are first called."""
+    """The built detector. A module is compiled at its first call."""
 
     def __init__(self, root: Path) -> None:
         bundle = read_bundle(root / "detector", digest=False)
@@ -120,7 +120,7 @@ class Detector:
         self.run = runpy.run_path(str(bundle.hooks))["run"]
         self.outputs = bundle.manifest.wire_outputs
         self.models = {name: Model(root / name) for name in bundle.manifest.meta_calls}
-        #: (name, rows) of the calls of the last request.
+        #: Name and number of rows of each call for the last request.
         self.calls: list[tuple[str, int]] = []
 
     def __call__(self, images: Array) -> Arrays:
@@ -137,12 +137,12 @@ class Detector:
 
 
 def test_any_number_of_regions_is_classified_and_none_is_mixed_up() -> None:
-    """Many regions of nine images take many calls of the head and are not mixed up."""
+    """Many regions of nine images take several calls of the head. Each region gets the class of its own image."""
     anchors = steps.anchors(SIDE)
     cells = SIDE // steps.CELL
 
     def backbone(inputs: Arrays) -> Arrays:
-        # An even image of brightness b has features b.
+        # An image with the same brightness everywhere has this brightness as its features.
         brightness = inputs["image"][:, :cells, :cells, :1].astype(np.float32)
         rows = len(brightness)
         objectness = np.full((rows, len(anchors)), 9, np.float32)

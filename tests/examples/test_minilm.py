@@ -1,7 +1,4 @@
-"""The text pipeline: the answers of its `run` over the built bundles, compared with a direct computation.
-
-No server.
-"""
+"""The text pipeline without a server. Its `run` on the built bundles is compared with a direct computation."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ pytestmark = pytest.mark.long
 CLS, SEP, UNKNOWN = 101, 102, 100
 WEATHER = ("The weather is lovely today.", "It's so sunny outside!", "He drove to the stadium.")
 ODD = ("", "   ", "a", "\U0001f600 \U0001f680", "漢字とかな", "Naïve — résumé", "tab\tbell\x07", "x" * 5000)
-#: 512 tokens, more than the encoder's largest compiled length.
+#: A text of 512 tokens, which are more than the encoder's largest compiled length.
 LONG = " ".join(["north south east west"] * 128)
 
 
@@ -48,7 +45,7 @@ class Handle:
 
 
 class Pipeline:
-    """The meta model in the folder `name`, with its calls executed here."""
+    """The meta model in the folder `name`. Its calls execute in this process."""
 
     def __init__(self, root: Path, name: str) -> None:
         bundle = read_bundle(root / name, digest=False)
@@ -57,11 +54,11 @@ class Pipeline:
         self.models: dict[str, Callable[[Arrays], Arrays]] = {
             callee: Model(root / callee) for callee in bundle.manifest.meta_calls
         }
-        #: The calls in order: name, inputs.
+        #: Name and inputs of each call, in order.
         self.calls: list[tuple[str, dict[str, Any]]] = []
 
     def call(self, name: str, inputs: dict[str, Any], keep_on_device: Any = False) -> dict[str, Any]:
-        """Call a model as meta models do; a Handle replaces what stays on the device."""
+        """Call a model as meta models do. A Handle represents a tensor that stays on the device."""
         self.calls.append((name, inputs))
         kept = {key: value.held if isinstance(value, Handle) else value for key, value in inputs.items()}
         found = self.models[name](kept)
@@ -72,7 +69,7 @@ class Pipeline:
         }
 
     def run(self, sentences: Sequence[str | bytes]) -> Array:
-        """Map sentences to embeddings, f32 [n, 384]."""
+        """Return the embeddings of sentences, f32 [n, 384]."""
         run: Callable[..., Arrays] = self.module["run"]
         self.calls.clear()
         found = run({"text": as_text(sentences)}, self.call)
@@ -103,7 +100,7 @@ def minilm(root: Path) -> Pipeline:
 
 @pytest.fixture(scope="module")
 def unexecuted(root: Path) -> Pipeline:
-    """Return the pipeline with models that compute nothing, for tests of what these are given."""
+    """Return a pipeline whose models compute nothing, for tests of the inputs that they get."""
     pipeline = Pipeline(root, "minilm")
     pipeline.models = {
         "minilm_encoder": lambda inputs: {"hidden": np.zeros((*inputs["input_ids"].shape, 384), np.float32)},
@@ -113,7 +110,7 @@ def unexecuted(root: Path) -> Pipeline:
 
 
 class Direct:
-    """transformers' BERT with the weights of the built encoder, one sentence at a time, in 64 bits."""
+    """transformers' BERT with the weights of the built encoder. It computes one sentence at a time, in 64 bits."""
 
     def __init__(self, root: Path) -> None:
         network: Any = BertModel
@@ -126,7 +123,7 @@ class Direct:
         self.tokenizer.no_padding()
 
     def embedding(self, sentence: str) -> Array:
-        """Map a sentence to [384], of length 1."""
+        """Return the embedding of a sentence, [384]. Its length is 1."""
         with torch.no_grad():
             hidden = self.network(torch.tensor([self.tokenizer.encode(sentence).ids])).last_hidden_state
         mean = hidden[0].mean(0).numpy()
@@ -143,7 +140,7 @@ def direct(root: Path) -> Direct:
 def test_embeddings_and_their_similarities_agree_with_a_direct_computation(
     minilm: Pipeline, direct: Direct
 ) -> None:
-    """Embeddings of ordinary, odd and long sentences agree with transformers on the same weights, in 64 bits."""
+    """Embeddings of ordinary, odd and long sentences agree with those that transformers computes in 64 bits with the same weights."""
     sentences = [
         *WEATHER,
         *ODD,
@@ -157,14 +154,14 @@ def test_embeddings_and_their_similarities_agree_with_a_direct_computation(
 
 
 def test_similarities_are_those_that_the_authors_publish(minilm: Pipeline) -> None:
-    """The similarities of Sentence Transformers' quick start are reproduced to four digits."""
+    """The similarities of Sentence Transformers' quick start are reproduced to about four digits."""
     found = minilm.run(WEATHER)
     published = [[1, 0.6660, 0.1046], [0.6660, 1, 0.1411], [0.1046, 0.1411, 1]]
     np.testing.assert_allclose(found @ found.T, published, rtol=0, atol=1e-4)
 
 
 def test_the_encoders_output_goes_to_the_pooling_without_coming_back(minilm: Pipeline) -> None:
-    """`run` gets a handle with shape and dtype, and passes it on."""
+    """`run` gets a handle with the shape and dtype of the encoder's output, and passes the handle to the pooling."""
     minilm.run(WEATHER)
     (first, _), (second, inputs) = minilm.calls
     assert (first, second) == ("minilm_encoder", "minilm_pool")
@@ -193,12 +190,12 @@ def test_the_encoders_output_goes_to_the_pooling_without_coming_back(minilm: Pip
 def test_a_text_becomes_the_tokens_of_the_vocabulary(
     unexecuted: Pipeline, text: str | bytes, expected: list[int]
 ) -> None:
-    """Case, accents, zeros and broken UTF-8 vanish; ideographs are words; an unknown word is one token."""
+    """Case, accents, zero bytes and broken UTF-8 are ignored. Each ideograph is a word, and an unknown word is one token."""
     assert unexecuted.tokens(text) == [CLS, *expected, SEP]
 
 
 def test_a_long_text_is_cut_to_the_longest_compiled_row(unexecuted: Pipeline) -> None:
-    """A long text is cut to 126 tokens between the two marks, independent of the rest."""
+    """A long text is cut to 126 tokens between the two marks. The rest of the text has no effect."""
     tokens = unexecuted.tokens(LONG)
     assert (len(tokens), tokens[0], tokens[-1]) == (128, CLS, SEP)
     assert unexecuted.tokens(LONG * 500) == tokens
@@ -210,7 +207,7 @@ def test_a_long_text_is_cut_to_the_longest_compiled_row(unexecuted: Pipeline) ->
 def test_rows_are_as_short_as_the_longest_sentence_allows(
     unexecuted: Pipeline, words: int, length: int
 ) -> None:
-    """A row has two tokens more than the longest sentence has words."""
+    """A row has the smallest compiled length for the words of the longest sentence and two marks."""
     unexecuted.run(["short", " ".join(["north"] * words)])
     assert unexecuted.calls[0][1]["input_ids"].shape == (2, length)
 
@@ -223,7 +220,7 @@ def test_rows_are_as_short_as_the_longest_sentence_allows(
 def test_a_sentence_has_one_embedding_whatever_comes_with_it(
     minilm: Pipeline, sentence: str, others: list[str]
 ) -> None:
-    """A sentence has one embedding of length 1 in any batch."""
+    """A sentence has the same embedding in any batch, and the embedding has length 1."""
     together = minilm.run([sentence, *others])
     assert (together.shape, together.dtype) == ((1 + len(others), 384), np.float32)
     np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1, rtol=1e-5)
@@ -232,7 +229,7 @@ def test_a_sentence_has_one_embedding_whatever_comes_with_it(
 
 
 def test_what_is_masked_changes_nothing(minilm: Pipeline) -> None:
-    """Tokens where the mask is 0, valid or not, do not change the rest of the row."""
+    """Where the mask is 0, tokens do not affect the rest of the row, even if they are invalid."""
     ids = np.full((1, 16), 2088, np.int32)
     mask = (np.arange(16) < 6).astype(np.int32)[None]
     other = np.where(mask, ids, np.arange(-3, 13, dtype=np.int32) * 10_000_000)
@@ -244,7 +241,7 @@ def test_what_is_masked_changes_nothing(minilm: Pipeline) -> None:
 
 
 def test_a_row_of_padding_only_is_no_reason_for_nan(minilm: Pipeline) -> None:
-    """The embedding of a row of padding is finite."""
+    """A row that consists of padding causes no NaN."""
     nothing = np.zeros((1, 16), np.int32)
     hidden = minilm.models["minilm_encoder"]({"input_ids": nothing, "attention_mask": nothing})["hidden"]
     assert np.isfinite(hidden).all()

@@ -1,4 +1,4 @@
-"""The real models compared with their sources, and with what they were trained for. No server."""
+"""The real models without a server. They are compared with their sources, and with the task for which they were trained."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.bench.real.twins import TWINS, weights_of
 from tests.examples.built import Model
 from tests.examples.sources import source
 
-#: These check the examples; the exporters have quicker tests.
+#: These tests check the examples. The exporters have quicker tests.
 pytestmark = pytest.mark.long
 
 
@@ -34,7 +34,7 @@ def root() -> Path:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_bundle_computes_what_its_source_computes(root: Path, name: str) -> None:
-    """Three padded rows of random numbers get the source's answers."""
+    """Three rows of random numbers, which are padded, get the answers of the model's source."""
     model = Model(root / name)
     (spec,) = model.bundle.manifest.inputs
     shape = model.bundle.input_shape(0, 0, 8)[1:]
@@ -54,7 +54,7 @@ def test_a_bundle_computes_what_its_source_computes(root: Path, name: str) -> No
 
 @pytest.mark.parametrize("name", ["fno_f32", "fno_f64", "unet", "family_rest", "family_zero"])
 def test_a_model_rewritten_in_pytorch_answers_alike(root: Path, name: str) -> None:
-    """A model in another framework, filled by the weights' names, gives the same answers."""
+    """A model that is rewritten in PyTorch gets its weights by their names. It gives the same answers as the bundle."""
     inputs = CASES.get(name, CASES["family_half"]).inputs(8)
     (batch,) = inputs.values()
     (got,) = Model(root / name)(inputs).values()
@@ -64,7 +64,10 @@ def test_a_model_rewritten_in_pytorch_answers_alike(root: Path, name: str) -> No
 
 
 def test_the_solver_agrees_with_the_exact_solution() -> None:
-    """The solver agrees with Cole and Hopf: -2 v (log w)_x; w solves the heat equation from exp(-(integral of u) / 2 v)."""
+    """The solver agrees with the exact solution of Cole and Hopf: -2 v (log w)_x.
+
+    Here, w solves the heat equation from exp(-(integral of u) / 2 v).
+    """
     start = starts(5, seed=7)
     wave = np.arange(POINTS // 2 + 1)
     spectrum = np.fft.rfft(start, axis=1)
@@ -76,7 +79,7 @@ def test_the_solver_agrees_with_the_exact_solution() -> None:
 
 
 def test_the_operator_knows_burgers_equation_in_both_precisions(root: Path) -> None:
-    """The operator solves unseen starts, on the grid of its training and on one twice as fine."""
+    """The operator solves unseen starts in both precisions, on the grid of its training and on a grid that is twice as fine."""
     unseen, wanted = fno.held_out()
     single, double = Model(root / "fno_f32"), Model(root / "fno_f64")
     for every in (2, 1):
@@ -84,13 +87,13 @@ def test_the_operator_knows_burgers_equation_in_both_precisions(root: Path) -> N
         in_double = double({"start": start})["end"]
         in_single = single({"start": start.astype(np.float32)})["end"]
         assert fno.mean_error(in_double, wanted[:32, ::every]) < fno.REQUIRED_ERROR
-        # The rest is the rounding of 32 bits.
+        # The precisions differ only by the rounding of 32 bits.
         np.testing.assert_allclose(in_single, in_double, atol=1e-4)
         assert (in_single != in_double).any()
 
 
 def test_the_family_differs_in_its_last_layer_only(root: Path) -> None:
-    """All tensors but the last layer's have the same bytes in all eight bundles."""
+    """In all eight bundles, all tensors except those of the last layer have the same bytes."""
     hashes: dict[str, set[str]] = {}
     for name in family.TASKS:
         bundle = read_bundle(root / name, digest=False)
@@ -103,7 +106,7 @@ def test_the_family_differs_in_its_last_layer_only(root: Path) -> None:
 
 @pytest.mark.parametrize("name", family.TASKS)
 def test_each_of_the_family_answers_its_question(root: Path, name: str) -> None:
-    """Each member of the family answers its question about unseen images."""
+    """Each model of the family answers its question about unseen images."""
     images, wanted = family.held_out(name)
     model = Model(root / name)
     got = np.concatenate([model({"image": images[at : at + 32]})["logits"] for at in range(0, 360, 32)])
@@ -127,7 +130,7 @@ def test_resnet18_takes_the_weights_that_torchvision_publishes() -> None:
 
 
 def test_the_folders_say_what_they_hold(root: Path) -> None:
-    """Every real model has a README beside its maker, and the list of bundles has the whole family."""
+    """Every real model has a README in its maker's folder, and the list of bundles has the whole family."""
     folder = Path(examples.build.__file__).parent
     for name in MODELS:
         assert (folder / name.partition("_")[0] / "README.md").is_file()

@@ -1,4 +1,4 @@
-"""Networks with a state that are read in chunks: glossary, tagger, forecast. No server, and nothing is trained."""
+"""Networks with a state that read chunks: glossary, tagger and forecast. There is no server, and nothing is trained."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tokenizers import Tokenizer
 from examples import forecast, glossary, gru, tagger
 
 ROWS = 3
-# Compiled once for each shape of a chunk; numpy's arrays do, too.
+# These functions are compiled once for each shape of a chunk. They also take NumPy's arrays.
 forecasts: Any = jax.jit(forecast.step)
 next_logits: Any = jax.jit(glossary.step)
 tags: Any = jax.jit(tagger.step)
 
 
 def in_chunks(step: Any, params: Any, state: Any, whole: np.ndarray[Any, Any], lengths: list[int]) -> Any:
-    """Read [n, t] in chunks of these lengths; return the chunks' outputs in a row, and the last state."""
+    """Read values [n, t] in chunks of these lengths. Return the joined outputs of the chunks, and the last state."""
     found = []
     for chunk in np.split(whole, np.cumsum(lengths)[:-1], axis=1):
         outputs, state = step(params, state, chunk)
@@ -34,7 +34,7 @@ def assert_equal(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("lengths", [[1] * 40, [8, 32], [1, 16, 23]], ids=str)
 def test_a_text_is_tagged_in_chunks_as_it_is_at_once(lengths: list[int]) -> None:
-    """Tags and states do not depend on where a text is cut."""
+    """Tags and states do not depend on the places at which a text is cut."""
     params = gru.initial(128, 8, tagger.WIDTH, 3)
     state = {"hidden": jnp.zeros((ROWS, tagger.WIDTH))}
     text = tagger.texts(ROWS, 40, seed=2)
@@ -42,7 +42,7 @@ def test_a_text_is_tagged_in_chunks_as_it_is_at_once(lengths: list[int]) -> None
 
 
 def test_zeros_behind_a_text_change_no_state() -> None:
-    """A short chunk in a long row leaves the state that the chunk alone leaves."""
+    """A short chunk that is padded with zeros leaves the same state as the chunk without padding."""
     params = gru.initial(128, 8, tagger.WIDTH, 3)
     state = {"hidden": jnp.zeros((1, tagger.WIDTH))}
     text = tagger.texts(1, 10, seed=3)
@@ -51,13 +51,13 @@ def test_zeros_behind_a_text_change_no_state() -> None:
 
 
 def test_tags_follow_quotation_marks_comments_and_lines() -> None:
-    """A mark within a string or comment opens nothing; a line's end closes everything."""
+    """A quotation mark in a string or comment has no effect. The end of a line ends strings and comments."""
     found = tagger.truth(b"a'#\"'b#'\n'c\nd\"\"")
     assert "".join("cs#"[tag] for tag in found) == "csss" + "s" + "c##" + "c" + "ss" + "cc" + "ss"
 
 
 def test_tokens_read_in_chunks_have_the_logits_of_one_chunk() -> None:
-    """Rows of different lengths, of which only `lengths` tokens count, end where each row alone ends."""
+    """Rows have different lengths, and only the first `lengths` tokens of a row are used. The logits are those of each row alone."""
     params = glossary.initial()
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 256, (ROWS, 20)).astype(np.int32)
@@ -75,7 +75,7 @@ def test_tokens_read_in_chunks_have_the_logits_of_one_chunk() -> None:
 
 
 def test_the_glossary_has_the_licenses_terms_and_characters_of_every_length() -> None:
-    """Definitions are whole sentences, and each character of UTF-8's definition has its bytes as tokens."""
+    """Definitions have characters of all lengths in UTF-8. The tokens of a text are its bytes, and the text can be restored from them."""
     found = glossary.definitions()
     assert found["Licensor"].startswith("shall mean the copyright owner")
     assert {len(character.encode()) for character in found["UTF-8"]} == {1, 2, 3, 4}
@@ -86,7 +86,7 @@ def test_the_glossary_has_the_licenses_terms_and_characters_of_every_length() ->
 
 
 def test_a_series_read_in_chunks_is_forecast_as_by_solving_at_once() -> None:
-    """The recursion's forecasts are those of least squares over all values so far, in any chunks."""
+    """In chunks of any length, the forecasts are those of least squares over all earlier values."""
     params = forecast.params()
     state = jax.tree.map(lambda leaf: jnp.stack([leaf] * ROWS), forecast.begin(params))
     values = forecast.series(ROWS, 64)

@@ -14,7 +14,7 @@ KINDS = ("bundles", "modules", "frames", "answers", "onnx", "natives", "requests
 
 
 def main() -> int:
-    """Return 0 if no failure was found."""
+    """Run the checks. Return 0 if there was no failure."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.fuzz",
         description="Hostile input, made from seeds.",
@@ -65,7 +65,7 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory(prefix="rsrv-fuzz-") as scratch:
         folder = Path(scratch)
-        # First: the others import jax, whose threads a fork does not copy.
+        # This check is first, because the others import jax. A fork does not copy jax's threads.
         found = [_report("onnx", check_onnx(seeds("onnx"), folder))]
         from tests.fuzz.bundles import check_bundles, check_modules
         from tests.fuzz.corpus import good_bundles
@@ -78,7 +78,7 @@ def main() -> int:
             _report("frames", check_frames(seeds("frames"), good, folder)),
             _report("answers", check_answers(seeds("answers"))),
         ]
-        # Only now, because these start threads, and the others fork.
+        # These checks start threads. So they run after the checks that fork.
         if seeds("natives"):
             from tests.fuzz.natives import check_natives
 
@@ -99,7 +99,7 @@ def main() -> int:
 
 
 def _report(what: str, verdicts: Iterable[Verdict]) -> int:
-    """Print failures at once, and a line at the end; return their number."""
+    """Print each failure at once, and a line at the end. Return the number of failures."""
     started = time.monotonic()
     outcomes: Counter[str] = Counter()
     slowest, largest, bad = 0.0, 0, 0

@@ -1,4 +1,4 @@
-"""Every bundle, however bad, is read, planned and built, or refused in words, without other effects."""
+"""Every bundle, however bad, is read, planned and built, or is refused with a text. There are no other effects."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from tests.fuzz.corpus import write_module_mutant, write_mutant
 from tests.fuzz.manifests import Files
 from tests.fuzz.watched import Verdict, watch
 
-#: Limits for one bundle that is read three times.
+#: Limits in seconds and bytes for a bundle that is read three times.
 SECONDS = 10.0
 NBYTES = 400 << 20
-#: Limits for one that is compiled, too.
+#: Limits in seconds and bytes for a bundle that is also compiled.
 COMPILING = 20.0
 COMPILING_NBYTES = 1 << 30
 
 
 def check_bundles(seeds: Sequence[int], good: Sequence[Files], scratch: Path) -> Iterator[Verdict]:
-    """Make and read the bundle of every seed; the device compiles nothing."""
+    """Make and read a bundle for every seed. A fake device compiles nothing."""
     inspector = Inspector()
     device = FakeDevice(lambda inputs, weights: [])
 
     def case(seed: int) -> str:
         with _folder(scratch) as parent:
             path = write_mutant(seed, good, parent)
-            # First the readers of many bundles, which must not end because of one.
+            # These readers of many bundles must not fail because of one bad bundle.
             scan(path.parent, linked=True)
             sources = read_sources([path.parent])
             models = {name: one for name, one in sources.good.items() if not one.facts.meta}
@@ -59,12 +59,12 @@ def check_bundles(seeds: Sequence[int], good: Sequence[Files], scratch: Path) ->
 
 
 def check_modules(seeds: Sequence[int], good: Sequence[Files], scratch: Path) -> Iterator[Verdict]:
-    """Make a bundle of every seed of which only a module is damaged; a module that passes is compiled, and runs."""
+    """Make a bundle for every seed in which only a module is damaged. If the module is accepted, compile and execute it."""
     inspector = Inspector()
     devices: list[Device] = []
 
     def case(seed: int) -> str:
-        if not devices:  # In the child, because jax starts threads.
+        if not devices:  # jax starts threads, so this is done in the child process.
             devices.append(JaxDevice("cpu"))
         (device,) = devices
         with _folder(scratch) as parent:

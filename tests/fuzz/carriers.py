@@ -1,4 +1,4 @@
-"""Bad requests in their carriers: HTTP's lines, headers and encodings, and gRPC's calls, metadata and frames."""
+"""Changes to what carries a request: HTTP's lines, headers and encodings, and gRPC's calls, metadata and frames."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _HEADERS = (
     (b"Content-Length", b"9999999999"), (b"Content-Length", b"0"), (b"Transfer-Encoding", b"chunked"), (b"Transfer-Encoding", b"x"),
 )  # fmt: skip
 _LENGTHS = (b"0", b"1", b"-1", b"9999", b"x", b"", b"18446744073709551616", b"1e3", b"4294967296")
-#: Without the time.
+#: Compress without a time, so that the result depends only on the data.
 _gzip = partial(gzip.compress, mtime=0)
 _COMPRESSED: tuple[Callable[[bytes], bytes], ...] = (
     _gzip,
@@ -108,7 +108,7 @@ def trace_header(rng: Random, draft: Draft) -> None:
 
 @piece("http")
 def not_utf8_trace_header(rng: Random, draft: Draft) -> None:
-    """Triton makes it a parameter if it is told to forward it (docs/monitoring.md)."""
+    """Send a trace header that is not UTF-8. Triton makes it a parameter if it is set to forward it (docs/monitoring.md)."""
     draft.headers.append((b"traceparent", text_bytes(rng.choice(NOT_UTF8))))
 
 
@@ -123,8 +123,9 @@ def _late(body: bytes) -> bytes:
     return b'{"x": "' + b"i" * 600_000 + b'", ' + body[1:]
 
 
-#: Ways to write JSON, and their Content-Encoding; the first ones leave the JSON as it is.
+#: Number of spellings at the beginning of _SPELLINGS that do not change the length of the JSON.
 _SAME_LENGTH = 3
+#: Ways to write JSON, with their Content-Encoding.
 _SPELLINGS: tuple[tuple[Callable[[bytes], bytes], bytes], ...] = (
     (bytes, b"identity"),
     (_gzip, b"gzip"),
@@ -140,7 +141,7 @@ _SPELLINGS: tuple[tuple[Callable[[bytes], bytes], bytes], ...] = (
 
 @piece("http")
 def spelling(rng: Random, draft: Draft) -> None:
-    """Write the JSON in another way that Triton takes. Before binary data, its length must stay."""
+    """Write the JSON in another way that Triton accepts. If binary data follow it, the JSON must keep its length."""
     spell, name = rng.choice(_SPELLINGS[:_SAME_LENGTH] if draft.binary else _SPELLINGS)
     encode = draft.encode
     draft.encode = lambda body: spell(encode(body))
@@ -149,7 +150,7 @@ def spelling(rng: Random, draft: Draft) -> None:
 
 @piece("http")
 def chunks(rng: Random, draft: Draft) -> None:
-    """Few chunks: CVE-2025-23310 is about the effect of many thousand on Triton's own front end before 25.07."""
+    """Send a body in few chunks. Before 25.07, many thousand chunks harm Triton's own front end (CVE-2025-23310)."""
     wrong = rng.choice(
         (b"", b"-1\r\n", b"zz\r\nx\r\n", b"ffffffffffffffff\r\n", b"5;" + b"x" * 3000 + b"\r\nhello\r\n")
     )
@@ -186,7 +187,7 @@ def metadata(rng: Random, draft: Draft) -> None:
 
 @piece("grpc")
 def frames(rng: Random, draft: Draft) -> None:
-    """Send HTTP/2 of any type, length and stream."""
+    """Send HTTP/2 frames of any type, length and stream."""
     data = rng.choice((b"", _PREFACE, _PREFACE + b"\0\0\0\4\0\0\0\0\0", _PREFACE + b"\0\0\0\4\0\0\0\0\0"))
     for _ in range(rng.choice((1, 5, 40))):
         load = rng.randbytes(rng.choice((0, 4, 8, 60)))

@@ -1,7 +1,6 @@
-"""Bundles with errors, reproducible by their seeds.
+"""Bundles with errors. Their seeds reproduce them.
 
-Each is a good bundle after one to three changes, to its manifest, its weights, its modules, its hooks, or to its
-properties in the file system.
+Each is a good bundle with one to three changes: to its manifest, weights, modules or hooks, or to its files in the file system.
 """
 
 from __future__ import annotations
@@ -29,11 +28,12 @@ _HOOKS = b"def preprocess(inputs):\n    return inputs\n\ndef postprocess(outputs
 
 
 def good_bundles(scratch: Path) -> list[Files]:
-    """Return the bundles from which all others are made: plain, with hooks, with variants, of format 2.0, a meta model.
+    """Return the bundles from which all others are made.
 
-    Then one with state, and a generation.
+    They are a plain one, one with hooks, one with variants, one of format 2.0, a meta model, one with state, and one that
+    generates.
     """
-    # Elsewhere, because jax starts threads, and children are to be forked here.
+    # jax starts threads, so it runs in another process. This process forks children.
     subprocess.run([sys.executable, "-m", __name__, str(scratch)], check=True)
     first, variants = _read(scratch / "plain"), _read(scratch / "variants")
     old = first["manifest.yaml"].replace(b"shape: nc", b"shape: cn").replace(b"shape: na", b"shape: an")
@@ -50,8 +50,8 @@ def good_bundles(scratch: Path) -> list[Files]:
 
 
 def _seal(files: Files) -> None:
-    """Update the checksums of a bundle that has some, as otherwise no change to a file gets any further."""
-    with contextlib.suppress(ValueError, TypeError):  # Because of an earlier change.
+    """Update the checksums of a bundle if it has some. With a wrong checksum, readers would not look at the changes."""
+    with contextlib.suppress(ValueError, TypeError):  # The manifest may be unreadable.
         document = yaml12.load(files["manifest.yaml"])
         if "sha256" in document:
             summed = [name for name in files if name.endswith((".mlir", ".safetensors"))]
@@ -123,7 +123,7 @@ def _read(directory: Path) -> Files:
 
 
 def write_mutant(seed: int, good: Sequence[Files], parent: Path) -> Path:
-    """Make the bundle of this seed in `parent`, and return its directory."""
+    """Make the bundle of this seed in `parent`. Return its directory."""
     rng = Random(seed)
     files = dict(rng.choice(good))
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
@@ -133,7 +133,7 @@ def write_mutant(seed: int, good: Sequence[Files], parent: Path) -> Path:
     directory = parent / (rng.choice(_NAMES) if rng.random() < 0.05 else "mutant")
     directory.mkdir()
     for name, content in files.items():
-        with contextlib.suppress(OSError, ValueError):  # A name that no file can have.
+        with contextlib.suppress(OSError, ValueError):  # A file cannot have this name.
             (directory / name).write_bytes(content)
     if rng.random() < 0.25:
         rng.choice(_OF_FILES)(rng, directory)
@@ -141,7 +141,7 @@ def write_mutant(seed: int, good: Sequence[Files], parent: Path) -> Path:
 
 
 def write_module_mutant(seed: int, good: Sequence[Files], parent: Path) -> Path:
-    """Do the same, with only one of its modules damaged."""
+    """Make a bundle of this seed in which only a module is damaged. Return its directory."""
     rng = Random(seed)
     files = dict(rng.choice([files for files in good if "model.b1.mlir" in files]))
     files["model.b1.mlir"] = _damaged(rng, files["model.b1.mlir"])
@@ -171,7 +171,7 @@ _NAMES = (
 
 
 def _weights_header(rng: Random, files: Files) -> None:
-    """Make the header lie about one thing."""
+    """Change one thing in the header of the weights, so that it is wrong."""
     header, buffer = _weights(files)
     entries = [name for name in header if name != "__metadata__"]
     if entries:
@@ -221,7 +221,7 @@ def _weights_header(rng: Random, files: Files) -> None:
 
 
 def _weights_metadata(rng: Random, files: Files) -> None:
-    """Break the order of the arguments."""
+    """Damage the metadata, which contain the order of the arguments."""
     header, buffer = _weights(files)
     deep = "[" * 100_000 + "]" * 100_000
     header["__metadata__"] = rng.choice(
@@ -235,7 +235,7 @@ def _weights_metadata(rng: Random, files: Files) -> None:
 
 
 def _weights_bytes(rng: Random, files: Files) -> None:
-    """Change the file."""
+    """Damage the file of weights."""
     raw = files.get("weights.safetensors", b"")
     match rng.randrange(8):
         case 0:
@@ -265,7 +265,7 @@ def _weights_bytes(rng: Random, files: Files) -> None:
         case 6:
             header, buffer = _weights(files)
             text = json.dumps(header)
-            raw = safetensors_bytes(text[:-1] + ", " + text[1:], buffer)  # Every key twice.
+            raw = safetensors_bytes(text[:-1] + ", " + text[1:], buffer)  # Each key is there twice.
         case _:
             raw = _damaged(rng, raw)
     files["weights.safetensors"] = raw
@@ -290,7 +290,7 @@ def _weights(files: Files) -> tuple[dict[str, Any], bytes]:
 
 
 def _module(rng: Random, files: Files) -> None:
-    """Damage, exchange, remove or rename a module."""
+    """Damage, exchange, replace or rename a module."""
     modules = [name for name in files if name.endswith(".mlir")]
     if not modules:
         return
@@ -346,7 +346,7 @@ def _damaged(rng: Random, raw: bytes) -> bytes:
 
 
 def _hooks(rng: Random, files: Files) -> None:
-    """Break the Python, or make it huge."""
+    """Write Python that is broken or huge, or remove it."""
     count = rng.choice((500, 20_000))
     files["model.py"] = rng.choice(
         (
@@ -379,11 +379,11 @@ def _some_file(rng: Random, directory: Path) -> Path:
 
 
 def _special(rng: Random, directory: Path) -> None:
-    """Replace one of the files by something that is not a file."""
+    """Replace a file by something that is not a file, or add many folders."""
     path = _some_file(rng, directory)
     with contextlib.suppress(OSError):
         path.unlink()
-    with contextlib.suppress(OSError):  # A device, without the right to make one.
+    with contextlib.suppress(OSError):  # Making a device node may not be allowed.
         match rng.randrange(9):
             case 0:
                 os.mkfifo(path)
@@ -417,12 +417,12 @@ def _special(rng: Random, directory: Path) -> None:
 
 
 def _sparse(rng: Random, directory: Path) -> None:
-    """Make one of the files huge and sparse."""
+    """Make a file huge and sparse."""
     path = _some_file(rng, directory)
     with contextlib.suppress(OSError), path.open("ab") as file:
         size = rng.choice((2**31 + 5, 2**40, 2**43))
         if path.name == "weights.safetensors" and rng.random() < 0.7:
-            # With a header of that size.
+            # The header says that the weights have this size.
             file.truncate(0)
             header = {
                 "__metadata__": {"argument_order": '["w"]'},

@@ -1,4 +1,4 @@
-"""Requests before they are bytes, and their bytes, with all that clients' encoders refuse, as invalid UTF-8."""
+"""Drafts of requests, and their bytes. A draft may contain all that encoders of clients refuse, such as invalid UTF-8."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from tests.chaos.questions import QUESTIONS
 
 Random = random.Random
 _BYTE = re.compile(rb"\\udc([89a-f][0-9a-f])")
-#: Keys of an input's entry beyond KServe's: this tensor as bytes and as a list; and gRPC's field for the former.
+#: Keys of an input's entry that KServe does not have: the tensor as bytes, the tensor as a list, and the tensors of gRPC's
+#: raw_input_contents.
 _OURS = ("raw", "data", "raws")
-#: Texts with bytes that are none, as in JSON, see json_bytes.
+#: Texts that become bytes which are not UTF-8 (see `json_bytes`).
 NOT_UTF8 = (
     "\udcff",
     "a\udcc3",
@@ -32,27 +33,28 @@ NOT_UTF8 = (
 
 @dataclass(slots=True)
 class Draft:
-    """A request that is being changed."""
+    """A request, to which changes are made before it is sent."""
 
     model: str
-    #: KServe's JSON; an entry of its inputs has its tensor twice, as "raw" and as "data".
+    #: KServe's JSON. The entry of an input has the tensor twice, as "raw" and as "data".
     document: dict[str, Any]
-    #: HTTP: whether tensors are bytes after the JSON.
+    #: HTTP: True if tensors follow the JSON as bytes.
     binary: bool
     method: bytes = b"POST"
     path: bytes = b""
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     encode: Callable[[bytes], bytes] = bytes
+    #: gRPC: name of the call.
     #: gRPC
     call: str = "ModelInfer"
     metadata: list[tuple[str, str | bytes]] = field(default_factory=list)
-    #: Change all of the bytes in the end.
+    #: Function that changes all bytes of the request at the end.
     damage: Callable[[bytes], bytes] = bytes
-    #: The server may wait for more of it, or drop it without an answer.
+    #: True if the server may wait for the rest of the request, or may close the connection without an answer.
     cut: bool = False
-    #: It would end Triton 24.10 itself, and the gateway refuses it.
+    #: True if the request would end Triton 24.10 itself. The gateway refuses it.
     only_gateway: bool = False
-    #: Bytes for the gRPC port that are no gRPC.
+    #: True if the bytes are sent to the gRPC port, and are not a gRPC call.
     h2: bool = False
 
     @property
@@ -65,20 +67,20 @@ Change = Callable[[Random, Draft], None]
 
 
 class Piece(NamedTuple):
-    """A change to a request of these protocols, "http" and "grpc"."""
+    """A change to requests of one or both protocols, "http" and "grpc"."""
 
     change: Change
     protocols: tuple[str, ...]
-    #: Whether it gives tensors any number of elements.
+    #: True if the change may give tensors other elements.
     numbers: bool
 
 
-#: By name.
+#: Changes by name.
 PIECES: dict[str, Piece] = {}
 
 
 def piece(*protocols: str, numbers: bool = False) -> Callable[[Change], Change]:
-    """Add a function to PIECES, by default for both protocols."""
+    """Return a decorator that adds a function to PIECES. Without arguments, the change is for both protocols."""
 
     def put(change: Change) -> Change:
         PIECES[change.__name__] = Piece(change, protocols or ("http", "grpc"), numbers)
@@ -103,7 +105,7 @@ def honest(seed: int, model: str, *, binary: bool) -> Draft:
 
 
 def http_bytes(draft: Draft) -> bytes:
-    """Return the head and the body."""
+    """Return the head and the body of an HTTP request."""
     inputs, tensors = [], b""
     for entry in draft.inputs:
         sent = {key: value for key, value in entry.items() if key not in _OURS}
@@ -120,7 +122,7 @@ def http_bytes(draft: Draft) -> bytes:
     own = [(b"Host", b"localhost"), (b"Content-Length", b"%d" % len(body))]
     if draft.binary:
         own.append((b"Inference-Header-Content-Length", b"%d" % len(text)))
-    # The values of a change replace these.
+    # A header from a change replaces these.
     given = {name.lower() for name, _ in draft.headers}
     headers = [pair for pair in own if pair[0].lower() not in given] + draft.headers
     path = draft.path or b"/v2/models/" + text_bytes(draft.model) + b"/infer"
@@ -129,12 +131,12 @@ def http_bytes(draft: Draft) -> bytes:
 
 
 def json_bytes(value: Any) -> bytes:
-    """Return JSON. Lone surrogates from U+DC80 to U+DCFF become the bytes that they stand for (PEP 383)."""
+    """Return a value as JSON. Lone surrogates from U+DC80 to U+DCFF become the bytes that they represent (PEP 383)."""
     return _BYTE.sub(lambda found: bytes.fromhex(found[1].decode()), json.dumps(value).encode())
 
 
 def text_bytes(value: object) -> bytes:
-    """Return the same without quotes; a value that is not text as JSON."""
+    """Return the bytes of a text, without quotes. A value that is not a text is returned as JSON."""
     if not isinstance(value, str):
         return json_bytes(value)
     try:
@@ -144,7 +146,7 @@ def text_bytes(value: object) -> bytes:
 
 
 def message_bytes(draft: Draft) -> bytes:
-    """Return an inference.ModelInferRequest (grpc_service.proto)."""
+    """Return the bytes of an inference.ModelInferRequest (grpc_service.proto)."""
     document = draft.document
     out = _field(1, draft.model) + _field(3, document["id"]) + _parameters(4, document.get("parameters"))
     for entry in draft.inputs:
@@ -182,7 +184,7 @@ def _parameters(number: int, value: object) -> bytes:
 
 
 def _parameter(value: object) -> bytes:
-    """Return an InferParameter."""
+    """Return the bytes of an InferParameter."""
     match value:
         case bool():
             return b"\x08" + _varint(value)

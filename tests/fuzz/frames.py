@@ -1,6 +1,6 @@
-"""Frames of every kind, good and bad, against a runtime's loop: their sender is answered or disconnected.
+"""Frames of every kind, good and bad, to a runtime's loop. It answers or disconnects their sender.
 
-And frames for a stub, from a runtime that misbehaves.
+Also frames to a stub from a runtime that misbehaves.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from tests.unit.runtime.counting import count, export_counting
 
 SECONDS = 4.0
 NBYTES = 256 << 20
-#: Seconds in which a healthy loop answers.
+#: Seconds within which a healthy loop answers.
 _PATIENCE = 20.0
-#: Descriptors beyond those of the two permanent connections.
+#: Number of additional descriptors that may be open for a moment.
 _FEW = 12
 
 
 def check_frames(seeds: Sequence[int], good: Sequence[Files], scratch: Path) -> Iterator[Verdict]:
-    """Have one connection misbehave for every seed, beside one that does not."""
+    """For every seed, one connection misbehaves. Other connections must still be served."""
     started: list[_Served] = []
     generator = scratch / "generator"
     if not generator.exists():
         export_counting(generator)
 
     def case(seed: int) -> str:
-        if not started:  # In the child, because threads do not survive its fork.
+        if not started:  # Threads do not survive a fork, so they are started in the child process.
             started.append(_Served(good[0], generator, scratch))
         return started[0].misbehave(Random(seed))
 
@@ -56,15 +56,15 @@ def check_frames(seeds: Sequence[int], good: Sequence[Files], scratch: Path) -> 
 
 
 def check_answers(seeds: Sequence[int]) -> Iterator[Verdict]:
-    """Have a runtime misbehave towards a stub for every seed."""
+    """For every seed, a runtime misbehaves towards a stub."""
     yield from watch(lambda seed: _hear(Random(seed)), seeds, seconds=SECONDS, nbytes=NBYTES)
 
 
 class _Served:
-    """A loop with a model, a meta model that calls it, and a model that generates, and one connection for each."""
+    """A loop with a model, a meta model that calls it, and a model that generates. Each has a connection."""
 
     def __init__(self, model: Files, generator: Path, scratch: Path) -> None:
-        # It logs every connection that it closes, which is most of them; an error of its own has a line.
+        # The loop logs every connection that it closes, which would be most lines. Errors of the loop itself are still logged.
         logging.getLogger("rsrv.runtime.transport").addFilter(lambda record: record.exc_info is not None)
         place = Path(scratch, f"served-{os.getpid()}")
         bundle, meta = place / "model", place / "meta"
@@ -99,7 +99,7 @@ class _Served:
         return RuntimeConnection(greet(connect(self._path)))
 
     def is_well(self) -> None:
-        """Check that the witness is served, and nothing is left of the others. Raises AssertionError."""
+        """Check that the good connections are served. Raises AssertionError."""
         self._ids += 1
         at = self._request.offset
         self._witness.submit(
@@ -115,7 +115,7 @@ class _Served:
         assert [(one.request, one.status) for one in ends] == [(self._ids, Status.OK)], ends
 
     def _undo(self) -> None:
-        """Want what rsrv.yaml says, whatever any connection wanted: a paused model serves no request."""
+        """Restore the settings of rsrv.yaml, which a bad connection may have changed. For example, a paused model answers no request."""
         undo = {
             "command": "follow",
             "instance": token_hex(8),
@@ -202,7 +202,7 @@ def _close(fds: Sequence[int]) -> None:
 
 
 def _hear(rng: Random) -> str:
-    """Let a stub read a few frames of a misbehaving runtime; return the outcome."""
+    """Let a stub read a few frames of a misbehaving runtime. Return the outcome."""
     before = _descriptors()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     speaker = Speaker(rng, ())
@@ -231,7 +231,7 @@ def _hear(rng: Random) -> str:
 
 
 def _fds_with(kind: Kind, rng: Random, stack: ExitStack) -> list[int]:
-    """Return the descriptors that belong to a frame, or others."""
+    """Return the descriptors that belong to a frame, or wrong ones."""
     if rng.random() < 0.3:
         return some_fds(rng, stack)
     if kind not in (Kind.WELCOME, Kind.REGISTERED):

@@ -1,4 +1,4 @@
-"""Changes to a manifest that leave it readable, or make it a bomb."""
+"""Changes to a manifest. Most leave it readable, and some make it expand to much data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from rsrv_bundle import yaml12
 
-#: A bundle's files, by name.
+#: Content of a bundle's files, by name.
 Files = dict[str, bytes]
 Random = random.Random
 
@@ -29,7 +29,7 @@ _RAW = {
 
 
 def value(rng: Random, files: Files) -> None:
-    """Replace one value, anywhere, by another."""
+    """Replace one value at a random place by another value."""
     document = _document(files)
     place = _place(rng, document)
     if place is not None:
@@ -39,7 +39,7 @@ def value(rng: Random, files: Files) -> None:
 
 
 def key(rng: Random, files: Files) -> None:
-    """Remove, add or rename one key, anywhere."""
+    """Remove, add or rename one key at a random place."""
     document = _document(files)
     place = _place(rng, document)
     if place is not None:
@@ -100,13 +100,13 @@ def many(rng: Random, files: Files) -> None:
 def _document(files: Files) -> dict[str, Any]:
     try:
         document = yaml12.load(files["manifest.yaml"])
-    except ValueError:  # Because of an earlier change.
+    except ValueError:  # An earlier change may have made the manifest unreadable.
         document = None
     return document if isinstance(document, dict) else {}
 
 
 def _place(rng: Random, document: Any) -> tuple[Any, Any] | None:
-    """Return some list or mapping of the document, and one of its keys."""
+    """Return a random list or mapping of the document, and one of its keys."""
     places: list[tuple[Any, Any]] = []
 
     def collect(value: Any) -> None:
@@ -122,14 +122,14 @@ def _place(rng: Random, document: Any) -> tuple[Any, Any] | None:
 
 
 def _dump(document: Any, files: Files) -> None:
-    text = json.dumps(document, default=str)  # This is YAML, too.
+    text = json.dumps(document, default=str)  # JSON is also YAML.
     for marker, raw in _RAW.items():
         text = text.replace(marker, raw)
     files["manifest.yaml"] = text.encode()
 
 
 def text(rng: Random, files: Files) -> None:
-    """Insert YAML's own devices anywhere in the text."""
+    """Insert special syntax of YAML at a random place in the text."""
     text = files["manifest.yaml"]
     at = rng.randrange(len(text) + 1)
     piece = rng.choice(
@@ -151,7 +151,7 @@ def text(rng: Random, files: Files) -> None:
 
 
 def bomb(rng: Random, files: Files) -> None:
-    """Write a little text that expands to much for its reader."""
+    """Write a short text that expands to much data in its reader."""
     levels = rng.choice((8, 14, 40))
     count = rng.choice((2_000, 20_000, 90_000))
     bombs = (

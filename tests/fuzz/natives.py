@@ -1,6 +1,6 @@
-"""Runtimes that misbehave towards the native front: it answers each request once, and lives.
+"""Runtimes that misbehave towards the native front. It must answer each request once, and survive.
 
-The front is in a program that plays tritonserver, built with sanitizers, which end it at the first fault.
+The front runs in a program that plays tritonserver. The program is built with sanitizers, which end it at the first fault.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from tests.fuzz.speaker import Random, Speaker, some_fds
 from tests.fuzz.watched import Verdict
 from tests.unit.native.front import Behaviour, Connection, Front, behave, described, driver
 
-#: Connections of each of two devices that misbehave for one seed.
+#: Number of connections that each of the two devices makes for one seed. All of them misbehave.
 CONNECTIONS = 30
-#: Seeds at a time, each of which mostly waits for a back-off.
+#: Number of seeds at the same time. Most of the time, they wait for back-offs.
 _TOGETHER = 4
-#: Seconds of a seed, and memory of its program with the sanitizer's own.
+#: Time limit in seconds for a seed, and memory limit in bytes for its program. The sanitizer's own memory is included.
 _SECONDS, _NBYTES = 300.0, 1 << 30
-#: A request's deadline: without one it can wait longer than the test, for one runtime after another.
+#: Deadline of a request. Without it, a request could wait longer than the test for one runtime after another.
 _DEADLINE = "reactant_timeout_ns=5000000000"
 
 
 def check_natives(seeds: Sequence[int], scratch: Path) -> Iterator[Verdict]:
-    """Have runtimes misbehave towards a front of its own for every seed."""
+    """For every seed, start a new front with runtimes that misbehave."""
     program = driver("address" if shutil.which("cc") else "undefined")
     left = iter(seeds)
     with ThreadPoolExecutor(_TOGETHER) as pool:
@@ -60,7 +60,7 @@ def _judged(program: Path, folder: Path, seed: int) -> Verdict:
 
 
 def _talk(program: Path, folder: Path, seed: int) -> int:
-    """Have runtimes of two devices send frames with random faults; return the bytes of the front."""
+    """Let the runtimes of two devices send frames with random faults. Return the memory of the front in bytes."""
     runtimes, is_over = misbehaving(seed, CONNECTIONS)
     with Front(program, folder, *runtimes) as front:
         _damage_files(front, Random(seed))
@@ -69,9 +69,9 @@ def _talk(program: Path, folder: Path, seed: int) -> int:
 
 
 def misbehaving(seed: int, connections: int) -> tuple[list[list[Behaviour]], Callable[[], bool]]:
-    """Return the runtimes of two devices, and whether one of them has no further connection.
+    """Return the runtimes of two devices, and a function that returns True when one of them has made its last connection.
 
-    One is enough: once the model is cold, it starts on one device.
+    One device is enough, because a cold model starts on one device.
     """
     over = threading.Event()
 
@@ -87,9 +87,9 @@ def misbehaving(seed: int, connections: int) -> tuple[list[list[Behaviour]], Cal
 
 
 def load(front: Front, is_over: Callable[[], bool], seconds: float) -> None:
-    """Load the model, send requests until one is answered right after the last connection, and unload the model.
+    """Load the model, and send requests until one is answered right after a last connection. Then unload the model.
 
-    Raises AssertionError if something has no answer, or more than one.
+    Raises AssertionError if a command does not get exactly one answer.
     """
     deadline = time.monotonic() + seconds
     while front.ask("open") != ["opened - ok 0 0"]:
@@ -105,7 +105,7 @@ def load(front: Front, is_over: Callable[[], bool], seconds: float) -> None:
 
 
 def _misbehave(connection: Connection, rng: Random) -> None:
-    """Send frames and descriptors with random faults, before, during and after the registration."""
+    """Send frames and descriptors with random faults: before, during and after the registration."""
     speaker = Speaker(rng, ())
     if rng.random() < 0.05:
         with ExitStack() as stack:
@@ -130,7 +130,7 @@ def _misbehave(connection: Connection, rng: Random) -> None:
 
 
 def _damage_files(front: Front, rng: Random) -> None:
-    """Write a placement table and a black box, each of them right, damaged, or absent."""
+    """Write a placement table and black boxes. Each may be right, damaged or missing."""
     for device in (0, 1):
         if rng.random() < 0.3:
             box = front.directory(device) / paths.BLACKBOX
@@ -148,7 +148,7 @@ def _damage_files(front: Front, rng: Random) -> None:
 
 
 def _describe(program: Path, folder: Path, seed: int) -> int:
-    """Describe the model with random faults, and load it each time; return the bytes of the front."""
+    """Describe the model with random faults, and load it each time. Return the memory of the front in bytes."""
     rng = Random(seed)
 
     def describing() -> Behaviour:

@@ -1,4 +1,4 @@
-"""The servers' log lines by second and process: bad requests are cheap, and so must their lines be."""
+"""Count the servers' log lines by second, logger and model. Bad requests are cheap, so they must not cause many lines."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-#: Lines that one process may write in a second, and bytes of one of them.
+#: Largest number of lines in a second with the same logger and model, and largest number of bytes in a line.
 LINES, NBYTES = 10, 4000
-#: The beginning of rsrv's lines: second, logger and model.
+#: The beginning of rsrv's lines, with the second, the logger and the model.
 _OURS = re.compile(rb"\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d),\d{3} [DIWEC] ([\w.]+(?: [^:]+)?): ")
-#: Lines of Triton or its libraries, which are not throttled, with any model.
+#: Lines of Triton or its libraries. They are not limited.
 _TRITONS = re.compile(rb"[IWEF]\d{4} |\[libprotobuf |\[\x1b?\[1;31mERROR|\s*$")
 
 
 class Noise:
-    """The noise of some logs, from now on."""
+    """Counts the lines that are added to some logs."""
 
     def __init__(self, logs: Sequence[Path]) -> None:
         self._read = {log: log.stat().st_size for log in logs}
@@ -25,11 +25,11 @@ class Noise:
         self._count = self._nbytes = self._theirs = 0
 
     def told(self) -> list[str]:
-        """Return the excess since the last call."""
+        """Return texts about lines that exceed the limits since the last call."""
         return [said for log in self._read for line in self._new(log) for said in self._take(log, line)]
 
     def _new(self, log: Path) -> list[bytes]:
-        """Return whole lines."""
+        """Return the complete lines that were added."""
         with log.open("rb") as file:
             file.seek(self._read[log])
             text = file.read()
@@ -44,7 +44,7 @@ class Noise:
             return []
         if ours is not None:
             self._place[log] = b" ".join(ours.groups())
-        # Otherwise it continues the line before.
+        # A line without such a beginning continues the previous line.
         place = log, self._place[log]
         self._lines[place] += 1
         self._count += 1

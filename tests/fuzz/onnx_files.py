@@ -1,4 +1,4 @@
-"""Every ONNX file, however bad, is traced or refused in words, within limits. Nothing that it asks for is made before."""
+"""Every ONNX file, however bad, is traced or is refused with a text, within limits. Before that, no tensors of its sizes are made."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import onnx
 from rsrv_bundle import BundleError
 from tests.fuzz.watched import Verdict, watch
 
-# What imports jax is imported in the child: jax starts threads.
+# jax starts threads, so modules that import jax are imported in the child process.
 
-#: Limits for one file.
+#: Limits in seconds and bytes for a file.
 SECONDS = 15.0
 NBYTES = 600 << 20
-#: Sizes that break arithmetic, ask for much, or for nothing.
+#: Sizes that break arithmetic, or that ask for much memory or for none.
 _SIZES = (0, 1, -1, 2, 255, 2**16, 2**31, 2**40, 2**62, -(2**63))
 
 
 def check_onnx(seeds: Sequence[int], scratch: Path) -> Iterator[Verdict]:
-    """Damage the file of every seed, and trace it."""
+    """Damage a file for every seed, and trace it."""
     good: list[bytes] = []
 
     def case(seed: int) -> str:
@@ -96,7 +96,7 @@ def _damaged(rng: random.Random, good: Sequence[bytes]) -> bytes:
 
 
 def _break(rng: random.Random, graph: Any) -> None:
-    """Damage what a message says, and keep its encoding whole."""
+    """Change values of a node or a graph, and keep the encoding of the file right."""
     node = rng.choice(graph.node)
     names = [name for one in graph.node for name in (*one.input, *one.output)]
     match rng.randrange(6):

@@ -1,4 +1,4 @@
-"""Bad requests to `rsrv openai`, beside honest ones: the process, the server and the honest clients take no harm."""
+"""Bad requests to `rsrv openai`, and honest ones. The process and the server survive, and honest requests are answered right."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.fuzz.manifests import VALUES
 from tests.fuzz.sending import judged, over_http
 from tests.fuzz.watched import Verdict
 
-#: Requests between two checks of the honest ones.
+#: Number of bad requests between two checks with honest ones.
 _BATCH = 32
 _USER = {"role": "user", "content": "Once"}
 #: A right body for each path.
@@ -68,7 +68,7 @@ _DEEP = b'{"model": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
 
 def request(seed: int) -> tuple[bytes, bool]:
-    """Return the bytes of a bad request, and whether its client closes its side early."""
+    """Return the bytes of a bad request, and True if its client closes its side early."""
     rng = random.Random(seed)
     path = rng.choice([path for paths, *_ in ENDPOINTS for path in paths if path in _HONEST])
     body = json.loads(json.dumps(_HONEST[path]))
@@ -102,7 +102,7 @@ def request(seed: int) -> tuple[bytes, bool]:
 
 
 def _change(rng: random.Random, body: dict[str, Any]) -> None:
-    """Change a field at any depth, add one, or leave one out."""
+    """Change, add or remove a field at a random depth."""
     values = (*VALUES, *_TEXTS, ["x"] * 3000, [1, 2], [[1], "a"], {"text": 1}, -1, 2**64, 1e308, 0.5)
     where: Any = body
     while True:
@@ -124,7 +124,7 @@ def _change(rng: random.Random, body: dict[str, Any]) -> None:
 
 
 def check_openai(seeds: Sequence[int], scratch: Path) -> Iterator[Verdict]:
-    """Send the request of every seed."""
+    """Send a request for every seed."""
     if not seeds:
         return
     folder = scratch / "openai"
@@ -154,7 +154,7 @@ def check_openai(seeds: Sequence[int], scratch: Path) -> Iterator[Verdict]:
 
 
 def _harm(server: RunningTriton, api: RunningOpenai) -> Iterator[str]:
-    """Yield what is wrong with honest requests."""
+    """Send honest requests, and yield texts about wrong answers."""
     status, answer, _ = api.post("/v1/embeddings", {"model": "embed", "input": ["one", "two"]})
     if status != 200 or not np.allclose(
         [one["embedding"] for one in answer["data"]],

@@ -1,6 +1,6 @@
-"""Requests with errors, reproducible by their seeds. Pure.
+"""Requests with errors. Their seeds reproduce them. Pure.
 
-Each is an honest request after one to three changes: to its content, which both protocols carry, or to its carrier.
+Each is an honest request with one to three changes: to its content, which both protocols carry, or to what carries it.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from tests.fuzz.drafts import (
 )
 from tests.fuzz.manifests import VALUES
 
-#: Without state: answered at once; answered later; with hooks; a meta model.
+#: Models without state: one that is answered at once, one that is answered later, one with hooks, and a meta model.
 MODELS = ("exact", "elastic", "moody", "chain")
-#: Models to which numbers are only numbers: the others take long, hang or exit on some.
+#: Models for which all numbers are harmless. For some numbers, the other models take long, hang or exit.
 _STOLID = ("exact", "chain")
 
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """One bad request."""
+    """A bad request."""
 
     seed: int
-    #: Names of its changes, of PIECES.
+    #: Names of its changes, which are keys of PIECES.
     pieces: tuple[str, ...]
-    #: "http", "grpc", or "h2": bytes for the gRPC port that are not a call.
+    #: "http", "grpc" or "h2". With "h2", the bytes are sent to the gRPC port, and are not a gRPC call.
     protocol: str
-    #: Whether it goes to the gateway, or else to the server.
+    #: True if the request is sent to the gateway, and False if it is sent to the server.
     gateway: bool
-    #: The bytes of the connection, or the call's message.
+    #: All bytes of the connection, or the message of the gRPC call.
     data: bytes
     call: str
     metadata: tuple[tuple[str, str | bytes], ...]
-    #: As in Draft.
+    #: See Draft.
     cut: bool
 
 
 def make(seed: int) -> Attack:
-    """Return the attack of this seed."""
+    """Return the bad request of this seed."""
     rng = Random(seed)
     protocol, gateway = rng.choice(("http", "grpc")), rng.random() < 0.5
     names = [name for name, piece in PIECES.items() if protocol in piece.protocols]
@@ -72,7 +72,7 @@ def make(seed: int) -> Attack:
 
 # --- state ------------------------------------------------------------------------------------------------------
 
-#: Models with sequences, with text, with tokens.
+#: Models with sequences, with generated text, and with generated tokens.
 STATEFUL = ("sums", "brief", "brief_tokens")
 #: A model whose input and output are strings.
 STRINGS = "lengths"
@@ -107,7 +107,7 @@ _SAMPLING = (
 
 
 def _sequence(rng: Random, protocol: str) -> Draft:
-    """Step one of few sequences, whose flags and ids are any: so some start in the middle, or end twice."""
+    """Return a step of a sequence. The flags and the id are random, so some sequences start in the middle, or end twice."""
     length = rng.choice((1, 1, 4, 16, 3))
     tensor = {
         "name": "x",
@@ -122,7 +122,7 @@ def _sequence(rng: Random, protocol: str) -> Draft:
 
 
 def _generation(rng: Random, protocol: str) -> Draft:
-    """Ask for an answer; some clients go before it ends."""
+    """Return a request for a generation. Some clients leave before its end."""
     values = (*_NUMBERS, 1, 5, "7", "0.5", "nan", "x", "[", '["a"]', [1], ["a", "b"], {"a": 1}, None)
     parameters = {name: rng.choice(values) for name in rng.sample(_SAMPLING, rng.choice((0, 1, 1, 3)))}
     model, name = rng.choice((("brief", "text_input"), ("brief_tokens", "tokens")))
@@ -149,12 +149,12 @@ def _generation(rng: Random, protocol: str) -> Draft:
     return draft
 
 
-#: Lengths that a string claims, instead of its own.
+#: Wrong lengths of strings.
 _LENGTHS = (0, 1, 4, 2**31 - 1, 2**31, 2**32 - 1)
 
 
 def _strings(rng: Random, protocol: str) -> Draft:
-    """Send strings, some with false lengths, and ask for their classes, which ends Triton before 25.07."""
+    """Return a request with strings, some with wrong lengths. It may ask for their classes, which ends Triton before 25.07."""
     texts = [rng.choice(("", "a", "two words", "x" * 300, "\0")) for _ in range(rng.choice((1, 1, 2, 8)))]
     raw = b"".join(map(_raw, texts))
     if rng.random() < 0.5:
@@ -176,7 +176,7 @@ def _strings(rng: Random, protocol: str) -> Draft:
 
 
 def _ask_classes(rng: Random, draft: Draft, output: str) -> None:
-    """Ask for the classes of strings; over gRPC before the tensors, or behind them."""
+    """Ask for the classes of strings. Over gRPC, this may be a field before the tensors or after them."""
     name = rng.choice((output, output + "\0x"))
     asked = {"name": name, "parameters": {"classification": rng.choice((1, 2, 10**6))}}
     draft.document["outputs"], draft.only_gateway = [asked], True
@@ -186,7 +186,7 @@ def _ask_classes(rng: Random, draft: Draft, output: str) -> None:
 
 
 def _raw(element: str | int) -> bytes:
-    """Return an element's bytes in a tensor."""
+    """Return the bytes of an element in a tensor."""
     if isinstance(element, int):
         return (element % 2**32).to_bytes(4, "little")
     return len(text_bytes(element)).to_bytes(4, "little") + text_bytes(element)
@@ -224,8 +224,8 @@ _SHAPES: tuple[Any, ...] = (
     [], [0], [0, 64], [-1], [-1, 64], [1, -64], [-(2**63), 1], [1, 64, 1, 1], [1] * 20_000, [1.5, 64], ["1", "64"], [[1, 64]], None,
     "1,64", 64, {"n": 1}, [True, 64], [17, 64],
 )  # fmt: skip
-#: With numbers as JSON beside it, Triton 24.10 allocates for the whole shape, and aborts if there is less: so only
-# with bytes, or through the gateway.
+#: If the tensors are JSON numbers, Triton 24.10 allocates memory for the whole shape, and aborts if there is too little. So these shapes
+#: are used only with binary tensors, or through the gateway.
 _HUGE = ([2**31, 64], [2**63 - 1, 2**63 - 1], [2**64, 1], [10**30, 1], [2**32, 2**32], [2**40])
 _SIZES = (0, 1, -1, 255, 257, 2**31, 2**32 + 4, 2**63, 2**64 - 1, 10**30, "256", 1.5, None, True)
 _OF_TENSORS = (
@@ -246,7 +246,7 @@ def _value(rng: Random) -> Any:
 
 
 def _put(holder: dict[str, Any], name: str, value: Any) -> None:
-    """Put one parameter."""
+    """Put a parameter into the document or into an entry of it."""
     if not isinstance(holder.get("parameters"), dict):
         holder["parameters"] = {}
     holder["parameters"][name] = value
@@ -259,7 +259,7 @@ def request_id(rng: Random, draft: Draft) -> None:
 
 @piece()
 def not_utf8_id(rng: Random, draft: Draft) -> None:
-    """Triton's HTTP passes on text that is not UTF-8; gRPC's does not."""
+    """Replace the id by a text that is not UTF-8. Triton passes it on from HTTP, but not from gRPC."""
     draft.document["id"] = rng.choice(NOT_UTF8)
 
 
@@ -288,7 +288,7 @@ def parameters(rng: Random, draft: Draft) -> None:
 
 @piece()
 def inputs(rng: Random, draft: Draft) -> None:
-    """Add one or many inputs, remove one, or reorder them."""
+    """Add inputs, replace all inputs by another one, or reorder them."""
     first = draft.inputs[0]
     more = {"name": "more", "shape": [1], "datatype": "INT8", "raw": b"x", "data": [1]}
     both = [*draft.inputs]
@@ -297,7 +297,7 @@ def inputs(rng: Random, draft: Draft) -> None:
 
 @piece()
 def tensor(rng: Random, draft: Draft) -> None:
-    """Change or remove a name or a type."""
+    """Change a tensor's name or type."""
     key, values = rng.choice(
         (("name", (*_TEXTS, *NOT_UTF8, "y", None, 7)), ("datatype", (*_DTYPES, *NOT_UTF8)))
     )
@@ -319,18 +319,18 @@ def shape(rng: Random, draft: Draft) -> None:
 
 @piece()
 def claimed_shape(rng: Random, draft: Draft) -> None:
-    """Send numbers as JSON, far fewer than the shape needs."""
+    """Send far fewer JSON numbers than the shape needs."""
     draft.only_gateway, draft.binary = True, False
     rng.choice(draft.inputs)["shape"] = rng.choice(_HUGE)
 
 
-#: Extents that Triton 24.10 takes for negative ones.
+#: Sizes that Triton 24.10 reads as negative numbers.
 _NEGATIVE = ([2**64 - 1], [0, 2**64 - 1], [2**64 - 1, 1], [1, 2**64 - 4])
 
 
 @piece("http")
 def hidden_claim(rng: Random, draft: Draft) -> None:
-    """Send a shape as in `claimed_shape`, so that it is hard to find."""
+    """Send a shape like `claimed_shape`, in a JSON spelling in which it is difficult to find."""
     draft.only_gateway, draft.binary = True, False
     rng.choice(draft.inputs)["shape"] = rng.choice((*_HUGE, *_NEGATIVE))
     spelling(rng, draft)
@@ -338,7 +338,7 @@ def hidden_claim(rng: Random, draft: Draft) -> None:
 
 @piece("http")
 def deep(rng: Random, draft: Draft) -> None:
-    """Send lists so deep that Triton 24.10 overflows its stack."""
+    """Send lists that are nested so deeply that Triton 24.10 overflows its stack."""
     text = b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b", "
     draft.only_gateway, draft.binary = True, False
     draft.encode = lambda body: text + body[1:]
@@ -346,7 +346,7 @@ def deep(rng: Random, draft: Draft) -> None:
 
 @piece()
 def overflowing_shape(rng: Random, draft: Draft) -> None:
-    """Send so many rows that their bytes overflow 64 bits to none, or to one row's: Triton 24.10 passes them."""
+    """Send so many rows that their bytes overflow 64 bits, and seem to be none or one row. Triton 24.10 accepts this."""
     draft.binary = True
     row = rng.choice((16, 32, 256))
     tensor = {"shape": [rng.choice((2**62, 2**64 // row, 2**64 // row + 1)), row // 4], "raw": bytes(row)}
@@ -355,14 +355,14 @@ def overflowing_shape(rng: Random, draft: Draft) -> None:
 
 @piece()
 def length(rng: Random, draft: Draft) -> None:
-    """Make the tensor shorter or longer than its shape."""
+    """Make a tensor shorter or longer than its shape."""
     entry, size = rng.choice(draft.inputs), rng.choice((0, 1, 255, 4096, 1 << 16))
     entry.update(raw=bytes(size), data=[0] * min(size, 300))
 
 
 @piece(numbers=True)
 def numbers(rng: Random, draft: Draft) -> None:
-    """Send any elements: bytes, and JSON that is not a number."""
+    """Send random elements: random bytes, and JSON values that may not be numbers."""
     entry = rng.choice(draft.inputs)
     data = [_value(rng) if rng.random() < 0.1 else 0 for _ in range(64)]
     entry.update(raw=rng.randbytes(len(entry["raw"])), data=rng.choice((data, [data], data[:4], _value(rng))))
@@ -370,7 +370,7 @@ def numbers(rng: Random, draft: Draft) -> None:
 
 @piece("grpc")
 def raw_contents(rng: Random, draft: Draft) -> None:
-    """Send another number of raw contents than of tensors, or elements beside them."""
+    """Send a wrong number of raw contents, or additional elements in the tensor itself."""
     entry = rng.choice(draft.inputs)
     entry["raws"] = rng.choice(([], [entry["raw"]] * 2, [b""] * 300))
     entry["contents"] = rng.choice((b"", b"\x2a\x06\x32\x04\0\0\x80\x3f"))
@@ -386,12 +386,12 @@ def outputs(rng: Random, draft: Draft) -> None:
 @piece()
 def model(rng: Random, draft: Draft) -> None:
     draft.model = rng.choice((*_TEXTS, *NOT_UTF8, "double", "none", draft.model + "/versions/7"))
-    draft.cut = True  # In HTTP's path it may end a line.
+    draft.cut = True  # In the path of HTTP, the name may end a line.
 
 
 @piece(numbers=True)
 def damage(rng: Random, draft: Draft) -> None:
-    """Change, double or remove some bytes."""
+    """Change, add or remove some bytes."""
     changes = [
         (rng.random(), rng.choice((0, 1, 9)), rng.randbytes(rng.choice((0, 1, 9))))
         for _ in range(rng.choice((1, 4, 30)))
@@ -403,7 +403,7 @@ def damage(rng: Random, draft: Draft) -> None:
             data = data[:at] + more + data[at + gone :]
         return data
 
-    draft.binary = True  # Otherwise it may make a shape huge.
+    draft.binary = True  # Damage could make a shape huge, which is harmful with JSON numbers.
     draft.damage, draft.cut = damaged, True
 
 

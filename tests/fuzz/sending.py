@@ -1,4 +1,4 @@
-"""Sending bad requests: raw bytes over HTTP and to the gRPC port, any bytes as the message of a call."""
+"""Send bad requests: any bytes over HTTP and to the gRPC port, and any bytes as the message of a gRPC call."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import grpc
 from local_triton import LOOPBACK
 from tests.fuzz.requests import Attack
 
-#: The service of the calls.
+#: Name of the service whose calls are sent, as a path.
 _SERVICE = "/inference.GRPCInferenceService/"
-#: Seconds in which any request is answered or its connection closed.
+#: Seconds within which any request must be answered or its connection closed.
 PATIENCE = 15.0
-#: Internals of the server that no client may see: paths, source positions, tracebacks, addresses.
+#: Internals of the server that no client may see: paths, source positions, tracebacks and addresses.
 _INSIDE = re.compile(
     r"""Traceback|File ["']|\.py\b|\.cc:\d|/(?:work|usr|tmp|home|opt|proc|dev/shm|root)\b|\bline \d+|0x[0-9a-f]{6,}"""
 )
-#: Faults of JSON and of unreadable messages that Triton's front ends report as their own.
+#: Errors about JSON and unreadable messages that Triton's front ends report as internal.
 _TRITONS = re.compile(
     r"(500|INTERNAL) .*(nable to (parse|set)|failed to parse|failed to get request params|was not found in the JSON)",
     re.DOTALL,
@@ -35,14 +35,14 @@ class Ports(NamedTuple):
 
 
 class Answer(NamedTuple):
-    #: "answered", "refused", "closed", or one of `watched.BAD`
+    #: "answered", "refused", "closed", or a value of `watched.BAD`.
     outcome: str
-    #: An error's code and text, as the client gets them.
+    #: Code and text of an error, as the client gets them.
     said: str = ""
 
 
 class Sender:
-    """Sends attacks, for any thread. A context manager."""
+    """Sends bad requests. Several threads may use it. It is a context manager."""
 
     def __init__(self, server: Ports, gateway: Ports) -> None:
         self._ports = {False: server, True: gateway}
@@ -60,7 +60,7 @@ class Sender:
         self._stack.close()
 
     def send(self, attack: Attack) -> Answer:
-        """Send it, and return the outcome; never raises."""
+        """Send a bad request, and return the outcome. No error is raised."""
         ports = self._ports[attack.gateway]
         match attack.protocol:
             case "http":
@@ -73,7 +73,7 @@ class Sender:
 
 
 def judged(answer: Answer) -> Answer:
-    """Return the same, or the leaked internals."""
+    """Return the answer. If its text shows internals or an internal error, return an answer that reports this."""
     if (found := _INSIDE.search(answer.said)) is not None:
         return Answer("leak", f"{found[0]!r} in: {answer.said}")
     if answer.said.startswith(("500", "INTERNAL", "UNKNOWN")) and not _TRITONS.match(answer.said):
@@ -88,12 +88,12 @@ def _connect(port: int, data: bytes, cut: bool) -> socket.socket:
         if cut:
             sock.shutdown(socket.SHUT_WR)
     except OSError:
-        pass  # The server closed the connection, and may have answered.
+        pass  # The server closed the connection. It may have answered before.
     return sock
 
 
 def over_http(port: int, data: bytes, cut: bool) -> Answer:
-    """Send bytes to an HTTP port, and return the outcome. `cut`: the client closes its side early."""
+    """Send bytes to an HTTP port, and return the outcome. `cut`: the client closes its side after sending."""
     try:
         with _connect(port, data, cut) as sock:
             response = HTTPResponse(sock, method="HEAD" if data[:5] == b"HEAD " else "POST")
@@ -102,10 +102,10 @@ def over_http(port: int, data: bytes, cut: bool) -> Answer:
     except TimeoutError:
         return Answer("hang", f"no answer within {PATIENCE:g} s")
     except (OSError, HTTPException):
-        # A request that is complete in HTTP must be answered.
+        # A complete HTTP request must be answered.
         return Answer("closed" if cut else "unanswered")
     if response.status < 400:
-        # A stream that has begun has no other status to fail with.
+        # If a stream fails after its beginning, its status is still that of a success.
         return Answer("answered", text if '"error"' in text else "")
     return Answer("refused", f"{response.status} {text}")
 

@@ -1,4 +1,4 @@
-"""A real server behind a gateway under bad requests, beside honest ones: both survive, and answer these right."""
+"""A real server behind a gateway gets bad requests and honest ones. Both processes survive, and answer the honest ones right."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from tests.fuzz.sending import PATIENCE, Answer, Ports, Sender
 from tests.fuzz.watched import Verdict
 from tests.status import read_status
 
-#: Requests between two checks of the server, and their senders.
+#: Number of bad requests between two checks of the servers, and number of threads that send them.
 _BATCH, _TOGETHER = 16, 4
 #: Seconds between two requests of an honest client.
 _PAUSE = 0.1
-#: Bytes that the gateway accepts, which some bad requests exceed.
+#: Largest message in bytes that the gateway accepts. Some bad requests are larger.
 _MESSAGE = 1 << 20
-#: An address without a collector, so that clients' trace contexts are read.
+#: Settings with the address of a collector that does not exist, so that trace contexts of clients are read.
 _SETTINGS = "traces: {endpoint: 'http://127.0.0.1:9'}\n"
-#: As in docs/security.md and docs/monitoring.md.
+#: Flags of tritonserver from docs/security.md and docs/monitoring.md.
 _FLAGS = (
     "--http-restricted-api=logging,trace:fuzz=nobody-knows",
     "--grpc-restricted-protocol=logging,trace:fuzz=nobody-knows",
@@ -53,9 +53,10 @@ _FLAGS = (
 
 
 def check_requests(seeds: Sequence[int], scratch: Path, *, front: Front = "python") -> Iterator[Verdict]:
-    """Send the request of every seed, and print the outcomes of the honest ones.
+    """Send a request for every seed, and print how honest requests ended.
 
-    `front`: of the models that can have it, which are half of those that are asked. After a death, or a request that is not answered, other servers go on.
+    `front`: the front of the models that can have it, which are half of the models. After a death, or if a request is not
+    answered, new servers are started for the next requests.
     """
     attacks = map(make, seeds)
     batch = list(itertools.islice(attacks, _BATCH))
@@ -94,7 +95,7 @@ def _generate(scratch: Path, front: Front) -> None:
 
 
 class _Sent(NamedTuple):
-    """The outcome and the times of an attack; seconds of the monotonic clock."""
+    """A bad request with its outcome and its times, in seconds of the monotonic clock."""
 
     attack: Attack
     answer: Answer
@@ -112,17 +113,17 @@ class _Sent(NamedTuple):
 
     @property
     def lost(self) -> bool:
-        """Return an outcome as of a server that died."""
+        """True if the outcome is one that a dead server causes."""
         unavailable = self.answer.said.startswith(("503", "UNAVAILABLE"))
         return self.answer.outcome in ("unanswered", "hang") or unavailable
 
 
 class _Life:
-    """The life of a server, its gateway and the honest clients. A context manager."""
+    """A server, its gateway and honest clients, until one of the processes dies. It is a context manager."""
 
     def __init__(self, repository: Path, folder: Path) -> None:
         self._stack = ExitStack()
-        #: A process died, or a request was not answered, so that later requests need other servers.
+        #: True if a process died or a request was not answered. Later requests then need other servers.
         self.over = False
         with self._stack:
             self._server = self._stack.enter_context(
@@ -162,7 +163,7 @@ class _Life:
         self._stack.close()
 
     def strike(self, attacks: Sequence[Attack]) -> tuple[list[Verdict], list[Attack]]:
-        """Send them, and check the servers; return the outcomes, and those that found no server."""
+        """Send bad requests, and check the servers. Return the outcomes, and the requests that found no server."""
         sent = list(self._pool.map(self._send, attacks))
         self._sent += len(sent)
         if dead := self._dead():
@@ -170,7 +171,7 @@ class _Life:
             return self._blame(sent, dead)
         first, last = attacks[0].seed, attacks[-1].seed
         self._before = f"seeds {first} to {last}"
-        # If one is not answered, others may wait as long.
+        # If a request was not answered, others may also wait until the time limit.
         self.over = any(one.answer.outcome == "hang" for one in sent)
         found = [("noise", said) for said in self._noise.told()]
         if not self.over:
@@ -179,7 +180,7 @@ class _Life:
         return [one.verdict() for one in sent] + bad, []
 
     def end(self) -> list[Verdict]:
-        """End the honest requests in flight, and print the totals."""
+        """Stop the honest clients, and print the totals. Return their last failures."""
         if self.over:
             return []
         for one in self._loads:
@@ -198,9 +199,12 @@ class _Life:
         return _Sent(attack, answer, began, time.monotonic())
 
     def _blame(self, sent: Sequence[_Sent], dead: str) -> tuple[list[Verdict], list[Attack]]:
-        """Blame the seeds in flight at a death; later ones were not tried."""
+        """Blame the requests in flight when a process died.
+
+        Return their verdicts, and the requests after the death, which were not tried.
+        """
         if crashed_by_a_cancellation(self._server):
-            return [], []  # Once in many thousand, a fault of Triton that later releases do not have.
+            return [], []  # A rare fault of Triton ended the server.
         died = min((one.ended for one in sent if one.lost), default=inf)
         tried = [one for one in sent if one.began <= died]
         blamed = [one for one in tried if one.lost or one.answer.outcome == "closed"] or tried
@@ -218,19 +222,19 @@ class _Life:
         return verdicts, [one.attack for one in sent if one.began > died]
 
     def _processes(self) -> dict[int, str]:
-        """Return the pids that must stay, and their roles."""
+        """Return the pids of the processes that must survive, with their roles."""
         found = dict.fromkeys(self._server.stub_pids(), "a stub") | {self._server.pid: "tritonserver"}
         runtime = psutil.Process(read_status(self._server.pid)["pid"])
         gateway = psutil.Process(self._gateway.pid)
         for name, process in (("the runtime", runtime), ("the gateway", gateway)):
             found[process.pid] = name
-            # The process that inspects modules ends when no model is being built.
+            # The process that inspects modules may end, because it runs only while models are built.
             lasting = (one for one in process.children() if "rsrv_bundle.inspection" not in one.cmdline())
             found |= {child.pid: f"a child of {name}" for child in lasting}
         return found
 
     def _dead(self) -> str:
-        """Return the processes that died; empty: none."""
+        """Return a text about processes that died or are new, or an empty text."""
         gone = [what for pid, what in self._pids.items() if not is_alive(pid)]
         with contextlib.suppress(OSError, Closed, psutil.Error):
             if not gone and (new := set(self._processes()) - set(self._pids)):
@@ -250,7 +254,7 @@ class _Life:
         return said
 
     def _forgotten(self) -> list[str]:
-        """Return what is wrong with a sequence and an answer beside the bad ones."""
+        """Return texts about wrong answers of a sequence, strings and a generation, which are sent after the bad requests."""
         said = []
         with tritonclient.grpc.InferenceServerClient(self._server.server.grpc_url) as client:
             tensor = tritonclient.grpc.InferInput("x", [1, 1], "FP32")
@@ -275,7 +279,7 @@ class _Life:
         return said
 
     def _new_failures(self) -> list[str]:
-        """Return the honest clients' failures since the last call."""
+        """Return the failures of the honest clients since the last call."""
         failed: list[Record] = []
         for index, one in enumerate(self._loads):
             records = one.records[self._seen[index] :]

@@ -1,4 +1,4 @@
-"""Frames of every kind, mostly good or mostly bad, and descriptors that may come with them."""
+"""Frames of every kind, mostly good or mostly bad, and descriptors that may be sent with them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from rsrv.wire.memory import create_sealed
 
 Random = random.Random
 
-#: Kinds for stubs; the others are for runtimes.
+#: Kinds of frames for stubs. Other kinds are for runtimes.
 _TO_STUB = frozenset(
     {*(kind for kind in Kind if Kind.WELCOME <= kind <= Kind.REPORTED), Kind.COLD, Kind.STARTING, Kind.TOKENS}
 )
-#: Seconds that a start takes or may take; 0 is none. Requests that may wait for less than the first number start nothing.
+#: Values for the seconds of a start. 0 means no value. A request that may wait for less than the first value causes no start.
 _START_S = (0.1, 1.0, 1e9, 0.0)
 _WILD_IDS = (0, 1, 2, 77, 2**31, 2**32 - 1, 2**40 - 1, 2**40, 2**63, 2**64 - 1)
-#: Fields of a frame's entries: good values, and wild ones.
+#: Fields of a frame's entries: good values and wild values.
 _FIELDS: Mapping[str, tuple[Sequence[int], Sequence[int]]] = {
     "deadline_ns": ((0, 0, 1, 2**62), (-1, 2**63 - 1, -(2**63))),
     "rows": ((1, 1, 2, 4, 5), (0, 1000, 2**31, 2**32 - 1)),
@@ -48,36 +48,37 @@ _JUNK: tuple[Any, ...] = (
 
 
 class Speaker:
-    """One connection's frames of every kind, mostly good or mostly bad."""
+    """Makes the frames of one connection. They are of every kind, and mostly good or mostly bad."""
 
     def __init__(self, rng: Random, keys: Sequence[str]) -> None:
         self._rng = rng
         self._wildness = rng.choice((0.0, 0.003, 0.03, 0.3))
-        #: The model that it registers for; empty, if it is a runtime.
+        #: Key of the model for which the connection registers. It is empty if the speaker plays a runtime.
         self.key = rng.choice(keys) if keys else ""
         self._meta = self.key.startswith("meta")
         self._generates = self.key.startswith("generator")
         self._numbers = itertools.count()
-        #: The control process that it pretends to be, and its revisions.
+        #: Instance of the control process that the speaker plays.
+        #: Last revision that this control process has sent.
         self._instance = f"{rng.getrandbits(64):x}"
         self._revision = 0
         self._runs = [1]
 
     def is_wild(self) -> bool:
-        """Return whether the next action is one that no stub does."""
+        """Return True if the next action should be one that no good peer does."""
         return self._rng.random() < self._wildness
 
     def frame(self, kind: Kind | None = None) -> bytes:
-        """Return the next frame, of some kind, or of this one."""
+        """Return the next frame. Its kind is random, or `kind`."""
         kind = kind or self._rng.choice(tuple(Kind) if self.is_wild() else self._kinds())
         try:
             frame = self._good(kind)
-        except (struct.error, ProtocolError):  # Values that cannot be packed.
+        except (struct.error, ProtocolError):  # A value cannot be packed.
             frame = HEADER.pack(kind, 0, 1)
         return self._spoiled(frame) if self.is_wild() else frame
 
     def _kinds(self) -> list[Kind]:
-        """Return the kinds that may come after a registration, also unknown ones."""
+        """Return the kinds that may follow a registration."""
         if not self.key:
             return sorted(_TO_STUB)
         never = {Kind.HELLO, Kind.REGISTER, Kind.SEGMENT, Kind.DROP_SEGMENT}
@@ -86,7 +87,7 @@ class Speaker:
         return [kind for kind in Kind if kind not in _TO_STUB and kind not in never]
 
     def _good(self, kind: Kind) -> bytes:
-        """Return a frame as a stub would send it, except for wild numbers."""
+        """Return a frame of this kind as a good peer sends it, except for wild numbers."""
         rng = self._rng
         many = range(rng.choice((1, 1, 3, 20)))
         match kind:
@@ -144,7 +145,7 @@ class Speaker:
         return self._one(self._runs, _WILD_IDS)
 
     def _fields(self, of: Any, **known: int) -> list[int]:
-        """Return values for an entry of a frame, with any fields."""
+        """Return values for the fields of an entry. `known` has fixed ones."""
         known.setdefault("request", self._request())
         return [known.get(name, self._one(*_FIELDS.get(name, _OTHER_FIELDS))) for name in of._fields]
 
@@ -168,7 +169,7 @@ class Speaker:
         return calls.Spot(kind, self._one(*_FIELDS["segment"]), self._one((at,), _FIELDS["inputs_at"][1]))
 
     def _object(self) -> Any:
-        """Return the object of a JSON frame, with some of it exchanged."""
+        """Return the object of a JSON frame, in which a part may be replaced."""
         rng = self._rng
         names = ("m", "meta", "nobody", None)
         body: dict[str, Any] = rng.choice(
@@ -194,7 +195,7 @@ class Speaker:
         return rng.choice(_JUNK) if self.is_wild() else body
 
     def _documents(self) -> list[dict[str, Any]]:
-        """Return a change of the desired document, and a whole document, good or bad."""
+        """Return a change of the desired document, and a whole document. Either may be bad."""
         rng = self._rng
         self._revision += 1
         section = {rng.choice(("residency", "weight", "max_delay_us", "x")): rng.choice(_VALUES)}
@@ -207,7 +208,7 @@ class Speaker:
         return [{**number, "document": change}, {"revision": self._revision, "document": whole}]
 
     def _spoiled(self, frame: bytes) -> bytes:
-        """Return the frame after some damage."""
+        """Return the frame with random damage."""
         rng = self._rng
         spoiled = bytearray(frame)
         at = rng.randrange(len(spoiled))
@@ -234,7 +235,7 @@ class Speaker:
                 spoiled = bytearray(rng.randbytes(rng.choice((1, 7, 8, 9, 64, 4096))))
             case _:
                 spoiled[8:] = rng.randbytes(len(spoiled) - 8)
-        return bytes(spoiled) or b"\0"  # An empty message would be the end.
+        return bytes(spoiled) or b"\0"  # An empty message would mean the end of the connection.
 
 
 _COMMANDS = (
@@ -269,7 +270,7 @@ def _completion(rng: Random) -> Completion:
 
 
 def some_fds(rng: Random, stack: ExitStack) -> list[int]:
-    """Return descriptors of all kinds, which are closed with the stack."""
+    """Return descriptors of all kinds. They are closed with the stack."""
 
     def memfd(size: int, seals: int) -> int:
         fd = os.memfd_create("odd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -1,4 +1,4 @@
-"""Cases run one after the other in a child process, whose life, time and memory are watched."""
+"""Run cases one after the other in a child process, and watch its life, its time and its memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import NoReturn
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The outcome of one case."""
+    """The outcome of a case."""
 
     seed: int
-    #: The result of the case, or one of BAD.
+    #: The result of the case, or a value of BAD.
     outcome: str
     detail: str = ""
-    #: CPU time of the child.
+    #: CPU seconds that the case used in the child.
     seconds: float = 0.0
-    #: The greatest growth of its memory.
+    #: Largest growth of the child's memory during the case, in bytes.
     nbytes: int = 0
 
     @property
@@ -32,17 +32,18 @@ class Verdict:
         return self.outcome in BAD
 
 
-#: The child, or a server, died; did not end; raised an error; took more CPU time, or more memory, than any case may.
+#: Bad outcomes. crash: the child or a server died. hang: no end. fault: an error was raised. slow, bloat: too much CPU time or memory.
+#: unanswered, leak, harm, noise: bad requests were not answered, showed internals, harmed honest requests, or caused many log lines.
 BAD = ("crash", "hang", "fault", "slow", "bloat", "unanswered", "leak", "harm", "noise")
 
 Case = Callable[[int], str]
 
 
 def watch(case: Case, seeds: Sequence[int], *, seconds: float, nbytes: int) -> Iterator[Verdict]:
-    """Run `case(seed)` for each seed, in a child that is forked again when it dies.
+    """Run `case(seed)` for each seed in a child process. When the child dies, another one is forked.
 
-    No case may take more than `seconds` of CPU time, or twelve times that by the clock, or `nbytes` of memory beyond
-    the earlier amount.
+    A case may use `seconds` of CPU time, twelve times as much time by the clock, and `nbytes` of memory in addition to the memory
+    before it.
     """
     left = list(seeds)
     while left:
@@ -68,7 +69,7 @@ def watch(case: Case, seeds: Sequence[int], *, seconds: float, nbytes: int) -> I
 
 
 def _lines(pipe: FileIO, seconds: float, child: int) -> Iterator[bytes]:
-    """Yield the child's lines until it ends; it is killed when it prints none for that long."""
+    """Yield the child's lines until it ends. If it prints no line for this many seconds, kill it."""
     rest = b""
     while True:
         if not select.select([pipe], [], [], seconds)[0]:
@@ -81,7 +82,7 @@ def _lines(pipe: FileIO, seconds: float, child: int) -> Iterator[bytes]:
 
 
 def _run(case: Case, seeds: Sequence[int], out: int) -> NoReturn:
-    """Run in the child."""
+    """Run the cases. This is the code of the child."""
     try:
         for seed in seeds:
             before, started = _forget_peak(), time.process_time()

@@ -1,4 +1,4 @@
-"""The fake cards, and bundles to execute on them."""
+"""Fixtures with the fake cards, and bundles to execute on them."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def _installed() -> None:
 
 @pytest.fixture(autouse=True)
 def _own_servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Keep the test's servers apart from those of other tests, whose cards have the same names."""
-    # Not below tmp_path, because a socket's path is limited to 107 characters.
+    """Keep the servers of this test separate from those of other tests, whose cards have the same names."""
+    # The folder is not in tmp_path, because a socket's path may have at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="rsrv-test-", ignore_cleanup_errors=True) as home:
         monkeypatch.setenv("RSRV_RUNTIME_DIR", home)
-        # This variable overrides a test's settings, so all tests of `make test-gpu` would share one cache.
+        # This variable overrides a test's settings. With it, all tests of `make test-gpu` would share one cache.
         monkeypatch.delenv("RSRV_RUNTIME__COMPILATION_CACHE_DIR", raising=False)
         yield
 
 
 @pytest.fixture
 def gpu(tmp_path: Path) -> FakeGpu:
-    """One card of 80 GiB, on a link and with kernels that take no time."""
+    """One card of 80 GiB. Copies and kernels on it take no time."""
     return FakeGpu(tmp_path)
 
 
@@ -61,7 +61,7 @@ StartServed = Callable[..., Engine]
 
 @pytest.fixture
 def serve(gpu: FakeGpu, tmp_path: Path) -> Iterator[StartServed]:
-    """Return a stub's engine for a bundle: a real runtime process starts for the first one, on the card."""
+    """Return a function that starts a stub's engine for a bundle. The first call starts a real runtime process on the card."""
     settings = tmp_path / "rsrv.yaml"
     launcher = Launcher(os.getpid(), "0", settings, ROOT, {**os.environ, **gpu.environment})
     started: list[Engine] = []
@@ -78,7 +78,7 @@ def serve(gpu: FakeGpu, tmp_path: Path) -> Iterator[StartServed]:
 
 
 def end_runtime(launcher: Launcher) -> None:
-    """Kill the runtime, and remove its directory, as the server's end would."""
+    """Kill the runtime, and remove its directory, as at the end of a server."""
     directory = paths.runtime_directory(launcher.server_pid, launcher.device)
     with suppress(OSError):
         with connect(directory / paths.SOCKET) as sock:

@@ -1,4 +1,4 @@
-"""The cards of the fake CUDA driver: their settings, which a process follows at once, and the record of its calls."""
+"""The cards of the fake CUDA driver. Their settings apply to running processes at once. The driver records its calls."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 ROOT = Path(__file__).resolve().parents[2]
-#: made by tests/gpu/install.py
+#: Folder that tests/gpu/install.py makes.
 INSTALLED = ROOT / ".gpu"
 
 MIB, GIB = 1 << 20, 1 << 30
-#: CUDA_ERROR_ILLEGAL_ADDRESS, and CU_COMPUTEMODE_EXCLUSIVE_PROCESS
+#: CUDA_ERROR_ILLEGAL_ADDRESS, and CU_COMPUTEMODE_EXCLUSIVE_PROCESS.
 ILLEGAL_ADDRESS, EXCLUSIVE_PROCESS = 700, 3
 
-#: seconds after which a call on the card has failed
+#: Time limit in seconds of a call of `FakeGpu.run`.
 _CALL_TIMEOUT_S = 150.0
 
 T = TypeVar("T")
@@ -31,38 +31,38 @@ class OneCard(ctypes.Structure):
 
     _fields_ = (
         ("memory_bytes", ctypes.c_int64),
-        # what other processes hold of it
+        # Bytes of the card's memory that other processes hold.
         ("others_bytes", ctypes.c_int64),
-        # 1: a T4, whose products are cuBLASLt's; 0: an H100
+        # 1 for a T4, whose products use cuBLASLt; 0 for an H100.
         ("is_t4", ctypes.c_int64),
     )
 
 
 class CardSettings(ctypes.Structure):
-    """Settings of all cards; `Cards` of driver/card.h begins with them."""
+    """Settings of all cards. The struct `Cards` of driver/card.h begins with them."""
 
     _fields_ = (
         *(
             (name, ctypes.c_int64)
             for name in (
                 "count",
-                # of the link, in each direction; 0: a copy takes no longer than the host's
+                # Speeds of the link in each direction. With 0, a copy takes only the host's time.
                 "pinned_bytes_per_s",
                 "pageable_bytes_per_s",
-                # a larger copy moves nothing, so it costs the machine no time; 0: every copy moves its bytes
+                # Copies above this size move nothing, so they use no CPU time. With 0, every copy moves its bytes.
                 "moved_bytes_max",
                 "kernel_ns",
-                # launches of all processes until one has the CUDA error `fault`; -1: none has
+                # Number of launches of all processes before one has the CUDA error `fault`. With -1, no launch has it.
                 "launches_until_fault",
                 "fault",
-                # of each card, with equal shares of its memory; 0: the cards are not partitioned
+                # Number of instances of each card, with equal shares of its memory. With 0, the cards are not partitioned.
                 "mig_instances",
                 "compute_mode",
-                # for which the driver holds the memory of a process that has ended
+                # Nanoseconds for which the driver still holds the memory of a process that has ended.
                 "held_ns",
-                # 1: the cards have no virtual memory management, as some vGPUs
+                # 1 if the cards have no virtual memory management, as some vGPUs.
                 "without_vmm",
-                # what a context takes of a card
+                # Bytes of a card's memory that a context takes.
                 "context_bytes",
             )
         ),
@@ -70,16 +70,16 @@ class CardSettings(ctypes.Structure):
     )
 
 
-#: bytes of `Cards`: the settings, and the holders of memory, which only the driver reads
+#: Bytes of the struct `Cards`: the settings, and the holders of memory, which only the driver reads.
 _CARDS_BYTES = ctypes.sizeof(CardSettings) + 8 * 16 * 24
 
 
 class Call(NamedTuple):
-    """A call that the driver has carried out; times are those of `time.monotonic`.
+    """A call that the driver has carried out. Times are those of `time.monotonic`.
 
-    `kind`: context, alloc, free, no-room, register, unregister, h2d, d2h, kernel, graph, graph-update or fault. `bytes` of a launch are its
-    kernels. `detail` of a copy: how it reads the host's memory (page-locked, copied, pageable). `stream` of an alloc or a
-    no-room, and of a context: the card.
+    `kind`: context, alloc, free, no-room, register, unregister, h2d, d2h, kernel, graph, graph-update or fault. For a launch,
+    `bytes` is the number of its kernels. For a copy, `detail` says how it reads the host's memory (page-locked, copied,
+    pageable). For an alloc, a no-room and a context, `stream` is the number of the card.
     """
 
     start: float
@@ -92,11 +92,11 @@ class Call(NamedTuple):
 
 
 class FakeGpu:
-    """Cards whose state lies in `directory`."""
+    """Fake cards. `directory` has their settings and the record of calls."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        #: interpreter of `run`
+        #: Interpreter that `run` uses.
         self.python = sys.executable
         self.record = directory / "record"
         path = directory / "cards"
@@ -110,19 +110,19 @@ class FakeGpu:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of a process that finds the cards, its own aside."""
+        """Variables with which a process finds the cards."""
         return {
             "RSRV_FAKE_GPU": str(self.directory),
             "LD_LIBRARY_PATH": str(INSTALLED / "driver"),
             "PYTHONPATH": f"{INSTALLED / 'site'}",
-            # jax would ask each of NVIDIA's libraries for its version; most of them are missing.
+            # jax would ask each of NVIDIA's libraries for its version, and most of them are missing.
             "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
             # XLA logs each refused allocation in hundreds of lines.
             "TF_CPP_MIN_LOG_LEVEL": "2",
         }
 
     def calls(self, *kinds: str) -> list[Call]:
-        """Return what the driver has carried out so far, in the order of the ends."""
+        """Return the calls that the driver has carried out so far, in the order of their ends."""
         found = []
         for line in self.record.read_text().splitlines() if self.record.exists() else ():
             start, end, pid, kind, nbytes, stream, *detail = line.split(" ", 6)
@@ -133,10 +133,10 @@ class FakeGpu:
         return found
 
     def run(self, function: Callable[..., T], *arguments: Any, **variables: str) -> T:
-        """Return the result of a function of a test module in a process of its own, which finds the cards.
+        """Run a function of a test module in a separate process, which finds the cards. Return its result.
 
-        The arguments are for the function; `variables` are added to the process's environment. Raises AssertionError
-        with the process's output if it fails.
+        `arguments` are passed to the function, and `variables` are added to the process's environment. If the process fails,
+        AssertionError with its output is raised.
         """
         done = subprocess.run(
             [self.python, "-m", "tests.gpu.fake_gpu", function.__module__, function.__qualname__],
@@ -153,7 +153,7 @@ class FakeGpu:
 
 
 def settings_here() -> CardSettings:
-    """Return the settings of the cards that this process finds, for a function that `FakeGpu.run` calls."""
+    """Return the settings of the cards that this process finds. This is for functions that `FakeGpu.run` calls."""
     return _map(Path(os.environ["RSRV_FAKE_GPU"]) / "cards")
 
 
@@ -163,7 +163,7 @@ def _map(path: Path) -> CardSettings:
 
 
 def _main() -> None:
-    """Call the function that the command line names, with the arguments of the standard input."""
+    """Call the function that the command line names, with the arguments from the standard input."""
     import importlib
 
     directory, arguments = pickle.load(sys.stdin.buffer)

@@ -1,8 +1,8 @@
-"""Make .gpu: jax's CUDA plugin, and a fake CUDA driver in the places of NVIDIA's libraries.
+"""Make the folder .gpu with jax's CUDA plugin, and with a fake CUDA driver in the places of NVIDIA's libraries.
 
-The folder `site` is put in front of .venv's packages by PYTHONPATH; it has the wheels that XLA needs to compile for a
-GPU, a tenth of what `jax[cuda13]` installs. The other libraries of CUDA are the driver of tests/gpu/driver: XLA and
-rsrv load them by name.
+PYTHONPATH puts the folder `site` in front of .venv's packages. It has the wheels that XLA needs to compile for a GPU, which are a
+tenth of what `jax[cuda13]` installs. The driver of tests/gpu/driver replaces the other libraries of CUDA. XLA and rsrv load these
+by name.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PINS = ROOT / "docker" / "requirements.txt"
 
-#: of .venv's jax
+#: Packages of jax's plugin. Their version is that of .venv's jax.
 PLUGIN = ("jax-cuda13-pjrt", "jax-cuda13-plugin")
-#: ptxas, libnvvm and libdevice, and the headers of the driver
+#: Packages with ptxas, libnvvm, libdevice, and the headers that the driver needs.
 COMPILER = ("nvidia-cuda-crt", "nvidia-cuda-nvcc", "nvidia-cuda-runtime", "nvidia-nvvm")
 
-#: where a process finds the libraries: the system's by LD_LIBRARY_PATH, the others where their wheels have them
+#: Path of the driver. Processes find it and NVML by LD_LIBRARY_PATH.
+#: Paths of the other libraries. In `site`, they are where NVIDIA's wheels have them.
 DRIVER = "driver/libcuda.so.1"
 LIBRARIES = (
     "driver/libnvidia-ml.so.1",
@@ -34,7 +35,7 @@ LIBRARIES = (
     "site/nvidia/cudnn/lib/libcudnn.so.9",
 )
 
-#: jax calls `initialize` of each module of `jax_plugins`, before it looks for a device node, which only root can make
+#: A module of `jax_plugins`. jax calls its `initialize` before it checks for a device node, which only root can make.
 NODE = '''
 """Make jax believe that this machine has the device node of a GPU."""
 
@@ -46,12 +47,15 @@ def initialize():
 '''
 
 
-#: digest of the sources of an installed driver, in its folder
+#: File with the digest of the sources from which the installed driver was built.
 DIGEST = "driver/sources.sha256"
 
 
 def digest() -> str:
-    """Return the digest of the driver's sources: its settings have the layout of tests/gpu/fake_gpu.py only if they agree."""
+    """Return the digest of the driver's sources.
+
+    An installed driver with another digest may read settings of another layout than those of tests/gpu/fake_gpu.py.
+    """
     found = sha256()
     for source in sorted((HERE / "driver").iterdir()):
         found.update(source.read_bytes())
@@ -84,21 +88,21 @@ def main(target: Path) -> None:
         library = target / name
         library.parent.mkdir(parents=True, exist_ok=True)
         library.unlink(missing_ok=True)
-        # One file under each name: the loader maps it once, and its parts share their state.
+        # All names are one file. The loader maps it only once, so the libraries share their state.
         library.hardlink_to(driver)
     (target / DIGEST).write_text(digest())
 
 
 def install_newest(target: Path) -> str:
-    """Make an environment with the newest jax that pyproject.toml allows, of Python 3.12, and return its interpreter.
+    """Make an environment of Python 3.12 with the newest jax that pyproject.toml allows. Return its interpreter.
 
-    The first time takes 1 GB. Raises CalledProcessError, whose reason uv has written.
+    The first call installs 1 GB. Raises CalledProcessError after uv has printed the reason.
     """
     folder, python = target / "newest", target / "newest" / "bin" / "python"
     uv = str(Path(sys.executable).with_name("uv"))
     install = [uv, "pip", "install", "--quiet", "--no-config", "--upgrade", "--python", str(python)]
     if not python.exists():
-        # jax 0.11 and later need a newer Python than that of development.
+        # jax 0.11 and later need a newer Python than development uses.
         subprocess.run(
             [uv, "venv", "--quiet", "--no-python-downloads", "--python=3.12", str(folder)], check=True
         )
@@ -114,7 +118,7 @@ def install_newest(target: Path) -> str:
 
 
 def _pinned(name: str) -> str:
-    """Return the requirement of the container, which has the versions that belong together."""
+    """Return a requirement with the container's version, because these versions belong together."""
     found = re.search(rf"^{re.escape(name)}==\S+", PINS.read_text(), re.MULTILINE)
     assert found is not None, f"{PINS} has no {name}"
     return found[0]

@@ -1,9 +1,9 @@
-"""Loads of weights beside executions on the fake card: bytes per second of the loads, and periods of the executions.
+"""Measure loads of weights during executions on the fake card: bytes per second of the loads, and periods of the executions.
 
     .venv/bin/python -m tests.gpu.measure_loads
 
-Loads of a model follow one another; a thread keeps the card busy as the runtime does, which at a depth of 2 launches an
-execution shortly before the one before ends. Large copies move nothing, so the link limits them and not the machine.
+Several loads of a model follow one another. A thread keeps the card busy as the runtime does: with a depth of 2, it launches an
+execution shortly before the end of the previous one. Large copies move nothing, so the link limits them, and not the machine.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ from tests.gpu.fake_gpu import FakeGpu, settings_here
 from tests.unit.runtime.conftest import build_here
 from tests.waiting import wait_until
 
-#: bytes of the model that is loaded, and of its tensors
+#: Bytes of the model that is loaded.
+#: Bytes of each of the model's tensors.
 MODEL_BYTES = 800_000_000
 TENSORS = {"4 MB": 4_000_000, "100 MB": 100_000_000}
-#: f32 columns of the requests' input
+#: Number of f32 columns of the requests' input.
 INPUTS = {"4 kB": 1_000, "1 MB": 250_000}
 DEPTHS = (1, 2)
-#: loads in a row, on a link like that of PCIe 4.0 with 16 lanes
+#: Number of loads one after the other.
+#: Speed of the link, which is similar to PCIe 4.0 with 16 lanes.
 LOADS = 4
 LINK_BYTES_PER_S = 25_000_000_000
 KERNEL_S, LAUNCH_AHEAD_S = 0.02, 0.002
-#: inputs move their bytes, weights do not
+#: Copies above this size move nothing. Inputs move their bytes, and weights do not.
 MOVED_BYTES_MAX = 2_000_000
 
 
@@ -51,7 +53,7 @@ class Case(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """Times of the loads' start and end, on the clock of the card's record."""
+    """Start and end of the loads, on the clock of the card's record."""
 
     case: Case
     start: float
@@ -59,7 +61,7 @@ class Loaded(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """Bytes per second of the loads, and seconds from the start of each execution beside them to the next."""
+    """Bytes per second of the loads, and seconds between the starts of successive executions during the loads."""
 
     rate: float
     periods: list[float]
@@ -67,7 +69,7 @@ class Figures(NamedTuple):
 
 @contextmanager
 def executing(device: JaxDevice, model: CompiledModel, x: Array, depth: int) -> Iterator[None]:
-    """Keep the device busy with executions of a model's only size."""
+    """Keep the device busy during the block with executions of a model's only size."""
     stop, ended = threading.Event(), threading.Event()
     (executable,) = model.executables.values()
 
@@ -108,7 +110,7 @@ def load_beside_executions(bundles: dict[str, Path]) -> list[Loaded]:
 
     settings.moved_bytes_max = MOVED_BYTES_MAX
     for nbytes in TENSORS.values():
-        load(nbytes)  # the first load of some shapes compiles their allocation
+        load(nbytes)  # The first load of some shapes compiles a program that allocates.
     settings.pinned_bytes_per_s = LINK_BYTES_PER_S
     settings.kernel_ns = int(KERNEL_S * 1e9)
     loaded = []
@@ -122,7 +124,7 @@ def load_beside_executions(bundles: dict[str, Path]) -> list[Loaded]:
 
 
 def measure(folder: Path, bundles: dict[str, Path]) -> dict[Case, Figures]:
-    """Measure each case once. `folder`: for the card's files."""
+    """Measure each case once. `folder` is for the card's files."""
     gpu = FakeGpu(folder)
     found = {}
     for case, start, end in gpu.run(load_beside_executions, bundles):
@@ -133,7 +135,7 @@ def measure(folder: Path, bundles: dict[str, Path]) -> dict[Case, Figures]:
 
 
 def export_bundles(folder: Path) -> dict[str, Path]:
-    """Write a bundle for each of `INPUTS`, whose execution is one kernel."""
+    """Write a bundle for each of `INPUTS`. Its execution is one kernel."""
     bundles = {name: folder / name.replace(" ", "") for name in INPUTS}
     for name, path in bundles.items():
         export_bundle(
@@ -171,6 +173,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from tests.gpu import measure_loads  # `FakeGpu.run` finds a function by its module's name
+    from tests.gpu import measure_loads  # `FakeGpu.run` imports a function by its module's name.
 
     measure_loads.main()

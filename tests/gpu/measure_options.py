@@ -1,4 +1,4 @@
-"""Print how many kernels and CUDA graphs the largest modules of examples launch, for some options of XLA.
+"""Print how many kernels and CUDA graphs the largest modules of examples launch, with several options of XLA.
 
     python -m tests.gpu.measure_options
 
@@ -26,7 +26,7 @@ OPTIONS = {
     "no CUDA graphs": "--xla_gpu_enable_command_buffer=",
     "deterministic": "--xla_gpu_deterministic_ops=true",
 }
-#: The first executions record the graphs.
+#: Number of executions of a module. The first ones record the graphs.
 _EXECUTIONS = 4
 
 

@@ -2,8 +2,8 @@
 
     .venv/bin/python -m tests.gpu.measure_restart --event death
 
-One client sends requests continuously. The times are seconds since the last answer of the old runtime. The first restart replaces a
-runtime that nothing had prepared; later ones replace a prepared one.
+One client sends requests continuously. The times are seconds since the last answer of the old runtime. The first restart starts a
+runtime without a preparation. During later restarts, the next runtime is prepared.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from tests.unit.runtime.conftest import export_doubling
 from tests.unit.runtime.metas import engine_of
 from tests.waiting import wait_until
 
-#: Seconds that a request may wait for a runtime, and seconds until a spare has imported its modules.
+#: Seconds that a request may wait for a runtime, and seconds after which a spare has imported its modules.
 PATIENCE_S, SPARE_S = 120, 15.0
 
 
 @contextmanager
 def asking(engine: Engine) -> Iterator[list[float]]:
-    """Ask on a thread; return the times of the answers so far."""
+    """Send requests on a thread during the block. Yield the list of the answers' times."""
     answers: list[float] = []
     ended = threading.Event()
 
@@ -60,7 +60,7 @@ def asking(engine: Engine) -> Iterator[list[float]]:
 
 
 def replace_runtime(gpu: FakeGpu, event: str, answers: list[float]) -> list[tuple[float, str]]:
-    """Restart or kill the runtime. Return what happened, with the times."""
+    """Restart or kill the runtime. Return the events with their times."""
     begun, old = time.monotonic(), read_status(os.getpid(), "0")["pid"]
     process = os.pidfd_open(old)
     if event == "restart":

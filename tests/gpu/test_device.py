@@ -1,4 +1,4 @@
-"""rsrv's device on XLA's CUDA client: models load, execute and leave, by the calls that reach the driver."""
+"""rsrv's device on XLA's CUDA client. Models load, execute and are freed, as the driver's record of calls shows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.waiting import wait_until
 
 
 def execute(bundle: Path) -> dict[str, Any]:
-    """Load a bundle, execute each of its sizes, and free its weights."""
+    """Load a bundle, execute each of its sizes, and free its weights. Return what the test checks."""
     device = JaxDevice("cuda")
     model = build_here(bundle, device)
     assert model.weights is not None
@@ -36,13 +36,13 @@ def execute(bundle: Path) -> dict[str, Any]:
         for (_, size), executable in model.executables.items()
     ]
     device.free(model.weights)
-    # XLA frees the memory on a thread of its own.
+    # XLA frees the memory on its own thread.
     wait_until(lambda: device.memory_in_use() == 0)
     return {"hardware": str(device.hardware), "limit": device.memory_limit, "shapes": shapes}
 
 
 def test_a_bundle_loads_and_executes_on_the_card(gpu: FakeGpu, doubling: Path) -> None:
-    """The device takes nine tenths of the card, launches each execution, and keeps nothing of a freed model."""
+    """The device allocates nine tenths of the card, launches each execution, and frees all memory of a freed model."""
     found = gpu.run(execute, doubling)
 
     assert found["hardware"] == "a CUDA device of compute capability 9.0"
@@ -53,7 +53,7 @@ def test_a_bundle_loads_and_executes_on_the_card(gpu: FakeGpu, doubling: Path) -
 
 
 def move_tensors() -> tuple[bool, int]:
-    """Return whether tensors of all types arrive, and the bytes that they take."""
+    """Return True if tensors of all types arrive right, and the bytes that they take."""
     device = JaxDevice("cuda")
     sources: list[Array] = [
         np.arange(5_000_000, dtype=np.float32).reshape(5, -1),
@@ -82,7 +82,7 @@ def move_tensors() -> tuple[bool, int]:
 
 
 def test_tensors_of_every_type_come_and_go(gpu: FakeGpu) -> None:
-    """They lie in jax's allocator; an abandoned load leaves nothing there."""
+    """Tensors of all types are in the memory of jax's allocator. An abandoned load leaves nothing there."""
     arrived, taken = gpu.run(move_tensors)
 
     assert arrived
@@ -101,7 +101,10 @@ def refusal(platform: str, signs: tuple[str, ...] = ()) -> str:
 def test_a_driver_that_does_not_start_is_named_and_the_cpu_serves_nothing(
     gpu: FakeGpu, platform: str
 ) -> None:
-    """With `auto` the models would be served from the CPU, a hundred times slower, and with a traceback as the only sign."""
+    """If the driver does not start, the error names the reason, and the model is not served.
+
+    With `auto`, jax would otherwise use the CPU, a hundred times slower, and only print a traceback.
+    """
     gpu.settings.count = 0
 
     text = gpu.run(refusal, platform, ("/proc",))
@@ -122,7 +125,7 @@ def start_beside_a_process_with_a_context() -> tuple[str, int | None]:
     try:
         text = refusal("cuda")
         other.kill()
-        # A zombie, which no process has waited for, has no context any more.
+        # A zombie has no context, even before its parent waits for it.
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
         return text, JaxDevice("cuda").memory_limit
     finally:
@@ -131,7 +134,10 @@ def start_beside_a_process_with_a_context() -> tuple[str, int | None]:
 
 
 def test_a_card_for_one_process_is_refused_beside_another_and_taken_after_it(gpu: FakeGpu) -> None:
-    """jax says only that it supports no device. Later models try again in the same process."""
+    """While another process has a card for one process, a device is refused with this reason. Later, the same process gets the card.
+
+    jax itself only reports that it supports no device.
+    """
     gpu.settings.compute_mode = EXCLUSIVE_PROCESS
 
     text, limit = gpu.run(start_beside_a_process_with_a_context)
@@ -145,7 +151,7 @@ def test_a_card_for_one_process_is_refused_beside_another_and_taken_after_it(gpu
 
 
 def test_a_card_without_virtual_memory_management_is_named(gpu: FakeGpu) -> None:
-    """XLA says why only in a line of its log."""
+    """A card without virtual memory management is refused with this reason. XLA itself only logs it."""
     gpu.settings.without_vmm = 1
 
     assert "the card has no virtual memory management, by which XLA allocates" in gpu.run(refusal, "cuda")
@@ -153,7 +159,7 @@ def test_a_card_without_virtual_memory_management_is_named(gpu: FakeGpu) -> None
 
 @pytest.fixture(scope="module")
 def alternating(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle whose kernels XLA cannot fuse, so that it puts them into a graph of CUDA."""
+    """A bundle whose kernels XLA cannot fuse, so it puts them into a CUDA graph."""
     path = tmp_path_factory.mktemp("bundles") / "alternating"
 
     def normalize(params: Any, x: Any) -> Any:
@@ -173,7 +179,7 @@ def alternating(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def execute_and_reload(bundle: Path) -> list[float]:
-    """Return the times of the ends of four executions; the weights are elsewhere from the third on."""
+    """Execute a model four times, and return the times of the ends. Before the third execution, other weights are loaded."""
     device = JaxDevice("cuda")
     model = build_here(bundle, device)
     assert model.weights is not None
@@ -184,7 +190,7 @@ def execute_and_reload(bundle: Path) -> list[float]:
             other = device.upload([np.ones((64, 64), np.float32)])
             device.free(weights)
             weights = other
-        # Inputs and outputs then have the places of the execution before.
+        # Then inputs and outputs get the same addresses as in the previous execution.
         wait_until(lambda: device.memory_in_use() == 4 * 64 * 64)
         run(device, executable, weights, [np.ones((1, 64, 64), np.float32)])
         ends.append(time.monotonic())
@@ -192,8 +198,8 @@ def execute_and_reload(bundle: Path) -> list[float]:
 
 
 def test_a_graph_follows_reloaded_weights_to_their_place(gpu: FakeGpu, alternating: Path) -> None:
-    """A graph holds addresses. XLA updates it in the first execution after the load, and in no other."""
-    # XLA would time kernels, for most of the test.
+    """A graph contains addresses. XLA updates it in the first execution after a load of weights, and in no other execution."""
+    # Without this flag, XLA would time kernels for most of the test.
     ends = gpu.run(execute_and_reload, alternating, XLA_FLAGS="--xla_gpu_autotune_level=0")
 
     updated = [bisect(ends, call.end) for call in gpu.calls("graph-update")]
@@ -211,7 +217,7 @@ def test_a_graph_follows_reloaded_weights_to_their_place(gpu: FakeGpu, alternati
 def test_a_machine_without_jaxs_plugin_is_told_what_to_install(
     gpu: FakeGpu, platform: str, signs: tuple[str, ...], remedy: str
 ) -> None:
-    """jax itself raises an error without a text, or says nothing and takes the CPU."""
+    """Without jax's CUDA plugin, the error says what to install. jax itself raises an error without a text, or silently uses the CPU."""
     assert remedy in gpu.run(refusal, platform, signs, PYTHONPATH="")
 
 
@@ -227,12 +233,12 @@ def platform_of(signs: tuple[str, ...]) -> str:
 def test_a_machine_without_a_card_serves_from_the_cpu(
     gpu: FakeGpu, signs: tuple[str, ...], variables: dict[str, str]
 ) -> None:
-    """So does one whose environment hides its cards."""
+    """A machine without a card serves from the CPU, and so does a machine whose environment hides the cards."""
     assert gpu.run(platform_of, signs, PYTHONPATH="", **variables) == "cpu"
 
 
 def step_sequences(bundle: Path) -> dict[str, Any]:
-    """Execute steps of sequences that take turns in a slot; free the pools, and allocate them again."""
+    """Execute steps of two sequences that take turns in a slot. Then free the pools, and allocate them again."""
     device = JaxDevice("cuda")
     model = build_here(bundle, device)
     pool, executable = model.pool, model.executables[0, 1]
@@ -259,7 +265,7 @@ def step_sequences(bundle: Path) -> dict[str, Any]:
 
 
 def test_state_stays_in_its_place_on_the_card(gpu: FakeGpu, tmp_path: Path) -> None:
-    """Executions take the pools over without copying them; only single slots travel, and all memory comes back."""
+    """Executions use the pools of states without copying them. Only single slots are copied, and all memory is freed."""
     slots = 50_000
     found = gpu.run(step_sequences, export_sums(tmp_path / "sums", slots=slots))
 

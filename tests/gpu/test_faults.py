@@ -1,4 +1,4 @@
-"""Errors of CUDA that end its context: the runtime ends with it, a model is blamed, and the next runtime serves."""
+"""Errors of CUDA that end its context. The runtime ends, the model is blamed, and the next runtime serves."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def answered(engine: Engine) -> bool:
 def test_an_illegal_address_ends_the_runtime_and_the_next_one_serves(
     gpu: FakeGpu, serve: StartServed, doubling: Path
 ) -> None:
-    """CUDA answers every call of that process with the error: only another process can use the card.
+    """CUDA reports the error for every call of the process, so only another process can use the card.
 
-    It gets as much of the card, although the driver still holds the first one's memory when it starts.
+    The next runtime gets the same amount of memory, although the driver still holds the memory of the first one when it starts.
     """
-    # Longer than a busy machine needs for a runtime.
+    # On a busy machine, a runtime needs less than these 90 seconds to start.
     engine = serve(doubling, "guilty", "{platform: cuda}\nstub: {retry_s: 90}")
     assert answered(engine)
     gpu.settings.held_ns = 5 * 10**9
     gpu.settings.launches_until_fault = 0
 
-    # The request waits for the next process.
+    # This request waits for the next runtime.
     assert answered(engine)
 
     directory = paths.runtime_directory(os.getpid(), "0")

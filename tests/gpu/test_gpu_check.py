@@ -1,4 +1,4 @@
-"""`rsrv gpu check` on a card that computes nothing: what checks answers fails, and the rest runs."""
+"""`rsrv gpu check` on a card that computes nothing. Parts that check answers fail, and the other parts pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTEXT = 100 * MIB
 
 
 def start(gpu: FakeGpu, folder: Path, *arguments: str) -> tuple[subprocess.Popen[bytes], Path, Path]:
-    """Start the check with small amounts; return it, its output and its errors. It finds no tritonserver."""
+    """Start the check with small amounts. It finds no tritonserver. Return the process, and the files of its output and its errors."""
     (temporary := folder / "temporary").mkdir()
     out, errors = folder / "out", folder / "errors"
     with out.open("wb") as stdout, errors.open("wb") as stderr:
@@ -36,7 +36,7 @@ def start(gpu: FakeGpu, folder: Path, *arguments: str) -> tuple[subprocess.Popen
                 "PATH": "/usr/bin:/bin",
                 "TMPDIR": str(temporary),
                 "XDG_CACHE_HOME": str(folder),
-                # XLA would compile and time each kernel that may be fast, for a minute.
+                # Without this flag, XLA would compile and time fast kernels for a minute.
                 "XLA_FLAGS": "--xla_gpu_autotune_level=0",
             },
             cwd=ROOT,
@@ -56,7 +56,7 @@ def figures(folder: Path) -> dict[str, Any]:
 def test_a_run_that_is_cut_off_keeps_its_rows_and_leaves_nothing(
     gpu: FakeGpu, doubling: Path, tmp_path: Path, part: str
 ) -> None:
-    """`kill -9` amid any part: the rows before it are printed and in the file, and no process and no folder is left."""
+    """The check is killed during a part. The rows of earlier parts are printed and in the file, and no process or folder is left."""
     gpu.settings.cards[0].memory_bytes = 2 * GIB
     before = "bandwidth" if part == "budget" else "budget"
     command, out, errors = start(
@@ -64,7 +64,7 @@ def test_a_run_that_is_cut_off_keeps_its_rows_and_leaves_nothing(
     )
     wait_until(lambda: f"rsrv gpu check: {part}, at most" in errors.read_text())
     calls = len(gpu.calls())
-    if part != "fronts":  # without Triton this part only exports
+    if part != "fronts":  # Without tritonserver, this part only exports.
         wait_until(lambda: len(gpu.calls()) > calls, what=f"work on the card: {errors.read_text()}")
 
     (runner,) = Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text().split()
@@ -91,7 +91,7 @@ def is_alive(pid: int) -> bool:
 def test_every_part_runs_and_a_card_with_wrong_answers_fails(
     gpu: FakeGpu, doubling: Path, tmp_path: Path
 ) -> None:
-    """Wrong answers are found wherever answers are checked; memory, order and errors are XLA's own and pass."""
+    """Each part that checks answers finds the wrong answers of the card. Memory, order and errors are XLA's own, so they pass."""
     gpu.settings.cards[0].memory_bytes = 2 * GIB
     gpu.settings.kernel_ns = 2_000_000
     gpu.settings.context_bytes = CONTEXT

@@ -1,4 +1,4 @@
-"""Memory of a card that has too little of it: what a model cannot have is refused at once, and what is there is known."""
+"""A card with too little memory. What does not fit is refused at once, and the free memory is known."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rsrv_bundle.precision import product
 from tests.gpu.fake_gpu import GIB, MIB, FakeGpu, settings_here
 from tests.unit.runtime.conftest import build_here
 
-#: seconds for which XLA's allocator waits for memory before it refuses
+#: Seconds for which XLA's allocator waits for memory before it refuses.
 XLA_WAIT_S = 10.0
 
 
 @pytest.fixture(scope="module")
 def widening(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle whose execution takes 64 MiB of the device for its output."""
+    """A bundle whose execution needs 64 MiB of device memory for its output."""
     path = tmp_path_factory.mktemp("bundles") / "widening"
     columns = 64 * MIB // 4
     export_bundle(
@@ -39,7 +39,7 @@ def widening(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refused(action: Callable[[], object]) -> tuple[str, float]:
-    """Return the text of the OutOfMemory that an action raises, and its seconds."""
+    """Run an action that must raise OutOfMemory. Return the error's text, and the seconds until it was raised."""
     started = time.monotonic()
     with pytest.raises(OutOfMemory) as found:
         action()
@@ -47,7 +47,7 @@ def refused(action: Callable[[], object]) -> tuple[str, float]:
 
 
 def logged() -> list[str]:
-    """Return a list of what the device logs from now on."""
+    """Return a list to which all later log lines of the device are added."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -57,7 +57,7 @@ def logged() -> list[str]:
 
 def upload_too_much() -> tuple[str, float]:
     device = JaxDevice("cuda")
-    # The allocator divides a chunk only if it leaves 128 MiB, or half.
+    # The allocator splits a chunk only if at least 128 MiB or half of it remain.
     half = np.zeros(210 * MIB, np.uint8)
     kept = device.upload([half])
     found = refused(lambda: device.upload([half, half]))
@@ -97,7 +97,7 @@ def execute_too_much(bundle: Path) -> tuple[str, float]:
 
 
 def test_weights_without_room_are_refused_at_once(gpu: FakeGpu) -> None:
-    """XLA would wait ten seconds; when others have left, the same load succeeds."""
+    """Weights that do not fit are refused at once, while XLA would wait ten seconds. After others are freed, the same load succeeds."""
     gpu.settings.cards[0].memory_bytes = 640 * MIB
 
     text, seconds = gpu.run(upload_too_much)
@@ -107,7 +107,10 @@ def test_weights_without_room_are_refused_at_once(gpu: FakeGpu) -> None:
 
 
 def test_weights_without_room_in_one_piece_are_refused_at_once(gpu: FakeGpu) -> None:
-    """The allocator hands out 330 MiB for a tensor of 210, and finds no 100 in four free pieces of 60 to 96."""
+    """Enough memory is free, but not in one piece, so the weights are refused at once.
+
+    The allocator takes 330 MiB for a tensor of 210 MiB, and finds no 100 MiB in four pieces of 60 to 96 MiB.
+    """
     gpu.settings.cards[0].memory_bytes = 640 * MIB
 
     for text, seconds in gpu.run(upload_into_pieces):
@@ -116,7 +119,7 @@ def test_weights_without_room_in_one_piece_are_refused_at_once(gpu: FakeGpu) -> 
 
 
 def test_an_execution_without_room_is_refused_at_once(gpu: FakeGpu, widening: Path) -> None:
-    """The other threads that launch do not wait for it; after an eviction the same execution succeeds."""
+    """An execution whose output does not fit is refused at once, so other launches do not wait. After an eviction, it succeeds."""
     gpu.settings.cards[0].memory_bytes = 256 * MIB
 
     text, seconds = gpu.run(execute_too_much, widening)
@@ -126,14 +129,14 @@ def test_an_execution_without_room_is_refused_at_once(gpu: FakeGpu, widening: Pa
 
 
 def build_on_a_full_device(cache: Path | None) -> tuple[float, list[str]]:
-    """Return the seconds of a compilation and the log; with a cache, an earlier one had memory."""
+    """Compile a program on a full device. Return the seconds and the log. With a cache, it was compiled before with enough memory."""
     lines = logged()
     device = JaxDevice("cuda", ExecutableSources(cache))
     if cache is not None:
         device.compile(*product(1024))
         assert device.cache_counts.compiled == 1
     free = (device.memory_limit or 0) - (device.memory_in_use() or 0)
-    # Of a large tensor, the allocator would not divide the chunk.
+    # The tensors are small, because the allocator would not split a chunk for a large one.
     kept = device.upload([np.zeros(MIB, np.uint8)] * (free // MIB - 2))
     started = time.monotonic()
     device.compile(*product(1024))
@@ -143,7 +146,10 @@ def build_on_a_full_device(cache: Path | None) -> tuple[float, list[str]]:
 
 
 def test_a_model_is_compiled_on_a_full_device_without_timing_kernels(gpu: FakeGpu) -> None:
-    """XLA's autotuner would wait ten seconds for each of its allocations, and then fail the model."""
+    """On a full device, a model is compiled without timing kernels.
+
+    XLA's autotuner would wait ten seconds for each allocation, and then fail.
+    """
     gpu.settings.cards[0].memory_bytes = 256 * MIB
 
     seconds, lines = gpu.run(build_on_a_full_device, None)
@@ -155,7 +161,10 @@ def test_a_model_is_compiled_on_a_full_device_without_timing_kernels(gpu: FakeGp
 def test_a_full_device_gets_the_tuned_executable_of_the_compilation_cache(
     gpu: FakeGpu, tmp_path: Path
 ) -> None:
-    """It needs no memory for timing kernels; compiled without, the model would be slower until the next start."""
+    """On a full device, the tuned executable comes from the compilation cache, because this needs no memory for timing kernels.
+
+    Compiled without tuning, the model would be slower until the next start.
+    """
     gpu.settings.cards[0].memory_bytes = 512 * MIB
 
     seconds, lines = gpu.run(build_on_a_full_device, tmp_path / "cache")
@@ -171,7 +180,10 @@ def limit_and_log() -> tuple[int | None, list[str]]:
 
 
 def test_memory_that_other_processes_hold_is_not_in_the_budget(gpu: FakeGpu) -> None:
-    """XLA's allocator settles for what it gets, and still reports the limit that it was given."""
+    """Other processes hold a part of the card. XLA's allocator gets less memory, and reports the limit that it was given.
+
+    The budget is what the allocator got.
+    """
     gpu.settings.cards[0].others_bytes = 20 * GIB
 
     limit, lines = gpu.run(limit_and_log)
@@ -190,7 +202,10 @@ def refusal_and_limit() -> tuple[str, int | None]:
 
 
 def test_a_full_card_is_refused_before_the_allocator_asks_for_memory(gpu: FakeGpu) -> None:
-    """XLA would write 5 MB of log lines a second. When the others have left, the next model tries again."""
+    """A full card is refused before XLA's allocator asks for memory, because it would write 5 MB of log lines per second.
+
+    After other processes have freed their memory, the next model gets the card.
+    """
     gpu.settings.cards[0].others_bytes = 80 * GIB
 
     text, limit = gpu.run(refusal_and_limit)

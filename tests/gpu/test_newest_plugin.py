@@ -1,4 +1,4 @@
-"""The newest jax and CUDA plugin that pyproject.toml allows, which a user's pip installs; the other tests have the locked one."""
+"""The newest jax and CUDA plugin that pyproject.toml allows, which a user's pip installs. Other tests use the locked version."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.gpu.install import install_newest
 # The first installation loads 400 MB.
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
-#: of an environment that has rsrv's requirements, and not rsrv
+#: PYTHONPATH for an environment that has rsrv's requirements, but not rsrv.
 SOURCES = f"{ROOT / 'triton_backend'}:{ROOT / 'bundles'}"
 
 
@@ -41,7 +41,7 @@ def version() -> str:
 
 
 def test_jax_is_capped_behind_the_newest_release_that_is_tried(newest: FakeGpu) -> None:
-    """A cap beyond it would let pip install a release that no test has seen."""
+    """pyproject.toml allows no jax after the tested one. A higher cap would let pip install a release that no test has tried."""
     tried = newest.run(version, PYTHONPATH=SOURCES)
 
     major, minor, *_ = map(int, tried.split("."))
@@ -50,14 +50,14 @@ def test_jax_is_capped_behind_the_newest_release_that_is_tried(newest: FakeGpu) 
 
 
 def take_more_than_allowed(preallocate: bool) -> int | None:
-    """Return the limit of half of the card, which jax must refuse to exceed."""
+    """Allow jax half of the card's memory, and check that it refuses more. Return the limit."""
     import jax
 
     device = JaxDevice("cuda", memory=MemoryShare(0.5, preallocate))
     limit = device.memory_limit
     assert limit is not None
     device.free(device.upload([np.zeros(limit // 2, np.uint8)]))
-    # Past rsrv's own check.
+    # This call avoids rsrv's own check.
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         jax.block_until_ready(jax.device_put(np.zeros(limit + MIB, np.uint8)))
     return limit
@@ -65,7 +65,7 @@ def take_more_than_allowed(preallocate: bool) -> int | None:
 
 @pytest.mark.parametrize("preallocate", [True, False])
 def test_the_memory_settings_mean_what_they_say(newest: FakeGpu, preallocate: bool) -> None:
-    """The plugin takes the fraction at once or as needed, and never more: others may have the rest."""
+    """The plugin takes its share of the memory at once or as needed, and never more."""
     newest.settings.cards[0].memory_bytes = 512 * MIB
 
     limit = newest.run(take_more_than_allowed, preallocate, PYTHONPATH=SOURCES)

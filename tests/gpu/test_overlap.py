@@ -1,4 +1,4 @@
-"""Transfers beside executions, on a link and with kernels that take time: who waits for whom."""
+"""Transfers during executions, on a card whose copies and kernels take time: which of them wait for each other."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tests.gpu.fake_gpu import FakeGpu, settings_here
 from tests.unit.runtime.conftest import build_here
 from tests.waiting import wait_until
 
-#: a row is above the 64 kB up to which CUDA's driver copies pageable memory at once
+#: Number of columns of a row. CUDA's driver copies pageable memory at once only up to 64 kB, and a row is larger.
 COLUMNS = 64 << 10
 ROW_BYTES = 4 * COLUMNS
-#: duration of each kernel: much longer than a launch, also on a busy machine
+#: Seconds that each kernel takes. Even on a busy machine, a launch is much shorter.
 KERNEL_S = 0.5
 
 
 @pytest.fixture(scope="module")
 def summing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle whose requests have rows of 256 kB, in sizes 1 and 4."""
+    """A bundle with rows of 256 kB, and batch sizes 1 and 4."""
     path = tmp_path_factory.mktemp("bundles") / "summing"
     export_bundle(
         lambda params, x: {"y": x.sum(axis=1, keepdims=True) + params["w"]},
@@ -40,9 +40,9 @@ def summing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_inputs_come_from_page_locked_memory(gpu: FakeGpu, serve: StartServed, summing: Path) -> None:
-    """Both in the place where the stub put them, and where a batch was assembled.
+    """Inputs are in page-locked memory, both where the stub has written them and where the runtime has assembled a batch.
 
-    From pageable memory, the transfer of the next batch's inputs would make the launch wait for the execution before.
+    From pageable memory, the transfer for the next batch would make its launch wait for the previous execution.
     """
     engine = serve(summing, "summing", "{platform: cuda}\nscheduler: {depth: 2}")
     warmed_up = len(gpu.calls("h2d"))
@@ -78,13 +78,13 @@ def launch_beside_an_execution(bundle: Path, locked: bool) -> float:
 
 @pytest.mark.parametrize("locked", [True, False])
 def test_a_launch_does_not_wait_for_the_execution_before(gpu: FakeGpu, summing: Path, locked: bool) -> None:
-    """With pageable inputs it does: that is why the runtime locks the memory of inputs."""
+    """With page-locked inputs, a launch does not wait for the previous execution. With pageable inputs, it does."""
     seconds = gpu.run(launch_beside_an_execution, summing, locked)
 
     assert (seconds < KERNEL_S / 2) == locked
 
 
-#: weights that take 3 s on a link of 200 MB/s
+#: Bytes of weights, and speed of the link. A load takes 3 s.
 WEIGHTS_BYTES, LINK_BYTES_PER_S = 600_000_000, 200_000_000
 
 
@@ -107,7 +107,7 @@ def execute_beside_a_load(bundle: Path, record: Path) -> None:
 
 
 def test_inputs_do_not_wait_for_the_weights_of_a_load(gpu: FakeGpu, summing: Path) -> None:
-    """They share the link with at most one piece of the weights; in jax's stream they would come after all of them."""
+    """An input's transfer waits for at most one piece of the weights. In jax's stream, it would come after all weights."""
     gpu.run(execute_beside_a_load, summing, gpu.record)
 
     moved = [call.bytes for call in gpu.calls("h2d") if call.bytes >= ROW_BYTES]

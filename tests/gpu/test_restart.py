@@ -1,4 +1,4 @@
-"""A planned restart on a card that has room for one runtime: what the next one does before it has the memory."""
+"""A planned restart on a card with memory for only one runtime: what the next runtime does before it gets the memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.status import read_status
 from tests.unit.runtime.conftest import build_here
 from tests.waiting import wait_until
 
-#: Seconds that a request waits for a runtime: a busy machine may take as long to start one.
+#: Seconds that a request waits for a runtime. A busy machine may need this long to start one.
 PATIENCE_S = 80
 PATIENT = f"\nstub: {{retry_s: {PATIENCE_S}}}"
 
@@ -44,9 +44,12 @@ def ask(engine: Engine) -> None:
 def test_the_next_runtime_has_its_context_and_executables_before_the_memory(
     gpu: FakeGpu, serve: StartServed, doubling: Path, tmp_path: Path
 ) -> None:
-    """So a restart without an answer is only the end of one process, and the loads of the next one."""
+    """The next runtime has a context and all executables before the old one ends.
+
+    So clients wait only for the end of the old process and for the loads of the next one.
+    """
     gpu.settings.context_bytes = 500 * MIB
-    # A model repository has its bundles there.
+    # A model repository has bundles at such a path.
     bundle = tmp_path / "doubling" / "1" / "bundle"
     shutil.copytree(doubling, bundle)
     runtime = f"{{platform: cuda, compilation_cache_dir: {tmp_path / 'cache'}}}"
@@ -72,7 +75,7 @@ def test_the_next_runtime_has_its_context_and_executables_before_the_memory(
 def programs_of_a_start(repository: Path, directory: Path, prepares: bool) -> tuple[int, int]:
     """Start a device and a model as a runtime does, with or without a preparation.
 
-    Return the numbers of programs that were compiled or read before and after the device's memory was taken.
+    Return how many programs were compiled or read before the device's memory was allocated, and how many after that.
     """
     programs = 0
 
@@ -106,11 +109,11 @@ def programs_of_a_start(repository: Path, directory: Path, prepares: bool) -> tu
 def test_the_next_runtime_has_all_programs_before_the_memory(
     gpu: FakeGpu, doubling: Path, tmp_path: Path
 ) -> None:
-    """Requests wait from the end of the runtime before, so what needs no memory of the card is done earlier."""
+    """A prepared runtime has compiled or read all programs before it gets the card's memory, because requests wait from then on."""
     repository = tmp_path / "gen"
     shutil.copytree(doubling, repository / "doubling" / "1" / "bundle")
 
-    # The probe, three sizes, and the program that allocates memory for the weights.
+    # The programs are the probe, three sizes, and one that allocates memory for the weights.
     assert gpu.run(programs_of_a_start, repository, tmp_path, False) == (0, 5)
     assert gpu.run(programs_of_a_start, repository, tmp_path, True) == (5, 0)
 
@@ -118,7 +121,7 @@ def test_the_next_runtime_has_all_programs_before_the_memory(
 def test_a_card_without_room_for_a_second_context_is_restarted_all_the_same(
     gpu: FakeGpu, serve: StartServed, doubling: Path
 ) -> None:
-    """The next runtime then starts its device when the one before has ended."""
+    """The card has no room for a second context. The next runtime starts its device after the end of the old one."""
     gpu.settings.context_bytes = 5 * GIB
     engine = serve(doubling, "doubling", "{platform: cuda, compilation_cache_dir: null}" + PATIENT)
     ask(engine)
@@ -135,7 +138,10 @@ def test_a_card_without_room_for_a_second_context_is_restarted_all_the_same(
 def test_settings_that_change_after_the_preparation_wait_for_the_next_restart(
     gpu: FakeGpu, serve: StartServed, doubling: Path, tmp_path: Path
 ) -> None:
-    """None of them applies before: jax's client, which the process has made, keeps its share of the card."""
+    """Settings change after the next runtime has prepared itself. None of them applies before another restart.
+
+    The process has already made jax's client, which keeps its share of the card's memory.
+    """
     gpu.settings.context_bytes = 500 * MIB
     shares = "memory_fraction: 0.25, weight_budget_bytes: 1000000"
     runtime = f"{{platform: cuda, compilation_cache_dir: null, {shares}}}{PATIENT}"

@@ -1,4 +1,4 @@
-"""The whole product on fake cards: `rsrv serve` and the real tritonserver."""
+"""The whole product on fake cards: `rsrv serve` with the real tritonserver."""
 
 from __future__ import annotations
 
@@ -33,40 +33,40 @@ from tests.gpu.fake_gpu import EXCLUSIVE_PROCESS, GIB, FakeGpu
 from tests.status import read_status
 from tests.waiting import wait_until
 
-#: a busy machine takes minutes to compile, and to time kernels
+#: A busy machine needs minutes to compile models and to time kernels.
 pytestmark = pytest.mark.timeout(540)
 
-#: seconds that a request waits for a runtime: it may take a busy machine as long to start one
+#: Seconds that a request waits for a runtime. A busy machine may need this long to start one.
 PATIENCE_S = 80
 PATIENT = f"stub: {{retry_s: {PATIENCE_S}}}\n"
 
 
 def environment(gpu: FakeGpu, folder: Path) -> dict[str, str]:
-    """Return variables of a server that finds the cards, as do its runtimes."""
+    """Return environment variables with which a server and its runtimes find the cards."""
     python = folder / "python"
-    # Triton's launcher sets LD_LIBRARY_PATH for its own libraries.
+    # Triton's launcher sets LD_LIBRARY_PATH for its own libraries, so the runtime's script sets these variables again.
     exports = "".join(f"export {name}='{value}'\n" for name, value in gpu.environment.items())
     python.write_text(f'#!/bin/sh\n{exports}exec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
-    # The fake driver has no device node, by which `auto` would find the cards.
+    # With `auto`, rsrv looks for the device node of a card. The fake driver has none.
     own = {"RSRV_RUNTIME_PYTHON": str(python), "RSRV_RUNTIME__PLATFORM": "cuda"}
     return {**gpu.environment, **own}
 
 
 def test_the_demo_is_served_from_a_card(gpu: FakeGpu, tmp_path: Path) -> None:
-    """NVML names the card, the runtime finds it through CUDA, and models compile, load, warm up and answer there.
+    """A runtime finds the card through CUDA. Models compile, load, warm up and answer there.
 
-    They have convolutions, of which cuDNN offers one plan, and products.
+    The models have convolutions, for which cuDNN offers one plan, and products of matrices.
     """
     shutil.copytree(demo.DATA / demo.BUNDLES, tmp_path / "bundles")
 
     with serving(tmp_path, gpu=environment(gpu, tmp_path)) as terminal:
-        # The first run compiles, and times kernels.
+        # The first run compiles models, and times kernels.
         terminal.wait_for("Stop with Ctrl-C", timeout=400)
         assert "Serving 7 of 7 models" in terminal.text
         url = f"http://{LOOPBACK}:{terminal.grpc_port - 1}/v2/models/{demo.MODEL}/infer"
         with urlopen(Request(url, (demo.DATA / demo.REQUEST).read_bytes()), timeout=20) as reply:
-            assert json.load(reply)["outputs"]  # any number: the card computes nothing
+            assert json.load(reply)["outputs"]  # The values can be any, because the card computes nothing.
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.process.wait(40) == 0, terminal.text
 
@@ -87,10 +87,10 @@ def test_the_demo_is_served_from_a_card(gpu: FakeGpu, tmp_path: Path) -> None:
 def test_one_server_uses_all_cards(
     gpu: FakeGpu, tmp_path: Path, count: int, mig_instances: int, arena: int, selectors: list[str]
 ) -> None:
-    """The runtimes take nine tenths of a card each, and each names its own.
+    """Each card has a runtime, which takes nine tenths of its memory and names its own card.
 
-    A process of CUDA sees one instance of a partitioned card, with its share of the memory. Each card admits one process:
-    no other process of rsrv has a context on one.
+    A process of CUDA sees one instance of a partitioned card, with the instance's share of the memory. Each card admits only one
+    process, so no other process of rsrv may have a context on it.
     """
     gpu.settings.count, gpu.settings.mig_instances = count, mig_instances
     gpu.settings.compute_mode = EXCLUSIVE_PROCESS
@@ -104,10 +104,10 @@ def test_one_server_uses_all_cards(
             assert selector in device["name"]
             assert device["limit_bytes"] == arena
         cards = [one.card for one in control_status(terminal.server_pid).devices]
-        # The fake driver counts a partitioned card as a whole.
+        # The fake driver counts the instances of a partitioned card as one card.
         assert all(one.used_bytes >= arena and one.total_bytes == 80 * GIB for one in cards)
         assert len(cards) == len(selectors)
-        first_value(terminal.grpc_port, "cats")  # any number: the card computes nothing
+        first_value(terminal.grpc_port, "cats")  # The values can be any, because the card computes nothing.
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.process.wait(40) == 0, terminal.text
 
@@ -118,7 +118,7 @@ def test_one_server_uses_all_cards(
 
 @contextmanager
 def asking(port: int) -> Iterator[None]:
-    """Have 16 clients ask for `cats`; each request is answered, late if need be."""
+    """Let 16 clients send requests to `cats` during the block. Each request must be answered, even if late."""
     ended = threading.Event()
 
     def ask() -> None:
@@ -140,7 +140,7 @@ def asking(port: int) -> Iterator[None]:
 
 
 def test_no_request_fails_when_the_only_runtime_ends(gpu: FakeGpu, tmp_path: Path) -> None:
-    """Killed, or lost with its CUDA context: clients wait for the next one."""
+    """The only runtime is killed, and the next one loses its CUDA context. No request fails, because clients wait for the next runtime."""
     (tmp_path / "bundles").mkdir()
     place(write_version(tmp_path / "new", 1), tmp_path / "bundles" / "cats")
 
@@ -163,9 +163,9 @@ def test_no_request_fails_when_the_only_runtime_ends(gpu: FakeGpu, tmp_path: Pat
 
 
 def test_a_failed_card_leaves_the_requests_to_the_other(gpu: FakeGpu, tmp_path: Path) -> None:
-    """An error of CUDA ends the runtime of its card alone, and the next one takes that card; so does a card that comes back.
+    """An error of CUDA ends only the runtime of its card, and the other card answers the requests. The next runtime uses this card again.
 
-    The requests that were executing are answered by the other card.
+    A card that is lost for a while also gets a runtime when it is back.
     """
     gpu.settings.count = 2
     (tmp_path / "bundles").mkdir()
@@ -175,7 +175,7 @@ def test_a_failed_card_leaves_the_requests_to_the_other(gpu: FakeGpu, tmp_path: 
         terminal.wait_for("Serving 1 of 1 models", timeout=150)
 
         def pids() -> dict[int, int]:
-            """Return the runtimes that have the model, by device."""
+            """Return the pids of the runtimes in which the model is ready, by device."""
             return {
                 number: pid for number in (0, 1) if (pid := runtime_of(terminal.server_pid, number, "cats"))
             }
@@ -202,7 +202,10 @@ def test_a_failed_card_leaves_the_requests_to_the_other(gpu: FakeGpu, tmp_path: 
 
 @pytest.mark.long
 def test_a_full_card_leaves_its_models_to_the_empty_one(gpu: FakeGpu, tmp_path: Path) -> None:
-    """The status says why all the time; when the others have left, it serves as well, without a restart of the server."""
+    """While a card's memory is full, the status says why, and the other card serves.
+
+    When the memory is free, the card serves without a restart of the server.
+    """
     gpu.settings.count = 2
     gpu.settings.cards[0].others_bytes = 80 * GIB
     (tmp_path / "bundles").mkdir()
@@ -210,7 +213,7 @@ def test_a_full_card_leaves_its_models_to_the_empty_one(gpu: FakeGpu, tmp_path: 
 
     with serving(tmp_path, "--log=-", gpu=environment(gpu, tmp_path)) as terminal:
         terminal.wait_for("Serving 1 of 1 models", timeout=150)
-        first_value(terminal.grpc_port, "cats")  # any number: the card computes nothing
+        first_value(terminal.grpc_port, "cats")  # The values can be any, because the card computes nothing.
         assert runtime_of(terminal.server_pid, 1, "cats")
         assert not runtime_of(terminal.server_pid, 0, "cats")
 
@@ -236,7 +239,7 @@ def test_a_full_card_leaves_its_models_to_the_empty_one(gpu: FakeGpu, tmp_path: 
 
 @pytest.mark.long
 def test_cards_of_two_kinds_compile_for_themselves(gpu: FakeGpu, tmp_path: Path) -> None:
-    """Each names itself and takes its own memory. They share a cache on disk, and neither finds the other's executables."""
+    """Two kinds of cards share a cache on disk. Each compiles its own executables, and takes nine tenths of its own memory."""
     gpu.settings.count = 2
     gpu.settings.cards[1].memory_bytes, gpu.settings.cards[1].is_t4 = 15 * GIB, 1
     (tmp_path / "bundles").mkdir()
@@ -260,13 +263,13 @@ def test_cards_of_two_kinds_compile_for_themselves(gpu: FakeGpu, tmp_path: Path)
     ]
     assert "compute capability 9.0" in terminal.text
     assert "compute capability 7.5" in terminal.text
-    # A probe, which is a product, and two sizes.
+    # The programs are a probe, which is a product of matrices, and two sizes.
     assert [(one["compiled"], one["from_cache"]) for one in (h100, t4)] == [(3, 0), (3, 0)]
     assert {call.detail for call in gpu.calls("kernel") if call.pid == t4["pid"]} >= {"cublasLt"}
 
 
 def control_status(server_pid: int) -> pb.GetStatusResponse:
-    """Return what the control process says."""
+    """Return the status from the control process."""
     socket = runtime_directory(server_pid, "0") / CONTROL_SOCKET
     with grpc.insecure_channel(f"unix:{socket}") as channel:
         stub: Any = control_pb2_grpc.ControlStub(channel)
@@ -275,7 +278,7 @@ def control_status(server_pid: int) -> pb.GetStatusResponse:
 
 
 def runtime_of(server_pid: int, number: int, model: str) -> int:
-    """Return the process that serves a model on a device; 0: it is not ready there."""
+    """Return the pid of the runtime of a device if the model is ready there, or 0."""
     try:
         status = read_status(server_pid, str(number))
     except (OSError, Closed):
@@ -284,7 +287,7 @@ def runtime_of(server_pid: int, number: int, model: str) -> int:
 
 
 def device_status(server_pid: int, number: int) -> dict[str, Any]:
-    """Return what the runtime of a device says about it; nothing before it has one."""
+    """Return what the runtime of a device reports about the device, or nothing if there is no runtime with a device."""
     try:
         device: dict[str, Any] = read_status(server_pid, str(number))["memory"]
     except OSError:

@@ -1,4 +1,4 @@
-"""Executables that rsrv-gen compiled without a card, on XLA's CUDA client."""
+"""Executables that rsrv-gen compiles without a card, for XLA's CUDA client."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.waiting import PATIENCE_S
 
 
 def start(repository: Path, cache: Path) -> tuple[int, int]:
-    """Start on the card as a server does; return how many modules were compiled, and how many were loaded."""
+    """Start a device and a model as a server does, and execute all sizes. Return how many modules were compiled, and how many loaded."""
     device, model = started(repository, "doubling", cache)
     assert model.weights is not None
     for (_, size), executable in model.executables.items():
@@ -42,25 +42,28 @@ def start(repository: Path, cache: Path) -> tuple[int, int]:
 
 
 def start_with_state(repository: Path, cache: Path) -> tuple[int, int]:
-    """Start a model with state; return as `start` does. Nothing is executed, because the pools are the server's."""
+    """Start a model with state. Return how many modules were compiled, and how many loaded.
+
+    Nothing is executed, because only a server makes the pools.
+    """
     device, _ = started(repository, "sums", cache)
     return device.cache_counts.compiled, device.cache_counts.from_cache
 
 
 def started(repository: Path, name: str, cache: Path) -> tuple[JaxDevice, CompiledModel]:
     device = JaxDevice("cuda", ExecutableSources(cache, repository))
-    # Not executed: the fake cuBLAS multiplies nothing.
+    # The probes are not executed, because the fake cuBLAS computes nothing.
     for module, signature in probes("auto"):
         device.compile(module, signature)
     return device, build_here(repository / name / "1" / "bundle", device)
 
 
-#: of a process that compiles without the card
+#: Variables of a process that compiles without the card.
 WITHOUT = {"PYTHONPATH": str(INSTALLED / "site"), "TF_CPP_MIN_LOG_LEVEL": "2"}
 
 
 def runtime(program: str, *arguments: object, variables: Mapping[str, str] = WITHOUT) -> str:
-    """Run a program of the runtime as rsrv-gen does, or `rsrv gpu profile`; return its output."""
+    """Run a module of the runtime as rsrv-gen or `rsrv gpu profile` does. Return its output."""
     command = [sys.executable, "-m", f"rsrv.runtime.{program}", *map(str, arguments)]
     done = subprocess.run(
         command, env={**os.environ, **variables}, capture_output=True, text=True, check=False
@@ -72,10 +75,13 @@ def runtime(program: str, *arguments: object, variables: Mapping[str, str] = WIT
 def test_a_server_loads_what_rsrv_gen_compiled_without_a_card(
     gpu: FakeGpu, doubling: Path, tmp_path: Path
 ) -> None:
-    """Nothing is compiled at its start; for another card everything is. A second rsrv-gen compiles nothing."""
+    """A server compiles nothing that rsrv-gen has compiled for its card, and everything that was compiled for another card.
+
+    A second run of rsrv-gen compiles nothing.
+    """
     repository = tmp_path / "gen"
     assert rsrv_gen([str(doubling), "-o", str(repository)]) == 0
-    # The device's probe, and three sizes.
+    # The programs are the device's probe, and three sizes.
     runtime("compile_for", repository, "a100")
     assert gpu.run(start, repository, tmp_path / "first cache") == (4, 0)
 
@@ -87,7 +93,7 @@ def test_a_server_loads_what_rsrv_gen_compiled_without_a_card(
 def test_a_lazy_model_starts_with_what_rsrv_gen_compiled(
     gpu: FakeGpu, doubling: Path, tmp_path: Path
 ) -> None:
-    """The first request of a cold model has its executables read: a card's server compiles nothing."""
+    """The first request of a cold model loads the stored executables. The server compiles nothing."""
     repository = tmp_path / "gen"
     assert rsrv_gen([str(doubling), "-o", str(repository)]) == 0
     runtime("compile_for", repository, "h100")
@@ -103,7 +109,7 @@ def test_a_lazy_model_starts_with_what_rsrv_gen_compiled(
 
         status = read_status(os.getpid())
         assert status["models"].keys() == {"doubling"}
-        # The device's probe, and three sizes.
+        # The programs are the device's probe, and three sizes.
         assert (status["compiled"], status["from_cache"]) == (0, 4)
     finally:
         stub.model.close()
@@ -111,7 +117,7 @@ def test_a_lazy_model_starts_with_what_rsrv_gen_compiled(
 
 
 def export_sums(path: Path) -> None:
-    """Write a bundle whose sequences each have a sum."""
+    """Write a bundle that adds up the rows of each sequence."""
 
     def add(params: Any, state: Any, x: jax.Array) -> Any:
         return {"y": state + x}, state + x
@@ -123,7 +129,7 @@ def export_sums(path: Path) -> None:
 
 
 def test_modules_with_state_are_stored_as_others_are(gpu: FakeGpu, tmp_path: Path) -> None:
-    """A step that writes its sequences' state in place is compiled without a card, and loaded by the server."""
+    """A module that updates the state of sequences in place is compiled without a card, and the server loads it."""
     repository = tmp_path / "gen"
     export_sums(tmp_path / "sums")
     assert rsrv_gen([str(tmp_path / "sums"), "-o", str(repository)]) == 0
@@ -144,7 +150,10 @@ def export_convolution(path: Path) -> None:
 
 
 def test_a_convolution_is_not_stored_without_a_card(gpu: FakeGpu, tmp_path: Path) -> None:
-    """Its engine is unknown, and a real cuDNN refused to execute it: CUDNN_STATUS_BAD_PARAM."""
+    """A convolution is not compiled without a card, because its engine is unknown.
+
+    A real cuDNN refused to execute one: CUDNN_STATUS_BAD_PARAM.
+    """
     repository = tmp_path / "gen"
     export_convolution(tmp_path / "convolution")
     assert rsrv_gen([str(tmp_path / "convolution"), "-o", str(repository)]) == 0
@@ -159,7 +168,10 @@ def test_a_convolution_is_not_stored_without_a_card(gpu: FakeGpu, tmp_path: Path
 def test_the_profile_of_a_card_brings_its_tuning_to_another_machine(
     gpu: FakeGpu, doubling: Path, tmp_path: Path
 ) -> None:
-    """What was tuned on the card needs no tuning without it; what is not in the profile is named and compiled."""
+    """Kernels that were tuned on the card need no tuning on a machine without it.
+
+    A module that is not in the profile is reported, and is compiled without tuning.
+    """
     repository, profile = tmp_path / "gen", tmp_path / "h100.profile"
     assert rsrv_gen([str(doubling), "-o", str(repository)]) == 0
     tuned = runtime("card_profile", repository, profile, variables=gpu.environment)

@@ -1,4 +1,4 @@
-"""Copies between the memory of requests and the card: how many, of which bytes, and by DMA or not."""
+"""Copies between the memory of requests and the card: how many there are, of which bytes, and whether they use DMA."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.fakes import FakeRequest
 from tests.gpu.conftest import StartServed
 from tests.gpu.fake_gpu import FakeGpu
 
-#: Bytes of the runtime's pieces of large copies.
+#: Bytes of the pieces in which the runtime makes large copies.
 PIECE = 16 << 20
 
 
 def export_passing(path: Path, columns: int, batch_sizes: list[int]) -> Path:
-    """Export a bundle that returns its input: the fake driver copies within the device, so answers are right."""
+    """Export a bundle that returns its input. The fake driver can copy within the device, so the answers are right."""
     export_bundle(
         lambda params, x: {"y": x},
         {"w": np.ones((3,), np.float32)},
@@ -31,7 +31,7 @@ def export_passing(path: Path, columns: int, batch_sizes: list[int]) -> Path:
 
 
 def copies(gpu: FakeGpu, serve: StartServed, path: Path, rows: list[int], columns: int) -> dict[str, object]:
-    """Answer requests of so many rows in one batch, and return the copies in each direction."""
+    """Answer requests with these numbers of rows in one batch. Return the copies in each direction."""
     runtime, outputs = "{platform: cuda}\nscheduler: {depth: 2}", [WireTensor("y", "f32", (-1, columns))]
     bundle = export_passing(path, columns, [1] if rows == [1] else [1, 4])
     engine = serve(bundle, "passing", runtime, outputs=outputs)
@@ -72,7 +72,7 @@ def test_one_request_is_copied_once_in_each_direction(
     to_card: list[tuple[int, str]],
     from_card: list[tuple[int, str]],
 ) -> None:
-    """Large tensors travel by DMA from and to the memory that the stub shares. No host copy follows."""
+    """A request's tensors are copied once in each direction. Large ones use DMA from and to the memory that the stub shares."""
     found = copies(gpu, serve, tmp_path / "passing", [1], columns)
 
     assert found == {"h2d": to_card, "d2h": from_card}
@@ -81,7 +81,7 @@ def test_one_request_is_copied_once_in_each_direction(
 def test_rows_of_a_batch_go_to_their_requests_without_a_copy_on_the_host(
     gpu: FakeGpu, serve: StartServed, tmp_path: Path
 ) -> None:
-    """The row that pads the batch does not leave the card."""
+    """The rows of a batch's answers are copied directly to their requests. The row that pads the batch stays on the card."""
     row = 4 * LARGE
 
     found = copies(gpu, serve, tmp_path / "passing", [1, 2], LARGE)
@@ -95,7 +95,10 @@ def test_rows_of_a_batch_go_to_their_requests_without_a_copy_on_the_host(
 def test_small_rows_of_a_large_batch_leave_the_card_together(
     gpu: FakeGpu, serve: StartServed, tmp_path: Path
 ) -> None:
-    """A transfer for each request would take longer than a copy on the host."""
+    """Small rows of several requests leave the card in one transfer.
+
+    Separate transfers would take longer than a copy on the host.
+    """
     nbytes = 4 * (LARGE // 2)
 
     found = copies(gpu, serve, tmp_path / "passing", [1, 1, 1], LARGE // 8)
@@ -104,7 +107,7 @@ def test_small_rows_of_a_large_batch_leave_the_card_together(
 
 
 def test_memory_is_locked_once_for_many_requests(gpu: FakeGpu, serve: StartServed, tmp_path: Path) -> None:
-    """Locking memory takes the driver longer than a copy."""
+    """Memory for requests is locked only once, because locking takes the driver longer than a copy."""
     outputs = [WireTensor("y", "f32", (-1, LARGE))]
     engine = serve(export_passing(tmp_path / "passing", LARGE, [1]), "passing", outputs=outputs)
 

@@ -1,1 +1,1 @@
-"""The zoo: architectures of other packages with random weights, exported as a user would, each in a process of its own."""
+"""The zoo: architectures of other packages with random weights. Each is exported as a user would do it, in its own process."""

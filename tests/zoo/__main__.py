@@ -1,6 +1,7 @@
-"""Export the architectures of the zoo, each in a process of its own, and write docs/what-exports.md and .csv.
+"""Export the architectures of the zoo, each in its own process, and write docs/what-exports.md and .csv.
 
-Runs in the environment of `make zoo`. Results are in build/zoo-results.jsonl, and an architecture that is there is not run again.
+This runs in the environment of `make zoo`. The results are in build/zoo-results.jsonl. An architecture that has a result there is
+not run again.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from tests.zoo.page import page, table
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "build" / "zoo-results.jsonl"
-#: Largest errors of served models, by bundle.
+#: File with the largest errors of served models, by bundle.
 SERVED = ROOT / "build" / "zoo-served.json"
 PAGE = ROOT / "docs" / "what-exports.md"
-#: Small bundles, to be served.
+#: Folder of the small bundles, which `tests.zoo.served` serves.
 SMALL_BUNDLES = ROOT / "build" / "zoo-bundles"
-#: CPU seconds and seconds for one architecture
+#: Limits for one architecture: seconds of CPU time, and seconds by the clock.
 CPU_SECONDS, SECONDS = 240, 900
 
 
@@ -63,7 +64,7 @@ def main() -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run what has no result yet, in an order that does not depend on the names."""
+    """Run the architectures that have no result yet. Their order is random, so it does not depend on their names."""
     known = set() if arguments.eager else {result["name"] for result in results()}
     waiting = [
         entry
@@ -106,7 +107,7 @@ PRELOADED = """
 
 
 def _preload() -> None:
-    """Import these modules before any process starts: the imports took half of the time of a small model."""
+    """Import these modules before any process starts. Without this, imports take half of the time of a small model."""
     import torch
 
     for name in PRELOADED.split():
@@ -117,7 +118,7 @@ def _preload() -> None:
 
 def _start(entry: Entry, file: Path, eager: bool) -> int:
     with warnings.catch_warnings():
-        # The parent has no threads that hold locks: it only imported.
+        # The warning is about threads that hold locks. The parent has only imported modules, so it has no such threads.
         warnings.simplefilter("ignore")
         process = os.fork()
     if process:
@@ -140,7 +141,7 @@ def _run(entry: Entry, file: Path, eager: bool) -> None:
         result.update(fields)
         file.write_text(json.dumps(result))
 
-    # What is there if the process is ended.
+    # This is the result if the process is killed.
     write(failed="takes more than the time limit")
     try:
         made = made_of(entry)
@@ -160,7 +161,7 @@ def _run(entry: Entry, file: Path, eager: bool) -> None:
 
 
 def made_of(entry: Entry) -> Made:
-    """Make the model, and run it in PyTorch: an error there is the list's."""
+    """Make the model, and run it in PyTorch. An error here is an error of the list."""
     import torch
 
     torch.manual_seed(0)
@@ -200,7 +201,7 @@ def _export(name: str, made: Made) -> dict[str, Any]:
 
 
 def _keep(name: str, bundle: Any, made: Made) -> None:
-    """Keep a small bundle for `tests.zoo.served`, with inputs of one and of two rows and PyTorch's answers to them."""
+    """Keep a small bundle for `tests.zoo.served`, with inputs of one row and of two rows, and PyTorch's answers to them."""
     import numpy as np
 
     from rsrv_bundle.from_torch import eager_torch

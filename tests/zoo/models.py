@@ -1,4 +1,4 @@
-"""The list of architectures: small configurations, random weights, and example inputs. Packages are imported when a model is made."""
+"""The list of architectures, with small configurations, random weights and example inputs. A maker imports its package."""
 
 # fmt: off
 # mypy: disable-error-code="attr-defined,import-not-found,import-untyped,no-any-return,no-untyped-call"
@@ -12,7 +12,7 @@ from functools import partial, reduce
 from types import MethodType
 from typing import Any
 
-#: module, example inputs and options of `export_torch`
+#: A module, its example inputs, and options of `export_torch`.
 Made = tuple[Any, dict[str, Any], dict[str, Any]]
 
 
@@ -21,22 +21,22 @@ class Entry:
     """An architecture of the zoo."""
 
     name: str
-    #: package that it comes from
+    #: Package of the architecture.
     package: str
     make: Callable[[], Made]
-    #: what the error text or the page says to do, for those whose first try is refused: words, and the changed model
+    #: A change for an architecture whose first try is refused, as the error text or the page says: words, and the changed model.
     change: tuple[str, Callable[[], Made]] | None = None
-    #: why no compiled model of it can exist, or empty
+    #: Reason why no compiled model of it can exist, or empty.
     dynamic: str = ""
 
 
 def words(text: str) -> list[str]:
-    """Return the words of a text: names in a line are easier to read than a list of strings."""
+    """Return the words of a text. Names in a line are easier to read than a list of strings."""
     return text.split()
 
 
 def entries() -> list[Entry]:
-    """Return the list; names are unique."""
+    """Return the list of architectures. Their names are unique."""
     made = [*_timm(), *_torchvision(), *_transformers(), *_others()]
     assert len({entry.name for entry in made}) == len(made)
     return made
@@ -66,7 +66,7 @@ TIMM = """
 
 
 def make_timm(name: str) -> Made:
-    """Make a network of timm. Images have 128 pixels a side where the network takes that."""
+    """Make a network of timm. Its images have 128 pixels on a side if the network accepts this."""
     import timm
     import torch
 
@@ -74,7 +74,7 @@ def make_timm(name: str) -> Made:
     side = model.default_cfg["input_size"][-1]
     for pixels in (128, side):
         image = torch.rand(1, 3, pixels, pixels)
-        with suppress(Exception):  # it may want its own size
+        with suppress(Exception):  # The network may accept only images of its own size.
             model(image)
             break
     return model, {_first(model): image}, {}
@@ -154,7 +154,7 @@ def _layer(name: str) -> Made:
     return Aligned().eval(), {"x": image, "boxes": torch.tensor([[3.0, 4, 40, 50]])}, {}
 
 
-#: model types of transformers
+#: Model types of transformers, by the inputs that they take.
 TEXT = """
     albert bert big_bird camembert canine convbert data2vec-text deberta deberta-v2 distilbert electra ernie esm eurobert
     flaubert fnet funnel gte ibert longformer luke markuplm megatron-bert mobilebert modernbert mpnet nomic_bert nystromformer
@@ -177,7 +177,7 @@ VISION = """
     vit_mae vit_msn ijepa bit swiftformer clip_vision_model siglip_vision_model
 """
 WAVE = "wav2vec2 wav2vec2-conformer hubert wavlm unispeech unispeech-sat sew sew-d data2vec-audio"
-#: class of transformers with a head -> its model types
+#: Model types of transformers, by the class that adds a head to them.
 HEADS = {
     "AutoModelForObjectDetection": "detr conditional_detr deformable_detr rt_detr rt_detr_v2 d_fine yolos table-transformer",
     "AutoModelForSemanticSegmentation": "upernet mobilenet_v2 dpt",
@@ -208,13 +208,13 @@ SMALL = {
     "use_pretrained_backbone": False,
 }
 LATENT = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "qk_head_dim": 16, "v_head_dim": 8, "q_lora_rank": 16, "kv_lora_rank": 16, "num_key_value_heads": 4}
-#: Further attributes of small configurations, also of their parts, by model type.
+#: Further attributes of small configurations by model type. A path with a dot names an attribute of a part.
 MORE: Mapping[str, Mapping[str, Any]] = {
     **{kind: {"image_size": 224, "embed_dim": 24} for kind in words("swin swinv2 donut-swin maskformer-swin")},
     **{kind: {"num_hidden_layers": 4} for kind in words("convnext convnextv2")},
-    # With the default of 0.01, the image hardly reaches the scores that choose queries, so rounding would choose.
+    # With the default of 0.01, the image hardly affects the scores that select queries. Rounding would then select them.
     **{kind: {"num_queries": 20, "initializer_range": 0.1} for kind in words("rt_detr rt_detr_v2 d_fine")},
-    # With the defaults of 0.02, the image reaches no output.
+    # With the default of 0.02, the image does not affect any output.
     "mobilevit": {"initializer_range": 0.1},
     "align": {"projection_dim": 640, "initializer_range": 0.1, "vision_config.initializer_range": 0.1},
     "audio-spectrogram-transformer": {"max_length": 128},
@@ -313,12 +313,12 @@ def make_transformers(kind: str, auto: str, inputs: str) -> Made:
 
 
 def shrink(config: Any, kind: str) -> None:
-    """Make a configuration of transformers small, and those inside it."""
+    """Make a configuration of transformers small, with the configurations inside it."""
     import transformers
 
     for name, value in SMALL.items():
         if isinstance(getattr(config, name, None), int):
-            with suppress(AttributeError, NotImplementedError):  # some derive it
+            with suppress(AttributeError, NotImplementedError):  # Some configurations derive this value.
                 setattr(config, name, value)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
         if isinstance(getattr(config, name, None), int) and getattr(config, name) >= 128:
@@ -327,7 +327,7 @@ def shrink(config: Any, kind: str) -> None:
     if isinstance(depths, list | tuple):
         config.depths = type(depths)([1] * len(depths))
     if isinstance(getattr(config, "layer_types", None), list):
-        with suppress(AttributeError):  # some derive them
+        with suppress(AttributeError):  # Some configurations derive the types.
             config.layer_types = config.layer_types[:2]
     for part in vars(config).values():
         if isinstance(part, transformers.PretrainedConfig):
@@ -385,14 +385,17 @@ def _unmasked(kind: str, auto: str, inputs: str) -> Made:
 
 
 def _all_experts(kind: str) -> Made:
-    """Compute all experts, and choose."""
+    """Make a model that computes all experts, and then selects some of their results."""
     import torch
 
     auto, inputs = ("AutoModelForSeq2SeqLM", "seq2seq") if kind == "switch_transformers" else ("AutoModelForCausalLM", "text")
     module, examples, options = make_transformers(kind, auto, inputs)
 
     def switch(experts: Any, hidden_states: Any, selected_experts: Any, routing_weights: Any) -> Any:
-        """`selected_experts` is one-hot [tokens, 1, experts], and an expert gets the weight of its token."""
+        """Compute all experts.
+
+        `selected_experts` is one-hot [tokens, 1, experts]. An expert's result is multiplied by its token's weight.
+        """
         results = torch.stack([expert(hidden_states) for expert in experts.values()], -2)
         return torch.where(selected_experts.mT > 0, results * routing_weights[:, None], 0).sum(-2)
 
@@ -405,7 +408,7 @@ def _all_experts(kind: str) -> Made:
         return torch.where(chosen, top_k_weights[..., None], 0).sum(1)[:, None].matmul(results)[:, 0].view(hidden_states.shape)
 
     def jetmoe_gates(router: Any, hidden_states: Any) -> Any:
-        """Return what the original returns, but the sizes as a tensor."""
+        """Return the same values as the original function, except that the sizes are a tensor."""
         logits = router.layer(hidden_states).float()
         top, experts = logits.topk(router.top_k, dim=1)
         order = experts.flatten().sort(0).indices
@@ -463,7 +466,7 @@ def _given_noise() -> Made:
 
 UNMASKED = "leave out attention_mask, which the rows of one request length share"
 EXPERTS = "compute all experts and choose with torch.where"
-#: What the error text or the page says to do, and the model changed so, by name.
+#: Changes by the name of the architecture: what the error text or the page says to do, and the changed model.
 CHANGES: dict[str, tuple[str, Callable[[], Made]]] = {
     **{f"transformers {kind}": _embeddings(kind) for kind in words("clip siglip chinese_clip altclip blip groupvit align clipseg owlvit owlv2")},
     "transformers longformer": (UNMASKED, partial(_unmasked, "longformer", "AutoModel", "text")),
@@ -496,7 +499,7 @@ OTHERS: dict[tuple[str, str], Callable[[], Made]] = {}
 
 
 def other(package: str, *names: str) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
-    """Enter a maker that takes a name, or nothing if its own name is the model's."""
+    """Return a decorator that adds a maker to the list. The maker takes a name, or nothing if there is only one name."""
 
     def enter(make: Callable[..., Made]) -> Callable[..., Made]:
         for name in names:
@@ -608,7 +611,7 @@ def _diffuser(name: str) -> Made:
 
 
 def _placed(flux: Any) -> Any:
-    """Return a module of ours that gives Flux the places of its tokens, which all rows of a batch share."""
+    """Return a module that gives Flux the positions of its tokens. All rows of a batch have the same positions."""
     import torch
 
     class Placed(torch.nn.Module):
@@ -769,7 +772,7 @@ def _monai(name: str) -> Made:
 
 
 def _all_pairs(pos: Any, batch: Any) -> tuple[Any, Any]:
-    """Return the edges between all atoms, and their lengths. SchNet's own search needs a further package."""
+    """Return the edges between all atoms, and their lengths. SchNet's own search for edges needs another package."""
     import torch
 
     edges = torch.tensor([(i, j) for i in range(len(pos)) for j in range(len(pos)) if i != j]).T
@@ -851,7 +854,7 @@ def _sentences() -> Made:
     pooling = Pooling(32)
 
     class Sentence(torch.nn.Module):
-        """SentenceTransformer takes a mapping of features; this module takes tensors."""
+        """A model like SentenceTransformer. It takes tensors, while SentenceTransformer takes a mapping of features."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -1096,5 +1099,5 @@ def _ultralytics(name: str) -> Made:
     return kind(f"{name}.yaml").model.eval(), {"x": torch.rand(1, 3, 160, 160)}, {}
 
 
-#: packages that only `make zoo ZOO=--agpl` installs and runs
+#: Packages that are installed and run only with `make zoo ZOO=--agpl`.
 AGPL = ("ultralytics",)

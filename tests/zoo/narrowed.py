@@ -41,7 +41,7 @@ TITLES = (
     "bound",
     "result",
 )
-#: Paths of ONNX files, and the kinds of their networks.
+#: Kinds of networks, by the path of the ONNX file.
 TRAINED = {
     "silero_vad/data/silero_vad.onnx": "LSTM over audio",
     "magika/models/standard_v3_3/model.onnx": "convolutions over bytes",
@@ -51,15 +51,15 @@ TRAINED = {
     "nudenet/320n.onnx": "YOLOv8",
     "rapidocr_onnxruntime/models/ch_PP-OCRv4_rec_infer.onnx": "CNN and Transformer",
 }
-#: Architectures by the zoo's name, and the kinds of their networks.
+#: Kinds of networks, by the architecture's name in the zoo.
 RANDOM = {
     "transformers mobilenet_v2": "MobileNetV2",
     "transformers segformer": "hierarchical Transformer",
     "transformers wav2vec2": "CNN and Transformer over audio",
 }
-#: The size for which the models are compiled.
+#: The only batch size for which the models are compiled.
 ROWS = 4
-#: A bound that no error exceeds, so that every model has figures.
+#: A bound that no error exceeds. With it, every model has figures.
 LOOSE = 1e9
 
 

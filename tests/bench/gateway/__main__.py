@@ -1,4 +1,4 @@
-"""`make bench-gateway`: the cost of a gateway, and of a worker's death. See docs/gateway.md.
+"""`make bench-gateway`: the cost of a gateway, and the effect of a worker's death. See docs/gateway.md.
 
 Run from the project's root: python -m tests.bench.gateway
 """
@@ -26,7 +26,7 @@ PARTS = ("pairs", "passing", "outage")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0 if everything could be measured."""
+    """Run the parts. Return the exit status, which is 0 if everything could be measured."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.gateway", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="alternating rounds (%(default)s)")
     parser.add_argument(

@@ -1,10 +1,10 @@
-"""The minimal gRPC gateway in Python: every unary call is passed on as bytes.
+"""A minimal gRPC gateway in Python: it passes every unary call on as bytes.
 
-Inference goes to each server in turn, all other calls to the first.
+Inference calls go to the servers in turn, and all other calls to the first server.
 
     python -m tests.bench.gateway.bare 127.0.0.1:9001 127.0.0.1:8001 127.0.0.1:8011
 
-This is the cost of grpc.aio; a gateway's cost beyond it is its own.
+This shows the cost of grpc.aio. What a gateway costs beyond this is its own cost.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _PassThrough(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 async def serve(listen: str, servers: Sequence[str]) -> None:
-    """Serve until cancelled; all are HOST:PORT."""
+    """Serve until cancelled. Addresses are HOST:PORT."""
     async with AsyncExitStack() as stack:
         channels = [
             await stack.enter_async_context(grpc.aio.insecure_channel(server, options=_LIMITS))

@@ -21,9 +21,9 @@ from tests.bench.report import table
 
 CLIENTS = 16
 _MODELS = 4
-#: Seconds of load before the worker dies, and after.
+#: Seconds of load before the worker's death, and after it.
 BEFORE_S, AFTER_S = 2.0, 4.0
-#: A request counts as harmed by the death if it takes this multiple of the earlier 99th percentile.
+#: A request is harmed by the death if it takes longer than this multiple of the 99th percentile before the death.
 _HARMED = 3
 
 Part = tuple[list[str], list[Target], dict[str, Any]]
@@ -31,27 +31,33 @@ Part = tuple[list[str], list[Target], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Outage:
-    """The outcomes of the requests when a worker died."""
+    """The outcomes of the requests around a worker's death."""
 
     round: int
-    #: On both workers, at its death.
+    #: Number of requests in flight on both workers at the death.
     under_way: int
-    #: These were on the dead one, as those that ...
+    #: Number of failed requests that began before the death. They may have been on the dead worker.
     failed: int
-    #: ... began later cannot have been.
+    #: Number of failed requests that began after the death. They cannot have been on the dead worker.
     failed_later: int
     wrong: int
-    #: Answers per second and their 99th percentile, before and after.
+    #: Answers per second before the death.
+    #: Answers per second after the death.
     before_per_s: float
+    #: 99th percentile before the death.
     after_per_s: float
+    #: 99th percentile after the death.
     before_p99_ms: float
     after_p99_ms: float
-    #: Seconds from the death to the end of the last failed or harmed request.
+    #: Milliseconds from the kill to the end of the last failed or harmed request.
     harm_ms: float
 
 
 def judge(number: int, requests: Requests, killing: float, killed: float, end: float) -> Outage:
-    """Judge the outage. `killing`, `killed`: before the kill and after the death; `end` of the load."""
+    """Judge the outage.
+
+    Times: `killing` is just before the kill, `killed` is after the worker's death, and `end` is the end of the load.
+    """
     before = requests.between(killing - BEFORE_S, killing)
     after = requests.between(killed, end)
     bad = requests.code != OK
@@ -72,14 +78,14 @@ def judge(number: int, requests: Requests, killing: float, killed: float, end: f
 
 
 def part(rounds: int) -> Part:
-    """Measure, and return lines for people, targets, and all figures."""
+    """Measure. Return lines of text, targets, and all figures."""
     repository, questions = workers.repository(_MODELS), workers.questions(_MODELS)
     file = WORK / "gateway-outage.yaml"
     found = []
     with ExitStack() as stack:
         pair = [stack.enter_context(Worker(name, repository)) for name in ("left", "right")]
         for number in range(rounds):
-            # A worker that has ended has another control service.
+            # A worker that was started again has another control service.
             write_workers(file, [worker.entry() for worker in pair])
             with gateway(file) as running:
                 running.wait_alive({worker.name for worker in pair})
@@ -90,7 +96,7 @@ def part(rounds: int) -> Part:
 
 
 def strike(running: Gateway, victim: Worker, questions: Path, number: int) -> Outage:
-    """Kill it under load. Raises BenchFailed if an answer was wrong."""
+    """Kill a worker under load, and judge the outage. Raises BenchFailed if an answer was wrong."""
     seconds = BEFORE_S + AFTER_S
     with asking(running.url, questions, clients=CLIENTS, seconds=seconds, turn_s=seconds) as load:
         time.sleep(BEFORE_S)

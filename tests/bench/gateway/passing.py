@@ -1,4 +1,4 @@
-"""The cost of passing a request on: direct, through a minimal proxy in Python, the gateway, and an Envoy with a picker."""
+"""The cost of passing a request on through a minimal proxy in Python, the gateway, or Envoy with a picker, compared with no proxy."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from tests.bench.verify import verify
 
 WAYS = (DIRECT, BARE, GATEWAY, ENVOY)
 CLIENTS = (1, 16)
-#: Size of a request -> the model that takes it.
+#: Models by the size of their requests.
 SIZES: Mapping[str, str] = {"1 kB": models.MLP, "602 kB": models.IMAGES}
 SMALL = "1 kB"
-#: Seconds over which the idle gateway is measured.
+#: Seconds for which the idle gateway is measured.
 _IDLE_S = 4.0
 
 Part = tuple[list[str], list[Target], dict[str, Any]]
@@ -51,7 +51,7 @@ Part = tuple[list[str], list[Target], dict[str, Any]]
 
 @dataclass(frozen=True)
 class _Reading:
-    """All counters at one moment; those of the workers are summed."""
+    """All counters at one moment. The workers' counters are added up."""
 
     at: float
     cpu: Mapping[int, float]
@@ -70,7 +70,7 @@ class _Reading:
 
 
 def part(rounds: int, window_s: float) -> Part:
-    """Measure, and return lines for people, targets, and the samples."""
+    """Measure. Return lines of text, targets, and the samples."""
     repository = models.gateway_repository()
     with contextlib.ExitStack() as stack:
         workers = [
@@ -91,7 +91,7 @@ def part(rounds: int, window_s: float) -> Part:
 
 
 def pairs(count: int) -> Part:
-    """Measure p50 at one client that asks each way in turn, request by request, so that all meet the same disturbances."""
+    """Measure the median latency of one client. It sends each request by all ways in turn, so that disturbances affect all ways."""
     repository = models.gateway_repository()
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(served("gateway-one", repository, has_runtime=True)).server
@@ -126,7 +126,7 @@ def _ways(stack: contextlib.ExitStack, servers: Sequence[TritonServer]) -> list[
 
 
 def _idle(ways: Sequence[Way]) -> float:
-    """Return the cores that the gateway uses without requests."""
+    """Return the number of cores that the gateway uses without requests."""
     (process,) = next(way.processes for way in ways if way.name == GATEWAY)
     before = cpu_seconds(process)
     time.sleep(_IDLE_S)
@@ -187,12 +187,12 @@ def _measure(
 
 
 def passing_us(sample: Sample) -> float:
-    """Return the microseconds of CPU per request of the processes between client and workers, and of the picker."""
+    """Return the CPU microseconds per request of the picker, and of all processes that pass requests on."""
     return sample.cpu_us.get(PASSING, 0.0) + sample.cpu_us.get(PICKER, 0.0)
 
 
 def added(rounds: Rounds, way: str, clients: int, value: Callable[[Sample], float]) -> Spread:
-    """Return the cost above direct, taken within each round, over the rounds."""
+    """Return the spread of the cost in addition to the direct way. It is taken within each round."""
     direct = {sample.round: value(sample) for sample in rounds.of_side(DIRECT, clients)}
     return Spread.of(value(sample) - direct[sample.round] for sample in rounds.of_side(way, clients))
 
@@ -253,7 +253,7 @@ def _row(rounds: Rounds, way: str, clients: int) -> list[str]:
 
 
 def _targets(rounds: Rounds) -> list[Target]:
-    """Return the targets for small requests."""
+    """Return the targets, which apply to small requests."""
     many = max(CLIENTS)
     wanted = (
         ("added p50, us", added(rounds, GATEWAY, 1, _p50), 600.0, False),

@@ -1,4 +1,4 @@
-"""`make bench-gateway.soak`: workers join, leave, stop and die under load for a long time. See docs/gateway.md.
+"""`make bench-gateway.soak`: workers join, leave, stop and die under load for ten minutes. See docs/gateway.md.
 
 Run from the project's root: python -m tests.bench.gateway.soak
 """
@@ -32,14 +32,14 @@ from tests.bench.processes import cpu_seconds, memory
 from tests.bench.report import table
 
 RESULT = WORK / "gateway-soak.json"
-#: Events of a worker. JOIN: it starts, and is in the file when it is ready; LEAVE: it is removed from the file, and
-# stops when it has no request of the gateway; STOP: it is told to end while it is in the file; KILL: SIGKILL.
+#: Events of a worker. JOIN: the worker starts, and is added to the file when it is ready. LEAVE: it is removed from the file, and stops
+#: when it has no request of the gateway. STOP: it gets SIGTERM while it is in the file. KILL: it gets SIGKILL.
 JOIN, LEAVE, STOP, KILL = "join", "leave", "stop", "kill"
 _MODELS = 8
-#: Room for the weights of so many models on one worker.
+#: Number of models whose weights fit on one worker.
 _FITTING = 4
 _NAMES = ("ann", "bob", "cat")
-#: Repacks so frequent that models move.
+#: A policy that repacks so often that models move.
 _POLICY = {"rebalance_device_s": 2.0, "first_rebalance_device_s": 0.2, "hysteresis": 0.05}
 
 
@@ -47,9 +47,10 @@ _POLICY = {"rebalance_device_s": 2.0, "first_rebalance_device_s": 0.2, "hysteres
 class Plan:
     seconds: float = 600.0
     clients: int = 8
-    #: Seconds between an answer and the same client's next request, because starting workers need cores, too.
+    #: Seconds between an answer and the next request of the same client. The pause leaves CPU time for workers that start.
     rest_s: float = 0.01
-    #: Seconds between two events, and for which one model is the most popular.
+    #: Seconds between two events.
+    #: Seconds for which one model is the most popular.
     pause_s: float = 8.0
     turn_s: float = 20.0
     seed: int = 1
@@ -60,13 +61,13 @@ QUICK = Plan(seconds=40.0, pause_s=1.0, turn_s=5.0)
 
 @dataclass(frozen=True)
 class Held:
-    """Resources of the gateway at a moment."""
+    """Resources that the gateway holds at a moment."""
 
     at: float
-    #: Unique memory (USS), 10^6 bytes.
+    #: Unique memory (USS) in units of 10^6 bytes.
     megabytes: float
     files: int
-    #: CPU time so far, in seconds.
+    #: CPU seconds that the gateway has used so far.
     cpu_s: float
 
     @classmethod
@@ -78,13 +79,13 @@ class Held:
 
 @dataclass
 class Course:
-    """The events and figures of the run."""
+    """The events and the figures of the run."""
 
     begin: float
     held: list[Held] = field(default_factory=list)
     #: (time, event, worker)
     events: list[tuple[float, str, str]] = field(default_factory=list)
-    #: Changes of a model's worker, as far as observed.
+    #: Number of observed moves of a model to another worker.
     moves: int = 0
     repacks: Mapping[str, int] = field(default_factory=dict)
     end: float = 0.0
@@ -98,7 +99,7 @@ class Soak:
 
 
 def soak(plan: Plan) -> Soak:
-    """Run the soak. Raises BenchFailed, ServerFailed."""
+    """Run the soak. Raises BenchFailed or ServerFailed."""
     repository, questions = workers.repository(_MODELS), workers.questions(_MODELS)
     file = WORK / "gateway-soak.yaml"
     env = {"RSRV_RUNTIME__WEIGHT_BUDGET_BYTES": str(_FITTING * workers.MODEL_BYTES)}
@@ -124,7 +125,7 @@ def soak(plan: Plan) -> Soak:
 
 
 class _Director:
-    """Lets workers come and go."""
+    """Starts and ends workers."""
 
     def __init__(self, plan: Plan, running: Gateway, everyone: Sequence[Worker], file: Path) -> None:
         self._plan = plan
@@ -137,7 +138,7 @@ class _Director:
         self._course = Course(time.monotonic())
 
     def run(self) -> Course:
-        """Run as long as the plan says, a little shorter than the load."""
+        """Run for the planned time. The load runs a little longer."""
         course = self._course
         end = course.begin + self._plan.seconds
         self._sample()
@@ -155,7 +156,7 @@ class _Director:
         return course
 
     def _endings(self) -> Any:
-        """Return all kinds of events, each three times, in random order."""
+        """Yield the kinds of ends without limit. Of each three, one has each kind, in random order."""
         while True:
             yield from self._random.sample((LEAVE, STOP, KILL), 3)
 
@@ -183,7 +184,7 @@ class _Director:
         write_workers(self._file, [worker.entry() for worker in self._listed])
 
     def _until_idle(self, worker: Worker) -> None:
-        """Wait until the gateway has dropped it, and its runtime has answered all."""
+        """Wait until the gateway has dropped the worker, and then for the runtime's last answers."""
         self._gateway.wait_alive({other.name for other in self._listed})
         time.sleep(1.0)
 
@@ -193,7 +194,7 @@ class _Director:
         say(f"{since:6.1f} s: {what} {worker.name}")
 
     def _watch(self, until: float) -> None:
-        """Count moves."""
+        """Count moves until this time."""
         while True:
             self._count_moves()
             left = until - time.monotonic()
@@ -213,7 +214,7 @@ class _Director:
 
 
 def report(found: Soak) -> list[str]:
-    """Return lines for people."""
+    """Return lines of text for people."""
     requests, course = found.requests, found.course
     failed = requests.failed()
     lasted = course.end - course.begin
@@ -234,7 +235,7 @@ def report(found: Soak) -> list[str]:
 
 
 def blame(requests: Requests, course: Course) -> Counter[tuple[str, str]]:
-    """Return the failures by the kind of the last event before, and code."""
+    """Return the number of failures by the kind of the last event before the failure, and by code."""
     starts = [course.begin + since for since, _, _ in course.events]
     blamed: Counter[tuple[str, str]] = Counter()
     for ended, code in zip(requests.ended, requests.code, strict=True):
@@ -268,7 +269,7 @@ def _minutes(requests: Requests, course: Course) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0 if it completed and no answer was wrong."""
+    """Run the soak. Return 0 if it completed and no answer was wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.gateway.soak", description=__doc__)
     parser.add_argument("--seconds", type=float, metavar="S", help=f"({Plan().seconds:.0f})")
     parser.add_argument("--seed", type=int, default=1, metavar="N")

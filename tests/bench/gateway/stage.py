@@ -1,4 +1,4 @@
-"""The workers and the ways by which a request reaches them, each a process of its own."""
+"""The ways by which a request reaches the workers. Each runs in separate processes."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from tests.bench.places import ROOT, WORK
 from tests.envoys import running_envoy
 
 DIRECT, BARE, GATEWAY, ENVOY = "direct", "bare", "gateway", "envoy"
-#: Roles of processes: those that pass requests on, the one that names servers to Envoy, and those that answer.
+#: Roles of processes: processes that pass requests on, the process that names servers to Envoy, and the workers' processes.
 PASSING, PICKER, WORKERS = "passing", "picker", "workers"
-#: Seconds until a gateway accepts requests, or sees a change.
+#: Time limit in seconds for a gateway's start, and until it sees a change.
 _PATIENCE = 30.0
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way of requests to the workers: HOST:PORT to ask, and process id -> role of the processes between."""
+    """A way of requests to the workers: the address to ask, HOST:PORT, and the roles of the processes in between by pid."""
 
     name: str
     url: str
@@ -43,7 +43,7 @@ class Way:
 
 
 class Gateway:
-    """A running rsrv-gateway in front of the workers of a file."""
+    """A running rsrv-gateway. A file names its workers."""
 
     def __init__(self, process: subprocess.Popen[bytes], ports: Sequence[int], log: Path) -> None:
         self.process = process
@@ -59,7 +59,7 @@ class Gateway:
         return found
 
     def set_policy(self, **policy: Any) -> None:
-        """Change keys of the policy of the packing."""
+        """Change keys of the packing's policy."""
         mask = FieldMask(paths=policy)
         self._ask("SetPolicy", pb.SetPolicyRequest(policy=pb.Policy(**policy), update_mask=mask))
 
@@ -69,11 +69,11 @@ class Gateway:
             return getattr(gateway_pb2_grpc.GatewayStub(channel), call)(request, timeout=_PATIENCE)
 
     def alive(self) -> set[str]:
-        """Return the workers to which it can send requests."""
+        """Return the workers to which the gateway can send requests."""
         return {worker.name for worker in self.status().workers if worker.alive}
 
     def wait_alive(self, workers: set[str]) -> None:
-        """Wait until it knows exactly these workers to be alive. Raises BenchFailed."""
+        """Wait until exactly these workers are alive for the gateway. Raises BenchFailed."""
         until = time.monotonic() + _PATIENCE
         while (found := self.alive()) != workers:
             if time.monotonic() > until:
@@ -81,7 +81,7 @@ class Gateway:
             time.sleep(0.05)
 
     def wait_ready(self) -> None:
-        """Raises BenchFailed."""
+        """Wait until the gateway is ready. Raises BenchFailed."""
         until = time.monotonic() + _PATIENCE
         while not self._ready():
             if self.process.poll() is not None or time.monotonic() > until:
@@ -98,7 +98,7 @@ class Gateway:
 
 @contextmanager
 def gateway(workers_file: Path, **settings: Any) -> Iterator[Gateway]:
-    """Yield a ready gateway for these workers. `settings` are the section gateway."""
+    """Yield a ready gateway in front of the workers of a file. `settings` are keys of the section `gateway`."""
     with _gateway(workers_file, "gateway", [], settings) as running:
         yield running
 
@@ -140,7 +140,7 @@ def envoy(workers_file: Path, servers: Sequence[TritonServer]) -> Iterator[Way]:
 
 @contextmanager
 def bare(servers: Sequence[TritonServer]) -> Iterator[Way]:
-    """Run a minimal proxy in Python."""
+    """Run the minimal proxy in Python."""
     (port,) = free_ports(1)
     url = f"{LOOPBACK}:{port}"
     command = [sys.executable, "-m", "tests.bench.gateway.bare", url]
@@ -153,7 +153,7 @@ def bare(servers: Sequence[TritonServer]) -> Iterator[Way]:
 
 @contextmanager
 def _process(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process that ends with the block, and with this process in any case."""
+    """Run a process until the block ends. It also ends when this process ends."""
     bound = [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid())]
     with log.open("wb") as output:
         process = subprocess.Popen([*bound, *command], cwd=ROOT, stdout=output, stderr=output)
@@ -169,7 +169,7 @@ def _process(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[byt
 
 
 def entry(name: str, server: TritonServer) -> dict[str, Any]:
-    """Return a server as gateway.workers has it, with its control service."""
+    """Return the entry of a server in gateway.workers, with its control service."""
     return {
         "name": name,
         "host": LOOPBACK,
@@ -181,7 +181,7 @@ def entry(name: str, server: TritonServer) -> dict[str, Any]:
 
 
 def write_workers(file: Path, entries: Sequence[Mapping[str, Any]]) -> None:
-    """Write the file atomically, as its readers need it."""
+    """Write the file atomically, because a gateway may read it at any time."""
     aside = file.with_suffix(".new")
     aside.write_text(yaml12.dump([dict(one) for one in entries]))
     aside.rename(file)

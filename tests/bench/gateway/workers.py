@@ -1,4 +1,4 @@
-"""Workers that come and go: tritonservers that keep their name and their ports over restarts."""
+"""Workers that stop and start again: tritonservers that keep their names and their ports."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.bench.crowd import Questions
 from tests.bench.gateway.stage import entry
 from tests.bench.places import ROOT, WORK
 
-#: Bytes of each model's weights.
+#: Bytes of the weights of each model.
 MODEL_BYTES = 2**20
-#: Questions for each model, asked repeatedly in random order.
+#: Number of questions for each model. Clients ask them repeatedly in random order.
 _QUESTIONS = 16
 
 
 class Worker:
-    """As a context manager it starts, and always ends."""
+    """A worker. The context manager starts it, and always ends it."""
 
     def __init__(self, name: str, repository: Path, env: Mapping[str, str] | None = None) -> None:
         self.name = name
@@ -44,7 +44,7 @@ class Worker:
         return self._server is not None and self._server.process.poll() is None
 
     def start(self) -> None:
-        """Start it, and wait until it is ready."""
+        """Start the worker, and wait until it is ready."""
         http, grpc, metrics = self._ports
         self._server = TritonServer(
             self._repository,
@@ -57,15 +57,15 @@ class Worker:
         self._server.start().wait_ready(timeout=300)
 
     def terminate(self) -> None:
-        """Send SIGTERM, with its consequences."""
+        """Send SIGTERM, and wait for the end."""
         self.server.terminate()
 
     def kill(self) -> None:
-        """Send SIGKILL, and wait for its end. Its children follow by themselves."""
+        """Send SIGKILL, and wait for the end. The child processes end by themselves."""
         self.server.kill()
 
     def entry(self) -> dict[str, Any]:
-        """Return its entry in gateway.workers; of an ended one, the last entry."""
+        """Return the worker's entry in gateway.workers. After its end, this is its last entry."""
         return entry(self.name, self.server)
 
     def __enter__(self) -> Self:
@@ -80,12 +80,12 @@ class Worker:
 
 
 def repository(models: int) -> Path:
-    """Return a model repository with so many small chains."""
+    """Return a model repository with `models` small chains."""
     return chains.repository(models, MODEL_BYTES)
 
 
 def questions(models: int) -> Path:
-    """Return the file of questions and right answers."""
+    """Return a file of questions and right answers."""
     rng = np.random.default_rng(1)
     layers = chains.layers_of(MODEL_BYTES)
     sent = {

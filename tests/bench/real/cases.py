@@ -1,4 +1,4 @@
-"""The measured models and their requests. Imports neither jax nor torch, because this is also the client."""
+"""The measured models, and requests to them. This module imports neither jax nor torch, because the client uses it, too."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ SENTENCES = (
 
 @dataclass(frozen=True)
 class Case:
-    """A line of the table."""
+    """A line of the table: a model, and requests to it."""
 
     #: The model that clients ask.
     model: str
     source: str
-    #: The unit of a request.
+    #: Unit of a request's rows, in the plural.
     unit: str
-    #: All models that belong to it.
+    #: Bundles of the model and its callees, or all bundles of a family.
     bundles: tuple[str, ...]
-    #: Rows -> a request.
+    #: Makes a request from a number of rows.
     inputs: Callable[[int], Arrays]
-    #: Rows in the larger of the two requests.
+    #: Number of rows in the larger of the two requests.
     most: int = 32
 
     @property
     def title(self) -> str:
-        """Return the title in the table."""
+        """The model's name in the table."""
         return self.model if len(self.bundles) == 1 else f"{self.model} ({len(self.bundles)} bundles)"
 
 
@@ -81,7 +81,7 @@ CASES: Mapping[str, Case] = {
         Case("resnet18", "PyTorch", "images", ("resnet18",), _files),
         Case("vit_tiny", "Flax NNX", "images", ("vit_tiny",), lambda n: {"image": _noise(n, 64, 64, 3)}),
         Case("unet", "Equinox", "images", ("unet",), _pixels),
-        # Its encoder is compiled for 16 rows at most.
+        # The encoder is compiled for at most 16 rows.
         Case("minilm", "JAX", "texts", _MINILM, _texts, most=16),
         Case("fno_f32", "JAX", "fields", ("fno_f32",), lambda n: {"start": _noise(n, 64)}),
         Case("fno_f64", "JAX", "fields", ("fno_f64",), lambda n: {"start": _noise(n, 64, dtype=np.float64)}),

@@ -1,9 +1,9 @@
-"""A model without a server, in a process of its own: rows per second in eager PyTorch, or compiled as in its bundle.
+"""A model without a server, in a separate process: rows per second in eager PyTorch, or compiled as in its bundle.
 
     python -m tests.bench.real.direct eager|compiled MODEL FOLDER ROWS...
 
-It prints which of these numbers of rows in a call are possible. For each line `ROWS SECONDS` of its input, it then
-calls for so long, and prints the rate.
+The process prints the numbers of rows in a call that are possible. For each line `ROWS SECONDS` of its input, it calls the model
+for this time, and prints the rate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ Run = Callable[[], Any]
 
 
 def eager(name: str, folder: Path, request: Arrays) -> Run | None:
-    """Return the same architecture in PyTorch on all cores, from the client's input to its output."""
+    """Return a function that computes with the same architecture in eager PyTorch, on all cores.
+
+    It includes all steps from the client's input to the client's output. Return None if there is no such network.
+    """
     import torch
 
     torch.set_num_threads(os.cpu_count() or 1)
@@ -75,7 +78,7 @@ def _vit(image: Any) -> Run:
 
 
 def _bert(folder: Path, request: Arrays) -> Run:
-    """Tokeniser, encoder and mean, with the bundles' own tokeniser and weights."""
+    """Return a function with tokenizer, encoder and mean. The tokenizer and the weights are the bundles' own."""
     import torch
     from transformers import BertConfig, BertModel
 
@@ -106,7 +109,7 @@ def _bert(folder: Path, request: Arrays) -> Run:
 
 
 def compiled(name: str, folder: Path, request: Arrays) -> Run | None:
-    """Return the bundle's module and hooks in this process, without batching, scheduling or sending."""
+    """Return a function with the bundle's module and hooks. It has no batching, scheduling or transport. Return None for a meta model."""
     from tests.examples.built import Model
 
     model = Model(folder / name)
@@ -118,7 +121,7 @@ def compiled(name: str, folder: Path, request: Arrays) -> Run | None:
 
 
 def rate(run: Run, rows: int, seconds: float) -> float:
-    """Return rows per second of successive calls, after a first one that does not count."""
+    """Return rows per second of successive calls. The first call is not counted."""
     run()
     calls, started = 0, time.perf_counter()
     while (passed := time.perf_counter() - started) < seconds:
@@ -128,7 +131,7 @@ def rate(run: Run, rows: int, seconds: float) -> float:
 
 
 def main() -> None:
-    """Print the requested rates."""
+    """Print the possible numbers of rows, and then the requested rates."""
     how, name, folder, *sizes = sys.argv[1:]
     start = {"eager": eager, "compiled": compiled}[how]
     runs = {rows: start(name, Path(folder), CASES[name].inputs(rows)) for rows in map(int, sizes)}

@@ -1,8 +1,8 @@
-"""Export the bundles of a model into a folder, and print the seconds: a process of its own for each model.
+"""Export the bundles of a model into a folder, and print the seconds. Each model is exported in its own process.
 
     python -m tests.bench.real.exporting MODEL FOLDER
 
-Seconds count from a loaded and trained model to a checked bundle, without imports, fetching and training.
+The seconds are the time from a loaded and trained model to a checked bundle. Imports, downloads and training are not counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from examples.fno import network as fno_network
 from examples.unet import network as unet_network
 from tests.bench.real.cases import CASES
 
-#: By the first word of a model's name: the steps before exporting.
+#: Steps before an export, by the first word of a model's name.
 PREPARE: Mapping[str, Callable[[], object]] = {
     "detector": detector_training.trained,
     "family": family_maker.trained,
@@ -30,12 +30,12 @@ PREPARE: Mapping[str, Callable[[], object]] = {
     "unet": unet_network.trained,
     "vit": vit.source,
 }
-#: Makers in a folder of their own make all bundles of their first word.
+#: First words of names whose bundles have one common maker, which is a package.
 _FOLDERS = ("family", "fno", "resnet18", "unet", "vit")
 
 
 def main() -> None:
-    """Print the seconds."""
+    """Export the bundles, and print the seconds."""
     name, folder = sys.argv[1:]
     word = name.partition("_")[0]
     with contextlib.redirect_stdout(sys.stderr):

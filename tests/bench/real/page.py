@@ -1,4 +1,4 @@
-"""From measurements to the tables of docs/benchmark.md. Pure."""
+"""Make the tables of docs/benchmark.md from measurements. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-#: Rows of a request -> rows per second, of each round; empty if impossible.
+#: Rows per second of each round, by the number of rows in a request. A number of rows that is impossible is missing.
 Rates = Mapping[int, Sequence[float]]
 
 
@@ -19,7 +19,7 @@ class Line:
     unit: str
     export_seconds: float
     bundle_bytes: int
-    #: Compiled size -> the largest error of any output and variant, relative to the output's largest magnitude.
+    #: Largest error of all outputs and variants, relative to the output's largest magnitude, by compiled size.
     errors: Mapping[int, float]
     served: Rates
     eager: Rates
@@ -27,7 +27,7 @@ class Line:
 
 
 def exported(lines: Sequence[Line]) -> Iterator[Sequence[str]]:
-    """Return the table of export time and exactness."""
+    """Yield the rows of the table of export time and exactness."""
     yield ("model", "written in", "export, s", "bundle, MB", "largest error")
     for line in lines:
         yield (
@@ -40,7 +40,7 @@ def exported(lines: Sequence[Line]) -> Iterator[Sequence[str]]:
 
 
 def served(lines: Sequence[Line]) -> Iterator[Sequence[str]]:
-    """Return rows per second at both sizes of requests, a line for each."""
+    """Yield the rows of the table of rows per second. Each model has a row for each number of rows in a request."""
     yield (
         "model",
         "in a request",
@@ -69,7 +69,7 @@ def _error(value: float) -> str:
 
 
 def _rate(rates: Sequence[float]) -> str:
-    """Return the median."""
+    """Return the median as text."""
     if not rates:
         return "—"
     value = median(rates)
@@ -77,7 +77,7 @@ def _rate(rates: Sequence[float]) -> str:
 
 
 def _ratio(over: Sequence[float], under: Sequence[float]) -> str:
-    """Return the ratio of the two in each round: the median, the lowest and the highest."""
+    """Return the ratio of the two rates as text: the median of the rounds, the lowest and the highest ratio."""
     if not under:
         return "—"
     ratios = [one / other for one, other in zip(over, under, strict=True)]

@@ -1,7 +1,7 @@
 """Export the real models, serve them, and write the tables of docs/benchmark.md.
 
-Every model is exported in a process of its own, all are served by one tritonserver, and the compared programs run in
-processes of their own, too. These take turns, several times, so that disturbances of the machine affect all of them.
+Every model is exported in its own process, and one tritonserver serves all of them. The compared programs also run in their own
+processes. All take turns several times, so that disturbances of the machine affect all of them.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from tests.e2e.calls import tensors
 PAGE = DOCS / "benchmark.md"
 RESULT = WORK / "models.json"
 FOLDER = WORK / "models"
-#: Concurrent requests, by whether they have one row or many.
+#: Number of concurrent requests, for requests with one row (False) and with many rows (True).
 IN_FLIGHT = {False: 8, True: 2}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0 if everything could be measured."""
+    """Run the benchmark. Return the exit status, which is 0 if everything could be measured."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.real", description=__doc__)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each (%(default)s)")
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(cases: Sequence[Case], rounds: int, seconds: float) -> list[Line]:
-    """All figures of these models; each rate `rounds` times, for so many seconds."""
+    """Measure all figures of these models. Each rate is measured `rounds` times, for `seconds` each."""
     exports = {}
     for case in cases:
         exports[case.model] = float(_ask("tests.bench.real.exporting", case.model, str(FOLDER)))
@@ -97,7 +97,7 @@ def measure(cases: Sequence[Case], rounds: int, seconds: float) -> list[Line]:
 
 
 def errors(case: Case) -> dict[int, float]:
-    """Return compiled size -> the largest error that the export found, of the bundles that have networks."""
+    """Return the largest errors that the exports found, by compiled size. Bundles without networks have none."""
     found: dict[int, float] = {}
     for name in case.bundles:
         numerics = read_bundle(FOLDER / name, digest=False).manifest.numerics or {}
@@ -110,7 +110,7 @@ def errors(case: Case) -> dict[int, float]:
 
 
 def rates(url: str, case: Case, rounds: int, seconds: float) -> tuple[Rates, Rates, Rates]:
-    """Through Triton, in eager PyTorch, and compiled but not served."""
+    """Return the rates through Triton, in eager PyTorch, and compiled without a server."""
     sizes = (1, case.most)
     with Direct("eager", case.model, sizes) as eager, Direct("compiled", case.model, sizes) as compiled:
         found: list[dict[int, list[float]]] = [{}, {}, {}]
@@ -128,7 +128,7 @@ def rates(url: str, case: Case, rounds: int, seconds: float) -> tuple[Rates, Rat
 
 
 def throughput(url: str, case: Case, rows: int, seconds: float) -> float:
-    """Return rows per second through Triton over gRPC: a closed loop of a few clients."""
+    """Return rows per second through Triton over gRPC. A few clients send their next request after each answer."""
     request, clients = case.inputs(rows), IN_FLIGHT[rows > 1]
     start = threading.Barrier(clients + 1)
 
@@ -156,7 +156,7 @@ def _infer(client: tritonclient.grpc.InferenceServerClient, model: str, request:
 
 
 class Direct:
-    """`tests.bench.real.direct` in a process, for the length of a block."""
+    """A process of `tests.bench.real.direct`, which runs during a block."""
 
     def __init__(self, how: str, model: str, sizes: Sequence[int]) -> None:
         self._name = f"{how} {model}"
@@ -173,10 +173,10 @@ class Direct:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.communicate()  # It ends with its input.
+        self._process.communicate()  # The process ends at the end of its input.
 
     def rate(self, rows: int, seconds: float) -> float | None:
-        """Return rows per second, or None if impossible. Raises BenchFailed."""
+        """Return rows per second, or None if this number of rows is impossible. Raises BenchFailed."""
         if rows not in self._there:
             return None
         assert self._process.stdin is not None
@@ -193,7 +193,7 @@ class Direct:
 
 
 def _ask(module: str, *arguments: str) -> str:
-    """Return the module's output. Raises BenchFailed with its error."""
+    """Run a module, and return its output. Raises BenchFailed with its error."""
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments], cwd=ROOT, text=True, capture_output=True, check=False
     )
@@ -203,7 +203,7 @@ def _ask(module: str, *arguments: str) -> str:
 
 
 def machine() -> str:
-    """Return the conditions of the figures; read before measuring, they show other users of the cores."""
+    """Return the conditions of the figures. Before the measurement, the load average shows other users of the cores."""
     versions = ", ".join(
         f"{name} {metadata.version(name)}" for name in ("jax", "torch", "torchax", "flax", "equinox")
     )

@@ -1,6 +1,6 @@
-"""Models of other frameworks rewritten in PyTorch, with the weights of their bundles.
+"""Models of other frameworks, rewritten in PyTorch, with the weights of their bundles.
 
-Each function takes weights by the bundle's names, and a batch as the bundle takes it.
+Each function takes the weights by the names that they have in the bundle, and a batch in the bundle's form.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 
 
 def fno(weights: Weights, start: Tensor) -> Tensor:
-    """As `examples.fno.network.apply`."""
+    """Compute the same as `examples.fno.network.apply`."""
     points = start.shape[1]
     angle = 2 * torch.pi * torch.arange(points, dtype=start.dtype) / points
     place = torch.stack([angle.sin(), angle.cos()], -1).expand(*start.shape, 2)
@@ -42,7 +42,7 @@ def fno(weights: Weights, start: Tensor) -> Tensor:
 
 
 def digits(weights: Weights, image: Tensor) -> Tensor:
-    """As `examples.family.apply`."""
+    """Compute the same as `examples.family.apply`."""
     x = image.permute(0, 3, 1, 2)
     for layer in ("conv1", "conv2"):
         kernel = weights[f"{layer}/kernel"].permute(3, 2, 0, 1)
@@ -52,7 +52,7 @@ def digits(weights: Weights, image: Tensor) -> Tensor:
 
 
 def unet(weights: Weights, image: Tensor) -> Tensor:
-    """As `examples.unet.network.UNet`, of a batch."""
+    """Compute the same as `examples.unet.network.UNet` for a batch."""
 
     def convolve(name: str, x: Tensor) -> Tensor:
         kernel = weights[f"{name}/weight"]
@@ -66,7 +66,7 @@ def unet(weights: Weights, image: Tensor) -> Tensor:
         return x
 
     def rise(name: str, x: Tensor) -> Tensor:
-        # Equinox stores the kernel of the convolution itself, PyTorch that of the convolution that it transposes.
+        # Equinox stores the kernel of the transposed convolution. PyTorch stores the kernel of the convolution that is to be transposed.
         kernel = weights[f"{name}/weight"].flip(2, 3).transpose(0, 1)
         return f.conv_transpose2d(x, kernel, weights[f"{name}/bias"].flatten(), stride=2)
 
@@ -80,7 +80,7 @@ def unet(weights: Weights, image: Tensor) -> Tensor:
     return convolve("last", x)[:, 0]
 
 
-#: By the first word of the model's name.
+#: Functions by the first word of the model's name.
 TWINS: Mapping[str, Callable[[Weights, Tensor], Tensor]] = {"family": digits, "fno": fno, "unet": unet}
 
 

@@ -171,7 +171,7 @@ def _add_hf(export: Any) -> None:
     group.add_argument(
         "--pooling",
         choices=("mean", "cls", "last"),
-        help="how to make one vector of the token vectors, if modules.json does not say it",
+        help="how to make one vector of the token vectors, if there is no modules.json; by default mean for text",
     )
     group.add_argument(
         "--too-long", choices=("cut", "refuse"), help="what happens to a text with more tokens"

@@ -57,6 +57,28 @@ def mistaken(path: Path, *, single: bool = False) -> str:
     return ""
 
 
+def other_models(folder: Path) -> list[str]:
+    """Return a line for each model in a directory of bundles that is not a bundle, with the remedy. Raises OSError."""
+    lines = []
+    for entry in sorted(folder.iterdir()):
+        if not reader.may_be_bundle(entry.name) or (entry / manifest.FILE).exists():
+            continue
+        if entry.is_file():
+            kind = _KINDS.get(entry.suffix.lower(), "")
+        elif _is_from_hugging_face(entry):
+            kind = f"a Hugging Face directory; serve it with `rsrv serve --hf {entry}`"
+        else:
+            models = [file.name for file in sorted(entry.iterdir()) if file.suffix.lower() in _KINDS]
+            kind = (
+                f"not a bundle: {models[0]} in it is {_KINDS[Path(models[0]).suffix.lower()]}"
+                if models
+                else ""
+            )
+        if kind:
+            lines.append(f"{entry} is not served, because it is {kind}")
+    return lines
+
+
 def _any_is_file(entries: Iterable[Path], name: str) -> bool:
     return any((entry / name).is_file() for entry in entries)
 

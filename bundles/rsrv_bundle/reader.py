@@ -91,6 +91,14 @@ def read_bundle(path: str | os.PathLike[str], *, digest: bool = True, verify: bo
     if manifest_file.FILE not in files:
         problems.add(manifest_file.FILE, "", "is missing; every bundle needs one")
         raise BundleError(problems.lines)
+    for inner in sorted(path for path in files if path.endswith(f"/{manifest_file.FILE}")):
+        # `mv new old` moves `new` into `old` if `old` exists. Without this check, the old model would be served as the new one.
+        problems.add(
+            inner,
+            "",
+            f"is a bundle inside this bundle. mv and cp -r put it there because {name} existed. Rename {name} to a name that"
+            f" starts with '.', and then rename the inner bundle to {name}",
+        )
     hooks = files.get(HOOKS_FILE)
     data = _read_manifest(files[manifest_file.FILE], problems)
     manifest = manifest_file.parse_manifest(

@@ -27,7 +27,14 @@ from rsrv_bundle import BundleError
 from rsrv_bundle.inspection import Inspector, InspectorError
 from rsrv_bundle.modules import SignatureReader
 from rsrv_gen.known import Known
-from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources, unknown_models, verify
+from rsrv_gen.sources import (
+    SETTINGS_FILE,
+    Sources,
+    read_sources,
+    unknown_models,
+    unserved_models,
+    verify,
+)
 from rsrv_gen.update import PlannedAction, RepositorySettings, steps
 from rsrv_gen.write import RepositoryWriter, open_repository, our_models, refusal
 
@@ -64,6 +71,8 @@ def _update(options: argparse.Namespace, actions: list[dict[str, str]]) -> _Gene
             _complain(problem)
         for name, problems in sources.broken.items():
             _complain(f"{name} is skipped:", *problems)
+        for line in unserved_models(sources):
+            _complain(line)
         if not sources.good:
             return 1 if sources.broken else 2
         present = {path.name for path in options.output.glob("*/")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from rsrv.settings import Settings
 from rsrv.text import nearest
 from rsrv_bundle import Bundle, BundleError, find_bundles, read_bundle
 from rsrv_bundle.hooks import check_hooks
-from rsrv_bundle.mistakes import mistaken
+from rsrv_bundle.mistakes import mistaken, other_models
 from rsrv_bundle.modules import SignatureReader, check_signatures
 from rsrv_bundle.reader import checksums
 from rsrv_gen import config
@@ -45,6 +46,16 @@ class Sources:
     def places(self) -> dict[str, Path]:
         """Paths of the valid bundles, by name."""
         return {name: source.path for name, source in self.good.items()}
+
+
+def unserved_models(sources: Sources) -> list[str]:
+    """Return a line for each model in the given directories that is not a bundle. Directories that cannot be listed have none."""
+    lines: list[str] = []
+    for path in sources.given:
+        if path not in sources.unusable and not (path / "manifest.yaml").is_file():
+            with suppress(OSError):
+                lines += other_models(path)
+    return lines
 
 
 def read_sources(paths: Iterable[Path], known: Known | None = None) -> Sources:

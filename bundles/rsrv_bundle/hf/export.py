@@ -105,6 +105,8 @@ def export_hf(
             errors = export_decoder(checked, options, work, limit=limit, **others)
         else:
             recipe = recipe_of(checked, task, options)
+            if recipe.note:
+                put(f"{target.name}: {recipe.note}", sys.stderr)
             recipe = replace(recipe, samples={**recipe.samples, **read_samples(options.samples, recipe)})
             errors = _export_recipe(recipe, options, work, limit, others)
         writer.store_numerics(work / "manifest.yaml", {"answers": errors})

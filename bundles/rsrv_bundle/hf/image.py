@@ -6,7 +6,7 @@ import inspect
 import io
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -336,7 +336,10 @@ def embed(directory: Directory, options: HubOptions) -> HubRecipe:
         return vector
 
     ask = _ask("image-feature-extraction", network, pictures, pool=pooling == "pooler")
-    return pictures.recipe("feature-extraction", network, answer, ask, reference, "embedding")
+    recipe = pictures.recipe("feature-extraction", network, answer, ask, reference, "embedding")
+    source = "the model's own pooling" if pooling == "pooler" else "the vector of the first token"
+    note = "" if options.pooling else f"the embedding is {source}; --pooling cls or mean makes another"
+    return replace(recipe, note=note)
 
 
 #: Values of model_type of detectors with a softmax over the classes and "no object".

@@ -75,6 +75,8 @@ class HubRecipe:
     source: str = "transformers.pipeline"
     #: Largest errors of the modules by element type, where they differ from `numerics.TOLERANCE`.
     tolerance: Mapping[str, float] = field(default_factory=dict)
+    #: A choice that the directory does not state and that the user did not make, with the option that changes it, or an empty text.
+    note: str = ""
 
     @property
     def task(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -268,7 +269,13 @@ def embed(directory: Directory, options: HubOptions) -> HubRecipe:
 
     dimensions = _dimensions(directory, options, network.config.hidden_size)
     module = _TextReader(network, answer)
-    return text.recipe("feature-extraction", module, reference, "embedding", dimensions=dimensions)
+    recipe = text.recipe("feature-extraction", module, reference, "embedding", dimensions=dimensions)
+    note = (
+        ""
+        if options.pooling
+        else "the embedding is the mean of the token vectors; --pooling cls or last makes another"
+    )
+    return replace(recipe, note=note)
 
 
 def sentences(directory: Directory, options: HubOptions) -> HubRecipe:

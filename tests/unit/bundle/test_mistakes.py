@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rsrv_bundle.mistakes import mistaken
+from rsrv_bundle.mistakes import mistaken, other_models
 from tests.unit.bundle.forge import make_bundle
 
 
@@ -19,14 +19,14 @@ from tests.unit.bundle.forge import make_bundle
     ],
 )
 def test_a_file_is_named_by_its_kind(tmp_path: Path, name: str, reason: str) -> None:
-    """A file that a user takes for a bundle is named by its suffix, with what to do."""
+    """If a user names a file in place of a bundle, the message names its kind by its suffix, and says what to do."""
     (tmp_path / name).touch()
 
     assert mistaken(tmp_path / name).startswith(reason)
 
 
 def test_a_folder_with_a_checkpoint_is_no_directory_of_bundles(tmp_path: Path) -> None:
-    """A folder with a model of a framework never gets bundles; an empty one may."""
+    """A folder with a framework's checkpoint is refused as a directory of bundles. An empty folder is accepted."""
     assert mistaken(tmp_path) == ""
 
     (tmp_path / "net.pth").touch()
@@ -36,7 +36,7 @@ def test_a_folder_with_a_checkpoint_is_no_directory_of_bundles(tmp_path: Path) -
 
 @pytest.mark.parametrize("file", ["model.safetensors", "tokenizer_config.json"])
 def test_a_hugging_face_directory_is_served_with_a_flag(tmp_path: Path, file: str) -> None:
-    """A user who forgets --hf reads the command, for the directory itself and for the folder above it."""
+    """If a user forgets --hf, the message has the command, for the directory itself and for the folder above it."""
     moods = tmp_path / "moods"
     moods.mkdir()
     (moods / "config.json").touch()
@@ -51,7 +51,7 @@ def test_a_hugging_face_directory_is_served_with_a_flag(tmp_path: Path, file: st
 
 
 def test_a_generated_repository_is_not_generated_from(tmp_path: Path) -> None:
-    """A Triton repository is told from a directory of bundles by its models' configurations."""
+    """A Triton repository is recognised by its models' configurations, and is not taken for a directory of bundles."""
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.pbtxt").touch()
 
@@ -61,7 +61,7 @@ def test_a_generated_repository_is_not_generated_from(tmp_path: Path) -> None:
 
 
 def test_bundles_are_found_one_level_up_and_one_level_down(tmp_path: Path) -> None:
-    """The folder above a directory of bundles names it; where one bundle is wanted, that directory names one."""
+    """For a folder above a directory of bundles, the message names that directory. Where one bundle is needed, it names one."""
     make_bundle(tmp_path / "bundles", name="cats")
 
     assert mistaken(tmp_path) == "the bundles are in its directory bundles; name that"
@@ -69,3 +69,29 @@ def test_bundles_are_found_one_level_up_and_one_level_down(tmp_path: Path) -> No
         f"this is a directory of bundles; name one of them, such as {tmp_path}/bundles/cats"
     )
     assert mistaken(tmp_path / "bundels") == "there is no such file or directory; did you mean 'bundles'?"
+
+
+def test_models_among_the_bundles_are_named(tmp_path: Path) -> None:
+    """A file, a Hugging Face directory and a folder with a file are named. Bundles, other files and hidden copies are not."""
+    make_bundle(tmp_path, name="cats")
+    (tmp_path / "cats" / "extra.onnx").touch()
+    for path in (
+        "old.onnx",
+        "notes.txt",
+        ".copy/a.onnx",
+        "folder/model.onnx",
+        "moods/config.json",
+        "moods/model.safetensors",
+    ):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).touch()
+
+    folder, moods, old = other_models(tmp_path)
+
+    assert folder.startswith(
+        f"{tmp_path}/folder is not served, because it is not a bundle: model.onnx in it is an ONNX model; "
+    )
+    assert moods.startswith(f"{tmp_path}/moods is not served, because it is a Hugging Face directory; ")
+    assert old.startswith(
+        f"{tmp_path}/old.onnx is not served, because it is an ONNX model; export it first: "
+    )

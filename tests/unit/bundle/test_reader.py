@@ -1,4 +1,4 @@
-"""The files of a bundle: the required, the optional and the forbidden ones."""
+"""The files of a bundle: required, optional and forbidden ones."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ NO_BATCH = changed(GOOD, batching=None, executable_inputs=[tensor(shape="c", c=2
 
 
 def test_reading_needs_nothing_heavy() -> None:
-    """Importing the reader imports no jax, safetensors or ml_dtypes: the control process uses it."""
+    """The reader imports no jax, safetensors or ml_dtypes, because the control process uses the reader."""
     code = "import sys, rsrv_bundle, rsrv_bundle.modules, rsrv_bundle.commands.checking; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert not {"jax", "jaxlib", "safetensors", "ml_dtypes"} & set(found.split())
 
 
 def test_a_good_bundle_is_read_whole(tmp_path: Path) -> None:
-    """A good bundle is read with its name, files, weights and digest."""
+    """A valid bundle is read with its name, files, weights and digest."""
     bundle = read_bundle(make_bundle(tmp_path, weights=one_weight(), hooks=HOOKS))
     assert (bundle.name, bundle.path) == ("model_a", tmp_path / "model_a")
     assert set(bundle.modules) == {(0, 1), (0, 4)}
@@ -38,14 +38,14 @@ def test_a_good_bundle_is_read_whole(tmp_path: Path) -> None:
 
 
 def test_sizes_on_disk_that_are_not_declared_count_too(tmp_path: Path) -> None:
-    """Modules of undeclared sizes count, and the unsuffixed module beside them is ignored."""
+    """Modules of sizes that the manifest does not declare are used. A module without a size beside them is ignored."""
     names = ["model.b1.mlir", "model.b4.mlir", "model.b8.mlir"]
     made = make_bundle(tmp_path, modules=names, files={"model.mlir": b"junk"})
     assert set(read_bundle(made).modules) == {(0, 1), (0, 4), (0, 8)}
 
 
 def test_an_unsuffixed_module_alone_has_size_0(tmp_path: Path) -> None:
-    """A lone unsuffixed module has size 0, since only its content knows the size."""
+    """A single module without a size in its name has size 0, because the reader does not look for the size in the file."""
     bundle = read_bundle(make_bundle(tmp_path, modules=["model.mlir"]))
     assert {key: path.name for key, path in bundle.modules.items()} == {(0, 0): "model.mlir"}
 
@@ -80,14 +80,14 @@ def test_missing_and_odd_modules_are_named(
 
 
 def test_version_2_needs_a_weights_file_even_without_weights(tmp_path: Path) -> None:
-    """Format 2.0 needs a weights file even without weights; in 3 it may be absent."""
+    """Format 2.0 needs a weights file even without weights. In format 3 the file may be absent."""
     (line,) = problems_of(make_bundle(tmp_path, changed(GOOD, format_version="2.0")))
     assert line.startswith("weights.safetensors: is missing")
     assert read_bundle(make_bundle(tmp_path, name="b")).weights == ()
 
 
 def test_julia_hooks_are_refused_with_the_way_out(tmp_path: Path) -> None:
-    """Julia hooks are refused with one message, which names model.py."""
+    """Julia hooks are refused with one message, which names model.py as the replacement."""
     manifest = changed(GOOD, format_version="2.0", client_inputs=[tensor(c=1)])
     made = make_bundle(tmp_path, manifest, weights=one_weight(), files={"model.jl": b""})
     (line,) = problems_of(made)
@@ -109,6 +109,15 @@ def test_a_directory_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> 
             read_bundle(tmp_path / name)
 
 
+def test_a_bundle_that_was_moved_into_its_predecessor_is_reported(tmp_path: Path) -> None:
+    """`mv new old` moves `new` into `old` if `old` exists. The old model must not be taken for the new one."""
+    made = make_bundle(tmp_path, name="cats")
+    make_bundle(tmp_path, name="new").rename(made / ".cats.new")
+    (line,) = problems_of(made)
+    assert line.startswith(".cats.new/manifest.yaml: is a bundle inside this bundle.")
+    assert "Rename cats to a name that starts with '.'" in line
+
+
 def test_a_directory_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
     """A directory without a manifest is refused by the reader and skipped by the search."""
     (tmp_path / "empty").mkdir()
@@ -120,7 +129,7 @@ def test_a_directory_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
 
 
 def test_an_entry_that_cannot_be_looked_into_hides_no_other(tmp_path: Path) -> None:
-    """An unreadable entry is found and refused with its reason; lost+found is skipped."""
+    """An unreadable entry is listed with the others, and reading it fails with its reason. lost+found is skipped."""
     make_bundle(tmp_path)
     make_bundle(tmp_path, name="lost+found")
     (tmp_path / "odd").symlink_to("x" * 300)
@@ -187,7 +196,7 @@ def test_a_file_that_is_mostly_holes_is_refused_unread(tmp_path: Path, name: str
 
 
 def test_a_file_with_small_holes_is_as_good_as_any(tmp_path: Path) -> None:
-    """A file with small holes is accepted, because tools that copy leave out runs of zeros."""
+    """A file with small holes is accepted, because copying tools may leave out runs of zeros."""
     made = make_bundle(tmp_path)
     with (made / "extra.bin").open("wb") as file:
         file.truncate(2**20)

@@ -44,7 +44,7 @@ def gen(tmp_path: Path) -> Path:
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return every path below, with its inode and modification time."""
+    """Return the inode and the modification time of every path in a folder."""
     return {
         str(path.relative_to(folder)): (path.lstat().st_ino, path.lstat().st_mtime_ns)
         for path in sorted(folder.rglob("*"))
@@ -70,7 +70,7 @@ def test_a_model_directory_is_all_that_triton_needs(bundles: Path, gen: Path) ->
     assert "rsrv.stub.model" in (gen / "one/1/model.py").read_text()
     assert (gen / "one/1/__pycache__").read_bytes() == b""
     assert (gen / "rsrv.yaml").is_file()
-    # Nothing but notes is left beside the repository.
+    # Only the notes of the run are left beside the repository.
     beside = {path.name for path in gen.parent.iterdir()} - {".gen-known.json"}
     assert beside == {"bundles", "gen"}
 
@@ -81,7 +81,7 @@ def test_a_model_directory_is_all_that_triton_needs(bundles: Path, gen: Path) ->
 def test_a_repository_that_triton_cannot_load_is_named(
     bundles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, character: str
 ) -> None:
-    """tritonserver would hang without a message, or load no model, so the warning names the characters."""
+    """If the repository's path has characters with which tritonserver would hang or load no model, a warning names them."""
     assert run(bundles, "-o", tmp_path / name) == 0
     assert f"cannot load models from a path with the characters [{character}]" in capsys.readouterr().err
 
@@ -90,7 +90,7 @@ def test_a_repository_that_triton_cannot_load_is_named(
 
 
 def test_python_keeps_no_compiled_files_of_hooks_either(bundles: Path, gen: Path) -> None:
-    """A folder with Python code is closed to bytecode, and bytecode of the bundle is left out."""
+    """In a folder with Python code, a file prevents Python's folder for bytecode. Bytecode of the bundle is left out."""
     (bundles / "one" / "model.py").write_text("def preprocess(inputs): return inputs\n")
     (bundles / "one" / "__pycache__").mkdir()
     (bundles / "one" / "__pycache__" / "model.cpython-311.pyc").write_bytes(b"old")
@@ -100,7 +100,7 @@ def test_python_keeps_no_compiled_files_of_hooks_either(bundles: Path, gen: Path
 
 
 def test_a_second_run_touches_nothing(bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Unchanged models keep their very files, so that a polling Triton reloads nothing."""
+    """A second run does not touch the files of unchanged models, so a polling Triton reloads nothing."""
     run(bundles, "-o", gen)
     before = tree(gen)
     capsys.readouterr()
@@ -113,7 +113,7 @@ def test_a_second_run_touches_nothing(bundles: Path, gen: Path, capsys: pytest.C
 def test_only_the_changed_model_is_written(
     bundles: Path, gen: Path, link: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A new file in one bundle, of the same size and age, replaces this model and no other."""
+    """If a new file in one bundle has the same size and age, this model is written, and no other."""
     write_unsummed(bundles / "one")
     run(bundles, "-o", gen, "--link", link)
     untouched = tree(gen / "two")
@@ -131,7 +131,7 @@ def test_only_the_changed_model_is_written(
 
 
 def test_a_file_that_left_the_bundle_leaves_the_model(bundles: Path, gen: Path) -> None:
-    """The model's directory has exactly the planned files."""
+    """A file that is removed from the bundle is also removed from the model's directory."""
     extra = bundles / "one" / "labels.txt"
     extra.write_text("a\nb\n")
     run(bundles, "-o", gen)
@@ -152,13 +152,13 @@ def test_files_are_linked_or_copied(bundles: Path, tmp_path: Path) -> None:
         assert target.read_bytes() == source.read_bytes()
         assert target.samefile(source) == (mode != "copy")
         assert run(bundles, "-o", tmp_path / mode, "--link", mode, "--check") == 0
-    # Another mode is a change, except from a hard link to what it falls back to.
+    # Another mode is a change, except from copies to hard links, because hard links may fall back to copies.
     assert run(bundles, "-o", tmp_path / "hard", "--link", "copy", "--check") == 1
     assert run(bundles, "-o", tmp_path / "copy", "--link", "hard", "--check") == 0
 
 
 def test_an_edit_in_the_bundle_reaches_the_model_only_through_rsrv_gen(bundles: Path, gen: Path) -> None:
-    """Small files are copied, so that an edit of the bundle does not change a served model."""
+    """Small files are copied, so an edit of the bundle does not change the served model until rsrv-gen runs."""
     run(bundles, "-o", gen)
     with (bundles / "one" / "manifest.yaml").open("a") as manifest:
         manifest.write("# edited\n")
@@ -170,7 +170,7 @@ def test_an_edit_in_the_bundle_reaches_the_model_only_through_rsrv_gen(bundles: 
 def test_without_hard_links_files_are_copied(
     bundles: Path, gen: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file system without hard links gets copies, and the next run finds nothing to do."""
+    """On a file system without hard links, files are copied, and the next run has nothing to do."""
     (bundles / "one" / "model.b1.mlir").write_bytes(bytes(LINK_BYTES))
     seal(bundles / "one")
     monkeypatch.setattr(write, "_hard_link", lambda source, target: False)
@@ -180,7 +180,7 @@ def test_without_hard_links_files_are_copied(
 
 
 def test_check_writes_nothing_and_tells(bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--check exits 1 as long as there is something to do, and changes nothing."""
+    """--check writes nothing, and exits 1 if a run would change something."""
     assert run(bundles, "-o", gen, "--check") == 1
     assert not gen.exists()
     assert lines(capsys) == [["new", name] for name in ("one", "two", "rsrv.yaml")]
@@ -191,7 +191,7 @@ def test_check_writes_nothing_and_tells(bundles: Path, gen: Path, capsys: pytest
 def test_a_broken_bundle_is_named_and_the_others_are_written(
     bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A broken bundle is named on stderr, the run fails, and its earlier version stays, even with --prune."""
+    """A broken bundle is named on stderr, and the run fails. Its earlier version stays, even with --prune."""
     run(bundles, "-o", gen)
     before = tree(gen / "one")
     (bundles / "one" / "manifest.yaml").write_text("format_version: 3\nsurprise: 1\n")
@@ -204,9 +204,20 @@ def test_a_broken_bundle_is_named_and_the_others_are_written(
     assert (gen / "three/config.pbtxt").is_file()
 
 
+def test_a_model_that_is_no_bundle_is_named(
+    bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file of a framework among the bundles is not served. The others are, and the exit status is 0."""
+    (bundles / "old.onnx").touch()
+    assert run(bundles, "-o", gen) == 0
+    assert (
+        f"rsrv-gen: {bundles}/old.onnx is not served, because it is an ONNX model" in capsys.readouterr().err
+    )
+
+
 @pytest.fixture
 def inspected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look into modules in this process: another one takes a second to start."""
+    """Inspect modules in this process, because another process takes a second to start."""
     monkeypatch.setattr(generator, "find_spec", find_spec)
     monkeypatch.setattr(Inspector, "__call__", lambda self, blob, file: signature_of(blob, file))
 
@@ -215,7 +226,10 @@ def inspected(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_check_refuses_is_refused_in_the_same_words(
     tmp_path: Path, gen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A weight of another shape, a module that is missing or no module, hooks that are not hooks; the rest is written."""
+    """A weight of another shape, a missing or invalid module, and invalid hooks are refused with the words of `rsrv-bundle check`.
+
+    The other bundles are written.
+    """
     bundles = tmp_path / "bundles"
     for name in ("good", "shape", "missing", "junk", "hooks"):
         shutil.copytree(GOLDEN, bundles / name)
@@ -247,7 +261,7 @@ def test_what_check_refuses_is_refused_in_the_same_words(
 def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(
     bundles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The repository's own path is in the message, also of a file."""
+    """If the repository cannot be made, the message has the path of the repository, even if a file is in its place."""
     assert run(bundles, "-o", "/proc/gen") == 1
     assert capsys.readouterr().err.endswith(
         "/proc/gen: No such file or directory; name a folder that you can write\n"
@@ -260,7 +274,7 @@ def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(
 def test_a_failed_run_changes_no_settings(
     bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither a typing error nor a folder with only broken bundles becomes a folder that is watched."""
+    """After a failed run, the settings watch no new folder, neither a misspelt one nor one with only broken bundles."""
     (bundles.parent / "empty").mkdir()
     (write_bundle(bundles.parent / "wrong" / "three") / "model.b8.mlir").unlink()
     for path in ("empty", "wrong", "absent"):
@@ -279,7 +293,7 @@ def test_a_failed_run_changes_no_settings(
 def test_a_run_that_makes_no_model_compiles_nothing(
     bundles: Path, gen: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """There are no settings to compile by."""
+    """If a run makes no model, it compiles nothing, because there are no settings for a compilation."""
     monkeypatch.setenv("RSRV_RUNTIME_PYTHON", "/nowhere/python")
     (gen / "one").mkdir(parents=True)
     assert run(bundles / "one", "-o", gen, "--compile-for", "l4") == 1
@@ -291,7 +305,7 @@ def test_a_run_that_makes_no_model_compiles_nothing(
 def test_settings_of_a_model_without_a_bundle_are_refused(
     bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The nearest name is in the message, and nothing is written."""
+    """Settings for an unknown model are refused with the nearest name, and nothing is written."""
     section = "models: {%s: {weight: 2}}"
     config = bundles.parent / "settings.yaml"
     config.write_text(section % "tow")
@@ -300,12 +314,12 @@ def test_settings_of_a_model_without_a_bundle_are_refused(
     assert not gen.exists()
     config.write_text(section % "two")
     assert run(bundles, "-o", gen, "--config", config) == 0
-    # The bundle is not given this time, and its model is still in the repository.
+    # This run does not get the bundle, but the repository still has its model.
     assert run(bundles / "one", "-o", gen, "--config", config) == 0
 
 
 def test_a_name_given_twice_is_an_error(bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two bundles of one name are both refused, because the meant one is unknown."""
+    """If two bundles have the same name, both are refused, because it is unknown which one is meant."""
     other = write_bundle(bundles.parent / "more" / "one")
     assert run(bundles, other, "-o", gen) == 1
     assert str(other) in capsys.readouterr().err
@@ -314,14 +328,14 @@ def test_a_name_given_twice_is_an_error(bundles: Path, gen: Path, capsys: pytest
 
 
 def test_the_same_bundle_given_twice_is_one_bundle(bundles: Path, gen: Path) -> None:
-    """A bundle may be named beside the directory that it is in."""
+    """A bundle that is given directly, and also through its directory, is one bundle."""
     assert run(bundles, bundles / "one", "-o", gen) == 0
 
 
 def test_models_go_only_when_asked_for_and_only_our_own(
     bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """--prune removes models whose bundles are gone, and no model of another tool."""
+    """--prune removes models whose bundles are gone. It removes no model of another tool."""
     run(bundles, "-o", gen)
     foreign = gen / "resnet" / "1"
     foreign.mkdir(parents=True)
@@ -336,7 +350,7 @@ def test_models_go_only_when_asked_for_and_only_our_own(
 
 
 def test_a_missing_input_removes_nothing(bundles: Path, gen: Path, tmp_path: Path) -> None:
-    """A path without bundles may be a disk that is not mounted."""
+    """If a given path has no bundles, --prune removes nothing, because the path may be an unmounted disk."""
     run(bundles, "-o", gen)
     (tmp_path / "empty").mkdir()
     assert run(bundles / "one", tmp_path / "empty", "-o", gen, "--prune") == 1
@@ -347,7 +361,7 @@ def test_a_missing_input_removes_nothing(bundles: Path, gen: Path, tmp_path: Pat
 def test_another_ones_model_is_never_replaced(
     bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A bundle whose name a foreign directory has is refused, and the rest is written."""
+    """If a foreign directory has the name of a bundle, the bundle is refused, and the others are written."""
     (gen / "one").mkdir(parents=True)
     (gen / "one" / "config.pbtxt").write_text(f'name: "one"\n{MARK}\n')
     assert run(bundles, "-o", gen, "--check") == 1
@@ -365,7 +379,7 @@ def test_a_foreign_folder_that_appears_during_the_run_stays(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Another tool makes a folder between the comparison and the end of the copies: it stays, and its model is refused."""
+    """If another tool makes a model's folder during the copies, the folder stays, and the model is refused."""
     act = pkgutil.resolve_name(step)
 
     def interrupted(*arguments: Any) -> None:
@@ -383,7 +397,7 @@ def test_a_foreign_folder_that_appears_during_the_run_stays(
 def test_settings_are_checked_and_written_whole(
     bundles: Path, gen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A setting from --config is in rsrv.yaml, among all the others; an unknown one stops the run."""
+    """rsrv.yaml has all settings, including those from --config. An unknown setting stops the run."""
     config = tmp_path / "settings.yaml"
     config.write_text("scheduler: {max_queue_depth: 7}\n")
     assert run(bundles, "-o", gen, "--config", config) == 0
@@ -399,7 +413,7 @@ def test_settings_are_checked_and_written_whole(
 
 @pytest.mark.parametrize("name", ["gen", "gen[1]"])
 def test_what_a_crash_left_is_cleared_away(bundles: Path, tmp_path: Path, name: str) -> None:
-    """Half-built directories that a crashed run left beside the repository are removed by the next run."""
+    """The next run removes half-built directories that a crashed run left beside the repository."""
     gen = tmp_path / name
     run(bundles, "-o", gen)
     left = tmp_path / f".{name}.rsrv-gen-crashed"
@@ -410,7 +424,7 @@ def test_what_a_crash_left_is_cleared_away(bundles: Path, tmp_path: Path, name: 
 
 @pytest.mark.parametrize("atomic", [True, False], ids=["one step", "two renames"])
 def test_directories_are_exchanged(tmp_path: Path, atomic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two directories are exchanged whole, with and without the atomic system call."""
+    """Two directories are exchanged completely, with and without the atomic system call."""
     if not atomic:
         monkeypatch.setattr(staging, "_rename_exchange", lambda one, other: False)
     one, other = tmp_path / "one", tmp_path / "other"
@@ -424,7 +438,7 @@ def test_directories_are_exchanged(tmp_path: Path, atomic: bool, monkeypatch: py
 
 
 def test_an_old_c_library_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without renameat2 in the C library, two renames exchange the directories."""
+    """If the C library has no renameat2, two renames exchange the directories."""
     monkeypatch.setattr(ctypes, "CDLL", lambda *args, **options: object())
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
@@ -434,7 +448,7 @@ def test_an_old_c_library_is_no_error(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_actions_for_programs(bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--json` prints one list of what was done, or with `--check` of what would be."""
+    """`--json` prints a list of the changes of the run. With `--check`, these are the changes that a run would make."""
     assert run(bundles, "-o", gen, "--check", "--json") == 1
 
     actions = json.loads(capsys.readouterr().out)
@@ -444,7 +458,7 @@ def test_actions_for_programs(bundles: Path, gen: Path, capsys: pytest.CaptureFi
 def test_a_run_that_is_refused_has_no_actions(
     bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--json` prints an empty list if no bundle, unknown settings or an error of the system ends the run."""
+    """If a run ends because of missing bundles, unknown settings or a system error, `--json` prints an empty list."""
     config = bundles.parent / "settings.yaml"
     config.write_text("models: {tow: {weight: 2}}")
     refused: list[tuple[int, list[str | Path]]] = [
@@ -461,7 +475,7 @@ def test_a_run_that_is_refused_has_no_actions(
 def test_a_reader_that_goes_stops_nothing(
     bundles: Path, gen: Path, json_too: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`rsrv-gen ... | true` writes all models and the settings."""
+    """`rsrv-gen ... | true` writes all models and the settings, although the reader of its output is gone."""
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as closed:
@@ -471,7 +485,7 @@ def test_a_reader_that_goes_stops_nothing(
 
 
 def test_a_limit_on_rows_is_what_clients_read(bundles: Path, gen: Path, tmp_path: Path) -> None:
-    """The most rows of a request is max_batch_size in config.pbtxt, and a change renews it. Rows of executions do not count."""
+    """`max_rows` becomes max_batch_size in config.pbtxt, and a change updates it. The limit on rows of executions does not matter."""
     config = gen / "one" / "config.pbtxt"
     settings = tmp_path / "rsrv.yaml"
     assert run(bundles, "-o", gen) == 0

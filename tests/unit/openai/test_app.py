@@ -1,4 +1,4 @@
-"""Limits of the HTTP server: bodies in progress, bodies that do not arrive, and readers that stall."""
+"""Limits of the HTTP server: for bodies in progress, for bodies that do not arrive, and for readers that stall."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rsrv.openai.inference import InputTensor, TaskModel
 from rsrv.openai.usage import Usage
 from tests.waiting import looped
 
-# The server has texts as keys of a request: RequestKey needs a newer aiohttp than the oldest supported one.
+# The server uses texts as keys of a request, because the oldest supported aiohttp does not have RequestKey.
 pytestmark = pytest.mark.filterwarnings("ignore::aiohttp.web_exceptions.NotAppKeyWarning")
 
 MODEL = TaskModel(
@@ -38,7 +38,7 @@ STREAM = {"model": "writer", "prompt": "a", "stream": True}
 
 
 class OneModel:
-    """A catalogue and a backend with one model, which answers once `ready` is set."""
+    """A catalogue and a backend with two models, which answer when `ready` is set."""
 
     def __init__(self, width: int = 4) -> None:
         self.models: Mapping[str, TaskModel] = {MODEL.name: MODEL, WRITER.name: WRITER}
@@ -71,7 +71,7 @@ async def served(model: Any) -> AsyncIterator[tuple[TestServer, Usage]]:
 
 
 async def post(session: ClientSession, server: TestServer, text: str) -> tuple[int, Any]:
-    """Return the status and the JSON of an answer to a text."""
+    """Send a text. Return the status and the JSON of the answer."""
     body = {"model": "embed", "input": text}
     async with session.post(server.make_url("/v1/embeddings"), json=body) as answer:
         return answer.status, json.loads(await answer.text())
@@ -79,7 +79,7 @@ async def post(session: ClientSession, server: TestServer, text: str) -> tuple[i
 
 @looped
 async def test_the_bodies_of_all_calls_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call beyond the limit is refused with a time to retry; a call that has ended counts no more."""
+    """If the bodies of all calls exceed the limit, a call is refused with a time to retry. A call that has ended is not counted."""
     monkeypatch.setattr(app, "MAX_BODIES", 1500)
     model = OneModel()
     async with served(model) as (server, _), ClientSession() as session:
@@ -95,7 +95,7 @@ async def test_the_bodies_of_all_calls_are_limited(monkeypatch: pytest.MonkeyPat
 
 @looped
 async def test_a_body_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the limit, also for a body that is compressed."""
+    """A body above the limit is refused, even if it is compressed, and the error names the limit."""
     monkeypatch.setattr(app, "MAX_BODY", 1 << 16)
     async with served(OneModel()) as (server, _), ClientSession() as session:
         status, answer = await post(session, server, "x" * (1 << 16))
@@ -107,7 +107,7 @@ async def test_a_body_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatc
 
 @looped
 async def test_a_body_that_does_not_arrive_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that announces a body and sends nothing holds no place."""
+    """If a client announces a body and sends nothing, its call ends and frees its place."""
     monkeypatch.setattr(app, "BODY_S", 0.05)
     async with served(OneModel()) as (server, _):
         reader, writer = await asyncio.open_connection(server.host, server.port)
@@ -119,7 +119,7 @@ async def test_a_body_that_does_not_arrive_ends_its_call(monkeypatch: pytest.Mon
 
 @looped
 async def test_a_reader_that_stalls_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large answer that nobody takes does not stay in memory, and the call ends."""
+    """If a client does not read a large answer, it is disconnected, and the answer does not stay in memory."""
     monkeypatch.setattr(app, "STALL_S", 0.05)
     model = OneModel(width=2_000_000)
     model.ready.set()
@@ -136,7 +136,7 @@ async def test_a_reader_that_stalls_is_disconnected(monkeypatch: pytest.MonkeyPa
 
 @looped
 async def test_keys_and_bodies_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """Not even those of requests that are no HTTP."""
+    """Keys and bodies are not logged, even if a request is not valid HTTP."""
     model: Any = OneModel()
     start = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     async with AsyncExitStack() as stack:
@@ -156,7 +156,7 @@ async def test_keys_and_bodies_are_not_logged(caplog: pytest.LogCaptureFixture) 
 
 @looped
 async def test_a_stream_that_fails_ends_with_an_event() -> None:
-    """An answer of its own within the stream would be no HTTP."""
+    """If a stream fails, its last event has the error, because HTTP allows no second answer."""
     model = OneModel()
     model.ready.set()
     async with (
@@ -170,7 +170,7 @@ async def test_a_stream_that_fails_ends_with_an_event() -> None:
 
 
 class Typist(OneModel):
-    """A model whose tokens are bytes, and come in several responses."""
+    """A model whose tokens are bytes. They arrive in several responses."""
 
     async def stream(self, *_: Any) -> AsyncIterator[dict[str, Any]]:
         for tokens in (b"AB", b"C", b"DE"):
@@ -179,7 +179,7 @@ class Typist(OneModel):
 
 @looped
 async def test_all_tokens_before_a_stop_text_are_counted() -> None:
-    """The usage has the tokens of every response that was read, and the text ends before the stop text."""
+    """The usage has the tokens of every response that was read. The text ends before the stop text."""
     body = {"model": "writer", "prompt": "xyz", "stop": "D"}
     async with (
         served(Typist()) as (server, _),
@@ -193,7 +193,7 @@ async def test_all_tokens_before_a_stop_text_are_counted() -> None:
 
 @looped
 async def test_a_silent_stream_gets_comments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proxy sees that the connection lives while the model starts; the first piece comes after the comments."""
+    """While the model starts, the stream sends comments, so that proxies see a living connection. The first piece follows them."""
     monkeypatch.setattr(app, "STATUS_S", 0.01)
     monkeypatch.setattr(app, "COMMENT_S", 0.01)
     model = OneModel()
@@ -213,7 +213,7 @@ async def test_a_silent_stream_gets_comments(monkeypatch: pytest.MonkeyPatch) ->
 
 @looped
 async def test_several_servers_share_a_port() -> None:
-    """Each of them answers some of the connections."""
+    """Several servers listen at one port, and each of them answers some of the connections."""
     model: Any = OneModel()
     usages = [Usage(), Usage()]
     async with AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Errors of servers and of bodies, in OpenAI's form."""
+"""Errors of servers, and errors in bodies, in the form of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from rsrv.openai.errors import ApiError, from_status
 def test_errors_of_a_server_keep_their_tag(
     code: str, text: str, status: int, tag: str, retry_after: str | None
 ) -> None:
-    """The tag moves from the message into `code`, and addresses of servers are not shown."""
+    """The tag of an error becomes its `code`. Addresses of servers are not shown."""
     error = from_status(code, text)
     assert (error.status, error.code, error.headers.get("Retry-After")) == (status, tag, retry_after)
     assert "[rsrv:" not in str(error)
@@ -44,7 +44,7 @@ def test_errors_of_a_server_keep_their_tag(
     assert str(error)
 
 
-#: Half as many token ids as a call may have.
+#: Token ids: half of the number that a call may have.
 LONG = ",".join(["1"] * (MAX_TOKENS // 2))
 EMBED = '{"model": "m", "input": %s}'
 CHAT = '{"model": "m", "messages": [{"role": "user", "content": %s}]%s}'
@@ -110,7 +110,7 @@ CHAT = '{"model": "m", "messages": [{"role": "user", "content": %s}]%s}'
     ],
 )
 def test_a_wrong_body_is_refused_by_its_field(form: Any, body: str, message: str, param: str | None) -> None:
-    """The message names the field and the fault."""
+    """The error for a wrong body names the field and the fault."""
     with pytest.raises(ApiError, match=message) as refused:
         form.read(body.encode())
     assert refused.value.status == 400
@@ -135,14 +135,14 @@ def test_a_wrong_body_is_refused_by_its_field(form: Any, body: str, message: str
     ],
 )
 def test_a_body_with_many_faults_is_refused_at_the_first_ones(form: type[ApiBody], body: str) -> None:
-    """An error for each of millions of wrong values would take gigabytes, and hold up all other calls."""
+    """A body with many faults is refused at the first ones, because millions of errors would take gigabytes and block other calls."""
     with pytest.raises(ValidationError) as refused:
         form.model_validate_json(body)
     assert refused.value.error_count() <= 3
 
 
 def test_fields_that_ask_for_nothing_are_accepted() -> None:
-    """Clients send null and neutral values for fields that rsrv does not have."""
+    """Null and neutral values are accepted for fields that rsrv does not support, because clients send them."""
     neutral = ', "tools": [], "stream_options": {"include_usage": null}, "logprobs": false, "n": null, "response_format": {"type": "text"}, "stop": "x"'
     body = ChatBody.read(
         (CHAT % ('[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]', neutral)).encode()

@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "openai.md"
 
 
 def test_a_caller_is_found_by_its_key(tmp_path: Path) -> None:
-    """Only the right key in a bearer's header names a caller, who may call its models."""
+    """Only the right key in a bearer header identifies a caller. A caller may call only its own models."""
     (file := tmp_path / "keys.yaml").write_text(
         f"a: {{sha256: {HASH}, models: [embed, 'rank-*'], priority: 1}}"
     )
@@ -42,7 +42,7 @@ def test_a_caller_is_found_by_its_key(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_file_is_refused_without_its_keys(tmp_path: Path, text: str, reason: str) -> None:
-    """The error names the entry, and never repeats a value, which may be a key."""
+    """The error for a wrong file names the entry. It never has a value, which may be a key."""
     (file := tmp_path / "keys.yaml").write_text(text)
     with pytest.raises(KeysError, match=reason) as refused:
         read_keys(file)
@@ -50,7 +50,7 @@ def test_a_wrong_file_is_refused_without_its_keys(tmp_path: Path, text: str, rea
 
 
 def test_the_page_has_the_example_and_every_metric() -> None:
-    """The hash on the page is that of its key, and the table is what python -m rsrv.openai.usage prints."""
+    """The hash on the page is the hash of its key. The table is the output of `python -m rsrv.openai.usage`."""
     text = PAGE.read_text(encoding="utf-8")
     assert HASH in text
     rest = text.partition("<!-- python -m rsrv.openai.usage -->")[2]
@@ -58,7 +58,7 @@ def test_the_page_has_the_example_and_every_metric() -> None:
 
 
 def test_usage_is_text_for_prometheus() -> None:
-    """Counts have the caller, the model and the status."""
+    """The usage is text for Prometheus. Counts have the caller, the model and the status."""
     usage = Usage()
     usage.answers.labels("a", "embed", "200").inc(2)
     assert b'rsrv_openai_requests_total{key="a",model="embed",status="200"} 2.0' in usage.text()

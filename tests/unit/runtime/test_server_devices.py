@@ -1,4 +1,4 @@
-"""Devices of a server: what `runtime.devices` means on a machine, and that no two servers have one card."""
+"""The devices of a server: what `runtime.devices` means on a machine, and that no two servers use the same card."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Wanted = Literal["all"] | Sequence[int | str]
 
 @pytest.fixture(autouse=True)
 def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Return the device node of a card."""
+    """Create and return the device node of a card."""
     node = tmp_path / "nvidiactl"
     node.touch()
     monkeypatch.setattr(cuda, "CARD_SIGNS", (str(node),))
@@ -77,7 +77,7 @@ def nvml_fails() -> Sequence[InstalledGpu]:
 def test_devices_of_a_setting(
     wanted: Wanted, visible: str | None, gpus: tuple[InstalledGpu, ...], expected: list[str]
 ) -> None:
-    """Numbers count the visible GPUs, a partitioned GPU stands for its instances, and names become UUIDs."""
+    """A number is the index of a visible GPU. A partitioned GPU stands for all its instances. Names become UUIDs."""
     assert found(wanted, visible, gpus) == expected
 
 
@@ -109,39 +109,52 @@ def test_devices_of_a_setting(
 def test_devices_that_are_not_there(
     wanted: Wanted, visible: str | None, gpus: tuple[InstalledGpu, ...], message: str
 ) -> None:
-    """The error names the setting, and what the machine has."""
+    """If a device does not exist, the error names the setting and what the machine has."""
     with pytest.raises(DevicesError, match=message):
         found(wanted, visible, gpus)
 
 
 def test_a_gpu_and_the_cpu_as_platform_contradict() -> None:
-    """The error names both settings."""
+    """If `devices` has a GPU and `platform` is `cpu`, the error names both settings."""
     assert found("all", platform="cpu") == ["cpu"]
     with pytest.raises(DevicesError, match=r"runtime\.devices: 0 is a GPU, and runtime\.platform is cpu"):
         found([0], platform="cpu")
 
 
 def test_nvml_that_fails(card: Path) -> None:
-    """All GPUs are not known then, and a list is taken as it is; without a card, NVML is not missed."""
+    """If NVML fails, `all` is an error, and a list is used as it is. Without a card, NVML is not needed."""
     with pytest.raises(DevicesError, match=r"runtime\.devices: all: NVML says .*runtime\.devices: \[0\]"):
         resolve("all", "auto", {}, nvml_fails)
     assert resolve([1, "GPU-cc"], "auto", {}, nvml_fails) == ["1", "GPU-cc"]
     assert resolve([1], "auto", {"CUDA_VISIBLE_DEVICES": "5,3"}, nvml_fails) == ["3"]
 
     card.unlink()
+    assert resolve([1, "GPU-cc"], "cuda", {}, nvml_fails) == ["1", "GPU-cc"]
     assert resolve("all", "cuda", {}, nvml_fails) == ["cpu"]
     assert resolve("all", "auto", {}, nvml_fails) == ["cpu"]
 
 
+def test_a_gpu_is_listed_on_a_machine_without_cards(card: Path) -> None:
+    """The error says what to do. The CPU does not serve in place of the GPU."""
+    card.unlink()
+    with pytest.raises(
+        DevicesError, match=r"runtime\.devices: 0: this machine .* has no device node .* write cpu"
+    ):
+        resolve(["cpu", 0, 1], "auto", {}, nvml_fails)
+
+
 def test_numbers_stay_while_the_server_lives(tmp_path: Path) -> None:
-    """A later runtime finds the first one's devices, even if a card is lost meanwhile."""
+    """A later runtime gets the devices of the first one, even if a card was lost meanwhile."""
     assert keep_devices(tmp_path, lambda: ["GPU-aa11", "GPU-bb22"]) == ["GPU-aa11", "GPU-bb22"]
     assert keep_devices(tmp_path, lambda: ["GPU-bb22"]) == ["GPU-aa11", "GPU-bb22"]
     assert read_devices(tmp_path) == ["GPU-aa11", "GPU-bb22"]
 
 
 def test_a_second_server_on_a_card_is_refused(tmp_path: Path) -> None:
-    """The error names both servers; when the first one has ended, the second one gets the card."""
+    """A second server on a card is refused, and the error names both servers.
+
+    It gets the card when the first one has ended.
+    """
     first = hold_card(tmp_path, "GPU-aa11", "tritonserver 1 (/models/a)", share=False)
     assert first is not None
 
@@ -160,7 +173,7 @@ def test_a_second_server_on_a_card_is_refused(tmp_path: Path) -> None:
 
 
 def test_servers_that_take_half_a_card_share_it(tmp_path: Path) -> None:
-    """A third one that wants more is refused."""
+    """Two servers that take half of a card each share it. A third one that wants more is refused."""
     held = [hold_card(tmp_path, "MIG-a/1", f"tritonserver {n}", share=True, timeout_s=0) for n in (1, 2)]
 
     with pytest.raises(DevicesError, match=r"runtime\.memory_fraction of at most 0\.5 in both"):
@@ -171,7 +184,7 @@ def test_servers_that_take_half_a_card_share_it(tmp_path: Path) -> None:
 
 
 class NvmlLibrary:
-    """Fake NVML on a machine with two GPUs, the second partitioned."""
+    """A fake NVML library on a machine with two GPUs. The second one is partitioned."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = 0
@@ -209,7 +222,7 @@ class NvmlLibrary:
 
 
 def test_gpus_and_their_instances_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots without an instance are left out."""
+    """Both GPUs are found, and the instances of the second one. Slots without an instance are left out."""
     library = NvmlLibrary(monkeypatch)
 
     assert read_gpus() == (InstalledGpu("GPU-0"), InstalledGpu("GPU-1", ("MIG-1", "MIG-3")))
@@ -218,7 +231,7 @@ def test_gpus_and_their_instances_are_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("name", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetUUID"])
 def test_a_library_that_fails(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A missing driver or a lost GPU is named."""
+    """If a function of NVML fails, the error has NVML's message."""
     NvmlLibrary(monkeypatch)
 
     def fail(*_: Any) -> None:

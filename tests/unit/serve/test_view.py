@@ -1,6 +1,7 @@
 """The lines that `rsrv serve` prints when a model's state changes."""
 
 import asyncio
+import json
 import os
 import re
 import socket
@@ -19,14 +20,14 @@ from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.serve import view
 from rsrv.serve.view import Changes, endpoints
-from rsrv.wire.paths import CONTROL_SOCKET, FAILURE
+from rsrv.wire.paths import CONTROL_SOCKET, DEVICES, FAILURE
 from rsrv_gen.plan import BUNDLE_FOLDER
 from tests.unit.serve.test_plan import planned
 from tests.waiting import PATIENCE_S
 
 
 def change(key: str, state: int | None, device: int = 0) -> pb.WatchStateResponse:
-    """Return the change of a version; None: it is gone."""
+    """Return the change of a version to a state. The state None means that the version is gone."""
     version = pb.Version(key=key, state=state or 0, error="no memory")  # type: ignore[arg-type]
     entry = pb.Entry(name=key.rpartition("@")[0], version=version)
     return pb.WatchStateResponse(
@@ -42,26 +43,26 @@ def snapshot(device: int, **models: tuple[str, int]) -> pb.WatchStateResponse:
 
 
 def failures(**failed: str) -> pb.WatchStateResponse:
-    """Return the models that are not as their bundles say, with the reasons."""
+    """Return an update with models that are not as their bundles say, with the reasons."""
     found = [pb.Failure(name=name, text=text) for name, text in failed.items()]
     return pb.WatchStateResponse(failures=pb.Failures(failures=found))
 
 
 def said(changes: Changes, update: pb.WatchStateResponse, **lives: str) -> list[str]:
-    """Return the lines that follow from an update, after the poll that takes it."""
+    """Return the lines about an update. They follow after the second poll."""
     changes.take(update)
     assert list(changes.lines(lives)) == []
     return list(changes.lines(lives))
 
 
 def counts(changes: Changes, loaded: Collection[str] | None = None, **lives: str) -> tuple[int, int, int]:
-    """Return how many models are ready, failed and cold."""
+    """Return the numbers of ready, failed and cold models."""
     found = changes.counts(lives, loaded)
     return found["ready"], found["failed"], found["cold"]
 
 
 def test_a_model_that_falls_back_to_cold_is_not_removed() -> None:
-    """A model of the repository that has left the runtimes is cold as soon as the control service says so."""
+    """A model that has left the runtimes, but is in the repository, is cold as soon as the control service says so."""
     models = {"a", "b", "c", "d"}
     changes = Changes({}, lambda: models)
     assert said(changes, change("a@1", pb.STATE_READY)) == ["a is ready"]
@@ -75,7 +76,7 @@ def test_a_model_that_falls_back_to_cold_is_not_removed() -> None:
 
 
 def test_a_model_that_cannot_be_loaded_is_never_called_cold() -> None:
-    """Its attempts come and go in the runtime, seconds before the control service knows the reason."""
+    """A model that cannot be loaded appears in the runtime and disappears again before its reason is known. It is never called cold."""
     changes = Changes({}, lambda: {"a", "b"})
     for _ in range(3):
         assert said(changes, change("a@1", pb.STATE_LOADING), a="starting") == []
@@ -86,7 +87,7 @@ def test_a_model_that_cannot_be_loaded_is_never_called_cold() -> None:
 
 
 def test_a_model_that_an_operator_unloads_is_not_loaded() -> None:
-    """The control service is not asked about it forever."""
+    """A model that an operator unloads is reported as not loaded. After that, the control service is not asked about it again."""
     changes = Changes({}, lambda: {"a"})
     assert said(changes, change("a@1", pb.STATE_READY)) == ["a is ready"]
     assert said(changes, change("a@1", None)) == []
@@ -96,14 +97,14 @@ def test_a_model_that_an_operator_unloads_is_not_loaded() -> None:
 
 @pytest.mark.parametrize("name", ["pets", "aliases.pets"])
 def test_an_alias_is_neither_cold_nor_removed_when_its_failure_ends(name: str) -> None:
-    """It is served then, and is not a model that could be cold."""
+    """When the failure of an alias ends, it is served. It is not a model, so it is never cold."""
     changes = Changes({}, lambda: {"cats"}, lambda: {"pets"})
     assert said(changes, failures(**{name: "no such model"})) == [f"{name} has failed: no such model"]
     assert said(changes, failures()) == ["the alias pets is served"]
 
 
 def test_a_model_of_a_device_that_sleeps_is_asleep() -> None:
-    """The operator put it to sleep, and its next request wakes it."""
+    """A model of a sleeping device is called asleep, because its next request wakes the device."""
     changes = Changes({}, lambda: {"a"})
     assert said(changes, change("a@1", pb.STATE_READY)) == ["a is ready"]
     assert said(changes, change("a@1", None), a="asleep") == ["a is asleep"]
@@ -122,12 +123,30 @@ def test_a_model_of_a_device_that_sleeps_is_asleep() -> None:
     ],
 )
 def test_the_line_of_a_server_counts_models_that_take_requests(found: dict[str, int], text: str) -> None:
-    """Failed models and starting models do not count as served."""
-    assert view._serving(Counter(found)) == text
+    """The line about served models counts only models that accept requests, and not failed or starting models."""
+    assert view._serving(Counter(found), Counter()) == text
+
+
+@pytest.mark.parametrize(
+    ("devices", "found", "text"),
+    [
+        (["cpu"], {"ready": 1}, "Serving 1 of 1 models on the CPU"),
+        (["cpu", "cpu"], {"ready": 1}, "Serving 1 of 1 models on the CPU as 2 devices"),
+        (["GPU-1", "GPU-2", "cpu"], {"ready": 1}, "Serving 1 of 1 models on 2 GPUs and the CPU"),
+        (["MIG-1"], {"ready": 1, "failed": 1}, "Serving 1 of 2 models, 1 failed, on one GPU"),
+    ],
+)
+def test_the_line_of_a_server_names_its_devices(
+    tmp_path: Path, devices: list[str], found: dict[str, int], text: str
+) -> None:
+    """A user who expects a GPU sees at once that the CPU serves."""
+    assert view._devices(tmp_path) == {}
+    (tmp_path / DEVICES).write_text(json.dumps(devices))
+    assert view._serving(Counter(found), view._devices(tmp_path)) == text
 
 
 def test_each_change_is_shown_once() -> None:
-    """A model becomes ready, gets a new bundle, and goes; updates that change nothing say nothing."""
+    """Lines report that a model becomes ready, gets a new bundle, or is removed. Updates without a change give no line."""
     changes = Changes({})
     assert said(changes, change("a@1", pb.STATE_LOADING)) == []
     assert said(changes, change("a@1", pb.STATE_READY)) == ["a is ready"]
@@ -141,7 +160,7 @@ def test_each_change_is_shown_once() -> None:
 
 
 def test_a_failure_is_shown_with_its_reason_and_so_is_its_end() -> None:
-    """A version that cannot be loaded, and a bundle that cannot be read, are named; repaired, the model is ready."""
+    """Failed versions and unreadable bundles are shown with their reasons. When the bundle is repaired, the model is shown as ready."""
     changes = Changes({})
     assert said(changes, change("a@1", pb.STATE_FAILED)) == ["a has failed: no memory"]
     assert said(changes, change("a@2", pb.STATE_READY)) == ["a is ready"]
@@ -154,7 +173,7 @@ def test_a_failure_is_shown_with_its_reason_and_so_is_its_end() -> None:
 
 
 def test_a_bundle_that_was_named_before_the_start_is_counted_and_not_named_again() -> None:
-    """What the generator refused has been printed: the same reason from the server adds no line."""
+    """If the generator has printed a bundle's failure, the same reason from the server gives no second line."""
     changes = Changes({"b": "no manifest"})
     assert said(changes, snapshot(0)) == []
     assert said(changes, failures(b="no manifest")) == []
@@ -163,7 +182,7 @@ def test_a_bundle_that_was_named_before_the_start_is_counted_and_not_named_again
 
 
 def test_an_earlier_version_of_a_broken_bundle_is_ready_and_not_failed() -> None:
-    """The reason that was shown before the start is not a failure of the version that serves; another reason is one."""
+    """If an earlier version of a broken bundle serves, the model is ready. Only another reason than the printed one is a failure."""
     changes = Changes({"a": "no manifest", "b": "no manifest"}, lambda: {"a", "b"})
     assert said(changes, failures(a="no manifest", b="no manifest")) == []
     assert said(changes, change("a@1", pb.STATE_READY)) == ["a is ready"]
@@ -175,7 +194,7 @@ def test_an_earlier_version_of_a_broken_bundle_is_ready_and_not_failed() -> None
 
 
 def test_a_model_that_one_device_serves_is_ready() -> None:
-    """A model is ready on the first device, and failed when it has failed on all; a new runtime says nothing new."""
+    """A model is ready when one device serves it, and failed when it has failed on all. A new runtime gives no line."""
     changes = Changes({})
     assert said(changes, snapshot(0, a=("a@1", pb.STATE_READY))) == ["a is ready"]
     assert said(changes, snapshot(1, a=("a@1", pb.STATE_FAILED))) == []
@@ -190,7 +209,7 @@ def test_a_model_that_one_device_serves_is_ready() -> None:
 
 
 def test_endpoints_are_what_a_client_here_connects_to() -> None:
-    """An address that listens everywhere is shown as localhost; a page that is not there is left out."""
+    """An address that listens everywhere is shown as localhost. A page that is not served is left out."""
     ports = {
         "http": Address("0.0.0.0", 9000),
         "grpc": Address("127.0.0.1", 8001),
@@ -208,14 +227,14 @@ def test_endpoints_are_what_a_client_here_connects_to() -> None:
 
 
 def test_a_server_for_this_machine_is_not_called_open() -> None:
-    """By default no other machine reaches it."""
+    """By default, no other machine reaches the server, so no line calls it open."""
     assert "other machines" not in endpoints(planned(), None, Path("serve.log"))
 
 
 def test_without_a_control_service_no_models_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server may serve any number of models: the line must not say that there are none."""
+    """Without a control service, the line has no numbers of models, because they are unknown."""
     (tmp_path / "cats").mkdir()
     monkeypatch.setattr(view, "CONTROL_S", 0.0)
     monkeypatch.setattr(view, "POLL_S", 0.01)
@@ -233,7 +252,7 @@ def test_without_a_control_service_no_models_are_counted(
 def test_the_reason_why_no_runtime_starts_is_shown_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is no control process then, and the models are not called cold."""
+    """If no runtime can start, there is no control process. The reason is shown at once, and models are not called cold."""
     (tmp_path / "models" / "cats").mkdir(parents=True)
     (tmp_path / FAILURE).write_text("the runtime did not start: no\nXLA\n")
     monkeypatch.setattr(view, "POLL_S", 0.01)
@@ -250,7 +269,7 @@ def test_the_reason_why_no_runtime_starts_is_shown_at_once(
 
 
 class Importing(control_pb2_grpc.ControlServicer):
-    """Has models `plain` and `hooked`, whose weights are loaded; model.py of `hooked` is being imported until `imported`."""
+    """A server with the models `plain` and `hooked`. All weights are loaded; model.py of `hooked` is imported until `imported`."""
 
     def __init__(self) -> None:
         self.imported = False
@@ -270,7 +289,7 @@ class Importing(control_pb2_grpc.ControlServicer):
 def test_a_model_is_ready_when_its_model_py_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its weights may be loaded long before; until then no line says that it is ready, and other models do not wait."""
+    """A model with loaded weights is ready only after its model.py is imported. Other models do not wait for it."""
     for name in ("plain", "hooked"):
         (tmp_path / name / BUNDLE_FOLDER).mkdir(parents=True)
     (tmp_path / "hooked" / BUNDLE_FOLDER / "model.py").touch()
@@ -301,7 +320,7 @@ def test_a_model_is_ready_when_its_model_py_is_imported(
 def test_a_control_service_is_asked_often_until_it_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may come long after the server, and models become ready then: no attempt waits for longer than the one before."""
+    """Until the control service exists, which may take long, connections are tried often: the waits do not grow."""
     monkeypatch.setattr(view, "POLL_S", 0.05)
     monkeypatch.setattr(view, "runtime_directory", lambda pid, gpu: tmp_path)
     attempts = asyncio.Queue[None]()
@@ -316,7 +335,7 @@ def test_a_control_service_is_asked_often_until_it_is_there(
         server = await asyncio.start_unix_server(refuse, tmp_path / CONTROL_SOCKET)
         async with server, aclosing(view.follow(plan, os.getpid(), {})) as lines:
             following = asyncio.ensure_future(anext(lines))
-            # gRPC's own pauses would add up to five minutes.
+            # With gRPC's own pauses, the attempts would take five minutes.
             async with asyncio.timeout(PATIENCE_S):
                 for _ in range(12):
                     await attempts.get()
@@ -327,7 +346,7 @@ def test_a_control_service_is_asked_often_until_it_is_there(
 
 
 def test_a_start_is_never_silent_for_long() -> None:
-    """A line about what it waits for comes after ten seconds without another one, and then ever less often."""
+    """After ten seconds without a line, a line says what the start waits for. Further such lines follow more and more seldom."""
     silence = view.Patience(100.0)
     assert silence.waited(109.9) is None
     silence.note(109.9)
@@ -356,12 +375,12 @@ def test_a_start_is_never_silent_for_long() -> None:
 def test_what_a_start_waits_for(
     starting: set[str], processes: set[str], runtime: bool, error: str, text: str
 ) -> None:
-    """The operator reads how far it is, and what went wrong last."""
+    """The line has the progress of the start, and the last error."""
     assert view.waits_for(29, starting, processes, runtime, error) == text
 
 
 def test_a_server_that_gets_nowhere_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It listens at no port, and has neither a process of a model nor a runtime."""
+    """If a server listens at no port, and has no process of a model and no runtime, the line says so."""
     (tmp_path / "cats").mkdir()
     monkeypatch.setattr(view, "POLL_S", 0.01)
     monkeypatch.setattr(view, "QUIET_S", 0.05)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from rsrv.openai.errors import ApiError, unknown_model
-from rsrv.openai.inference import Backend, TaskModel
+from rsrv.openai.errors import ApiError, starting_model, unknown_model
+from rsrv.openai.inference import LOADING, READY, Backend, TaskModel
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +25,8 @@ class TaskCatalog:
         self._models: dict[str, TaskModel] = {}
         #: Ready models whose configurations had no task.
         self._without: set[str] = set()
+        #: Models that were starting when the models were last listed.
+        self._starting: set[str] = set()
         self._places = asyncio.Semaphore(_AT_ONCE)
         #: Reason why the list is not available; empty if it is.
         self.problem = ""
@@ -42,7 +44,9 @@ class TaskCatalog:
     async def refresh(self) -> None:
         """Request the list of models, and the configurations of new models and of models with a task."""
         try:
-            names, problem = set(await self._backend.names()), ""
+            states, problem = await self._backend.index(), ""
+            names = {name for name, state in states.items() if state == READY}
+            self._starting = {name for name, state in states.items() if state == LOADING}
         except ApiError as error:
             # Without the list, update at least the models that are known already.
             names, problem = set(self._models), str(error)
@@ -64,7 +68,7 @@ class TaskCatalog:
         if model := await self._ask(name):
             self._without.discard(name)
             return model
-        raise unknown_model(name)
+        raise starting_model(name) if name in self._starting else unknown_model(name)
 
     async def _try(self, name: str) -> TaskModel | None:
         with suppress(ApiError):

@@ -85,6 +85,11 @@ def unknown_model(name: str) -> ApiError:
     return ApiError(404, "NOT_FOUND", text, "model")
 
 
+def starting_model(name: str) -> ApiError:
+    """Return the error for a model that the server is loading. Its task is not known yet."""
+    return ApiError(503, "STARTING", f"the model {name!r:.100} is starting; try again later", "model", 1.0)
+
+
 def from_grpc(error: grpc.RpcError) -> ApiError:
     """Return the error for a failed call of the server or of a gateway."""
     return from_status(error.code().name, error.details() or "")

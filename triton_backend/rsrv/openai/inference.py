@@ -132,6 +132,10 @@ def read_outputs(response: Any) -> dict[str, Any]:
     return values
 
 
+#: Triton's states of a model that can be called, and of a model that is starting.
+READY, LOADING = "READY", "LOADING"
+
+
 class Backend:
     """A server, or a gateway. Only one event loop may use it."""
 
@@ -145,11 +149,13 @@ class Backend:
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._operator = operator
 
-    async def names(self) -> list[str]:
-        """Return the names of the ready models. Raises ApiError."""
-        request = service_pb2.RepositoryIndexRequest(ready=True)
+    async def index(self) -> dict[str, str]:
+        """Return the states of the models of the repository, in Triton's words. Raises ApiError."""
+        request = service_pb2.RepositoryIndexRequest()
         reply = await _answer(self._stub.RepositoryIndex(request, timeout=10, metadata=self._operator))
-        return [model.name for model in reply.models]
+        # A model that is replaced may be listed for both versions.
+        models = sorted(reply.models, key=lambda model: model.state == READY)
+        return {model.name: model.state for model in models}
 
     async def task(self, name: str) -> TaskModel | None:
         """Return a model, or None if it has no task. Raises ApiError."""

@@ -102,7 +102,7 @@ def resolve(
     chosen = (
         _all(platform, environment, list_gpus)
         if devices == "all"
-        else _listed(devices, platform, visible, list_gpus)
+        else _listed(devices, platform, environment, list_gpus)
     )
     for index, device in enumerate(chosen):
         if device != _CPU and device in chosen[:index]:
@@ -116,7 +116,7 @@ def resolve(
 def _listed(
     listed: Sequence[int | str],
     platform: str,
-    visible: str | None,
+    environment: Mapping[str, str],
     list_gpus: Callable[[], Sequence[InstalledGpu]],
 ) -> list[str]:
     if platform == "cpu":
@@ -125,8 +125,15 @@ def _listed(
                 raise DevicesError(
                     f"{_KEY}: {device} is a GPU, and runtime.platform is cpu; remove one of them"
                 )
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
     gpus: Sequence[InstalledGpu] = ()
-    if any(device != _CPU for device in listed):
+    if named := [device for device in listed if device != _CPU]:
+        if platform == "auto" and find_card({}) is None and not environment.get("JAX_PLATFORMS"):
+            # Otherwise, the CPU would silently serve in place of the GPU.
+            raise DevicesError(
+                f"{_KEY}: {named[0]}: this machine or container has no device node of an NVIDIA card. Start a container with "
+                "--gpus all. If the models should run on the CPU, write cpu"
+            )
         try:
             gpus = list_gpus()
         except GpusUnknown:

@@ -33,7 +33,7 @@ from rsrv.settings_fleet import GatewaySection
 from rsrv.triton_command_line import ask_flags
 from rsrv.wire.paths import RuntimeDirectoryError, base_directory, hold, make_private, write_whole
 from rsrv_gen.known import Known
-from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources, unknown_models
+from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources, unknown_models, unserved_models
 from rsrv_gen.write import carried
 
 log = logging.getLogger(__name__)
@@ -245,6 +245,8 @@ def _generate(
     problems += unknown_models(settings, {*sources.good, *sources.broken})
     for problem in (*problems, *failed):
         log.error("%s", problem)
+    for line in unserved_models(sources):
+        log.warning("%s", line)
     if cost := repositories.cost_of_missing_library(settings):
         log.warning("%s", cost)
     log.info("%d models in %s", len(sources.good), planned.repository)

@@ -23,7 +23,7 @@ from rsrv.serve.child_probes import listens
 from rsrv.serve.plan import ServerPlan
 from rsrv.serve.repositories import model_folders
 from rsrv.text import one_line, some
-from rsrv.wire.paths import CONTROL_SOCKET, FAILURE, SOCKET, runtime_directory
+from rsrv.wire.paths import CONTROL_SOCKET, FAILURE, SOCKET, read_devices, runtime_directory
 from rsrv.wire.stub_process import living_stubs
 from rsrv_gen.plan import BUNDLE_FOLDER
 from rsrv_gen.write import is_alias
@@ -368,7 +368,8 @@ async def follow(
                     counts = Counter[str](failed=len(models))
                     if not shown:
                         counts = changes.counts(await _lives(control), await _loaded(pid))
-                    yield Line(_serving(counts) if known or shown else _UNKNOWN, "serves")
+                    text = _serving(counts, _devices(directory)) if known or shown else _UNKNOWN
+                    yield Line(text, "serves")
             elif not serves:
                 listening = await listens(planned.ports["http"])
             await asyncio.sleep(POLL_S)
@@ -377,13 +378,32 @@ async def follow(
         await channel.close()
 
 
-def _serving(counts: Counter[str]) -> str:
-    """Return the line for a serving server, with the number of its ready models."""
+def _devices(directory: Path) -> Counter[str]:
+    """Return the number of the server's devices of each kind, GPU and CPU. There are none before a runtime has resolved them."""
+    try:
+        return Counter("CPU" if device == "cpu" else "GPU" for device in read_devices(directory))
+    except OSError:
+        return Counter()
+
+
+def _serving(counts: Counter[str], devices: Counter[str]) -> str:
+    """Return the line for a serving server, with the numbers of its ready models and of its devices."""
     text = f"Serving {counts.total() - counts['failed'] - counts['starting']} of {counts.total()} models"
     cold = counts["cold"] + counts["asleep"]
     details = [f"{cold} of them cold until their first request"] if cold else []
     details += [f"{counts[word]} {word}" for word in ("starting", "failed") if counts[word]]
+    kinds = " and ".join(_counted(devices[kind], kind) for kind in ("GPU", "CPU") if devices[kind])
+    if kinds and details:
+        details.append(f"on {kinds}")
+    elif kinds:
+        text += f" on {kinds}"
     return ", ".join((text, *details))
+
+
+def _counted(count: int, kind: str) -> str:
+    if kind == "CPU":
+        return "the CPU" if count == 1 else f"the CPU as {count} devices"
+    return "one GPU" if count == 1 else f"{count} GPUs"
 
 
 def _models(repository: Path) -> set[str]:

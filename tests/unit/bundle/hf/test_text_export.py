@@ -1,4 +1,4 @@
-"""Directories with models of text become bundles whose whole answers are those of transformers and sentence-transformers."""
+"""Directories with models for texts become bundles whose whole answers are those of transformers and sentence-transformers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 from rsrv.hooks import BadInput
 from rsrv.hooks.loader import load_hooks
 from rsrv_bundle import Bundle, BundleError
-from rsrv_bundle.hf.export import export_hf
+from rsrv_bundle.hf.directory import open_directory
+from rsrv_bundle.hf.export import export_hf, recipe_of
 from rsrv_bundle.hf.proof import ServedBundle, prove
 from rsrv_bundle.hf.recipe import HubOptions, row
 from rsrv_bundle.spec import PadSpec
@@ -23,7 +24,7 @@ from tests.unit.bundle.hf import directories
 
 pytestmark = pytest.mark.long
 
-#: One length and one batch size: each module takes seconds.
+#: Options with one length and one batch size, because each module takes seconds.
 QUICK = HubOptions(lengths=(64,), batch_sizes=(2,))
 Make = Callable[[Path], Path]
 
@@ -33,7 +34,7 @@ def export(directory: Path, options: HubOptions = QUICK, **others: Any) -> Bundl
 
 
 def based(directory: Path) -> Path:
-    """Name the encoder as the model of a directory that has a head's weights."""
+    """Change config.json so that it names only the encoder, although the weights include a head."""
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "architectures": ["RobertaModel"]}))
     return directory
@@ -99,7 +100,7 @@ DIRECTORIES: dict[str, tuple[str, Make]] = {
 
 @pytest.mark.parametrize(("kind", "make"), DIRECTORIES.values(), ids=DIRECTORIES)
 def test_a_directory_becomes_a_bundle(kind: str, make: Make, tmp_path: Path) -> None:
-    """The directory decides the task, and all samples get the framework's answers."""
+    """The directory decides the task. For all samples, the bundle gives the framework's answers."""
     manifest = export(make(tmp_path / "model")).manifest
     assert manifest.task is not None
     assert manifest.task.kind == kind
@@ -108,8 +109,19 @@ def test_a_directory_becomes_a_bundle(kind: str, make: Make, tmp_path: Path) -> 
     assert 0 <= max(errors.values()) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [(HubOptions(), "the embedding is the mean of the token vectors; --pooling cls"), (HubOptions(pooling="cls"), "")],
+)
+def test_a_pooling_that_nobody_chose_is_announced(options: HubOptions, note: str, tmp_path: Path) -> None:
+    """The directory of a plain encoder does not say how its vectors are pooled, and another choice gives other embeddings."""
+    checked = open_directory(directories.bert(tmp_path / "model"))
+    assert recipe_of(checked, "feature-extraction", options).note.startswith(note)
+    assert bool(recipe_of(checked, "feature-extraction", options).note) is bool(note)
+
+
 def test_texts_of_every_length_share_a_padded_axis(tmp_path: Path) -> None:
-    """The hooks pad nothing but the rows of a request, and a text that is cut has as many tokens as the longest length."""
+    """The hooks pad only the rows of one request to one length. A text that is too long is cut to the longest length."""
     bundle = export(directories.bert(tmp_path / "model"), HubOptions(lengths=(16, 64), batch_sizes=(1, 4)))
     assert bundle.manifest.pad == PadSpec(
         "l", {"input_ids": 0, "attention_mask": 0, "token_type_ids": 0}, "attention_mask"
@@ -124,13 +136,13 @@ def test_texts_of_every_length_share_a_padded_axis(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["RoBERTa fills", "RoBERTa tags", "DistilBERT ranks", "last"])
 def test_each_task_has_a_padded_axis(kind: str, tmp_path: Path) -> None:
-    """Masks, places of tokens and pairs keep their answers under padding, and outputs of each token are cut back."""
+    """Models that fill masks, tag tokens or rank pairs get a padded axis, because padding does not change their answers."""
     bundle = export(DIRECTORIES[kind][1](tmp_path / "model"), HubOptions(lengths=(40, 72), batch_sizes=(2,)))
     assert bundle.manifest.pad is not None
 
 
 def test_positions_before_the_first_token_count_for_no_length(tmp_path: Path) -> None:
-    """RoBERTa's positions begin behind the id of its padding, so a table of 80 has room for 78 tokens."""
+    """RoBERTa's positions begin after the id of its padding, so a table of 80 positions has room for 78 tokens only."""
     directory = directories.roberta(tmp_path / "model")
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": 1000}))
@@ -141,7 +153,7 @@ def test_positions_before_the_first_token_count_for_no_length(tmp_path: Path) ->
 def test_a_model_that_reads_its_padding_gets_variants(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """GPT-2 takes the last token that is not the padding's as the end of a text, whatever the mask says."""
+    """GPT-2 finds the end of a text by the padding's id, and ignores the mask. So it gets a variant for each length and no padded axis."""
     bundle = export(
         directories.gpt2(tmp_path / "model", ("a", "b")), HubOptions(lengths=(16, 64), batch_sizes=(2,))
     )
@@ -159,7 +171,7 @@ def _rows(bundle: Bundle, text: str) -> list[Any]:
 
 
 def test_a_text_is_cut_at_the_side_of_the_tokenizer(tmp_path: Path) -> None:
-    """With `truncation_side: left`, the end of a long text counts, as in the pipeline."""
+    """With `truncation_side: left`, a long text keeps its end, as in the pipeline."""
     model = directories.bert(tmp_path / "model")
     file = model / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "truncation_side": "left"}))
@@ -169,7 +181,7 @@ def test_a_text_is_cut_at_the_side_of_the_tokenizer(tmp_path: Path) -> None:
 
 
 def test_a_longer_text_is_refused_where_the_directory_cuts_none(tmp_path: Path) -> None:
-    """A classifier whose tokenizer has no truncation refuses a text that is too long, unless the user wants it cut."""
+    """If the tokenizer has no truncation, a text that is too long is refused, unless the user asks for cuts."""
     model = directories.bert(tmp_path / "model", "BertForSequenceClassification", ("a", "b"))
     with pytest.raises(BadInput, match="text 0 has 122 tokens; the model reads at most 64"):
         ServedBundle(export(model))(row(text="a " * 120))
@@ -178,7 +190,7 @@ def test_a_longer_text_is_refused_where_the_directory_cuts_none(tmp_path: Path) 
 
 
 def test_a_text_without_its_mask_is_refused(tmp_path: Path) -> None:
-    """Texts for fill-mask have one mask each."""
+    """A text for fill-mask without a mask, or with two masks, is refused."""
     served = ServedBundle(export(directories.bert(tmp_path / "model", "BertForMaskedLM")))
     for text in ("no mask", "[MASK] and [MASK]"):
         with pytest.raises(BadInput, match="the mask exactly once"):
@@ -211,7 +223,7 @@ def test_answers_that_differ_are_refused(tmp_path: Path) -> None:
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    """A task whose head has no weights, a configuration of another size, and a huge one are named."""
+    """The error names a head without weights, a configuration of another size, a huge size, and an unknown type of model."""
     model = directories.bert(tmp_path / "model")
     with pytest.raises(BundleError, match="have no weight 'classifier"):
         export(model, HubOptions(task="text-classification"))

@@ -22,7 +22,7 @@ from tests.unit.bundle.forge import seal
 
 _default = settings.default
 assert _default is not None
-#: For properties whose every example is slow; `make test-long` takes ten times as many.
+#: Settings for properties with slow examples. `make test-long` tries ten times as many examples.
 FEW_EXAMPLES = settings(max_examples=_default.max_examples // 3)
 
 #: Tensors of a meta model: x and y, rows of three f32.
@@ -32,7 +32,7 @@ client_outputs: [{name: y, dtype: f32, shape: na, dims: {a: 3}}]
 """
 
 
-#: executables of the modules that tests export, from run to run
+#: Folder for executables of the modules that tests export. It is kept between test runs.
 _COMPILED = Path(__file__).parents[1] / ".cache" / "tests"
 _CACHE_SETTINGS = (
     "jax_compilation_cache_dir",
@@ -44,7 +44,7 @@ _CACHE_SETTINGS = (
 
 @contextmanager
 def compiled_before() -> Iterator[None]:
-    """Have jax keep what it compiles from run to run: exporters compile each module, most of the time of their tests."""
+    """Let jax reuse compiled executables of earlier test runs. Compiling modules takes most of the time of exporters' tests."""
     before = {name: getattr(jax.config, name) for name in _CACHE_SETTINGS}
     store = compilation_cache.get_file_cache
     _COMPILED.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def write_meta(
 
 
 def broken_bundle(path: Path, good: Path) -> Path:
-    """Copy a bundle so that it can be read and not compiled."""
+    """Copy a bundle and break its modules. The copy can be read but not compiled."""
     shutil.copytree(good, path)
     for module in path.glob("*.mlir"):
         module.write_bytes(b"nonsense")
@@ -90,13 +90,13 @@ def export_sums(
     when_full: WhenFull = "wait",
     idle_timeout_s: float = 60.0,
 ) -> Path:
-    """Write a bundle with state: y [n, 3] is the sum of a sequence's x so far plus w = 1, and steps [n] their number."""
+    """Write a bundle with state. y [n, 3] is the sum of a sequence's x so far plus w = 1, and steps [n] is the number of its steps."""
 
     def step(params: Any, state: Any, x: Any) -> Any:
         new = {"sum": state["sum"] + x, "steps": state["steps"] + 1}
         return {"y": new["sum"] + params["w"], "steps": new["steps"]}, new
 
-    struct: Any = jax.ShapeDtypeStruct  # has no types
+    struct: Any = jax.ShapeDtypeStruct  # jax has no types for it
     export_stateful(
         step,
         {"sum": struct((3,), np.float32), "steps": struct((), np.int32)},

@@ -1,4 +1,4 @@
-"""The table of the states that go together: the word of `rsrv status` for a model, and the states behind the word."""
+"""The table of the states that can occur together: the word of `rsrv status` for a model, and the states behind the word."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Combination(NamedTuple):
     triton: str
     #: The model's fronts: connected, or waiting for a request or for a runtime.
     front: str
-    #: The version that the runtime shows: the ready one if there are several, none if the runtime does not know the model.
+    #: The version that the runtime shows: the ready version, if there is one. It is `none` if the runtime does not know the model.
     runtime: str
     #: The weights. A meta model has none.
     weights: str
 
 
 class Row(NamedTuple):
-    """A row of the table: combinations of these states are known. A cell with "any" has all states."""
+    """A row of the table. All combinations of its states are known. A cell with "any" stands for all states."""
 
     word: str
     cells: tuple[frozenset[str], ...]

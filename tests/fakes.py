@@ -1,7 +1,7 @@
 """A device without jax, and Triton's Python API without Triton: seams for unit tests.
 
-The fakes keep the originals' quirks that the product must live with: a device runs one execution at a
-time; a response sender takes one response, and asking it anything afterwards is fatal.
+The fakes keep quirks of the originals that the product must live with. A device runs one execution at a
+time. A response sender takes one final response, and any later call of the sender is fatal.
 """
 
 import json
@@ -40,7 +40,7 @@ Compute = Callable[[Sequence[Array], Sequence[Array]], list[Array]]
 
 
 class Gate:
-    """A gate that is open until it is cleared; `waiting` is set while a thread is held."""
+    """A gate that is open until a test clears it. `waiting` is set while the gate holds a thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,14 +50,14 @@ class Gate:
         self.waiting = threading.Event()
 
     def clear(self, after: int = 0) -> None:
-        """Hold every thread after the next `after`."""
+        """Let the next `after` threads pass, and hold every later thread."""
         with self._lock:
             self._pass = after
             if self._open.is_set():
                 self._open = threading.Event()
 
     def set(self) -> None:
-        """Let all held threads go on. From now on none is waiting, however late they go on."""
+        """Release all held threads. `waiting` is cleared at once, even if the threads continue only later."""
         with self._lock:
             self.waiting.clear()
             self._open.set()
@@ -74,7 +74,7 @@ class Gate:
         opened.wait(PATIENCE_S)
 
     def wait_until_held(self) -> None:
-        """Wait until a thread is held here."""
+        """Wait until the gate holds a thread."""
         assert self.waiting.wait(PATIENCE_S), "no thread is held"
 
 
@@ -83,7 +83,7 @@ Operation = Literal["upload", "launch", "read", "read_slot", "write_slot", "page
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class FakeBuffer:
-    """A tensor on a `FakeDevice`: a copy, as on a real one."""
+    """A tensor on a `FakeDevice`. It is a copy, as on a real device."""
 
     array: Array
     live: bool = True
@@ -91,7 +91,7 @@ class FakeBuffer:
 
 @dataclass(slots=True, eq=False)
 class FakePools:
-    """State tensors on a `FakeDevice`; an execution that fails loses them."""
+    """State tensors on a `FakeDevice`. An execution that fails loses them."""
 
     arrays: list[Array]
     live: bool = True
@@ -99,7 +99,7 @@ class FakePools:
 
 @dataclass(slots=True)
 class _Failures:
-    """Outcomes of the next calls of each operation; None succeeds."""
+    """Outcomes of the next calls of each operation. None means that the call succeeds."""
 
     _next: dict[Operation, deque[Exception | None]] = field(default_factory=dict)
 
@@ -112,13 +112,13 @@ class _Failures:
             try:
                 raise error
             finally:
-                # Its traceback leads here: a cycle would keep the buffers of the call until the next collection.
+                # The error's traceback refers to this frame. The cycle would keep the call's buffers until the next collection.
                 del error
 
 
 @dataclass(slots=True, eq=False)
 class _FakeExecution:
-    """Runs when its outputs are first wanted."""
+    """An execution that runs when its outputs are first requested."""
 
     run: Callable[[], list[Array]]
     unread: Collection[int]
@@ -132,17 +132,17 @@ class _FakeExecution:
 
 
 class FakeDevice:
-    """Computes with a Python function; executions can be held, failed and watched.
+    """Computes with a Python function. Tests can hold executions, let them fail, and watch them.
 
-    `compute(inputs, weights)` stands for every module. `executed` collects the rows of each execution,
-    padding included; `launched` gets them at its launch. An asynchronous device computes as late as possible,
-    when it is read: so it sees any later change of its inputs and weights, and fails then, if it was to fail
-    at its launch. Clear `gate` to hold executions, `uploads` to hold transfers, tensor by tensor, `compiles`
-    to hold those, and `profiles` to hold their starts and ends. Executing on freed weights and freeing twice
-    are errors.
+    `compute(inputs, weights)` stands for every module. `executed` collects the number of rows of each execution,
+    padding included. `launched` gets this number at the launch. An asynchronous device computes as late as
+    possible, when a test reads the outputs: so it sees any later change of its inputs and weights. If `fail` is
+    set at the launch, the execution fails when it is read. Clear `gate` to hold executions, `uploads` to hold the
+    transfer of each tensor, `compiles` to hold compilations, and `profiles` to hold the start and the end of
+    profiles. Executing on freed weights and freeing twice are errors.
 
-    Uploads respect `memory_limit`, if there is one; `scratch` is the reported memory of every execution
-    beside its weights.
+    Uploads respect `memory_limit`, if there is one. `scratch` is the reported memory that every execution needs
+    in addition to its weights.
     """
 
     def __init__(self, compute: Compute, *, asynchronous: bool = False) -> None:
@@ -166,19 +166,23 @@ class FakeDevice:
         self.memory_limit: int | None = None
         self.scratch = 0
         self.launcher: int | None = None
-        #: Tensors on the device, their bytes, and tensors that ever came there.
+        #: Number of tensors on the device.
         self.resident = 0
+        #: Bytes of the tensors on the device.
         self.device_bytes = 0
+        #: Number of all tensors that were ever uploaded.
         self.uploaded = 0
-        #: Outputs that are kept here, inputs that were here already, and merged ones.
+        #: Outputs that stay on the device.
         self.kept: WeakSet[FakeBuffer] = WeakSet()
+        #: Number of inputs that were on the device before their execution.
         self.in_place = 0
+        #: Number of tensors that were merged from pieces.
         self.merged = 0
-        #: {address: bytes} of page-locked host memory
+        #: Bytes of page-locked host memory, by address.
         self.locked: dict[int, int] = {}
-        #: {key of a model: its costs}, as measured or set
+        #: Costs of executions by the key of a model, as the product measured them or a test set them.
         self.costs: dict[str, Mapping[tuple[int, int], float]] = {}
-        #: seconds of builds, likewise
+        #: Seconds of a model's build by the key of the model, as the product measured them or a test set them.
         self.starts: dict[str, float] = {}
         #: Keys of models whose executables are stored.
         self.stored: set[str] = set()
@@ -186,9 +190,9 @@ class FakeDevice:
     def fail_next(
         self, operation: Operation, *, after: int = 0, times: int = 1, error: Exception | None = None
     ) -> None:
-        """Let the next `times` such calls raise `error`, by default OutOfMemory, after `after` that succeed.
+        """Let `times` calls of an operation raise `error`, by default OutOfMemory. The `after` calls before them succeed.
 
-        An upload is as many calls as it has tensors.
+        Each tensor of an upload is one call.
         """
         error = error or OutOfMemory(f"{operation}: told to")
         self._failures.put(operation, [None] * after + [error] * times)
@@ -284,7 +288,7 @@ class FakeDevice:
         with self._lock:
             self._failures.meet("launch")
         if pools is not None:
-            # Computed at once: the next launch takes what this one leaves.
+            # The state is computed at once, because the next launch continues from it.
             outputs = self._execute_on(pools, rows, weights, arrays)
             execution = _FakeExecution(lambda: outputs, unread, targets)
         else:
@@ -433,7 +437,7 @@ class FakeError:
 
 class FakeResponse:
     def __init__(self, output_tensors: list[FakeTensor], error: FakeError | None = None) -> None:
-        # Triton copies when it sends; so the memory may change afterwards.
+        # Triton copies a tensor when it sends it, so the memory may change afterwards.
         self.arrays = {tensor.name(): tensor.as_numpy().copy() for tensor in output_tensors}
         self.error = error
         self._tensors = output_tensors
@@ -446,7 +450,7 @@ class FakeResponse:
 
 
 class FakeSender:
-    """Takes one final response, into `request.answers`."""
+    """A sender that puts responses into `request.answers` and accepts no response after the final one."""
 
     def __init__(self, request: "FakeRequest") -> None:
         self._request = request
@@ -483,7 +487,7 @@ class FakeRequest:
         self._id = id
         self._sequence = sequence
         self._flags = flags
-        #: True once its trace was read.
+        #: True after the product has read the request's trace.
         self.trace_read = False
         self.cancelled = False
         self.answers: queue.SimpleQueue[FakeResponse] = queue.SimpleQueue()

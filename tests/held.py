@@ -1,4 +1,4 @@
-"""Memory, descriptors and threads of a process, for tests that models leave nothing behind."""
+"""Memory, descriptors and threads of a process, for tests which show that models leave nothing behind."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _NOISE = 2**16
 class Held:
     """Resources of one process, or of several together."""
 
-    #: Resident bytes that no file backs, and those of files' pages.
+    #: Resident bytes without a file behind them.
     anonymous: int
+    #: Resident bytes of the pages of files.
     file_backed: int
     descriptors: int
     threads: int
@@ -34,11 +35,11 @@ class Held:
 
     @property
     def resident(self) -> int:
-        """Return bytes."""
+        """Return the number of resident bytes."""
         return self.anonymous + self.file_backed
 
     def less_than(self, other: Held) -> bool:
-        """Return whether any resource is less, by more than noise."""
+        """Return whether there are fewer descriptors or threads, or less resident memory by more than noise."""
         fewer = self.descriptors < other.descriptors or self.threads < other.threads
         return fewer or self.resident < other.resident - _NOISE
 
@@ -51,7 +52,7 @@ class Held:
 
 
 def held(pid: int) -> Held:
-    """Return the resources of this process now."""
+    """Return the current resources of the process `pid`."""
     process = Path(f"/proc/{pid}")
     rollup = {}
     for line in (process / "smaps_rollup").read_text().splitlines()[1:]:
@@ -68,17 +69,20 @@ def held(pid: int) -> Held:
 def open_files() -> set[tuple[str, str]]:
     """Return number and target of this process's descriptors.
 
-    Compare sets, not their sizes: a thread or an object of an earlier test may close its own meanwhile.
+    Compare the sets, not their sizes: a thread or an object of an earlier test may close its descriptors at any time.
     """
     found = set()
     for link in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # Closed meanwhile, as the listing's own is.
+        with suppress(FileNotFoundError):  # It may be closed by this point, as the listing's own is.
             found.add((link.name, os.readlink(link)))
     return found
 
 
 def settled(read: Callable[[], Held], timeout: float = 60.0) -> Held:
-    """Return the answer of `read` that has not fallen for half a second. Raises TimeoutError after `timeout` seconds."""
+    """Call `read` until its answer has not fallen for half a second, and return this answer.
+
+    Raises TimeoutError after `timeout` seconds.
+    """
     pause = threading.Event()
     until = time.monotonic() + timeout
     least, same = read(), 0
@@ -95,7 +99,7 @@ def settled(read: Callable[[], Held], timeout: float = 60.0) -> Held:
 
 
 def has_returned(before: Held, after: Held, share: float = 0.02) -> bool:
-    """Return whether no more is held than before: descriptors and threads exactly, resident memory within a share."""
+    """Return whether descriptors and threads are no more than before, and resident memory is at most a `share` larger."""
     fewer = after.descriptors <= before.descriptors and after.threads <= before.threads
     return fewer and after.resident <= (1 + share) * before.resident
 

@@ -1,4 +1,4 @@
-"""Lines of the log that a test's own thread has written."""
+"""Lines of the log that come from a test's own thread."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import pytest
 
 
 def logged_here(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """Return the records of this thread: threads of earlier tests may still end, and log that."""
+    """Return the records of this thread. Threads of earlier tests may still be ending, and may log this."""
     return [record for record in caplog.records if record.thread == threading.get_ident()]

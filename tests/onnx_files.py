@@ -16,12 +16,12 @@ from rsrv_bundle import BundleError
 from rsrv_bundle.onnx_import.evaluate import Evaluator
 
 Array = np.ndarray[Any, Any]
-#: Element type and dimensions of a tensor. A dimension is a size, or a name.
+#: Element type and dimensions of a tensor. A dimension is a size or a name.
 Tensor = tuple[Any, Sequence[Any]]
 
 
 def node(op: str, inputs: str, outputs: str, **attributes: Any) -> Any:
-    """Make a node; names are separated by blanks, and `-` stands for an absent one."""
+    """Make a node. Blanks separate the names, and `-` stands for an absent tensor."""
     taken, made = (["" if name == "-" else name for name in text.split()] for text in (inputs, outputs))
     return helper.make_node(op, taken, made, **attributes)
 
@@ -67,9 +67,9 @@ def _with_known(evaluator: Evaluator, known: dict[str, Any], **inputs: Any) -> A
 
 
 def evaluated(evaluator: Evaluator, given: dict[str, Any]) -> dict[str, Any]:
-    """Evaluate under jit. What decides shapes is known at export, and everything else is traced.
+    """Evaluate under jit with as many traced inputs as possible. Shapes may depend on the other inputs, as at export.
 
-    Raises BundleError if it cannot be compiled, whatever is known.
+    Raises BundleError if the graph cannot be compiled even with all inputs known.
     """
     whole = [name for name, array in given.items() if array.dtype.kind not in "iub"]
     refusal = None
@@ -104,7 +104,7 @@ KERNEL = _RNG.standard_normal((16, 30)).astype(np.float32)
 
 
 def encoder(path: Path) -> Path:
-    """Write a model: the mean of the rows of a table that the ids choose, times a matrix."""
+    """Write a model that averages the rows of a table chosen by `ids`, and multiplies the mean by a matrix."""
     nodes = [
         node("Gather", "table ids", "rows"),
         node("ReduceMean", "rows axes", "mean", keepdims=0),

@@ -1,7 +1,7 @@
 """The commands in the documentation, and their treatment in the tests.
 
-A command stands in a block that is fenced as `sh`, from the block's left edge; lines that are indented continue it. By its first word
-it is run against a server (RUN), or it is not, for a reason (NOT_RUN). There is nothing between.
+A command begins at the left edge of a block that is fenced as `sh`, and indented lines continue it. The first words of a command
+decide about it: a test runs it against a server (RUN), or no test runs it, for a stated reason (NOT_RUN).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ PAGES = [
     *sorted((ROOT / "bundles" / "examples").rglob("README.md")),
 ]
 
-#: These run unchanged except for `PLACEHOLDERS`, and have to succeed.
+#: Programs whose commands a test runs. The commands are unchanged except for `PLACEHOLDERS`, and must succeed.
 RUN = {"rsrv", "rsrv-bundle", "rsrv-gen", "rsrv-sim", "curl", "python"}
 
-#: The reasons why others are not run. The flags of some are checked.
+#: Commands that no test of the pages runs, with the reason. The tests check the flags of some.
 NOT_RUN = {
     "make": "calls what the tests and CI call; target and flags are checked",
     "python3.12": "needs a GPU, and the folder of `make gpu-folder`",
@@ -67,7 +67,7 @@ _OTHER = {"python", "yaml", "dockerfile", "json"}
 @dataclass(frozen=True)
 class Command:
     page: str
-    #: The number of its first line.
+    #: Number of the command's first line.
     line: int
     text: str
 
@@ -77,7 +77,7 @@ class Command:
 
     @property
     def program(self) -> str:
-        """Return the first word, or the line if it begins with an assignment."""
+        """Return the first word of the command, or its first line if this begins with an assignment."""
         line = self.text.partition("\n")[0]
         word = line.split()[0]
         return line if "=" in word else word
@@ -105,7 +105,10 @@ def commands_of(text: str, page: str) -> Iterator[Command]:
 
 
 def strays(text: str) -> list[int]:
-    """Return the lines of blocks in no or an unknown language that begin like a command, which no test would run."""
+    """Return the numbers of lines that begin like a command, in blocks of no language or an unknown one.
+
+    No test would run these commands.
+    """
     return [
         first + index
         for language, first, lines in blocks(text)
@@ -124,7 +127,7 @@ def mentions(text: str) -> list[str]:
 
 
 def blocks(text: str) -> Iterator[tuple[str, int, list[str]]]:
-    """Yield each block of code: its language ("" if none or indented), the number of its first line, its lines."""
+    """Yield each block of code: its language ("" if none or indented), the number of its first line, and its lines."""
     lines = text.splitlines()
     index = 0
     while index < len(lines):

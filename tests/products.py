@@ -19,12 +19,12 @@ Array = npt.NDArray[Any]
 #: f32 [n, COLUMNS] -> f32 [n, COLUMNS]
 COLUMNS = 512
 WEIGHT_BYTES = COLUMNS * COLUMNS * 4
-#: Different modules; every MODULES-th model has the same one, with other weights.
+#: Number of different modules. Every MODULES-th model has the same module with other weights.
 MODULES = 4
 
 
 def kernel(number: int) -> Array:
-    """Return the weights of model `number`, different for each."""
+    """Return the weights of model `number`. They differ between models."""
     return np.random.default_rng(number).integers(-8, 9, (COLUMNS, COLUMNS)).astype(np.float32)
 
 
@@ -39,7 +39,7 @@ def answer(number: int, x: Array) -> Array:
 
 
 def make_products(folder: Path, count: int) -> list[Path]:
-    """Bundles `product_0` and so on, below `folder`."""
+    """Write the bundles `product_0` and so on below `folder`, and return their paths."""
     paths = [folder / f"product_{number}" for number in range(count)]
     for number, path in enumerate(paths):
         if number < MODULES:

@@ -18,9 +18,9 @@ class Refused(Exception):
 
 
 def compact(server_pid: int, gpu: str = "0", timeout: float = PATIENCE_S) -> None:
-    """Free all weights that are not pinned at once, and load them again. Returns before that is done.
+    """Let the runtime free all weights except pinned ones, and load them again. Return before this is done.
 
-    Raises what `read_record` raises.
+    Raises the errors of `rsrv.wire.socket.ask`, and Refused.
     """
     command(server_pid, {"command": "compact"}, gpu, timeout)
 
@@ -30,7 +30,7 @@ def command(
 ) -> dict[str, Any]:
     """Send a command of `rsrv.runtime.commands`, and return its answer.
 
-    Raises Refused, then nothing has changed; and what `read_record` raises.
+    Raises Refused if the runtime refuses the command; nothing has changed then. Also raises the errors of `rsrv.wire.socket.ask`.
     """
     answer: dict[str, Any] = json.loads(
         ask(server_pid, gpu, timeout, pack_json(Kind.COMMAND, wanted), Kind.COMMANDED)

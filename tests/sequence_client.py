@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 
 
 class SequenceClient:
-    """A registered connection for one model of one variant; each step is one row, and of sequence 0 without state."""
+    """A registered connection for one model with one variant. Each step has one row. For a model without state, the sequence is 0."""
 
     def __init__(self, greeted: Greeted, bundle: Path) -> None:
         self.connection = RuntimeConnection(greeted)
@@ -49,7 +49,7 @@ class SequenceClient:
         return self._ended.pop(number)
 
     def answer(self, number: int) -> tuple[Completion, list[Array]]:
-        """Wait for the answer of a request; return it with copies of the outputs' only rows."""
+        """Wait for the answer of a request. Return its completion, and a copy of the only row of each output."""
         done = self.end(number)
         assert done.status is Status.OK, done.text
         slab = self._slabs.pop(number)

@@ -17,7 +17,7 @@ def read_status(
 ) -> dict[str, Any]:
     """Return the record of a tritonserver's runtime, with the records of its models and meta models by name.
 
-    `since` is the `next` of an earlier record. Raises as `read_record`.
+    `since` is the `next` of an earlier record. Raises the errors of `rsrv.wire.socket.ask`.
     """
     asked = pack_json(Kind.STATUS, {"since": since})
     return status_of(pb.DeviceRecord.FromString(ask(server_pid, gpu, timeout, asked, Kind.STATUS_REPLY)))

@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-#: Seconds for a condition, and for a whole coroutine: enough where processes start among ten others.
+#: Time limit in seconds for a condition or a whole coroutine. It is enough for processes that start beside ten others.
 PATIENCE_S = 120.0
 
-#: Time limits, in seconds, that a test lets pass. If a busy machine is not where the limit has to meet it, the next one counts.
+#: Time limits in seconds that a test lets pass. On a busy machine, a limit may pass before the test is in the state that it is
+#: about. Then the test tries the next limit.
 LIMITS_S = (0.3, 3.0, 30.0)
 
 T = TypeVar("T")
@@ -21,7 +22,7 @@ T = TypeVar("T")
 def wait_until(predicate: Callable[[], T], timeout: float = PATIENCE_S, *, what: str = "") -> T:
     """Call `predicate` every 20 ms until its answer is true, and return that answer.
 
-    Fails the test after `timeout` seconds, with `what` was waited for.
+    Fails the test after `timeout` seconds. The message names `what` the test waited for.
     """
     deadline = time.monotonic() + timeout
     tick = threading.Event()
@@ -33,7 +34,7 @@ def wait_until(predicate: Callable[[], T], timeout: float = PATIENCE_S, *, what:
 
 
 def looped(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a test that is a coroutine on an event loop of its own."""
+    """Run a test that is a coroutine on its own event loop."""
 
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:

@@ -13,13 +13,13 @@ from rsrv_gen import run
 
 @pytest.fixture(autouse=True)
 def junk_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have rsrv-gen work as where jaxlib is missing: it does not look into modules, which are junk in most tests."""
+    """Make rsrv-gen behave as without jaxlib: it does not read modules. In most tests, the modules are junk."""
     monkeypatch.setattr(run, "find_spec", lambda name: None)
 
 
 @pytest.fixture
 def few_descriptors() -> Iterator[list[int]]:
-    """Return descriptors that leave this process none; a test may close some."""
+    """Open descriptors until this process can open no more, and return them. A test may close some."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(map(int, os.listdir("/proc/self/fd")))
     taken: list[int] = []

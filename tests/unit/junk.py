@@ -1,4 +1,4 @@
-"""Requests that are no HTTP, at a port that clients reach."""
+"""Requests that are not HTTP, sent to a port for clients."""
 
 import asyncio
 import time
@@ -7,7 +7,7 @@ _JUNK = b"GET http://[::1 HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
 async def throw_junk(port: int, count: int = 50) -> int:
-    """Send so many bad requests, and return the most lines of a log that they may cause, at one a second."""
+    """Send this many bad requests. Return the most lines of a log that they may cause, at one line per second."""
     began = time.monotonic()
     for _ in range(count):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -1,4 +1,4 @@
-"""The file with a card's figures and tuning, and how rsrv-gen names a card."""
+"""The file with a card's figures and tuning, and the names of cards for rsrv-gen."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ PROFILE = CardProfile(
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """The profile says how many kernels were tuned."""
+    """A profile is the same after it is written and read. It has the number of tuned kernels."""
     write_profile(tmp_path / "l4.profile", PROFILE)
     found = read_profile(tmp_path / "l4.profile")
     assert found == PROFILE
@@ -26,7 +26,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 2}', '{"format": 1, "card": "L4"}'])
 def test_another_file_is_no_profile(tmp_path: Path, content: str) -> None:
-    """The error names the command that makes one."""
+    """If a file is not a profile, the error names the command that makes one."""
     path = tmp_path / "l4.profile"
     path.write_text(content)
     with pytest.raises(ProfileError, match=r"is not a profile of a card .*: rsrv gpu profile"):
@@ -34,13 +34,13 @@ def test_another_file_is_no_profile(tmp_path: Path, content: str) -> None:
 
 
 def test_a_missing_profile_says_so(tmp_path: Path) -> None:
-    """With the system's reason."""
+    """The error for a missing profile has the system's reason."""
     with pytest.raises(ProfileError, match="cannot be read: No such file"):
         read_profile(tmp_path / "l4.profile")
 
 
 def test_a_misspelled_card_is_refused_with_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
-    """Before any bundle is read."""
+    """A misspelled card is refused before any bundle is read."""
     with pytest.raises(SystemExit):
         parser().parse(["bundles", "-o", "gen", "--compile-for", "h10"])
     assert "unknown card 'h10', and no such file" in capsys.readouterr().err
@@ -48,14 +48,17 @@ def test_a_misspelled_card_is_refused_with_a_hint(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("name", sorted(CARDS))
 def test_a_card_is_described_as_xla_reads_it(name: str) -> None:
-    """One message, with the name that the driver reports."""
+    """The description of a card is one message in text form. It has the name that the driver reports."""
     text = CARDS[name].target()
     assert text.count("{") == text.count("}")
     assert f'device_description_str: "{CARDS[name].kind}"' in text
 
 
 def test_an_execution_takes_its_compute_or_its_memory_traffic_and_its_launches() -> None:
-    """The longer of the two counts; TF32 shortens the first, and a card without it computes in f32."""
+    """An execution takes the longer of its compute and its memory traffic, and in addition its launches.
+
+    TF32 shortens the compute. A card without TF32 computes in f32.
+    """
     h100, t4 = CARDS["h100"], CARDS["t4"]
     assert h100.seconds(494e12, 0, 0, tf32=True) == pytest.approx(1)
     assert h100.seconds(h100.f32_rate, 0, 0, tf32=False) == pytest.approx(1)

@@ -1,4 +1,4 @@
-"""The recorded figures of modules compiled for GPUs, and how `make check-gpu` compares with them."""
+"""The recorded figures of modules that are compiled for GPUs, and the comparison in `make check-gpu`."""
 
 from dataclasses import replace
 
@@ -10,16 +10,19 @@ ROW = tool.Figures("m/b1", "h100", "auto", 0, temporaries=10, kernels=2, tf32=3,
 
 
 def test_the_recorded_figures_prove_what_the_policies_promise() -> None:
-    """Under f32 no product is left in TF32 or to a library's choice, on any card; a T4 has no TF32 at all."""
+    """Under f32, no card has a product in TF32 or with a library's precision. A T4 never uses TF32."""
     figures = tool.read(RECORDED)
     assert {row.card for row in figures} == CARDS.keys()
     assert not list(tool.faults(figures))
-    # The reader of the kernels sees TF32 where it is.
+    # The reader of kernels finds TF32 on all cards that have it.
     assert {row.card for row in figures if row.tf32} == CARDS.keys() - {"t4"}
 
 
 def test_the_recorded_figures_of_narrow_weights_prove_what_the_page_says() -> None:
-    """bf16 and i8 take a half and about a quarter of the arguments, and no more room for intermediate results than f32."""
+    """With bf16 and i8, the arguments take a half and about a quarter of those with f32.
+
+    Intermediate results take no more memory than with f32.
+    """
     lines = tool.NARROW_FIGURES.read_text(encoding="utf-8").splitlines()[2:]
     rows = {tuple(one[:4]): list(map(int, one[4:])) for one in (line.split(",") for line in lines)}
     assert {key[0] for key in rows} == set(tool.NARROWED)
@@ -29,14 +32,14 @@ def test_the_recorded_figures_of_narrow_weights_prove_what_the_page_says() -> No
         if weights in ("bf16", "i8"):
             share = arguments / wide_arguments
             assert share < (0.6 if weights == "bf16" else 0.4)
-            # Products that XLA leaves to cuBLAS get wide copies.
+            # Products that XLA leaves to cuBLAS have wide copies of the weights.
             assert untiled or temporaries <= 1.01 * wide_temporaries
         if bundle == "minilm_encoder" and compute != "f32":
             assert temporaries < 0.6 * rows[bundle, weights, "f32", card][2]
 
 
 def test_a_product_that_escapes_the_policy_fails_without_any_record() -> None:
-    """Recording such figures is refused."""
+    """Figures of a product that breaks the policy are a fault, even without recorded figures."""
     assert not list(tool.faults([ROW]))
     (kernel,) = tool.faults([replace(ROW, numerics="f32", library=0)])
     (call,) = tool.faults([replace(ROW, numerics="f32", tf32=0)])
@@ -47,7 +50,7 @@ def test_a_product_that_escapes_the_policy_fails_without_any_record() -> None:
 
 
 def test_a_changed_figure_is_a_line_of_a_diff_beside_the_versions() -> None:
-    """Modules that were not compiled this time are not a difference."""
+    """A changed figure is a line of a diff, and so are changed versions. Modules that this run did not compile are no difference."""
     recorded = tool.write("# jax 1", [ROW, replace(ROW, module="m/b8")])
     assert tool.differences(recorded, "# jax 2", [ROW]) == []
     lines = tool.differences(recorded, "# jax 2", [replace(ROW, temporaries=11)])
@@ -58,11 +61,11 @@ def test_a_changed_figure_is_a_line_of_a_diff_beside_the_versions() -> None:
 
 
 def test_a_module_without_a_record_is_a_difference() -> None:
-    """A new bundle is recorded with its first figures."""
+    """A module without recorded figures, as of a new bundle, is a difference."""
     assert "+m/b1,h100,auto,0,10,2,3,1,0" in tool.differences(tool.write("#", []), "#", [ROW])
 
 
 def test_each_bundle_is_compiled_at_its_largest_size_once() -> None:
-    """The golden bundles hold the same modules in several formats."""
+    """Each module is compiled once, at its largest size, although golden bundles have the same modules in several formats."""
     names = [name for name in tool.modules() if name.startswith(("affine/", "hooks/", "variants/", "types/"))]
     assert sorted(names) == ["affine/b4", "types/only", "variants/v1.b2"]

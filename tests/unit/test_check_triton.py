@@ -1,4 +1,4 @@
-"""`rsrv check-triton`: what it says of releases, machines and Pythons that are not at hand."""
+"""`rsrv check-triton`: its lines about releases, machines and Pythons that the test machine does not have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rsrv.gpu import processes
 from rsrv.gpu.triton import flags_finding, last_error, line, shm_finding, stub_findings
 from rsrv.triton_command_line import ask_flags
 
-#: Flags of releases from 24.10 on, as far as `rsrv serve` uses them.
+#: Flags of releases from 24.10 on that `rsrv serve` uses.
 FLAGS = frozenset(
     re.findall(
         r"[\w-]+",
@@ -28,14 +28,14 @@ FACTS = {"python": "3.12.3", "prefix": "/usr", "numpy": "2.3.5", "numpy_works": 
 
 
 def test_flags_of_newer_releases_are_named() -> None:
-    """All flags of `rsrv serve` are known, and the line says what the newer ones change."""
+    """If a release has all flags of `rsrv serve`, the line says what the newer flags change."""
     assert line(flags_finding(FLAGS)) == "ok      flags: all 17 that `rsrv serve` needs"
     newer = line(flags_finding(FLAGS | {"allow-client-shm", "http-max-input-size"}))
     assert "`rsrv serve --client-shm` sets --allow-client-shm; --http-max-input-size limits JSON" in newer
 
 
 def test_a_release_without_a_needed_flag_fails() -> None:
-    """The line names the flag."""
+    """If a release lacks a needed flag, the check fails, and the line names the flag."""
     found = line(flags_finding(FLAGS - {"load-model"}))
 
     assert found == "failed  flags: this release has no --load-model, which `rsrv serve` needs"
@@ -44,7 +44,7 @@ def test_a_release_without_a_needed_flag_fails() -> None:
 def test_a_check_that_does_not_end_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A tritonserver whose answers do not come is not said to work."""
+    """If the tritonserver of the check does not end in time, the check fails."""
     monkeypatch.setattr("rsrv.gpu.triton._LIMIT_S", 0.0)
     program = tmp_path / "tritonserver"
     program.write_text("#!/bin/sh\nexec sleep 60")
@@ -58,7 +58,7 @@ def test_a_check_that_does_not_end_fails(
 
 
 def test_a_small_shared_memory_fails_with_the_remedy() -> None:
-    """Docker's 64 MB are enough for the check; 8 MB are not."""
+    """Docker's 64 MB of shared memory are enough for the check. With 8 MB, it fails with the remedy."""
     assert line(shm_finding(64_000_000)).startswith(
         "ok      shared memory: 64 MB free in /dev/shm, for 61 models"
     )
@@ -87,7 +87,7 @@ def test_a_small_shared_memory_fails_with_the_remedy() -> None:
     ],
 )
 def test_the_python_of_the_stubs_is_judged(changed: dict[str, Any], lines: list[str]) -> None:
-    """A numpy that does not work with Triton is a note with the remedy, because rsrv works around it."""
+    """A numpy that does not work with Triton is only a note with the remedy, because rsrv has a workaround."""
     found = [line(finding) for finding in stub_findings({**FACTS, **changed})]
 
     assert len(found) == len(lines)
@@ -95,7 +95,7 @@ def test_the_python_of_the_stubs_is_judged(changed: dict[str, Any], lines: list[
 
 
 def test_the_last_error_of_a_start_is_shown(tmp_path: Path) -> None:
-    """It comes from Triton's log or from the lines of `rsrv serve`; a server that never started has none."""
+    """The last error is read from Triton's log or from the lines of `rsrv serve`. Without a log, there is none."""
     log = tmp_path / "log"
     assert last_error(log) == ""
     log.write_text(
@@ -109,7 +109,7 @@ def test_the_last_error_of_a_start_is_shown(tmp_path: Path) -> None:
 
 
 def test_a_program_that_does_not_start_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The line has the program's own message, and the exit status is 1."""
+    """If the program does not start, the line has its own message, and the exit status is 1."""
     (program := tmp_path / "tritonserver").write_text(
         "#!/bin/sh\necho libcuda.so.1: cannot open >&2\nexit 127\n"
     )
@@ -124,13 +124,13 @@ def test_a_program_that_does_not_start_is_reported(tmp_path: Path, capfd: pytest
 
 
 def test_a_program_that_is_missing_is_a_wrong_option(capsys: pytest.CaptureFixture[str]) -> None:
-    """The error names the option."""
+    """If the program is missing, the error names the option."""
     assert main(["check-triton", "--tritonserver", "/nowhere"]) == 1
     assert "rsrv check-triton: --tritonserver: there is no program /nowhere" in capsys.readouterr().err
 
 
 def test_flags_are_read_from_the_help_text(tmp_path: Path) -> None:
-    """Each line that begins with a flag counts, whatever the exit status; flags within texts do not."""
+    """A line that begins with a flag is read, whatever the exit status of the program is. Flags inside other texts are not."""
     (program := tmp_path / "tritonserver").write_text(
         "#!/bin/sh\ncat <<'E'\nUsage: tritonserver [options]\n  --model-repository <string>\n\tUse --load-model, too.\n"
         "  --allow-client-shm <boolean>\n\tDefault is false.\nE\nexit 1\n"

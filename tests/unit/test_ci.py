@@ -21,7 +21,7 @@ def read(name: str) -> Any:
 
 
 def test_the_workflow_fits_its_schema_and_runs_each_supported_python() -> None:
-    """GitHub would refuse another form; a Python that is promised and not run would be missed."""
+    """The workflow fits GitHub's schema, and runs each Python that the package supports."""
     workflow = read(".github/workflows/ci.yaml")
     jsonschema.validate(workflow, get_builtin_schema("vendor.github-workflows"))
     classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
@@ -30,7 +30,7 @@ def test_the_workflow_fits_its_schema_and_runs_each_supported_python() -> None:
 
 
 def test_a_commit_is_checked_by_the_tools_of_make_lint() -> None:
-    """The hooks call the environment's own tools, in the lock's versions, as `make lint` does."""
+    """The hooks of a commit call the tools of the environment, in the lock's versions, as `make lint` does."""
     (local,) = read(".pre-commit-config.yaml")["repos"]
     recipe = (ROOT / "Makefile").read_text().partition("\nlint:")[2]
     for hook in local["hooks"]:
@@ -39,7 +39,7 @@ def test_a_commit_is_checked_by_the_tools_of_make_lint() -> None:
 
 
 def test_the_description_of_the_package_links_to_nothing_beside_it() -> None:
-    """An index shows README.md without the repository's other files."""
+    """README.md has no relative links, because a package index shows it without the repository's other files."""
     text = distribution("rsrv").metadata["Description"]
     assert "# rsrv" in text
     assert [link for link in re.findall(r"\]\(([^)]*)\)", text) if not link.startswith("http")] == []

@@ -1,4 +1,4 @@
-"""What listens by default, listens for this machine only."""
+"""By default, every port listens for this machine only."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ ENVOY = Path(__file__).resolve().parents[2] / "deploy" / "envoy.yaml"
 
 
 def default_addresses() -> dict[str, Address]:
-    """Return the addresses among the defaults of all settings, by their keys."""
+    """Return the default addresses of all settings, by their keys."""
     found: dict[str, Address] = {}
     settings = load_settings()
     for section in Settings.model_fields:
@@ -35,10 +35,10 @@ def default_addresses() -> dict[str, Address]:
 
 @pytest.mark.parametrize("where", default_addresses())
 def test_an_address_is_of_this_machine_only(where: str) -> None:
-    """Whoever opens a port decides so: Triton's clients can take a server over."""
+    """A default address is of this machine only, because clients of Triton can take a server over. Only an operator opens a port."""
     assert default_addresses()[where].is_loopback
 
 
 def test_these_are_the_addresses() -> None:
-    """A new one is found by its form."""
+    """Addresses are found among the settings by their form, so a new one is also tested. Some known ones must be found."""
     assert {"gateway.grpc", "gateway.http", "gateway.admin", "metrics.listen"} <= default_addresses().keys()

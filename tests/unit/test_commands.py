@@ -25,7 +25,7 @@ from rsrv.extras import install_command
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 COMMANDS = {name: EntryPoint(name, value, "console_scripts") for name, value in SCRIPTS.items()}
-#: asyncio is a fifth of the modules that these may load.
+#: Top-level modules that the help of a command may load. asyncio is excluded, because it loads many modules.
 ALLOWED = sys.stdlib_module_names - {"asyncio"} | {one.module.partition(".")[0] for one in COMMANDS.values()}
 
 _SCRIPT = """
@@ -46,14 +46,14 @@ def test_these_are_the_commands() -> None:
 
 
 def test_a_missing_command_is_answered_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
-    """`rsrv gateway` alone names its commands."""
+    """`rsrv gateway` without a command prints the list of its commands."""
     with pytest.raises(SystemExit, match="2"):
         rsrv_main(["gateway"])
     assert "rsrv gateway: name a command: status, health, policy," in capsys.readouterr().err
 
 
 def test_messages_name_commands_that_exist() -> None:
-    """An operator who is told to run a command of rsrv has it."""
+    """Every command of rsrv that a message recommends exists."""
     sources = [
         path for folder in ("triton_backend/rsrv", "gateway") for path in (ROOT / folder).rglob("*.py")
     ]
@@ -64,7 +64,7 @@ def test_messages_name_commands_that_exist() -> None:
 
 
 def test_every_command_is_in_one_group_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    """A new command has its place there; the headlines stand above their commands."""
+    """Every command is in one group of the help, below the group's headline."""
     top = parser()
     (commands,) = (one for one in top._actions if isinstance(one, argparse._SubParsersAction))
     grouped = [name for names in top.command_groups.values() for name in names]
@@ -77,14 +77,14 @@ def test_every_command_is_in_one_group_of_the_help(capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("words", [("help", "serve"), ("serve", "--help")])
 def test_help_is_a_command_as_well(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    """`rsrv help serve` is `rsrv serve --help`."""
+    """`rsrv help serve` prints the same as `rsrv serve --help`."""
     with pytest.raises(SystemExit, match="0"):
         rsrv_main(words)
     assert capsys.readouterr().out.startswith("usage: rsrv serve ")
 
 
 def test_help_names_the_nearest_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """Alone it lists all commands; an unknown one is an error."""
+    """`rsrv help` alone lists all commands. An unknown command is an error with the nearest name."""
     with pytest.raises(SystemExit, match="0"):
         rsrv_main(["help"])
     assert "find out why:" in capsys.readouterr().out
@@ -95,7 +95,7 @@ def test_help_names_the_nearest_command(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize("words", [["version"], ["-V"], ["--version"]])
 def test_the_version_has_three_spellings(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """People try the one that their other tools have."""
+    """The version has three spellings, because other tools use different ones."""
     with pytest.raises(SystemExit, match="0"):
         rsrv_main(words)
     assert capsys.readouterr().out == f"rsrv {rsrv.__version__}\n"
@@ -103,7 +103,7 @@ def test_the_version_has_three_spellings(words: list[str], capsys: pytest.Captur
 
 @pytest.mark.parametrize("script", COMMANDS.values(), ids=COMMANDS.keys())
 def test_help_comes_at_once(script: EntryPoint) -> None:
-    """`--help` loads nothing heavy."""
+    """`--help` loads no heavy module."""
     program = _SCRIPT.format(module=script.module, attr=script.attr)
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 
@@ -113,7 +113,7 @@ def test_help_comes_at_once(script: EntryPoint) -> None:
 
 
 def test_the_version_is_pyproject_s_everywhere() -> None:
-    """The installed package says the version of pyproject.toml, and so do files for other programs, which cannot ask."""
+    """The installed package has the version of pyproject.toml. So have files for other programs, which cannot read it."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert distribution("rsrv").version == rsrv.__version__ == version
     copies = [
@@ -128,14 +128,14 @@ def test_the_version_is_pyproject_s_everywhere() -> None:
 
 
 def test_all_names_of_the_bundle_package_are_there() -> None:
-    """All exported names load when they are used, and a wrong one is an AttributeError."""
+    """All exported names of rsrv_bundle are loaded when they are used. A wrong name is an AttributeError."""
     assert [name for name in rsrv_bundle.__all__ if not hasattr(rsrv_bundle, name)] == []
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         rsrv_bundle.nothing  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_extra(capsys: pytest.CaptureFixture[str]) -> None:
-    """An installation without extras needs no traceback; a missing module of rsrv itself is a bug."""
+    """If a package of an extra is missing, the error names the extra without a traceback. A missing module of rsrv is a bug."""
 
     @command("rsrv-x", extra="serve")
     def main(argv: object = None) -> int:
@@ -153,7 +153,7 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(capsys: pytest.
 def test_a_closed_output_ends_a_command_quietly_and_another_pipe_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The status is 0 only if the reader of stdout has gone: a broken connection of the command is an error."""
+    """If the reader of stdout is gone, the status is 0. A broken connection of the command itself is an error."""
 
     @command("rsrv-x", extra="serve")
     def main(argv: object = None) -> int:
@@ -198,7 +198,7 @@ sys.exit(main({words}))
 def test_a_server_that_is_stopped_while_it_starts_ends_with_0(
     starting: str, program: str, words: list[str], number: str
 ) -> None:
-    """A signal before the event loop runs is as good as a later one."""
+    """A signal before the event loop runs ends the server with 0, as a later signal does."""
     script = _ENDED_AT_ITS_START.format(module=starting, command=program, words=words, signal=number)
 
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
@@ -207,7 +207,7 @@ def test_a_server_that_is_stopped_while_it_starts_ends_with_0(
 
 
 def test_sigterm_ends_a_command_as_ctrl_c_does() -> None:
-    """A command may finish its work first; the status names the signal, and the handler goes with the command."""
+    """A command may finish its work after SIGTERM. The status names the signal, and the handler is removed after the command."""
     steps: list[str] = []
 
     def main(argv: Sequence[str] | None) -> int:

@@ -1,4 +1,4 @@
-"""The tables of docs/configuration.md are those that the settings' schema makes."""
+"""The tables of docs/configuration.md equal those that are made from the settings' schema."""
 
 import configuration_page as tool
 from scheduler_page import rewrite

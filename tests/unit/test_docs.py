@@ -1,4 +1,4 @@
-"""The commands in the documentation: each is run by a test (tests/e2e/test_docs.py) or not, for a reason."""
+"""The commands in the documentation. A test (tests/e2e/test_docs.py) runs each command, or a reason says why not."""
 
 import argparse
 import re
@@ -18,7 +18,7 @@ from rsrv.wire.frames import Status
 from tests.pages import NOT_RUN, PAGES, ROOT, RUN, Command, blocks, commands, mentions, strays
 
 COMMANDS = commands()
-#: A few rows as in the public traces whose converters are on the pages, and the times and models of the requests.
+#: By file of a public trace with a converter on the pages: some rows of its form, and the times and models of their requests.
 PUBLIC_TRACES = {
     "invocations_per_function_md.anon.d01.csv": (
         f"""\
@@ -37,12 +37,12 @@ TIMESTAMP,ContextTokens,GeneratedTokens
         [(0, "llm"), (0.052, "llm"), (2576.02, "llm")],
     ),
 }
-#: By program, the module that parses its command line.
+#: Modules that parse the command lines of our programs, by program.
 OURS = {one.name: one.module for one in distribution("rsrv").entry_points if one.group == "console_scripts"}
 
 
 def of(*programs: str) -> pytest.MarkDecorator:
-    """Parametrize a test with the commands of these programs."""
+    """Parametrize a test with all commands of these programs."""
     found = [command for command in COMMANDS if command.program in programs]
     assert found
     return pytest.mark.parametrize("command", found, ids=[command.where for command in found])
@@ -58,14 +58,14 @@ def test_every_command_is_run_or_there_is_a_reason(command: Command) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 def test_no_command_hides_in_a_block_of_another_kind(page: Path) -> None:
-    """Blocks without a language, and indented ones, contain no command."""
+    """Indented blocks, and blocks without a language, contain no commands."""
     text = page.read_text(encoding="utf-8")
     assert strays(text) == [], "put these commands into a block that is fenced as sh"
 
 
 @of(*OURS)
 def test_the_flags_of_our_programs_exist(command: Command) -> None:
-    """The real parser accepts the flags of each line, also of commands that are not run."""
+    """The real parser accepts the flags of each line, even if the command is not run."""
     parser_of(command.program).parse_args(command.words[1:])
 
 
@@ -78,7 +78,7 @@ def parser_of(program: str) -> argparse.ArgumentParser:
 
 @of("make")
 def test_the_targets_and_variables_of_make_exist(command: Command) -> None:
-    """Targets and variables exist, and the flags in a variable are known to its program."""
+    """Targets and variables of make exist. The program that gets the flags in a variable knows them."""
     _, target, *variables = command.words
     recipe = recipe_of(target)
     assert recipe, f"no target {target}"
@@ -92,7 +92,10 @@ def test_the_targets_and_variables_of_make_exist(command: Command) -> None:
 
 @cache
 def recipe_of(target: str) -> str:
-    """Return the commands of a target of make, with the stem in its place if a pattern makes it; "" if none does."""
+    """Return the commands of a target of make, or "" if there is no such target.
+
+    If a pattern makes the target, the stem is filled in.
+    """
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for pattern in (target, re.sub("-.*", "-%", target)):
         if recipe := re.search(rf"^{re.escape(pattern)}:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE):
@@ -110,7 +113,7 @@ def helped(module: str) -> str:
 
 @of("awk")
 def test_a_public_trace_becomes_one_of_ours(command: Command, tmp_path: Path) -> None:
-    """The converter on the page makes a trace that `rsrv-sim` and `rsrv replay` read."""
+    """The converter on the page makes a trace that `rsrv-sim` and `rsrv replay` can read."""
     *_, public, _, made = command.words
     rows, expected = PUBLIC_TRACES[public]
     (tmp_path / public).write_text(rows)
@@ -132,9 +135,9 @@ def test_the_extras_that_are_installed_exist(command: Command) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 def test_commands_that_are_mentioned_exist(page: Path) -> None:
-    """The words and flags of commands in running text are known, although these are cut short."""
+    """The words and flags of commands in running text exist, although the commands there are not complete."""
     for mention in mentions(page.read_text(encoding="utf-8")):
-        # Words after -- are tritonserver's.
+        # Words after -- are flags of tritonserver.
         program, *words = mention.partition(" -- ")[0].split()
         if program in OURS:
             assert unknown(parser_of(program), words) == [], mention
@@ -144,14 +147,14 @@ def test_commands_that_are_mentioned_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 def test_examples_are_not_made_where_their_sources_are(page: Path) -> None:
-    """With PYTHONPATH=bundles, a maker called from the repository's root writes below build."""
+    """With PYTHONPATH=bundles, a maker that runs in the repository's root writes below build, and not beside its sources."""
     text = page.read_text(encoding="utf-8")
     assert re.findall(r"""\bmake\([^)]*["']bundles/[^)]*\)""", text) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 def test_no_page_of_prose_is_longer_than_a_reader_reads(page: Path) -> None:
-    """A page has at most 1,500 words beside its code and its tables, or its first paragraph says that it is a reference."""
+    """A page has at most 1,500 words, except code and tables, or its first paragraph says that it is a reference."""
     text = page.read_text(encoding="utf-8")
     opening = text.partition("\n\n")[2].partition("\n\n")[0]
     if "reference" not in opening:
@@ -159,7 +162,7 @@ def test_no_page_of_prose_is_longer_than_a_reader_reads(page: Path) -> None:
 
 
 def words_of_prose(text: str) -> int:
-    """Return the number of words outside of blocks of code and of tables."""
+    """Return the number of words outside of code and tables."""
     lines = text.splitlines()
     for _, first, inside in blocks(text):
         lines[first - 1 : first - 1 + len(inside)] = [""] * len(inside)
@@ -167,13 +170,13 @@ def words_of_prose(text: str) -> int:
 
 
 def test_the_hook_on_the_page_is_that_of_the_example() -> None:
-    """The page about hooks has the file of the example as it stands."""
+    """The page about hooks has the example's file without a change."""
     page = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
     assert (ROOT / "bundles" / "examples" / "digits_hooks.py").read_text(encoding="utf-8") in page
 
 
 def test_every_error_tag_has_its_row() -> None:
-    """Every error tag has a row with its cause and what to do."""
+    """The table on the page has a row for every error tag, with its cause and what to do."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     section = page.partition("## Error tags")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| .+ \| .+ \| .+ \|$", section, re.MULTILINE)
@@ -181,7 +184,7 @@ def test_every_error_tag_has_its_row() -> None:
 
 
 def unknown(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
-    """Return the words that look like a flag or a subcommand, and are unknown to the parser."""
+    """Return the words that look like flags or subcommands, but that the parser does not know."""
     (choices,) = [one.choices for one in parser._actions if isinstance(one, argparse._SubParsersAction)] or [
         {}
     ]

@@ -1,4 +1,4 @@
-"""The command that installs an extra, for each place where rsrv may come from."""
+"""The command that installs an extra, for each source from which rsrv may be installed."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ from rsrv.extras import install_command
 def test_the_command_names_the_source(
     origin: object, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command installs from the source that pip has recorded, or else from an index."""
+    """The command installs from the source that pip has recorded. Without a record, it installs from an index."""
     installed = tmp_path / "rsrv-1.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: rsrv\nVersion: 1\n")

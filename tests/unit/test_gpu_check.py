@@ -1,4 +1,4 @@
-"""`rsrv gpu check`: the processes of its parts, their time, and its table."""
+"""`rsrv gpu check`: the processes of its parts, their time limits, and its table."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def fail(tell: Told) -> None:
 def test_a_part_that_fails_keeps_its_findings_and_ends(
     work: Callable[[Told], None], limit_s: float, verdict: str, reason: str, tmp_path: Path
 ) -> None:
-    """A part that hangs is killed, and one that crashes or raises is reported; the command goes on with the next part."""
+    """A part that hangs is killed, and a part that crashes or raises is reported. The next part follows."""
     *before, last = processes.run(tmp_path, limit_s, work)
 
     assert [finding.what for finding in before] in (["before"], [])
@@ -68,7 +68,7 @@ def name_itself_and_hang(tell: Callable[[int], None]) -> None:
 
 
 def test_a_part_ends_with_the_command(tmp_path: Path) -> None:
-    """Ctrl-C reaches the command alone, which leaves no process on the card."""
+    """Ctrl-C reaches only the command. The command then leaves no process on the card."""
     told = processes.run(tmp_path, 60.0, name_itself_and_hang)
     pid = next(told)
 
@@ -79,7 +79,7 @@ def test_a_part_ends_with_the_command(tmp_path: Path) -> None:
 
 
 def test_a_part_with_a_wrong_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """The error names the part that was meant."""
+    """If a part's name is wrong, the error has the nearest name."""
     with pytest.raises(SystemExit) as ended:
         main(["gpu", "check", "--parts", "bandwith"])
 
@@ -91,7 +91,7 @@ def test_a_part_with_a_wrong_name_is_refused(capsys: pytest.CaptureFixture[str])
 def test_a_time_that_is_no_number_of_minutes_is_refused(
     text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The error names the text."""
+    """If the time is not a number of minutes, the error quotes it."""
     with pytest.raises(SystemExit) as ended:
         main(["gpu", "check", f"--minutes={text}"])
 
@@ -100,7 +100,7 @@ def test_a_time_that_is_no_number_of_minutes_is_refused(
 
 
 def test_every_part_has_a_share_of_the_time() -> None:
-    """The ends rise in the order of the parts, the last one is that of the whole, and one part alone has all the time."""
+    """The time limits rise in the order of the parts, up to the whole time. A single part gets the whole time."""
     ends = ends_of(list(PARTS), 600.0)
 
     assert list(ends) == list(PARTS)
@@ -110,7 +110,7 @@ def test_every_part_has_a_share_of_the_time() -> None:
 
 
 def test_a_part_that_does_not_fit_is_named_as_not_run() -> None:
-    """The reason says how many seconds are left, and what to do."""
+    """A part without enough time is NOT RUN. The reason has the seconds that are left, and what to do."""
     part = PARTS["eviction"]
 
     assert too_late(part, part.seconds) is None
@@ -121,7 +121,7 @@ def test_a_part_that_does_not_fit_is_named_as_not_run() -> None:
 
 
 def test_the_table_is_markdown_and_names_card_and_versions() -> None:
-    """Every row has four cells, whatever the texts have in them."""
+    """Every row of the table has four cells, whatever characters the texts have."""
     device = DeviceFacts("NVIDIA H100", "cuda", True, 76_500_000_000, "driver 580.159, jax 0.11.2")
     rows = [
         table_row("eviction", Finding("requests", "MEASURED", "410/s", "40 models")),
@@ -147,7 +147,7 @@ def test_the_table_is_markdown_and_names_card_and_versions() -> None:
 def test_a_finding_that_counts_further_replaces_the_one_before(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The file has each finding at once, and the table has one row for both."""
+    """Each finding is in the file at once. A finding with a higher count replaces the one before, so the table has one row."""
     file = tmp_path / "figures.json"
     table = Table(DeviceFacts("NVIDIA H100", "cuda", True, None, ""), file)
 
@@ -173,7 +173,7 @@ def hold_a_part(folder: Path, numbers: Connection) -> None:
 
 
 def test_a_part_and_its_servers_end_if_the_command_is_killed(tmp_path: Path) -> None:
-    """`kill -9` of the command leaves no process on the card, and no folder."""
+    """After `kill -9` of the command, no process is on the card, and no folder is left."""
     (own := tmp_path / "command" / "part").mkdir(parents=True)
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)

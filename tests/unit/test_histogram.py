@@ -1,4 +1,4 @@
-"""Each value is counted once, in its interval, and histograms travel without loss."""
+"""A histogram counts each value once, in its interval, and is the same after a transport."""
 
 from bisect import bisect_left
 from typing import Any
@@ -14,7 +14,7 @@ values = st.lists(st.floats(0, 100, allow_nan=False), max_size=50)
 
 @given(values)
 def test_every_value_is_in_the_interval_below_its_bound(seen: list[float]) -> None:
-    """A bound belongs to the interval below it, as Prometheus' `le` says."""
+    """A value that equals a bound is in the interval below it, as with Prometheus' `le`."""
     histogram = Histogram(SECONDS)
     for value in seen:
         histogram.observe(value)
@@ -27,7 +27,7 @@ def test_every_value_is_in_the_interval_below_its_bound(seen: list[float]) -> No
 
 @given(values, values)
 def test_two_halves_are_the_whole(one: list[float], two: list[float]) -> None:
-    """Two halves add up to the whole after each went through JSON."""
+    """The sum of two histograms is the histogram of all values, even after each was written as JSON and read."""
     whole, parts = Histogram(SECONDS), [Histogram(SECONDS), Histogram(SECONDS)]
     for part, seen in zip(parts, (one, two), strict=True):
         for value in seen:
@@ -60,13 +60,13 @@ def test_two_halves_are_the_whole(one: list[float], two: list[float]) -> None:
     ],
 )
 def test_json_that_is_no_histogram_is_refused(said: Any) -> None:
-    """JSON of another number of bounds, or with wrong values, is refused."""
+    """JSON with another number of bounds, or with wrong values, is refused."""
     with pytest.raises(ValueError, match="not a histogram"):
         Histogram.from_json(ROWS, said)
 
 
 def test_bounds_rise() -> None:
-    """Bounds rise, as intervals need."""
+    """The bounds of intervals rise."""
     assert all(bisect_left(SECONDS, bound) == index for index, bound in enumerate(SECONDS))
 
 
@@ -79,7 +79,7 @@ def made(seen: list[float]) -> Histogram:
 
 @given(values, values)
 def test_what_came_later_is_the_difference(earlier: list[float], later: list[float]) -> None:
-    """The difference of two histograms is that of a count begun in between."""
+    """The difference of two histograms is the histogram of the values between them."""
     histogram = made(earlier + later).since(made(earlier))
 
     assert histogram.counts == made(later).counts
@@ -88,7 +88,7 @@ def test_what_came_later_is_the_difference(earlier: list[float], later: list[flo
 
 @given(values, values)
 def test_all_counts_of_a_restarted_histogram_are_later(earlier: list[float], now: list[float]) -> None:
-    """A restart is detected if an interval has less than before."""
+    """If an interval has fewer values than before, the histogram was restarted, and all its values are new."""
     before = made(earlier)
     if all(count >= old for count, old in zip(made(now).counts, before.counts, strict=True)):
         return
@@ -99,7 +99,7 @@ def test_all_counts_of_a_restarted_histogram_are_later(earlier: list[float], now
 
 @given(values, st.floats(0.01, 1.0))
 def test_a_quantile_is_in_the_interval_of_the_value(seen: list[float], q: float) -> None:
-    """Without values there is no quantile; above the last bound it is that bound."""
+    """A quantile is in the interval of its value. Without values there is none. Above the last bound, it is this bound."""
     found = made(seen).quantile(q)
 
     assert (found is None) == (not seen)
@@ -113,6 +113,6 @@ def test_a_quantile_is_in_the_interval_of_the_value(seen: list[float], q: float)
 
 @given(values.filter(bool))
 def test_quantiles_rise(seen: list[float]) -> None:
-    """Quantiles rise with the share."""
+    """Quantiles rise with their share."""
     found = [made(seen).quantile(q / 20) or 0.0 for q in range(1, 21)]
     assert found == sorted(found)

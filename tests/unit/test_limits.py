@@ -11,7 +11,7 @@ from rsrv.limits import raise_limit, spare_mappings, spare_memory, total_memory
 
 
 def test_a_limit_is_raised_as_far_as_it_may_be() -> None:
-    """The soft limit of open files becomes the hard one, which stays."""
+    """The soft limit of open files is raised to the hard limit, which does not change."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))
     try:
@@ -35,7 +35,7 @@ def test_a_limit_is_raised_as_far_as_it_may_be() -> None:
 def test_a_system_whose_control_groups_say_nothing_has_the_memory_of_the_machine(
     tmp_path: Path, groups: str | None, files: dict[str, bytes]
 ) -> None:
-    """Kernels without control groups, and files that cannot be understood, end no runtime."""
+    """Without control groups, or with unreadable files, the memory is that of the machine."""
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 400 kB\n")
     if groups is not None:
@@ -51,7 +51,10 @@ def test_a_system_whose_control_groups_say_nothing_has_the_memory_of_the_machine
 def test_the_mappings_that_are_left_are_those_that_the_kernel_allows_but_for_the_lines_of_maps(
     tmp_path: Path,
 ) -> None:
-    """A system that does not tell has enough."""
+    """The number of spare mappings is the kernel's limit minus the lines of /proc/self/maps.
+
+    If the system does not report either, there are enough.
+    """
     (tmp_path / "proc/self").mkdir(parents=True)
     assert spare_mappings(tmp_path) == (1 << 31, 1 << 31)
     (tmp_path / "proc/sys/vm").mkdir(parents=True)

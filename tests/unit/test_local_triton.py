@@ -1,4 +1,4 @@
-"""The tritonserver of tests and tools, and its ports."""
+"""The tritonserver for tests and tools, and its ports."""
 
 from itertools import islice
 from pathlib import Path
@@ -11,7 +11,10 @@ from rsrv.triton_install import InstallError
 
 
 def test_no_port_is_given_twice_by_this_process_or_the_kernel() -> None:
-    """Another socket must not get a port on which a server listens seconds later. Linux's own begin at 32768."""
+    """No port is returned twice, because a server may listen there only seconds later.
+
+    All ports are below 32768, where Linux's own ports for outgoing connections begin.
+    """
     ports = free_ports(3) + free_ports(3)
 
     assert len(set(ports)) == 6
@@ -19,7 +22,10 @@ def test_no_port_is_given_twice_by_this_process_or_the_kernel() -> None:
 
 
 def test_no_port_is_given_to_two_processes(tmp_path: Path) -> None:
-    """One that takes all ports gets none that another has, also while nothing listens there, and is told when none is left."""
+    """Two processes never get the same port, even while nothing listens there.
+
+    If no port is left, the process gets an error.
+    """
     ours = reserve_ports(tmp_path)
     first = list(islice(ours, 200))
     theirs: list[int] = []
@@ -34,7 +40,7 @@ def test_no_port_is_given_to_two_processes(tmp_path: Path) -> None:
 def test_another_tritonserver_keeps_its_libraries_and_its_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """RSRV_TEST_TRITONSERVER names a launcher. It gets the tests' flags, and nothing of the installation of make."""
+    """RSRV_TEST_TRITONSERVER names another tritonserver. It gets the tests' flags, but no path of the installation that make made."""
     monkeypatch.setattr(local_triton, "OTHER", tmp_path / "tritonserver")
     monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)

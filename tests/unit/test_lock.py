@@ -1,4 +1,4 @@
-"""The lock that make installs from."""
+"""The lock file from which make installs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
-#: for a GPU, which development does not install
+#: Extras for a GPU. They are not installed for development.
 NOT_LOCKED = {"cuda12", "cuda13"}
 
 
 def wanted(project: dict[str, Any]) -> Iterator[Requirement]:
-    """Yield what the extras and dependency groups require of other projects."""
+    """Yield the requirements of extras and dependency groups, except those of rsrv itself."""
     extras = project["project"]["optional-dependencies"]
     for name, texts in (extras | project["dependency-groups"]).items():
         if name not in NOT_LOCKED:
@@ -26,7 +26,10 @@ def wanted(project: dict[str, Any]) -> Iterator[Requirement]:
 
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
 def test_the_lock_has_one_fitting_version_of_each_requirement(python: str) -> None:
-    """Run `make lock` after a change of requirements in pyproject.toml."""
+    """The lock has one fitting version of each requirement.
+
+    After a change of requirements in pyproject.toml, run `make lock`.
+    """
     lines = (ROOT / "requirements.lock").read_text().splitlines()
     locked = [Requirement(line) for line in lines if not line.lstrip().startswith("#")]
     here = {"python_version": python, "python_full_version": f"{python}.9"}

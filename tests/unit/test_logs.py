@@ -1,4 +1,4 @@
-"""The log lines of processes, and a log that blocks no thread."""
+"""The log lines of processes, and a log that does not block threads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.fakes import FakeRequest
 
 @pytest.fixture
 def root() -> Iterator[logging.Logger]:
-    """The root logger, as it was afterwards."""
+    """Yield the root logger without handlers, and restore it after the test."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     root.handlers[:] = []
@@ -43,7 +43,7 @@ def root() -> Iterator[logging.Logger]:
 
 
 def two_records() -> None:
-    """The second with an exception."""
+    """Log two records, the second one with an exception."""
     log = logging.getLogger("rsrv.test")
     log.info("%d of %s\nis here", 1, "ä", extra=logs.fields(bytes=5, request="", evicted=["b"], reason=None))
     try:
@@ -62,7 +62,7 @@ def test_lines_for_people(root: logging.Logger, capsys: pytest.CaptureFixture[st
 
 
 def test_lines_for_programs(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each record is one line, with its fields that are not empty."""
+    """In JSON, each record is one line with its non-empty fields."""
     logs.setup("json", "a")
     two_records()
     first, second = map(json.loads, capsys.readouterr().err.splitlines())
@@ -81,7 +81,7 @@ def test_lines_for_programs(root: logging.Logger, capsys: pytest.CaptureFixture[
 
 
 def test_an_array_is_no_field(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    """An array in a field by mistake becomes its type's name, without data."""
+    """If an array is in a field by mistake, the field has the name of its type, without data."""
     logs.setup("json")
     logging.getLogger("rsrv.test").info("here", extra=logs.fields(x=np.full(3, 12345)))
     assert json.loads(capsys.readouterr().err)["x"] == "ndarray"
@@ -90,7 +90,7 @@ def test_an_array_is_no_field(root: logging.Logger, capsys: pytest.CaptureFixtur
 def test_values_that_json_does_not_have_become_texts(
     root: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Numbers that are none, and keys that are not texts: the line is not lost, and any reader of JSON takes it."""
+    """NaN, infinity, and keys that are not texts become texts, so that any JSON parser can read the line."""
     logs.setup("json")
     made = logs.fields(rate=float("nan"), costs={(0, 1): [float("inf"), 2.0]}, size=3)
     logging.getLogger("rsrv.test").info("here", extra=made)
@@ -100,7 +100,7 @@ def test_values_that_json_does_not_have_become_texts(
 
 @given(st.text())
 def test_nothing_that_a_client_sends_looks_like_a_line_of_ours(text: str) -> None:
-    """Nor does it control a terminal: hooks quote clients, in messages and in exceptions."""
+    """Texts of clients, which hooks quote in messages and exceptions, cannot look like a log line or control a terminal."""
     text = f"\x1b[2J\r{text}\n2026-11-22 01:19:54,534 E rsrv.stub: a lie"
     try:
         raise ValueError(text)
@@ -115,7 +115,7 @@ def test_nothing_that_a_client_sends_looks_like_a_line_of_ours(text: str) -> Non
 
 @pytest.mark.parametrize("format", ["human", "json"])
 def test_a_line_has_an_end(format: logs.Format) -> None:
-    """A client's megabytes in a hook's error: the line has the start, the end and the length."""
+    """Of a hook's error with megabytes from a client, the line has the start, the end and the length."""
     try:
         raise ValueError("x" * 1_000_000 + "the end")
     except ValueError as error:
@@ -129,7 +129,7 @@ def test_a_line_has_an_end(format: logs.Format) -> None:
 
 
 def test_it_is_set_up_again(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    """The settings are known only after the first lines; each record is logged once, and as they say."""
+    """The log is set up again when the settings are known. Each record is logged once, as the settings say."""
     logs.setup()
     logs.setup("json")
     logging.getLogger("rsrv.test").info("here")
@@ -137,7 +137,7 @@ def test_it_is_set_up_again(root: logging.Logger, capsys: pytest.CaptureFixture[
 
 
 def test_lines_that_hooks_log_keep_their_logger(root: logging.Logger) -> None:
-    """model.py is loaded between the two: a handler that it adds is not taken away."""
+    """model.py is loaded before the second setup. A handler that it has added is kept."""
     logs.setup()
     own = logging.StreamHandler(io.StringIO())
     root.addHandler(own)
@@ -146,7 +146,7 @@ def test_lines_that_hooks_log_keep_their_logger(root: logging.Logger) -> None:
 
 
 def test_warnings_are_lines_of_the_log(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    """numpy warns in this way of a hook's division by zero."""
+    """A Python warning, as of numpy for a hook's division by zero, becomes a line of the log."""
     logs.setup("json")
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -158,7 +158,7 @@ def test_warnings_are_lines_of_the_log(root: logging.Logger, capsys: pytest.Capt
 
 
 class Pipe:
-    """A full pipe as the log: it blocks until it is read."""
+    """A full pipe as the log. Writing blocks until the test reads from it."""
 
     def __init__(self) -> None:
         self._reader, self.end = os.pipe()
@@ -166,12 +166,12 @@ class Pipe:
         os.write(self.end, b"." * self._skip)
 
     def empty(self) -> None:
-        """Read the pipe from here on."""
+        """Read the bytes that fill the pipe. Later reads return only lines of the log."""
         os.read(self._reader, self._skip)
         self._skip = 0
 
     def read(self, count: int) -> list[str]:
-        """So many lines."""
+        """Return this number of lines."""
         text = b""
         while text[self._skip :].count(b"\n") < count:
             poll = select.poll()
@@ -200,9 +200,9 @@ def say(handler: logging.Handler, text: str, level: int = logging.INFO) -> None:
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_a_log_that_is_not_read_blocks_no_thread(pipe: Pipe, blocking: bool) -> None:
-    """Lines without room are counted, and the count is logged later; the others arrive whole and in order.
+    """Lines without room are counted, and their number is logged later. The other lines arrive whole and in order.
 
-    Another process that has the file open may make it blocking or not.
+    Another process with the same open file may set it to blocking or non-blocking.
     """
     os.set_blocking(pipe.end, blocking)
     handler = logs.Aside(pipe.end, 3)
@@ -216,7 +216,7 @@ def test_a_log_that_is_not_read_blocks_no_thread(pipe: Pipe, blocking: bool) -> 
 
 
 def test_a_log_may_have_any_descriptor(pipe: Pipe) -> None:
-    """A server with hundreds of models has thousands of descriptors; writing waits for room there, too."""
+    """If the log has a descriptor above 1023, as in a server with hundreds of models, writing also waits for room."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     raise_limit(resource.RLIMIT_NOFILE)
     far = fcntl.fcntl(pipe.end, fcntl.F_DUPFD, 1024)
@@ -230,7 +230,7 @@ def test_a_log_may_have_any_descriptor(pipe: Pipe) -> None:
 
 
 def test_a_process_without_a_line_has_no_thread_for_them(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stub without memory for a thread logs all the same."""
+    """A process has no thread for lines before its first line. If no thread can be started, it logs without one."""
     threads = set(threading.enumerate())
     handler = logs.Aside(pipe.end)
     assert set(threading.enumerate()) <= threads  # A thread of an earlier test may have ended.
@@ -266,14 +266,14 @@ handler.handle(logging.makeLogRecord({"msg": "of the process", "levelno": 20}))
 
 
 def test_a_copy_of_the_process_logs_without_its_thread() -> None:
-    """In a fork, locks that other threads held are never released, and logging does not wait for them."""
+    """After a fork, logging does not wait for locks that other threads held, because these are never released."""
     script = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _FORKED]
     done = subprocess.run(script, stderr=subprocess.PIPE, text=True, timeout=60, check=True)
     assert done.stderr.splitlines() == ["of the copy", "of the process"]
 
 
 def test_a_line_is_as_things_were(pipe: Pipe, capsys: pytest.CaptureFixture[str]) -> None:
-    """A line's arguments may change before it is written; a message that cannot be made ends no thread."""
+    """A line has the values that its arguments had when it was logged. A message that cannot be formatted ends no thread."""
     handler = logs.Aside(pipe.end)
     handler.setFormatter(logs.formatter("json"))
     names = ["a"]
@@ -286,7 +286,7 @@ def test_a_line_is_as_things_were(pipe: Pipe, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_critical_line_is_written_before_the_end(pipe: Pipe) -> None:
-    """After a critical line a process may end at once."""
+    """A critical line is written at once, because the process may end right after it."""
     handler = logs.Aside(pipe.end)
     pipe.empty()
     for number in range(5):
@@ -296,7 +296,7 @@ def test_a_critical_line_is_written_before_the_end(pipe: Pipe) -> None:
 
 
 def test_a_closed_log_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
-    """Logging goes on without an error."""
+    """If nobody reads the log any more, logging causes no error."""
     reader, end = os.pipe()
     os.close(reader)
     handler = logs.Aside(end)
@@ -309,7 +309,7 @@ def test_a_closed_log_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_process_that_serves_never_waits_for_the_log(
     root: logging.Logger, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A stub's first lines are written at once, for its start may fail; then it gets a thread for them."""
+    """A stub writes its first lines at once, because its start may fail. When it serves, a thread writes its lines."""
     logs.setup(model="a")
     logging.getLogger("rsrv.test").info("first")
     logs.setup("json", "a", aside=True)
@@ -324,7 +324,7 @@ def test_a_process_that_serves_never_waits_for_the_log(
 
 @pytest.mark.parametrize("status", [Status.INTERNAL, Status.INVALID])
 def test_a_complaint_about_megabytes_is_short(status: Status, caplog: pytest.LogCaptureFixture) -> None:
-    """A client's id and text may be as long as its request; lines quote a limited part."""
+    """A client's id and text may be megabytes long. Lines quote a limited part."""
     request = ClientRequest(FakeRequest({}, id="i" * 10_000_000), ArrivalTime.now())
     with caplog.at_level(logging.INFO, "rsrv.stub"):
         FailureLog().ended(status, "t" * 1_000_000, request.id)
@@ -334,7 +334,10 @@ def test_a_complaint_about_megabytes_is_short(status: Status, caplog: pytest.Log
 
 
 def test_lines_about_single_requests_are_limited_by_their_message(root: logging.Logger) -> None:
-    """A client that makes every request fail gets a few lines a second; other lines stay, and the count of the rest."""
+    """If a client makes every request fail, only a few lines per second are logged, and the number of the others.
+
+    Other lines are not limited.
+    """
     now = [100.0]
     limit = LineLimit(lambda: now[0])
     stream = io.StringIO()
@@ -361,7 +364,7 @@ def test_lines_about_single_requests_are_limited_by_their_message(root: logging.
 
 
 def test_every_process_that_logs_limits_lines_about_requests(root: logging.Logger) -> None:
-    """Lines are limited also after the settings are known."""
+    """Lines about requests are limited both before and after the settings are known."""
     for aside in (False, True):
         logs.setup(aside=aside)
         (handler,) = [one for one in root.handlers if one.name == "rsrv"]
@@ -369,7 +372,10 @@ def test_every_process_that_logs_limits_lines_about_requests(root: logging.Logge
 
 
 def test_of_a_crowd_that_is_refused_one_a_second_has_a_line(caplog: pytest.LogCaptureFixture) -> None:
-    """With the others' number; each way to end has its own lines, and a failure of ours always has one."""
+    """If many requests are refused, one line per second has one of them and the number of the others.
+
+    Each outcome has its own lines. A failure of rsrv itself always has a line.
+    """
     now = [100.0]
     failures = FailureLog(lambda: now[0])
     with caplog.at_level(logging.INFO, "rsrv.stub"):
@@ -397,7 +403,7 @@ def test_of_a_crowd_that_is_refused_one_a_second_has_a_line(caplog: pytest.LogCa
 
 
 def test_lines_that_a_library_repeats_are_counted_in_place_of_written() -> None:
-    """One a second of each logger and class of exceptions; rsrv's own lines all pass."""
+    """A library may log one line per second for each logger and class of exception. The others are counted. rsrv's own lines all pass."""
     now = [100.0]
     repeated = LineLimit(lambda: now[0])
 
@@ -418,7 +424,7 @@ def test_lines_that_a_library_repeats_are_counted_in_place_of_written() -> None:
 
 
 def test_a_request_that_is_not_http_costs_one_short_line(root: logging.Logger) -> None:
-    """Any fault and any bytes have no traceback; a fault of a handler keeps its own."""
+    """A request that is not HTTP causes one short line without a traceback. A fault of a handler keeps its traceback."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.addFilter(LineLimit(lambda: 100.0))

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("target", ["demo", "test"])
 def test_a_python_that_is_too_old_ends_make_with_one_line(tmp_path: Path, target: str) -> None:
-    """The line names the versions that work, the one found, and the command to type; no environment is made."""
+    """If Python is too old, one line has its version, the versions that work, and a command. No environment is made."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     for name in ("pyproject.toml", "requirements.lock"):
         (tmp_path / name).touch()
@@ -32,7 +32,10 @@ def test_a_python_that_is_too_old_ends_make_with_one_line(tmp_path: Path, target
 
 @pytest.mark.parametrize("target", ["test", "test-unit", "test-wheel", "test-long"])
 def test_only_long_tests_wait_for_networks_to_be_trained(target: str) -> None:
-    """The others begin at once; their fixtures make small bundles, and take the demo's networks, which are trained."""
+    """Only the long tests first build the example bundles, which takes training.
+
+    The fixtures of other tests make small bundles, or use the demo's trained networks.
+    """
     done = subprocess.run(
         ["make", "-n", target, f"PYTHON={sys.executable}"],
         cwd=ROOT,
@@ -45,7 +48,7 @@ def test_only_long_tests_wait_for_networks_to_be_trained(target: str) -> None:
 
 @pytest.mark.parametrize("target", ["dist", "test-wheel", "test-native", "test-long", "demo", "serve"])
 def test_a_changed_native_front_is_built_before_it_is_used(target: str) -> None:
-    """Without the library, the demo's requests would not share executions, and a wheel would have no native front."""
+    """A changed native front is built first, because the demo shares executions only with it, and a wheel must contain it."""
     source = "triton_backend/rsrv/native/link.c"
     done = subprocess.run(
         ["make", "-n", "-W", source, target, f"PYTHON={sys.executable}"],

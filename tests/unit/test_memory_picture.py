@@ -1,15 +1,15 @@
-"""The picture of README.md is what its script draws, with the figures of docs/benchmark.md."""
+"""The picture in README.md equals the output of its script, with the figures of docs/benchmark.md."""
 
 import memory_picture as tool
 
 
 def test_the_picture_is_what_its_script_draws() -> None:
-    """The picture has the measured figures of the page; `make pages` draws it."""
+    """The picture has the measured figures of the page. `make pages` draws it."""
     assert tool.IMAGE.read_text(encoding="utf-8") == tool.draw()
 
 
 def test_the_readme_tells_the_figures_of_the_picture() -> None:
-    """Readers who cannot see the picture find its first figures in README.md."""
+    """README.md also has the picture's first figures as text, for readers who cannot see the picture."""
     _, _, card = tool.panels()[0]
     sizes = [tool.size(sum(part for _, part in bar)) for bar in card.values()]
     text = (tool.DOCS.parent / "README.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Progress of long work, on a terminal and elsewhere; time is a list of numbers."""
+"""Progress of long work, on a terminal and elsewhere. A fake clock gives the time."""
 
 import builtins
 import io
@@ -17,7 +17,7 @@ class Terminal(io.StringIO):
 
 
 class Clock:
-    """A clock that stands still unless the test moves it."""
+    """A clock that moves only when the test moves it."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -27,7 +27,7 @@ class Clock:
 
 
 def done_at(stream: io.StringIO, total: int | None, *moments: float) -> list[str]:
-    """Return the lines about steps that end so many seconds after the start."""
+    """Return the lines about steps that end at these times, in seconds after the start."""
     clock = Clock()
     with steps("packing", total, stream=stream, clock=clock, every=1.0) as progress:
         for number, moment in enumerate(moments):
@@ -51,7 +51,7 @@ def test_quick_work_prints_nothing() -> None:
 
 
 def test_quick_steps_share_lines_and_the_last_one_is_printed() -> None:
-    """Quick steps share lines of one second, and the last one is printed."""
+    """Quick steps share one line per second. The last step is always printed."""
     assert done_at(io.StringIO(), 5, 0.5, 1.0, 1.5, 2.0, 2.1) == [
         "packing: 2 of 5 (1.0 s): box 1",
         "packing: 4 of 5 (2.0 s): box 3",
@@ -76,7 +76,7 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     with steps("packing", 2, stream=stream, clock=clock) as progress:
         clock.now += 65
         progress.step("[b]box")
-    # A thread draws it a few times a second; it is drawn once more at the end.
+    # A thread draws the bar a few times a second, and once more at the end.
     shown = stream.getvalue()
     assert "packing" in shown
     assert "1/2" in shown
@@ -110,7 +110,7 @@ def test_a_terminal_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_work_that_fails_leaves_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bar vanishes if the work fails, and the error passes."""
+    """If the work fails, the bar vanishes, and the error is raised."""
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
     with pytest.raises(ValueError, match="no box"), steps("packing", 2, stream=stream):

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_stubs_are_those_of_the_protos(tmp_path: Path) -> None:
-    """The stubs equal the generated ones; `make pages` writes them."""
+    """The stubs equal those that are generated from the .proto files. `make pages` writes them."""
     subprocess.run(
         [sys.executable, str(ROOT / "tools" / "make_proto.py"), str(tmp_path)], check=True, timeout=60
     )

@@ -1,4 +1,4 @@
-"""rsrv.yaml: typed, overridable, and refused with the nearest known key."""
+"""rsrv.yaml: typed and overridable. A wrong key is refused with the nearest known one."""
 
 from collections.abc import Iterator, Mapping
 from math import inf
@@ -17,7 +17,7 @@ def test_no_file_means_the_defaults() -> None:
 
 
 def test_the_environment_wins_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RSRV_<SECTION>__<KEY> overrides the file, with the file's types."""
+    """RSRV_<SECTION>__<KEY> overrides the file, and is read with the same types."""
     monkeypatch.setenv("RSRV_SCHEDULER__MAX_QUEUE_DEPTH", "7")
 
     settings = load_settings("scheduler: {max_queue_depth: 5, depth: 2}")
@@ -26,7 +26,7 @@ def test_the_environment_wins_over_the_file(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_null_in_the_environment_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """null in the environment means none, as in the file."""
+    """The text null in the environment means no value, as in the file."""
     monkeypatch.setenv("RSRV_RUNTIME__COMPILATION_CACHE_DIR", "null")
     monkeypatch.setenv("RSRV_RUNTIME__WATCHDOG_S", "null")
 
@@ -36,7 +36,7 @@ def test_null_in_the_environment_is_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_written_reads_back_the_same() -> None:
-    """The settings written beside the models read back the same."""
+    """Settings that are written beside the models are the same when they are read."""
     settings = load_settings(
         "models: {a: {max_queue_depth: 3, idle: {device: 10m, host: never}, warm_at: Mon-Fri 08:55}, 'no': {max_batch_size: 8}}\nstub: {in_place_ms: 0}\n"
         "runtime: {shared_host_weights: true, idle: {host: 1h, server: 1d}}\nmeta: {transport: bls}"
@@ -46,7 +46,7 @@ def test_what_is_written_reads_back_the_same() -> None:
 
 
 def test_the_dump_documents_every_key() -> None:
-    """The dump has a comment for every key, so that it is the example file."""
+    """The dump has a comment for every key, because it is the example file."""
     text = dump_settings(load_settings(""))
 
     for key in ("max_queue_depth", "compilation_cache_dir", "in_place_ms", "transport"):
@@ -55,7 +55,7 @@ def test_the_dump_documents_every_key() -> None:
 
 
 def test_a_model_has_the_runtimes_start_and_limits_where_it_has_none() -> None:
-    """A key of a model's own wins over the runtime's; the other keys are the runtime's."""
+    """A model's own key takes precedence over the runtime's key. For other keys, the runtime's are used."""
     settings = load_settings(
         "runtime: {start: lazy, idle: {device: 10m, host: 1h}}\nmodels: {m: {start: eager, idle: {host: never}}}"
     )
@@ -73,11 +73,11 @@ def test_a_model_has_the_runtimes_start_and_limits_where_it_has_none() -> None:
     [("90", 90), ("1.5", 1.5), ("90s", 90), ("'1.5h'", 5400), ("2d", 172_800), (f"'{'9' * 400}'", inf)],
 )
 def test_a_duration_is_seconds_or_has_a_unit(text: str, seconds: float) -> None:
-    """A duration reads as seconds, in the file and in the environment's form."""
+    """A duration is in seconds or has a unit, in the file and in the environment."""
     assert load_settings(f"runtime: {{idle: {{host: {text}}}}}").runtime.idle.host == seconds
 
 
-#: The settings that are times and sizes, by the ends of their names, with a value and what it means there.
+#: By the end of the names of settings that are times or sizes: a text and its value in the setting's unit.
 UNITS = {"_s": ("5m", 300.0), "_ms": ("0.02s", 20.0), "_us": ("2ms", 2000), "_bytes": ("1GiB", 2**30)}
 
 
@@ -100,7 +100,7 @@ KEYS = [
 
 @pytest.mark.parametrize(("key", "end"), KEYS)
 def test_every_time_and_size_may_have_a_unit(monkeypatch: pytest.MonkeyPatch, key: str, end: str) -> None:
-    """In the file and in the environment; the error of another text names the forms."""
+    """Every time or size may have a unit, in the file and in the environment. The error for another text names the forms."""
     assert len(KEYS) > 10
     written, expected = UNITS[end]
     section, _, name = key.rpartition(".")
@@ -210,7 +210,7 @@ def test_a_wrong_file_is_refused_by_key(text: str, message: str) -> None:
 def test_a_wrong_variable_is_refused_by_its_name(
     monkeypatch: pytest.MonkeyPatch, variable: str, message: str
 ) -> None:
-    """A misspelt section, a misspelt key and a wrong value are refused with the variable, not with the file."""
+    """A misspelt section or key, or a wrong value, in the environment is refused with the variable's name, and not the file's."""
     monkeypatch.setenv(*variable.split("=", 1))
 
     with pytest.raises(SettingsError) as caught:
@@ -221,7 +221,7 @@ def test_a_wrong_variable_is_refused_by_its_name(
 
 
 def test_other_variables_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables of rsrv that name no section, and Kubernetes' variables of a service `rsrv`, are left alone."""
+    """Variables of rsrv without a section, and Kubernetes' variables for a service `rsrv`, are ignored."""
     before = load_settings("")
     for name in ("RSRV_RUNTIME_PYTHON", "RSRV_RUNTIME_DIR", "RSRV_PORT_8000_TCP_ADDR"):
         monkeypatch.setenv(name, "x")
@@ -230,7 +230,7 @@ def test_other_variables_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
-    """A file of settings with other bytes than text is an error with its name and what to do."""
+    """If a file of settings is not text, the error has its name and what to do."""
     (tmp_path / "rsrv.yaml").write_bytes(b"\xff")
 
     with pytest.raises(SettingsError, match=r"rsrv\.yaml cannot be read: .*\. Name a file of settings"):

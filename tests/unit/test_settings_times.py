@@ -1,4 +1,4 @@
-"""Times of a week: when they come, and when a missed one still counts."""
+"""Times of a week: when they are due, and when a missed time is still due."""
 
 import time
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from rsrv.settings_times import due
 
 
 def at(text: str) -> float:
-    """Return a moment of the week of Monday, 2 June 2025."""
+    """Return a time in June 2025 from the text `DAY CLOCK`. Sunday is 1 June, and Monday is 2 June."""
     day, clock = text.split(" ")
     return datetime.fromisoformat(f"2025-06-{day}T{clock}").timestamp()
 
@@ -30,12 +30,12 @@ def at(text: str) -> float:
     ],
 )
 def test_a_time_of_the_week_is_due_once(times: list[str], last: str, now: str, expected: bool) -> None:
-    """A time is due at the first check after it, and not again at later ones."""
+    """A time is due at the first check after it, and not at later checks."""
     assert due(times, at(last), at(now)) == expected
 
 
 def test_a_missed_time_counts_for_ten_minutes() -> None:
-    """After a server was down, the time of nine minutes ago is due; that of eleven minutes ago is not."""
+    """After an outage of the server, a time nine minutes ago is still due. A time eleven minutes ago is not."""
     assert due(["Mon 08:55"], 0.0, at("02 09:04"))
     assert not due(["Mon 08:55"], 0.0, at("02 09:06"))
 
@@ -47,7 +47,7 @@ def test_midnight_and_the_week_before_are_found() -> None:
 
 @pytest.fixture
 def berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Be in a time zone with daylight saving time."""
+    """Set a time zone with daylight saving time."""
     with monkeypatch.context() as patch:
         patch.setenv("TZ", "Europe/Berlin")
         time.tzset()
@@ -58,7 +58,7 @@ def berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("berlin")
 @pytest.mark.parametrize(("night", "comes_at"), [("2026-03-29", "03:30"), ("2026-10-25", "02:30")])
 def test_a_time_of_the_night_when_the_clock_is_changed_is_due_once(night: str, comes_at: str) -> None:
-    """A time that the clock skips comes as much later, and one that it repeats comes once."""
+    """A time that the clock skips is due one hour later on the clock. A time that the clock repeats is due once."""
     last = datetime.fromisoformat(f"{night}T00:00").astimezone(UTC).timestamp()
     found = []
     for now in range(int(last) + 30, int(last) + 6 * 3600, 30):

@@ -21,14 +21,14 @@ def term(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_severities_have_colours_on_a_terminal() -> None:
-    """The most urgent one is red, and spaces that align it stay."""
+    """On a terminal, the most urgent severity is red. Spaces for alignment stay."""
     assert styled("critical", Terminal()) == "\x1b[1;31mcritical\x1b[0m"
     assert styled("ok      ", Terminal()) == "\x1b[32mok      \x1b[0m"
     assert styled("other", Terminal()) == "other"
 
 
 def test_a_file_gets_no_codes() -> None:
-    """Nor does a pipe."""
+    """In a file or a pipe, words have no colour codes."""
     assert styled("critical", io.StringIO()) == "critical"
 
 
@@ -36,7 +36,7 @@ def test_a_file_gets_no_codes() -> None:
 def test_a_person_or_a_terminal_can_refuse_colours(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
-    """NO_COLOR is the convention of https://no-color.org."""
+    """With NO_COLOR, a convention of https://no-color.org, or on a dumb terminal, words have no colour codes."""
     monkeypatch.setenv(name, value)
 
     assert styled("critical", Terminal()) == "critical"

@@ -21,7 +21,7 @@ from rsrv.text import amount, by_number, duration, naming, nearest, os_error, pe
     ],
 )
 def test_bytes_have_three_digits_in_steps_of_1000(nbytes: int | None, text: str) -> None:
-    """No command counts in steps of 1024."""
+    """Bytes have three digits and units in steps of 1000, never of 1024."""
     assert amount(nbytes) == text
 
 
@@ -41,12 +41,12 @@ def test_bytes_have_three_digits_in_steps_of_1000(nbytes: int | None, text: str)
     ],
 )
 def test_a_time_has_the_unit_that_fits(seconds: float | None, text: str) -> None:
-    """From microseconds to hours; a figure that rounds up to the next unit has that unit."""
+    """The unit of a time fits its size, from microseconds to hours. If a figure rounds up to the next unit, it has that unit."""
     assert duration(seconds) == text
 
 
 def test_rates_and_shares_have_three_digits() -> None:
-    """A rate that is not known is a dash."""
+    """Rates and shares have three digits. An unknown rate is a dash."""
     assert (rate(None), rate(12.34), rate(0), rate(10_000)) == ("-", "12.3/s", "0/s", "10 k/s")
     assert (percent(0.1234), percent(0.5), percent(1)) == ("12.3%", "50%", "100%")
 
@@ -60,18 +60,18 @@ def test_rates_and_shares_have_three_digits() -> None:
     ],
 )
 def test_an_unknown_word_gets_the_nearest_one(word: str, hint: str) -> None:
-    """Otherwise all known words; a long word costs no time."""
+    """For an unknown word, the hint has the nearest known word, or else all known words. A long word takes no time."""
     assert nearest(word, ["status", "top"]) == hint
 
 
 def test_names_sort_as_people_count() -> None:
-    """Numbers within names are compared as numbers; names without one, and those that begin with one, sort among them."""
+    """Numbers in names are compared as numbers. Names without a number, and names that begin with one, are sorted in between."""
     names = ["m10", "m", "10", "m2", "9", "m2b10", "m2b9", "a"]
     assert sorted(names, key=by_number) == ["9", "10", "a", "m", "m2", "m2b9", "m2b10", "m10"]
 
 
 def test_an_error_without_a_file_gets_the_one_that_was_worked_on(tmp_path: Path) -> None:
-    """The system names no file when a write fails, as on a full disk."""
+    """If an error of the system names no file, as on a full disk, it gets the name of the file in use."""
     with pytest.raises(OSError, match="No space") as failed, naming(tmp_path), open("/dev/full", "w") as full:
         full.write("text")
     assert os_error(failed.value) == f"{tmp_path}: No space left on device"
@@ -81,7 +81,7 @@ def test_an_error_without_a_file_gets_the_one_that_was_worked_on(tmp_path: Path)
 
 
 def test_of_many_errors_of_a_copy_the_first_one_is_shown(tmp_path: Path) -> None:
-    """A folder of a hundred files that does not fit on a disk must not give a hundred errors in one line."""
+    """If a copy of many files fails, as on a full disk, only the first error is shown."""
     for name in ("a", "b"):
         (tmp_path / "source" / name).mkdir(parents=True)
         (tmp_path / "source" / name / "file").symlink_to("missing")

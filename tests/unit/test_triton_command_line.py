@@ -1,4 +1,4 @@
-"""Options of a running tritonserver: its command line is read as the server reads it."""
+"""Options of a running tritonserver. The command line is read as the server itself reads it."""
 
 import os
 
@@ -28,12 +28,12 @@ from rsrv.triton_command_line import (
     ],
 )
 def test_a_switch_has_its_last_value_in_any_form(words: str, on: bool) -> None:
-    """`--name=value`, `--name value`, and `--name` alone for true; other options and operands do not count."""
+    """A switch may be `--name=value`, `--name value`, or `--name` for true. The last one is used. Other words are ignored."""
     assert Options(["tritonserver", *words.split()]).is_on("allow-grpc", default=True) is on
 
 
 def test_a_name_may_be_cut_short_while_it_is_unambiguous() -> None:
-    """--backend-directory begins in the same way, and is another option."""
+    """A name may be abbreviated while it is unambiguous: --backend-directory begins like --backend-config, and is another option."""
     options = Options(["--backend-conf=a", "--backend-config=b", "--backend-c=c", "--backend-directory=d"])
 
     assert options.values("backend-config", shortest="backend-c") == ["a", "b", "c"]
@@ -41,7 +41,7 @@ def test_a_name_may_be_cut_short_while_it_is_unambiguous() -> None:
 
 
 def test_a_process_that_has_ended_has_no_command_line() -> None:
-    """A live one has its words."""
+    """A living process has the words of its command line. A process that has ended has none."""
     pid = os.posix_spawn("/bin/true", ["true"], {})
     os.waitpid(pid, 0)
 
@@ -52,14 +52,14 @@ def test_a_process_that_has_ended_has_no_command_line() -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::", "::1", "fd00::7"])
 @pytest.mark.parametrize("front", DEFAULT_PORTS)
 def test_an_address_is_read_as_it_is_written(host: str, front: str) -> None:
-    """Each front end has its own spelling of IPv6 addresses."""
+    """IPv6 addresses are read in the spelling of each front end."""
     address = listening(Options([address_flag(front, host), f"--{front}-port=7"]), front)
 
     assert (address.host, address.port) == (host, 7)
 
 
 def test_each_restricted_api_has_its_key() -> None:
-    """A value may contain an equals sign; the other protocol has restrictions of its own."""
+    """Each restricted API has its key. A value may contain an equals sign, and each protocol has its own restrictions."""
     options = Options(
         ["--grpc-restricted-protocol=trace,logging:k=a=b", "--grpc-restricted-protocol", "health:l=c"]
     )
@@ -89,7 +89,10 @@ CLOSED = "model-repository,logging,trace,shared-memory:k=v"
     ],
 )  # fmt: skip
 def test_a_server_says_what_other_machines_can_do_with_it(line: str, words: list[str]) -> None:
-    """Only APIs that other machines reach without a key count; a mode without loads has none to offer."""
+    """Only APIs that other machines reach without a key are named.
+
+    If the mode allows no loads, loading models is not named.
+    """
     warning = open_apis_warning(Options(["tritonserver", *line.split()]))
 
     assert bool(warning) is bool(words)

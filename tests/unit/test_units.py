@@ -1,4 +1,4 @@
-"""Times and sizes as people write them."""
+"""Times and sizes in the forms that people write."""
 
 import math
 
@@ -25,13 +25,13 @@ SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 @given(st.integers(0, 10**6), st.sampled_from(sorted(POWERS | BINARY)), st.sampled_from(["", " "]))
 def test_a_size_is_its_number_times_its_unit(number: int, unit: str, space: str) -> None:
-    """Units of 1000 and of 1024, with or without B, in any case."""
+    """Sizes have units of 1000 or 1024, with or without B, in upper or lower case."""
     assert parse_size(f"{number}{space}{unit}") == number * (POWERS | BINARY)[unit]
 
 
 @given(st.floats(0, 1e6, allow_subnormal=False), st.sampled_from(sorted(SECONDS)))
 def test_a_time_is_its_number_times_its_unit(number: float, unit: str) -> None:
-    """In seconds, or in the unit of numbers without one."""
+    """A time is read in seconds, or in the unit that is used for numbers without a unit."""
     assert math.isclose(parse_time(f"{number:.6f}{unit}"), float(f"{number:.6f}") * SECONDS[unit])
     assert parse_time(f"{number:.6f}", unit) == float(f"{number:.6f}")
 
@@ -40,7 +40,7 @@ def test_a_time_is_its_number_times_its_unit(number: float, unit: str) -> None:
     ("text", "size"), [("0.5GB", 500_000_000), ("1.5GiB", 3 << 29), ("2e9", 2 * 10**9), (" 7 ", 7)]
 )
 def test_a_size_may_have_a_fraction_if_its_bytes_are_whole(text: str, size: int) -> None:
-    """Bytes are counted, not measured."""
+    """A size may have a fraction if it is a whole number of bytes."""
     assert parse_size(text) == size
 
 
@@ -48,19 +48,19 @@ def test_a_size_may_have_a_fraction_if_its_bytes_are_whole(text: str, size: int)
     "text", ["", "GB", "16 GBs", "1.5B", "iB", "5i", "1e5000", "inf", "nan", "16,5GB", "0x10"]
 )
 def test_what_is_no_size_is_refused(text: str) -> None:
-    """The message has examples."""
+    """If a text is not a size, the message has examples."""
     with pytest.raises(ValueError, match="such as 512MB, 16GB or 16GiB"):
         parse_size(text)
 
 
 @pytest.mark.parametrize("text", ["", "m", "5 min", "1h30m", "5M", "1e5000", "inf", "nan"])
 def test_what_is_no_time_is_refused(text: str) -> None:
-    """Capitals have another meaning: M is a month to some."""
+    """A text that is not a time is refused. Units in capitals are refused, because M may mean a month."""
     with pytest.raises(ValueError, match="such as 500ms, 90s, 5m or 1h"):
         parse_time(text)
 
 
 def test_a_time_in_another_unit_is_exact() -> None:
-    """A setting in microseconds is a whole number."""
+    """A time in microseconds is an exact integer."""
     assert parse_time("2ms", "us") == 2000
     assert parse_time("0.3ms", "us") == 300

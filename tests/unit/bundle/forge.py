@@ -1,4 +1,4 @@
-"""Build bundles by hand, valid ones and broken ones."""
+"""Make valid and broken bundles by hand."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ VARIANTS: Mapping[str, Any] = {
 
 
 def changed(base: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
-    """Return a deep copy of a manifest with some keys replaced; None removes a key."""
+    """Return a deep copy of a manifest with some keys replaced. The value None removes a key."""
     document = copy.deepcopy(dict(base))
     for key, value in changes.items():
         if value is None:
@@ -79,7 +79,7 @@ def safetensors_bytes(
 def one_weight(
     shape: Sequence[int] = (2, 3), dtype: str = "F32", buffer: bytes | None = None, **header: Any
 ) -> bytes:
-    """Return a file with one weight `w`; keywords replace top-level keys of its header."""
+    """Return a file with one weight `w`. Keyword arguments replace top-level keys of its header."""
     size = 4
     for extent in shape:
         size *= extent
@@ -100,7 +100,7 @@ def make_bundle(
     hooks: str | None = None,
     files: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Write a bundle; module contents are junk unless they are given.
+    """Write a bundle. Module contents are junk unless they are given.
 
     A mapping of format 3 without `sha256` gets the checksums of the modules and the weights.
     """

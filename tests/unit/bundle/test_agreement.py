@@ -73,7 +73,7 @@ def lines_of(bundle: Bundle, wanted: Comparison | None = None) -> list[str]:
 def test_a_good_bundle_has_a_line_per_module_and_exit_code_0(
     exported: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each line gives the difference of a batch size from the smallest one, which has no reference itself."""
+    """Each line has the difference between a batch size and the smallest one. For the smallest size, there is no difference."""
     assert cli.main(["check", "--numerics", str(exported)]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith(f"ok {exported}: format 3")
@@ -129,7 +129,7 @@ def test_a_module_for_another_device_is_not_compared(tmp_path: Path) -> None:
 
 
 def test_a_source_is_asked_by_name(exported: Path) -> None:
-    """The source gets the largest module's rows by name, and may return a mapping, a tuple or an array."""
+    """The source is called once, by name, with the largest module's rows. It may return a mapping, a tuple or an array."""
     bundle = read_bundle(exported)
     asked: list[tuple[int, ...]] = []
 
@@ -191,7 +191,7 @@ def test_a_source_may_be_what_the_exporter_takes(
 
 
 def test_random_indices_are_those_of_the_examples(tmp_path: Path) -> None:
-    """Random indices are drawn from the samples or else from the source's examples; zeros pad a batch."""
+    """Random indices are drawn from the samples, or without samples from the source's examples. Zeros pad a batch."""
     table = np.arange(8, dtype=np.float32)[:, np.newaxis]
     bundle = export_bundle(
         lambda p, i: {"y": p[i]},
@@ -215,7 +215,7 @@ def test_random_indices_are_those_of_the_examples(tmp_path: Path) -> None:
 
 
 def test_what_is_nan_on_random_inputs_is_compared_on_examples_or_samples(tmp_path: Path) -> None:
-    """Examples or samples are compared where random inputs give NaN; without them, the check fails."""
+    """If random inputs give NaN, examples or samples are compared. If there are none, the check fails."""
     bundle = forged(tmp_path, {size: lambda x: jnp.log(x - 5) for size in (1, 4)})
 
     def source(x: Array) -> Any:
@@ -239,7 +239,7 @@ def test_what_is_nan_on_random_inputs_is_compared_on_examples_or_samples(tmp_pat
 
 
 def test_what_was_found_is_stored_on_request(exported: Path, tmp_path: Path) -> None:
-    """`--store` adds the differences to the manifest and keeps its comments; a failed check stores none."""
+    """`--store` adds the differences to the manifest and keeps its comments. A failed check stores nothing."""
     manifest = exported / "manifest.yaml"
     copy = tmp_path / "dense"
     copy.mkdir()
@@ -278,7 +278,7 @@ def test_the_largest_error_of_several_comparisons_is_stored(exported: Path) -> N
 
 @pytest.mark.parametrize("text", ["", "numerics:\n", "numerics: {rows: {model.b1: 1}, other: 2} # Kept.\n"])
 def test_numbers_are_added_to_any_manifest(tmp_path: Path, text: str) -> None:
-    """Storing keeps the other keys of the manifest, and numbers that were not measured again."""
+    """Storing keeps the other keys of the manifest, and the differences that were not measured again."""
     bundle = forged(tmp_path, {1: lambda x: x, 2: lambda x: x})
     with (bundle.path / "manifest.yaml").open("a") as file:
         file.write(text)
@@ -291,7 +291,7 @@ def test_numbers_are_added_to_any_manifest(tmp_path: Path, text: str) -> None:
 
 
 def test_format_2_has_no_place_for_numbers(tmp_path: Path) -> None:
-    """Numbers cannot be stored in format 2; the message names the command convert."""
+    """Differences cannot be stored in a manifest of format 2. The message names the command convert."""
     bundle = read_bundle(
         make_bundle(tmp_path, changed(GOOD, format_version="2.0"), weights=b"\2\0\0\0\0\0\0\0{}")
     )
@@ -354,7 +354,7 @@ def test_samples_that_are_none_are_refused(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Unusable samples exit 2, because a comparison without samples proves nothing."""
+    """The command exits 2 if the file has no samples, because a comparison without samples proves nothing."""
     file = tmp_path / "samples.npz"
     np.savez(file, **arrays)  # type: ignore[arg-type] # numpy's own keyword
     assert cli.main(["check", "--numerics", "--samples", str(file), str(exported)]) == 2
@@ -375,7 +375,7 @@ def preprocess(inputs):
 
 
 def test_samples_of_clients_go_through_the_hook(tmp_path: Path) -> None:
-    """Samples by client names pass the hook one request each; samples by executable names do not."""
+    """Samples with client names pass the hook as one request each. Samples with executable names do not pass the hook."""
     document = changed(MANIFEST, client_inputs=[tensor("text", "u8", c=-1)])
     bundle = read_bundle(make_bundle(tmp_path, document, modules=["model.b1.mlir"], hooks=HOOKS))
     (rows,) = rows_of(bundle, {"text": np.array([[65, 66], [67, 68], [69, 70]], np.uint8)})[0]
@@ -399,14 +399,14 @@ def test_samples_of_clients_go_through_the_hook(tmp_path: Path) -> None:
     ],
 )
 def test_samples_that_do_not_fit_are_refused(tmp_path: Path, samples: dict[str, Array], problem: str) -> None:
-    """Samples of a wrong name, type or shape are refused with the expected one."""
+    """Samples with a wrong name, type or shape are refused, and the error has the expected one."""
     bundle = read_bundle(make_bundle(tmp_path, MANIFEST, modules=["model.b1.mlir"]))
     with pytest.raises(BundleError, match=re.escape(problem)):
         rows_of(bundle, {name: np.asarray(array) for name, array in samples.items()})
 
 
 def test_samples_may_have_types_that_numpy_has_no_name_for(tmp_path: Path) -> None:
-    """Samples of a type that numpy has no name for, such as bf16, are read from their raw bytes."""
+    """Samples of a type without a numpy name, such as bf16, are read from their raw bytes."""
     document = changed(MANIFEST, executable_inputs=[tensor("x", "bf16", "cn", c=2)])
     bundle = read_bundle(make_bundle(tmp_path, document, modules=["model.b1.mlir"]))
     given = np.array([[1, 2], [3, 4], [5, 6]], ml_dtypes.bfloat16)
@@ -458,7 +458,7 @@ def test_rows_find_their_way_through_batches_of_any_size(tmp_path: Path) -> None
 
 
 def test_a_source_may_return_more_than_the_bundle_keeps(tmp_path: Path) -> None:
-    """A bundle that was exported with some of the outputs is compared on these, whether the model names them or not."""
+    """A bundle that was exported with some of the outputs is compared on these outputs, even if the model does not name them."""
     example = {"x": np.ones((1, 2), np.float32)}
     for name, model, kept in (
         ("named", lambda x: {"a": x, "b": 2 * x}, "b"),

@@ -46,7 +46,7 @@ class Found:
     ],
 )
 def test_containers_that_have_names_name_their_parts(result: Any, named: dict[str, Any]) -> None:
-    """Containers name or number their parts; a lone array is `output`, and None is left out without moving a number."""
+    """Parts of a result are named or numbered by its containers. A single array is `output`. None is left out, but has a number."""
     assert list(Results.of(result).named(None).items()) == list(named.items())
 
 
@@ -103,7 +103,7 @@ def anything(*args: Any, **kwargs: Any) -> Any:
 def test_inputs_go_by_name_where_they_can(
     call: Callable[..., Any], inputs: dict[str, Any], result: Any
 ) -> None:
-    """Inputs are passed by name if the callable allows it, and in their order otherwise."""
+    """Inputs are passed by name if the callable allows it. If not, they are passed in their order."""
     assert caller(call, tuple(inputs))(inputs) == result
 
 

@@ -42,7 +42,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def exported(source: Path, tmp_path: Path) -> Path:
-    """Return a copy of it."""
+    """Return a copy of the bundle `source`."""
     path = tmp_path / source.name
     path.mkdir()
     for file in source.iterdir():
@@ -51,7 +51,7 @@ def exported(source: Path, tmp_path: Path) -> Path:
 
 
 def tear(file: Path) -> None:
-    """Zero the last bytes, as if they were not written yet."""
+    """Change the last four bytes of a file, as if they were not written yet."""
     content = file.read_bytes()
     file.write_bytes(content[:-4] + bytes(4) if content[-4:] != bytes(4) else content[:-4] + b"torn")
 
@@ -77,7 +77,7 @@ def test_a_torn_file_is_refused_by_name(
 
 
 def test_a_weights_file_that_ends_early_is_torn_before_it_breaks_rules(exported: Path) -> None:
-    """A weights file that ends early is reported as torn; with matching checksums, as breaking the format."""
+    """A weights file that ends early is reported as torn. If the checksum fits, the file breaks the format."""
     file = exported / "weights.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
     (problem,) = problems_of(exported)
@@ -88,7 +88,7 @@ def test_a_weights_file_that_ends_early_is_torn_before_it_breaks_rules(exported:
 
 
 def test_bytes_that_are_no_weight_count(tmp_path: Path) -> None:
-    """The checksum covers the header and also tensors that are not arguments, wherever they lie."""
+    """The checksum covers the header of the weights file, and also tensors that are not arguments, wherever they are."""
     entries = {
         name: {"dtype": "U8", "shape": [8], "data_offsets": [8 * i, 8 * i + 8]}
         for i, name in enumerate("abcde")
@@ -127,7 +127,7 @@ def test_the_digest_is_the_same_whether_the_files_are_read_or_not(exported: Path
 def test_checksums_are_those_of_the_weights_and_of_every_module(
     tmp_path: Path, change: dict[str, Any], problem: str
 ) -> None:
-    """A manifest needs checksums of exactly the weights and all modules."""
+    """A manifest needs checksums of the weights and of all modules, and of no other file."""
     made = make_bundle(tmp_path, weights=one_weight())
     document = yaml12.load((made / "manifest.yaml").read_bytes())
     (made / "manifest.yaml").write_text(json.dumps(changed(document, **change)))
@@ -145,7 +145,7 @@ def test_checksums_are_those_of_the_weights_and_of_every_module(
     ],
 )
 def test_a_file_that_is_missing_is_named_once(tmp_path: Path, file: str, problem: str) -> None:
-    """A missing file causes one problem, which names the file; its checksum adds no second one."""
+    """A missing file causes one problem, which names the file. Its checksum adds no second problem."""
     made = make_bundle(tmp_path, weights=one_weight())
     (made / file).unlink()
     assert problems_of(made) == (problem,)

@@ -41,7 +41,7 @@ def test_good_bundles_print_one_line_each_and_exit_0(
 def test_broken_bundles_print_one_line_per_problem_and_exit_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All problems of all bundles are printed, those of signatures and hooks together."""
+    """All problems of all bundles are printed, and problems of signatures and hooks are reported together."""
     junk = make_bundle(tmp_path, hooks="pass\n")
     bad = make_bundle(tmp_path, changed(GOOD, kind="x", name=3), name="bad")
     assert cli.main(["check", str(junk), str(bad)]) == 1
@@ -72,7 +72,7 @@ def test_a_directory_that_is_not_there_is_wrong_usage(
 def test_problems_say_whose_they_are(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every line of a problem names its bundle, also if two bundles are given."""
+    """With two bundles, every line of a problem names its bundle."""
     bad = make_bundle(tmp_path, changed(GOOD, kind="x"), name="bad")
     good = [str(make_bundle(tmp_path))] if command == ["diff"] else []
     assert cli.main([*command, *good, str(bad)]) == (2 if good else 1)
@@ -105,14 +105,14 @@ def test_help_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
 def test_signatures_without_jaxlib_are_wrong_usage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without jaxlib, the check exits 2 and names `--no-signatures`: it must not seem to have passed."""
+    """Without jaxlib, the check exits 2 and names `--no-signatures`, so that nobody takes it for a check that passed."""
     monkeypatch.setattr(checking, "find_spec", lambda _: None)
     assert cli.main(["check", str(make_bundle(tmp_path))]) == 2
     assert "--no-signatures" in capsys.readouterr().err
 
 
 def test_checks_and_differences_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--json` prints one document, and the exit status stays."""
+    """`--json` prints one document. The exit status is the same as without it."""
     good, bad = make_bundle(tmp_path), make_bundle(tmp_path, changed(GOOD, kind="x"), name="bad")
     other = make_bundle(tmp_path, changed(GOOD, description="another"), name="other")
 
@@ -130,7 +130,7 @@ def test_checks_and_differences_for_programs(tmp_path: Path, capsys: pytest.Capt
 def test_check_imports_model_py_where_hooks_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With --run, a missing module, a missing file and a mistake are problems, and a good file is named with its Python."""
+    """With --run, a missing module, a missing file and a mistake are problems. For a good file, the line names the Python that runs it."""
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     end = "def postprocess(outputs): return outputs\n"

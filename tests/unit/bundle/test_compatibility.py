@@ -16,21 +16,21 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_the_page_is_current() -> None:
-    """The tables equal the current ones; `make pages` writes them."""
+    """The tables on the page are those of the code. `make pages` writes them."""
     page = tool.PAGE.read_text(encoding="utf-8")
 
     assert tool.rewrite(page) == page
 
 
 def test_a_page_without_markers_is_refused() -> None:
-    """Otherwise the page would keep its old tables without a word."""
+    """A page without markers is refused, because its old tables would stay unnoticed."""
     with pytest.raises(ValueError, match="<!-- compatibility -->"):
         tool.rewrite("")
 
 
 @pytest.mark.parametrize("test", sorted({proof.test for proof in PROOFS}))
 def test_the_test_of_each_served_cell_exists(test: str) -> None:
-    """A renamed or removed test leaves no cell that says it is served."""
+    """The test of a served cell exists. If it is renamed or removed, this test fails."""
     file, _, name = test.partition("::")
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
 
@@ -47,7 +47,7 @@ def test_no_cell_with_a_test_is_refused(proof: tuple[str, tuple[str, ...], tuple
 
 
 def test_refusals_have_one_text_for_each_pair() -> None:
-    """The text is the same in either order, and names the manifest's key of the feature that has to go."""
+    """Both orders of a pair give one text. A refusal also names the manifest's key of the feature to remove."""
     assert refusal(Feature.ALIAS, {Feature.META}) == refusal(Feature.META, {Feature.ALIAS}) != ""
     assert list(refusals({Feature.STATE, Feature.PADDING, Feature.VARIANTS})) == [
         ("pad", "a model with state is not padded: its sequences would remember the padding")
@@ -56,7 +56,7 @@ def test_refusals_have_one_text_for_each_pair() -> None:
 
 
 def test_a_pair_without_a_test_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a new feature is refused together with every other one of a bundle."""
+    """Two features without a test of both together are refused, so a new feature is at first refused with every other one."""
     monkeypatch.setattr(compatibility, "PROOFS", ())
     compatibility._proven.cache_clear()
     try:
@@ -68,14 +68,14 @@ def test_a_pair_without_a_test_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_no_refusal_of_a_pair_is_for_want_of_a_test() -> None:
-    """The pairs that had no test when the table began are listed, so that models with them are still accepted."""
+    """No pair in the table is refused for lack of a test. So models with any of these pairs are still accepted."""
     cells = [cell(*pair, front) for pair in combinations(Feature, 2) for front in FRONTS]
 
     assert not [found.text for found in cells if found.text.startswith("no test shows")]
 
 
 def test_each_feature_that_the_native_front_lacks_names_itself() -> None:
-    """The other features may have the native front."""
+    """A feature that the native front lacks is named as the obstacle. Models with other features can have the native front."""
     assert native_obstacle({Feature.VARIANTS, Feature.HOOKS}) == "it has hooks"
     assert native_obstacle({Feature.VARIANTS, Feature.PADDING}) == ""
     assert all(cell(Feature.HOOKS, other, "native").kind != "served" for other in Feature if other != "hooks")

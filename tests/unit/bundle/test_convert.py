@@ -77,7 +77,7 @@ def test_other_answers_are_not_written(old: Path, tmp_path: Path, monkeypatch: p
 
 
 def test_a_bundle_that_is_there_stays(old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An existing bundle is replaced only with `--overwrite`, also if it is the source itself."""
+    """An existing bundle is replaced only with `--overwrite`, even if it is the source itself."""
     convert(old, tmp_path / "m", stablehlo="1.0.0")
     digest = read_bundle(tmp_path / "m").digest
     assert cli.main(["convert", str(old), "-o", str(tmp_path / "m")]) == 2

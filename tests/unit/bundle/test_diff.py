@@ -25,7 +25,7 @@ ONES, TWOS = np.ones((2, 3), np.float32), np.full((2, 3), 2, np.float32)
 def bundle(
     parent: Path, weights: Mapping[str, Array], manifest: Mapping[str, Any] = GOOD, **options: Any
 ) -> Path:
-    """Write a bundle with these weights, in this order; its modules are junk, which diff does not read."""
+    """Write a bundle with these weights in this order. Its modules are junk, because diff does not read them."""
     parent.mkdir(exist_ok=True)
     write_weights(parent / "weights", list(weights.items()))
     return make_bundle(parent, manifest, weights=(parent / "weights").read_bytes(), **options)
@@ -38,7 +38,7 @@ def diff(a: Path, b: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, lis
 
 
 def test_the_same_bundle_twice_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two identical bundles exit 0, as in diff(1), and share all tensors."""
+    """Two identical bundles share all tensors, and the exit code is 0, as in diff(1)."""
     a = bundle(tmp_path / "a", {"w": ONES})
     shutil.copytree(a, tmp_path / "b")
     assert diff(a, tmp_path / "b", capsys) == (
@@ -54,7 +54,7 @@ def test_the_same_bundle_twice_is_the_same(tmp_path: Path, capsys: pytest.Captur
 def test_a_fine_tuned_head_is_told_from_the_backbone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Tensors are compared by content: a renamed one is shared, one of another shape is not."""
+    """Tensors are compared by content: a renamed tensor is shared, and a tensor of another shape is not."""
     a = bundle(tmp_path / "a", {"backbone": ONES, "head": TWOS, "old": TWOS[0], "turned": ONES})
     b = bundle(tmp_path / "b", {"trunk": ONES, "head": TWOS * 2, "new": TWOS.T, "turned": ONES.T})
     assert diff(a, b, capsys) == (
@@ -123,7 +123,7 @@ def test_inputs_in_another_order_differ(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_comment_is_no_difference_of_what_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A comment in the manifest makes the exit code 1; the last line says that the content is the same."""
+    """If only a comment in the manifest differs, the exit code is 1, and the last line says that the content is the same."""
     a = bundle(tmp_path / "a", {"w": ONES})
     shutil.copytree(a, tmp_path / "b")
     with (tmp_path / "b" / "manifest.yaml").open("a") as file:
@@ -142,7 +142,7 @@ def test_meta_models_differ_in_what_they_call(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_tensors_are_the_same_if_they_are_for_the_server(tmp_path: Path) -> None:
-    """Weights of format 2.0, stored transposed, equal those of format 3 if the modules take the same tensors."""
+    """Weights of format 2.0, which are stored transposed, equal weights of format 3 if the modules take the same tensors."""
     old = read_bundle(bundle(tmp_path / "a", {"w": ONES.T}, changed(GOOD, format_version="2.0")))
     new = read_bundle(bundle(tmp_path / "b", {"w": ONES}))
     assert weights_of(old) == weights_of(new)

@@ -28,7 +28,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("maker", [mlp, two_sizes, v2_affine])
 def test_every_module_gives_the_answers_of_the_reference(built: Path, maker: ModuleType) -> None:
-    """Every module of every variant and size gives the reference's answers on random inputs."""
+    """On random inputs, every module of every variant and size gives the reference's answers."""
     bundle = read_bundle(built / maker.__name__.rpartition(".")[2])
     weights = load_weights(bundle)
     for key, signature in check_signatures(bundle).items():
@@ -43,7 +43,7 @@ def test_every_module_gives_the_answers_of_the_reference(built: Path, maker: Mod
 
 
 def test_a_second_build_does_nothing_and_imports_no_jax(built: Path) -> None:
-    """A second build does nothing and imports no jax, so that it can precede every test run."""
+    """A second build does nothing and imports no jax, so it is quick enough to run before every test run."""
     script = Path(examples.build.__file__)
     code = f"import sys, runpy; sys.argv = ['build.py', '-o', {str(built)!r}, 'mlp', 'v2_affine']\n"
     code += f"try: runpy.run_path({str(script)!r}, run_name='__main__')\nexcept SystemExit as e: assert not e.code\n"
@@ -79,7 +79,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
 
 
 def test_the_digits_hook_turns_logits_into_class_and_score() -> None:
-    """The hook returns the class and its softmax: that of [0, ln 3] is [1/4, 3/4]."""
+    """The hook returns the best class and its softmax as the score: 3/4 for the logits [0, ln 3], whose softmax is [1/4, 3/4]."""
     found = digits_hooks.postprocess({"logits": np.log(np.array([[1, 3], [1, 1]], np.float32))})
     assert found["class"].tolist() == [[1], [0]]
     np.testing.assert_allclose(found["score"], [[0.75], [0.5]], rtol=1e-6)

@@ -41,7 +41,7 @@ def export(out_dir: Path, fn: Any = dense, params: Any = None, inputs: Any = Non
 
 
 def test_a_bundle_holds_what_the_function_does(tmp_path: Path) -> None:
-    """An export writes names, sizes, numerics and provenance, and leaves nothing else behind."""
+    """An export writes names, sizes, numerics and provenance, and no other file."""
     bundle = export(tmp_path / "dense", description="One layer.")
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
     assert bundle.manifest.description == "One layer."
@@ -63,13 +63,13 @@ def test_a_bundle_holds_what_the_function_does(tmp_path: Path) -> None:
 
 
 def test_equal_exports_have_equal_digests(tmp_path: Path) -> None:
-    """Two exports of one function have the same digest: no date, path or random order gets in."""
+    """Two exports of one function have the same digest, because no date, path or random order is in the bundle."""
     assert export(tmp_path / "a" / "m").digest == export(tmp_path / "b" / "m").digest
     assert b"test_export" not in (tmp_path / "a" / "m" / "model.b1.mlir").read_bytes()
 
 
 def test_every_element_type_survives(tmp_path: Path) -> None:
-    """Each element type survives as weight, input and output; f8, which clients cannot send, as weight."""
+    """Each element type survives as weight, input and output. Only f8, which clients cannot send, survives just as weight."""
     params = {
         "bf": np.array([1.5, -2], ml_dtypes.bfloat16),
         "f8": np.array([0.5, 448], ml_dtypes.float8_e4m3fn),
@@ -136,7 +136,7 @@ def test_a_model_without_weights_has_no_weights_file(tmp_path: Path) -> None:
 
 
 def test_unused_inputs_and_weights_stay_arguments(tmp_path: Path) -> None:
-    """Unused inputs and weights stay arguments, because the positions of the others depend on them."""
+    """Unused inputs and weights stay arguments, because the positions of the other arguments depend on them."""
     bundle = export(
         tmp_path / "m",
         lambda p, x, unused: x + p[1],
@@ -149,7 +149,7 @@ def test_unused_inputs_and_weights_stay_arguments(tmp_path: Path) -> None:
 
 
 def test_inputs_keep_the_given_order_and_axes(tmp_path: Path) -> None:
-    """Inputs keep the given order and may have different batch axes; the function gets them by name."""
+    """Inputs keep the given order, and may have different batch axes. The function gets them by name."""
 
     def fn(params: Any, a: Any, z: Any) -> Any:
         return {"q": z.T - a, "b": z[None] * 1}
@@ -279,9 +279,9 @@ def test_large_captured_constants_are_refused(tmp_path: Path, dtype: Any, size: 
 
 
 def test_integers_keep_the_structure_of_the_example(tmp_path: Path) -> None:
-    """Random integers are the example's rows, rotated; only zeros mean any integers that the model takes.
+    """Random integers are rotated rows of the example. Zeros in the example stand for any integers that the model takes.
 
-    Integers are often indices, and only the model's author knows the valid ones, and how they are related.
+    Integers are often indices. Only the model's author knows which ones are valid, and how they are related.
     """
     seen: list[Any] = []
 
@@ -334,9 +334,9 @@ def test_a_result_beyond_its_tolerance_is_refused(tmp_path: Path, monkeypatch: p
 
 
 def test_integers_may_differ_by_a_tolerance_that_is_given(tmp_path: Path) -> None:
-    """Integers may differ by a given tolerance; without one, they must be equal.
+    """Integers may differ by a given tolerance. Without a tolerance, they must be equal.
 
-    Rounding differs at an edge only, and then by a whole number.
+    The model rounds to integers: a small difference before the rounding changes few results, and each by a whole number.
     """
 
     def model(params: Any, x: Any) -> Any:
@@ -369,7 +369,7 @@ def log(params: Any, x: Any) -> Any:
 
 @pytest.mark.parametrize("example", [np.zeros((1, 3)), np.full((2, 3), 6)])
 def test_what_is_nan_everywhere_proves_nothing(tmp_path: Path, example: Any) -> None:
-    """A bundle that gives only NaN on random inputs is refused; an example of one constant is no help."""
+    """A bundle that gives only NaN on random inputs is refused, even with an example that is one constant."""
     with pytest.raises(BundleError) as found:
         export(tmp_path / "m", log, {}, {"x": example.astype(np.float32)})
     [line] = found.value.problems
@@ -379,7 +379,7 @@ def test_what_is_nan_everywhere_proves_nothing(tmp_path: Path, example: Any) -> 
 
 @pytest.mark.parametrize("rows", [1, 3, 9])
 def test_floats_of_the_example_are_compared_as_well(tmp_path: Path, rows: int) -> None:
-    """Floats of the example are compared beside random ones, repeated or cut to the batch size."""
+    """In addition to random floats, the floats of the example are compared, repeated or cut to the batch size."""
     seen: list[Any] = []
 
     def eager(x: Any) -> Any:
@@ -394,7 +394,7 @@ def test_floats_of_the_example_are_compared_as_well(tmp_path: Path, rows: int) -
 
 
 def test_a_foreign_platform_is_lowered_for_but_not_run(tmp_path: Path) -> None:
-    """A module for a foreign platform is not run, and its manifest claims no numerics."""
+    """A module for a foreign platform is exported but not run, and the manifest has no numerics."""
     bundle = export(tmp_path / "m", platform="tpu")
     assert bundle.manifest.numerics == {}
     assert bundle.manifest.provenance["platform"] == "tpu"
@@ -460,7 +460,7 @@ def test_neighbouring_large_integers_differ() -> None:
 
 @pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 1.0), ("float32", 0.01)])
 def test_an_output_that_is_small_by_chance_is_not_refused(tmp_path: Path, dtype: str, scale: float) -> None:
-    """The rounding error of an output is judged by the output's magnitude over several rows, not by one near zero."""
+    """The rounding error of an output is relative to the output's magnitude over several rows, and not to a single value near zero."""
     seed = zlib.crc32(b"x/0/1")
     compared = np.float32(np.random.default_rng(seed).standard_normal((1, 1))[0, 0])
 
@@ -484,7 +484,7 @@ def test_an_output_that_is_small_by_chance_is_not_refused(tmp_path: Path, dtype:
 
 
 def test_outputs_that_are_tiny_for_random_inputs_need_larger_ones(tmp_path: Path) -> None:
-    """A rounding error far below 1 is large relative to a tiny output, so the error asks for inputs with a larger output."""
+    """For a tiny output, a rounding error far below 1 is relatively large. The error message asks for inputs with a larger output."""
 
     def export(example: Any) -> Any:
         return export_bundle(

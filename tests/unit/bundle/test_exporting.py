@@ -97,7 +97,7 @@ def needs_more():
 
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the name of a module in the working directory."""
+    """Write a module with models into the working directory, and return its name."""
     name = re.sub(r"\W", "_", tmp_path.name)
     (tmp_path / f"{name}.py").write_text(MODELS)
     monkeypatch.chdir(tmp_path)
@@ -128,7 +128,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_model_of_each_kind_is_exported(
     models: str, arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model of each framework is exported, named itself or by a function that makes it."""
+    """A model of each framework is exported. The command names the model itself, or a function that makes it."""
     arguments[1] = models + arguments[1]
     assert cli.main(["export", *arguments, "-o", "out/m", "--batch-sizes", "1,2"]) == 0
     assert capsys.readouterr().out.startswith(f"ok out/m: {line}")
@@ -203,7 +203,7 @@ def test_an_export_that_is_ended_leaves_nothing_behind(
 def test_what_is_wrong_with_a_model_is_1_and_with_the_line_2(
     models: str, arguments: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An error of the model exits 1, one of the command line exits 2, and nothing is written."""
+    """An error of the model exits 1, an error of the command line exits 2, and nothing is written."""
     arguments[1] = models + arguments[1]
     assert cli.main(["export", "-o", "out/m", "--batch-sizes", "1,2", *arguments]) == status
     assert message.replace(":untraced", "unexpected keyword argument 'y'") in capsys.readouterr().err
@@ -223,7 +223,7 @@ def test_what_is_wrong_with_a_model_is_1_and_with_the_line_2(
 def test_a_file_in_place_of_a_model_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, message: str
 ) -> None:
-    """The message says how a model is named."""
+    """If the command names a file in place of a model, the message says how to name a model."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.pt").touch()
     with pytest.raises(LoadError, match=message):
@@ -233,7 +233,7 @@ def test_a_file_in_place_of_a_model_is_refused(
 def test_an_export_says_what_it_assumed_and_what_is_next(
     models: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without batch sizes there is no coalescing, which the output says."""
+    """Without batch sizes, the output says that requests are not coalesced. The last line is the next command."""
     export = ["export", "--jax", f"{models}:pair", *INPUT]
     assert cli.main([*export, "-o", "out/m"]) == 0
     _, assumed, command = capsys.readouterr().out.splitlines()
@@ -304,7 +304,7 @@ def test_an_unknown_module_is_reported_with_the_nearest_file(
 def test_a_missing_jax_is_reported_with_the_extra_of_the_framework(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str, extra: str
 ) -> None:
-    """One installation is enough: its extra has jax and the framework."""
+    """If jax is missing, the message names the extra that installs both jax and the framework."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert cli.main(["export", f"--{kind}", "a:b", "-o", "out/m"]) == 2
     said = capsys.readouterr().err
@@ -315,7 +315,7 @@ def test_a_missing_jax_is_reported_with_the_extra_of_the_framework(
 def test_a_family_from_one_factory_shares_its_backbone(
     models: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The factory reads which member is meant, and `diff` says what two of them share."""
+    """One factory makes the members of a family, chosen by an environment variable. `diff` lists the tensors that two members share."""
     for name in ("1", "2"):
         monkeypatch.setenv("MEMBER", name)
         command = ["export", "--jax", f"{models}:member", "-o", f"out/m{name}", "--batch-sizes", "1,2"]
@@ -328,13 +328,13 @@ def test_a_family_from_one_factory_shares_its_backbone(
 
 
 def test_a_linen_module_is_exported_as_a_function(models: str) -> None:
-    """--jax takes the module's `apply` and its variables."""
+    """A Linen module is exported with --jax, as its `apply` and its variables."""
     assert cli.main(["export", "--jax", f"{models}:linen_pair", "-o", "out/m", "--batch-sizes", "1,2"]) == 0
     assert [weight.name for weight in read_bundle("out/m").weights] == ["params/bias", "params/kernel"]
 
 
 def test_a_source_answers_as_its_author_runs_it(models: str) -> None:
-    """The source is called on numpy arrays by name, as its author calls it."""
+    """The source is called by name with numpy arrays, as its author calls it."""
     source = load("jax", f"{models}:with_examples")
     np.testing.assert_array_equal(source.examples["x"], [[0, 2, 4], [1, 3, 5]])
     [answer] = source.eager(x=np.ones((1, 3), np.float32)).values
@@ -344,7 +344,7 @@ def test_a_source_answers_as_its_author_runs_it(models: str) -> None:
 
 
 def test_inputs_as_text_name_their_axes() -> None:
-    """Inputs as text get letters for their fixed axes, and a batch axis in front or at its letter."""
+    """Inputs that are given as text get letters for their fixed axes. The batch axis is in front, or at its letter."""
     found = parse_inputs(
         ["image=f32[3,h,a]", "mask=bool[h,n]", "scale=f16[]"], ["h=4,a=6", "h=8,a=6"], batched=True
     )
@@ -386,7 +386,7 @@ def dirty(code: object) -> object:
 
 
 def test_a_framework_that_does_not_fit_is_named(models: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message says what to install for a framework that is missing or has another version."""
+    """If a part of the framework is missing in the installed version, the message says what to install."""
     monkeypatch.delitem(sys.modules, "rsrv_bundle.from_nnx", raising=False)
     monkeypatch.delattr("jax.interpreters.partial_eval.dce_jaxpr")
     with pytest.raises(LoadError, match=r"dce_jaxpr.*; run pip install .*\[export-flax\]"):
@@ -396,7 +396,7 @@ def test_a_framework_that_does_not_fit_is_named(models: str, monkeypatch: pytest
 def test_what_is_not_yet_committed_is_stored_on_request(
     models: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Uncommitted changes are stored with their commit if asked for only, since they may hold secrets."""
+    """Uncommitted changes are stored only if the user asks for it, because they may hold secrets."""
     git(tmp_path, "init", "-q")
     (tmp_path / "notes").write_text("one\n")
     git(tmp_path, "add", ".")
@@ -415,13 +415,13 @@ def test_what_is_not_yet_committed_is_stored_on_request(
     assert provenance["git_dirty"] is True
     assert len(provenance["git_commit"]) == 40
     assert load("jax", f"{models}:pair").export.keywords["code"] is sys.modules[models]
-    # Unknown or too large changes are left out.
+    # A patch that is too large is left out, and so is the patch of a function that is in no repository.
     factory = sys.modules[models].with_examples
     monkeypatch.setattr("rsrv_bundle.provenance.MAX_PATCH_BYTES", len(patch) - 1)
     assert working_tree_patch(factory) is None
     assert working_tree_patch(len) is None
     assert len(patch) < MAX_PATCH_BYTES
-    # So are those of another file alone, and of files that git does not track.
+    # A change of any tracked file makes the tree dirty. Files that git does not track do not.
     git(tmp_path, "checkout", "-q", f"{models}.py")
     assert dirty(sys.modules[models].with_examples) is True
     git(tmp_path, "checkout", "-q", "notes")

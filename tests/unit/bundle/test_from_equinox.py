@@ -18,7 +18,7 @@ X = {"x": np.zeros((1, 3), np.float32)}
 
 
 class Served(eqx.Module):
-    """Module whose layers keep a state, together with that state."""
+    """Module that holds layers together with their state."""
 
     layer: eqx.nn.Linear
     norm: eqx.nn.BatchNorm
@@ -38,7 +38,7 @@ def with_norm() -> Served:
 
 
 def test_layers_take_rows_and_the_bundle_takes_batches(tmp_path: Path) -> None:
-    """Layers that take rows become a bundle that takes batches; arrays, also of the state, become weights."""
+    """Layers that take rows become a bundle that takes batches. Arrays become weights, including those of the state."""
     model = eqx.nn.inference_mode(with_norm())
     bundle = export_equinox(model, X, batch_sizes=[1, 3], out_dir=tmp_path / "m")
     names = [weight.name for weight in bundle.weights]
@@ -75,7 +75,7 @@ def test_a_model_of_whole_batches_gets_them(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
-    """Dropout that draws random numbers is refused, as are layers that compare the rows of a batch."""
+    """Dropout that draws random numbers is refused, and so are layers that compare the rows of a batch."""
     options: dict[str, Any] = {"batch_sizes": [1], "out_dir": tmp_path / "m"}
     with pytest.raises(
         BundleError, match=r"compares the rows of a batch, .* use eqx.nn.inference_mode\(model\)"

@@ -33,7 +33,7 @@ class Network(nnx.Module):
 
 
 def trained() -> Any:
-    """Return a Network with statistics of its own, in evaluation mode."""
+    """Return a Network in evaluation mode, after one batch has changed its statistics."""
     # Flax's methods have no types.
     model: Any = Network()
     model(jax.random.normal(jax.random.key(1), (8, 3)))
@@ -42,7 +42,7 @@ def trained() -> Any:
 
 
 def test_variables_are_weights_by_their_paths(tmp_path: Path) -> None:
-    """Variables become weights named by their paths; a layer used twice is stored once."""
+    """Variables become weights that are named by their paths. The weights of a layer that is used twice are stored once."""
     model = trained()
     bundle = export_nnx(model, X, batch_sizes=[1, 2], out_dir=tmp_path / "m")
     names = [weight.name for weight in bundle.weights]
@@ -75,7 +75,7 @@ def test_a_model_in_training_mode_is_refused_and_stays_as_it_is(tmp_path: Path) 
 
 
 def test_a_sequence_takes_its_input_under_any_name(tmp_path: Path) -> None:
-    """A sequence takes its input under any name; other modules insist on their names."""
+    """A sequence of layers takes its input under any name. Other modules require their own names."""
     layer = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     options: dict[str, Any] = {"batch_sizes": [2], "out_dir": tmp_path / "m"}
     bundle = export_nnx(nnx.Sequential(layer, nnx.relu), X, **options)

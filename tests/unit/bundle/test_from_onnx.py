@@ -25,7 +25,7 @@ def export(folder: Path, made: Any, **options: Any) -> Bundle:
 
 
 def test_a_padded_axis_is_called_by_its_name_in_the_file(tmp_path: Path) -> None:
-    """Elements that the mask keeps need no padding to be right; a mean over the axis does, and is refused."""
+    """Padding does not change elements that the mask keeps, so this model is exported. A mean over the axis is refused."""
     dims = ["rows", "sequence"]
     masked = graph(
         [node("Mul", "x mask", "y")],
@@ -46,7 +46,7 @@ def test_a_padded_axis_is_called_by_its_name_in_the_file(tmp_path: Path) -> None
 
 
 def test_symbolic_dimensions_become_the_batch_and_the_variants(tmp_path: Path) -> None:
-    """The first axis of the first input is the batch, and the other names are those of --input-shape."""
+    """The first axis of the first input is the batch. --input-shape gives sizes to the other named axes."""
     file = encoder(tmp_path / "m.onnx")
     bundle = export_onnx(
         file, out_dir=tmp_path / "m", batch_sizes=(1, 4), input_shapes=[{"sequence": 3}, {"sequence": 8}]
@@ -55,7 +55,7 @@ def test_symbolic_dimensions_become_the_batch_and_the_variants(tmp_path: Path) -
     assert [(spec.name, spec.dtype, spec.dims) for spec in manifest.inputs] == [("ids", "i64", (-1, -1))]
     assert [(spec.name, spec.dtype, spec.dims) for spec in manifest.outputs] == [("y", "f32", (-1, 30))]
     assert len(bundle.modules) == 4
-    # Indices are within the table, or the error would be that of cut-off indices.
+    # The example's indices are within the table. Indices beyond the table would give a large error.
     error = manifest.numerics["max_rel_error"]
     assert isinstance(error, float)
     assert error < 1e-5
@@ -75,7 +75,7 @@ def test_one_variant_fixes_the_axes(tmp_path: Path) -> None:
 
 
 def test_a_batch_of_one_row_in_the_file_grows(tmp_path: Path) -> None:
-    """Most files of pictures have a batch of 1; the bundle takes more rows if the operators do."""
+    """Most models for pictures have a batch of 1 in the file. The bundle takes more rows if the operators allow it."""
     made = graph([node("Relu", "x", "y")], {"x": (np.float32, [1, 3])}, {"y": (np.float32, [1, 3])})
     bundle = export(tmp_path, made, batch_sizes=(1, 4))
     assert bundle.manifest.inputs[0].dims == (-1, 3)
@@ -97,7 +97,7 @@ def test_a_batch_of_one_row_that_the_graph_writes_down_grows(tmp_path: Path) -> 
 
 
 def test_an_output_without_an_axis_of_one_row_gets_one(tmp_path: Path) -> None:
-    """A probability without axes has one value for each row of a batch."""
+    """An output without axes, such as one probability, becomes one value for each row of a batch."""
     nodes = [node("ReduceMax", "x", "y", keepdims=0)]
     made = graph(nodes, {"x": (np.float32, [1, 3])}, {"y": (np.float32, [])})
     bundle = export(tmp_path, made, batch_sizes=(1, 4))
@@ -105,7 +105,7 @@ def test_an_output_without_an_axis_of_one_row_gets_one(tmp_path: Path) -> None:
 
 
 def test_rows_of_a_dynamically_quantised_model_do_not_share_a_scale(tmp_path: Path) -> None:
-    """onnxruntime scales by the largest value in the batch; a served row has the scale that it has alone."""
+    """onnxruntime scales by the largest value in the batch. In the bundle, each row has the scale that it would have alone."""
     nodes = [
         node("DynamicQuantizeLinear", "x", "q scale zero"),
         node("DequantizeLinear", "q scale zero", "y"),
@@ -119,7 +119,7 @@ def test_rows_of_a_dynamically_quantised_model_do_not_share_a_scale(tmp_path: Pa
 
 
 def test_rows_that_are_computed_alone_stay_on_the_axis_that_the_file_names(tmp_path: Path) -> None:
-    """The output [1, rows, 3] of a recurrent layer has its one direction in front of the rows."""
+    """Rows that are computed alone are joined along the output's axis named rows, here the second one of [1, rows, 3]."""
     nodes = [
         node("DynamicQuantizeLinear", "x", "q scale zero"),
         node("DequantizeLinear", "q scale zero", "wide"),
@@ -146,7 +146,10 @@ QUANTISED = [
 
 @pytest.mark.parametrize("nodes", [[node("CumSum", "x time", "total")], QUANTISED])
 def test_time_steps_do_not_become_rows_unless_the_user_says_so(tmp_path: Path, nodes: list[Any]) -> None:
-    """A state of one row, or a quantisation, lets the bundle compute each element alone, which would hide the other time steps."""
+    """An axis of time steps is not taken for the batch, although a state of one row or a quantisation lets rows be computed alone.
+
+    A row that is computed alone would not see the other time steps. The error names the options that help.
+    """
     made = graph(
         [*nodes, node("Add", "total state", "y")],
         {"x": (np.float32, ["steps", 3]), "state": (np.float32, [1, 3])},
@@ -164,7 +167,7 @@ def test_time_steps_do_not_become_rows_unless_the_user_says_so(tmp_path: Path, n
 
 
 def test_rows_beside_an_input_of_one_row_are_the_batch(tmp_path: Path) -> None:
-    """Each row of the batch gets a scale of its own, which the file has once for all rows."""
+    """An input of one row in the file becomes an input with one row for each row of the batch, here a scale."""
     made = graph(
         [node("Mul", "x scale", "y")],
         {"x": (np.float32, ["rows", 3]), "scale": (np.float32, [1, 3])},
@@ -175,7 +178,7 @@ def test_rows_beside_an_input_of_one_row_are_the_batch(tmp_path: Path) -> None:
 
 
 def test_axes_that_the_file_calls_by_a_question_mark_have_sizes_of_their_own(tmp_path: Path) -> None:
-    """Paddle writes "?" for each open axis, which is not a name that two axes share."""
+    """Paddle writes "?" for each open axis. Two such axes may have different sizes."""
     dims: Any = (np.float32, [-1, "?", "?"])
     made = graph([node("Exp", "x", "y")], {"x": dims}, {"y": dims})
     bundle = export(
@@ -189,7 +192,7 @@ def test_axes_that_the_file_calls_by_a_question_mark_have_sizes_of_their_own(tmp
 
 @pytest.mark.parametrize("rows", [1, None])
 def test_the_batch_of_a_state_is_its_axis_without_a_size(tmp_path: Path, rows: int | None) -> None:
-    """The first axis of a state [2, rows, 3] counts layers; its size in the file shows that it is not the batch."""
+    """The first axis of a state [2, rows, 3] counts layers. The file gives its size, so the batch is the second axis."""
     made = graph(
         [node("Add", "x state", "after")],
         {"x": (np.float32, [rows, 3]), "state": (np.float32, [2, rows, 3])},
@@ -202,7 +205,7 @@ def test_the_batch_of_a_state_is_its_axis_without_a_size(tmp_path: Path, rows: i
 
 @pytest.mark.parametrize("op", ["OneHot", "Equal"])
 def test_an_index_that_is_written_as_a_mask_has_all_its_values(tmp_path: Path, op: str) -> None:
-    """Models that make a row of 0 and 1 of each index are compared with all indices, not only with 0 and 1."""
+    """If a model turns each index into a row of 0 and 1, examples have all indices of the table, not only 0 and 1."""
     if op == "OneHot":
         nodes = [node("OneHot", "ids depth values", "hot")]
     else:
@@ -234,7 +237,7 @@ def test_an_index_that_is_written_as_a_mask_has_all_its_values(tmp_path: Path, o
     ],
 )
 def test_a_damaged_node_with_an_index_is_named(tmp_path: Path, nodes: Any, depth: float) -> None:
-    """A node without its inputs, or without a number of values, limits no example of the index."""
+    """A node that reads indices, but lacks its inputs or a valid number of values, is named with its operator."""
     constants = {"depth": np.array([depth], np.float32), "values": np.array([0, 1], np.float32)}
     constants = {name: value for name, value in constants.items() if name in nodes.input}
     made = graph([nodes], {"ids": (np.int64, ["rows", 6])}, {"y": (np.float32, ["rows", 6, 3])}, constants)
@@ -243,7 +246,7 @@ def test_a_damaged_node_with_an_index_is_named(tmp_path: Path, nodes: Any, depth
 
 
 def test_samples_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A model that fails on random numbers is exported with --samples; their first axis counts samples."""
+    """With --samples, a model that fails on random numbers is exported. The first axis of each array counts the samples."""
     made = graph(
         [node("Gather", "table spot", "row"), node("Mul", "row x", "y")],
         {"x": (np.float32, ["rows", 4]), "spot": (np.int32, ["rows", 4])},
@@ -264,7 +267,7 @@ def test_samples_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def recurrent(path: Path) -> Path:
-    """A cell whose state [2, rows, 3] has the batch on its second axis, and whose rate is a scalar input."""
+    """Write a cell with a state [2, rows, 3], whose batch is on the second axis, and a rate that is a scalar input."""
     nodes = [
         node("Cast", "rate", "scale", to=onnx.TensorProto.FLOAT),
         node("Mul", "x scale", "scaled"),
@@ -277,7 +280,7 @@ def recurrent(path: Path) -> Path:
 
 
 def test_a_batch_of_one_row_may_grow_along_another_axis_of_the_output(tmp_path: Path) -> None:
-    """Text recognisers return [time, batch, classes], so the rows of onnxruntime are joined along the second axis."""
+    """Text recognisers return [time, batch, classes], so the answers of onnxruntime for single rows are joined along the second axis."""
     nodes = [node("Transpose", "x", "turned", perm=[1, 0, 2]), node("Exp", "turned", "y")]
     made = graph(nodes, {"x": (np.float32, [1, 5, 4])}, {"y": (np.float32, [5, 1, 4])})
     bundle = export(tmp_path, made, batch_sizes=(1, 3))
@@ -285,7 +288,7 @@ def test_a_batch_of_one_row_may_grow_along_another_axis_of_the_output(tmp_path: 
 
 
 def test_state_has_its_batch_where_the_file_names_it(tmp_path: Path) -> None:
-    """The batch of the state is the axis with the name of the first input's first axis; a bound input is not an input."""
+    """The state's batch axis has the name of the first input's first axis. An input that the user binds is not an input of the bundle."""
     bundle = export_onnx(
         recurrent(tmp_path / "m.onnx"), out_dir=tmp_path / "m", batch_sizes=(1, 4), bind={"rate": 2}
     )
@@ -296,7 +299,7 @@ def test_state_has_its_batch_where_the_file_names_it(tmp_path: Path) -> None:
 
 
 def test_an_inner_value_can_be_the_output(tmp_path: Path) -> None:
-    """The graph is cut behind it: what only the other outputs need is neither compiled nor stored."""
+    """If the output is an inner value, the rest of the graph and its weights are left out of the bundle."""
     bundle = export_onnx(
         encoder(tmp_path / "m.onnx"),
         out_dir=tmp_path / "m",
@@ -330,7 +333,7 @@ def test_wrong_options_are_named(tmp_path: Path, options: dict[str, Any], text: 
 
 
 def test_one_whole_number_per_row_is_a_length(tmp_path: Path) -> None:
-    """Lengths are up to the longest axis, so that the comparison covers what lies behind the first element."""
+    """For an input of one integer per row, examples are lengths up to the longest axis, so that more than the first element matters."""
     nodes = [
         node("Unsqueeze", "lengths one", "column"),
         node("Less", "places column", "inside"),
@@ -369,7 +372,7 @@ def test_a_scalar_cannot_have_rows(tmp_path: Path) -> None:
 
 
 def test_a_bundle_with_a_fixed_input_and_a_chosen_output_can_be_compared_again(tmp_path: Path) -> None:
-    """`rsrv-bundle check --numerics --onnx` takes these, and the batch of one row in the file, from the provenance."""
+    """`rsrv-bundle check --numerics --onnx` reads the bound input, the chosen output and the batch of one row from the provenance."""
     nodes = [node("Mul", "x scale", "scaled"), node("Exp", "scaled", "y")]
     inputs = {"x": (np.float32, [1, 3]), "scale": (np.float32, [])}
     file = write(tmp_path / "m.onnx", graph(nodes, inputs, {"y": (np.float32, [1, 3])}))
@@ -391,7 +394,7 @@ def test_an_unknown_operator_is_named_with_its_node(tmp_path: Path) -> None:
 
 
 def test_an_unknown_operator_of_the_optimiser_is_refused_with_its_cure(tmp_path: Path) -> None:
-    """The file from before onnxruntime's optimiser has the operators of the standard."""
+    """An unknown operator of onnxruntime's optimiser is refused. The error names the remedy: the file as it was before the optimiser."""
     made = graph(
         [helper.make_node("NewFusion", ["x"], ["y"], name="here", domain="com.microsoft")],
         {"x": (np.float32, [3])},
@@ -410,7 +413,7 @@ def test_results_of_a_size_that_a_request_decides_are_refused(tmp_path: Path) ->
 
 
 def test_a_request_may_choose_between_branches_of_one_shape(tmp_path: Path) -> None:
-    """Both branches are computed, and one is chosen; branches of different shapes are refused."""
+    """Both branches are computed, and the request's values choose one. Branches of different shapes are refused."""
 
     def file(shape: list[int]) -> Path:
         yes = helper.make_graph(
@@ -439,7 +442,7 @@ def test_a_request_may_choose_between_branches_of_one_shape(tmp_path: Path) -> N
 
 
 def with_external(folder: Path, location: str, **entries: int) -> Path:
-    """A model whose weight of 16 bytes is in another file."""
+    """Write a model with a weight of 16 bytes in another file."""
     folder.mkdir(exist_ok=True)
     made = graph(
         [node("Add", "x w", "y")],
@@ -467,7 +470,7 @@ def test_external_data_in_the_folder_is_read(tmp_path: Path) -> None:
     "location", ["../weights.bin", "/etc/passwd", "a/../../weights.bin", "", "link.bin", "inside/weights.bin"]
 )
 def test_external_data_outside_of_the_folder_is_refused(tmp_path: Path, location: str) -> None:
-    """Neither a path nor a link, also of a folder, leads out."""
+    """A path or a link that leads out of the model's folder is refused, also through a linked folder."""
     (tmp_path / "weights.bin").write_bytes(bytes(16))
     file = with_external(tmp_path / "in", location)
     os.symlink(tmp_path / "weights.bin", tmp_path / "in" / "link.bin")
@@ -499,7 +502,7 @@ def test_missing_external_data_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_of_trees_alone_needs_no_opset_of_the_standard(tmp_path: Path) -> None:
-    """The converter of XGBoost names only the opset of ai.onnx.ml."""
+    """A file that names only the opset of ai.onnx.ml, as the converter of XGBoost writes it, is exported."""
     made = graph(
         [node("Scaler", "x", "y", domain="ai.onnx.ml", scale=[2.0], offset=[0.0])],
         {"x": (np.float32, ["n", 2])},
@@ -522,7 +525,7 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_tensor_of_too_many_elements_is_refused_before_it_is_made(tmp_path: Path) -> None:
-    """A file of some bytes can ask for any number of elements, as a constant and in a result."""
+    """A tensor of too many elements is refused before it is made, because a file of some bytes can ask for any number of elements."""
     nodes = [node("ConstantOfShape", "shape", "large"), node("ReduceMax", "large", "y", keepdims=0)]
     made = graph(
         nodes, {"x": (np.float32, [1])}, {"y": (np.float32, [])}, {"shape": np.array([10**6] * 3, np.int64)}
@@ -543,7 +546,7 @@ def test_a_function_that_calls_itself_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scans", [False, True])
 def test_a_loop_that_ends_by_its_own_count_does_not_hold_the_export(tmp_path: Path, scans: bool) -> None:
-    """TensorFlow's loops have no largest number of rounds; their condition compares a counter."""
+    """TensorFlow's loops have no maximum number of rounds: their condition compares a counter. Such a loop is exported in bounded time."""
     body = helper.make_graph(
         [
             node("Add", "count step", "counted"),
@@ -592,7 +595,7 @@ def adding_one(kind: int) -> GraphProto:
 
 
 def test_a_long_loop_of_known_numbers_may_make_a_shape(tmp_path: Path) -> None:
-    """No round depends on a request, so the export computes the loop."""
+    """A long loop that depends on no request is computed at the export, so its result may be a shape."""
     nodes = [
         node("Loop", "count - zero", "sizes", body=adding_one(TensorProto.INT64)),
         node("Expand", "x sizes", "y"),
@@ -605,7 +608,7 @@ def test_a_long_loop_of_known_numbers_may_make_a_shape(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rounds", [64, 100_000])
 def test_a_loop_of_any_length_does_not_hold_the_export(tmp_path: Path, rounds: int) -> None:
-    """A loop is unrolled only if it is short; a long one, such as Keras's recurrent layers, stays a loop."""
+    """A long loop, such as Keras's recurrent layers, stays a loop in the module. Only short loops are unrolled."""
     nodes = [node("Loop", "count - x", "y", body=adding_one(TensorProto.FLOAT))]
     made = graph(
         nodes, {"x": (np.float32, [1])}, {"y": (np.float32, [1])},

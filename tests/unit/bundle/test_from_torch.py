@@ -31,7 +31,7 @@ X = {"x": torch.zeros(1, 3)}
 
 @pytest.fixture(autouse=True)
 def same_weights() -> None:
-    """Seed the random weights of each test's modules: with some weights, bf16 exceeds its tolerance."""
+    """Seed the random weights of each test's modules, because with some weights bf16 exceeds its tolerance."""
     torch.manual_seed(0)
 
 
@@ -116,7 +116,7 @@ def test_a_text_encoder_answers_as_in_pytorch(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_two_image_sizes_share_weights(tmp_path: Path) -> None:
-    """A convolutional network traced at two image sizes shares its weights."""
+    """A convolutional network that is traced at two image sizes shares its weights."""
     module = nn.Sequential(
         nn.Conv2d(3, 4, 3, stride=2, padding=1, bias=False),
         nn.BatchNorm2d(4),
@@ -183,7 +183,7 @@ def test_inputs_of_one_shape_are_not_swapped(tmp_path: Path) -> None:
 
 
 def test_results_may_be_dataclasses_and_tuples(tmp_path: Path) -> None:
-    """A dataclass names its results; a tuple needs given names."""
+    """A dataclass names its results. For a tuple, the user must give names."""
 
     @dataclasses.dataclass
     class Found:
@@ -259,13 +259,13 @@ def test_a_compiled_module_is_exported_as_it_was_before(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_nothing_of_torchax_is_there_before_an_export() -> None:
-    """Importing the exporter does not import torchax, because torch.compile does not work with it."""
+    """An import of the exporter does not import torchax, because torch.compile does not work after that."""
     program = "import sys, rsrv_bundle.from_torch; assert 'torchax' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_torchax_that_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message says what to install for another version of torchax."""
+    """For another version of torchax, the message says what to install."""
     monkeypatch.delitem(sys.modules, "rsrv_bundle.torch_programs", raising=False)
     monkeypatch.delattr("rsrv_bundle.torch_programs", raising=False)
     monkeypatch.setitem(sys.modules, "torchax", None)
@@ -291,7 +291,7 @@ def test_an_error_of_ours_is_not_told_as_the_models(tmp_path: Path, monkeypatch:
 
 
 def test_a_warning_is_no_failure_of_the_module() -> None:
-    """Libraries warn about their own future, and some programs turn warnings into errors."""
+    """A module that warns is evaluated even if the program turns warnings into errors."""
 
     class Old(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -306,7 +306,7 @@ def test_a_warning_is_no_failure_of_the_module() -> None:
 
 
 def test_a_module_in_training_mode_is_refused(tmp_path: Path) -> None:
-    """A module in training mode, or with a part in it, is refused, by the eager call, too."""
+    """A module that is in training mode, or has a part in training mode, is refused by the exporter and by the eager call."""
     module = nn.Sequential(nn.Linear(3, 3), nn.Dropout()).eval()
     module[1].train()
     with pytest.raises(BundleError, match=r"module: is in training mode \(1\); call module.eval\(\) first"):
@@ -318,7 +318,7 @@ def test_a_module_in_training_mode_is_refused(tmp_path: Path) -> None:
 def test_a_module_without_a_batch_axis_is_told_from_one_that_cannot_be_traced(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Batch sizes are given, the example has no batch axis, and PyTorch's own log stays out of it."""
+    """With batch sizes, an example without a batch axis and a decision by values give different errors. PyTorch's own log is not shown."""
     for function, message in (
         (
             lambda x: x @ torch.ones(3, 2),
@@ -332,7 +332,7 @@ def test_a_module_without_a_batch_axis_is_told_from_one_that_cannot_be_traced(
 
 
 def test_an_example_without_the_batch_axis_is_told_the_shape_that_the_module_takes(tmp_path: Path) -> None:
-    """A module that takes only batches fails with the example, and takes it with one more axis in front."""
+    """If a module fails with an example because the example lacks the batch axis, the error names the shape with this axis."""
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
     message = (
         r"^module: fails with input \[3, 8, 8\] \(ValueError: expected 4D input .*\), and takes input \[1, 3, 8, 8\]; give"
@@ -362,11 +362,11 @@ def test_a_module_elsewhere_is_refused(tmp_path: Path) -> None:
 def test_a_module_of_another_kind_is_refused(tmp_path: Path) -> None:
     """Scripted, quantized and other kinds of modules are refused with what to export instead."""
     net = nn.Sequential(nn.Linear(3, 2)).eval()
-    # These functions have no types.
+    # PyTorch does not type these functions.
     jit: Any = torch.jit
     quantization: Any = torch.ao.quantization
     with warnings.catch_warnings():
-        # PyTorch keeps these two deprecated functions.
+        # These two functions are deprecated.
         warnings.simplefilter("ignore")
         script = jit.trace(net, X["x"])
         quantised = quantization.quantize_dynamic(net, {nn.Linear})
@@ -402,7 +402,7 @@ def _filled(x: torch.Tensor) -> torch.Tensor:
 
 
 def _counted(x: torch.Tensor) -> torch.Tensor:
-    """Read a value that depends on no tensor of a request, but on a size that depends on one."""
+    """Read a value that does not depend on the values of input tensors directly, but on a size which depends on these values."""
     return x * torch.ones(x.nonzero().shape[0] + 1).sum().item()
 
 
@@ -446,7 +446,7 @@ def _counted(x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_what_cannot_be_served_is_refused(tmp_path: Path, module: nn.Module, message: str) -> None:
-    """A refusal names the line, the operation or the tensor, and nothing is written."""
+    """The refusal names the line, the operation or the tensor, and nothing is written."""
     name = "input" if isinstance(module, nn.Sequential) else "x"
     with pytest.raises(BundleError, match=message):
         export(tmp_path / "m", module, {name: torch.zeros(1, 3)}, batch_sizes=[2, 3])
@@ -454,7 +454,7 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, module: nn.Module, mes
 
 
 def test_an_error_of_the_model_itself_is_told_before_an_export(tmp_path: Path) -> None:
-    """A module that fails with its examples in PyTorch is told apart from one that cannot be exported."""
+    """A module that already fails in PyTorch with its examples gets another error than a module that cannot be exported."""
     message = r"^module: Embedding itself fails with the example inputs, .*: input \[1, 2\] \(IndexError: index out of range"
     with pytest.raises(BundleError, match=message):
         export(tmp_path / "m", nn.Embedding(3, 2), {"input": torch.tensor([[1, 7]])})
@@ -463,14 +463,14 @@ def test_an_error_of_the_model_itself_is_told_before_an_export(tmp_path: Path) -
 
 
 def _asserted(x: torch.Tensor) -> torch.Tensor:
-    # pytest rewrites the statement `assert`, which a trace treats like this call.
+    # A trace treats the statement `assert` like this call. pytest would rewrite the statement.
     count = (x > 9).sum().item()
     torch._check(count <= 9)  # type: ignore[no-untyped-call]
     return x + 1
 
 
 class Decided(nn.Module):
-    """Module that calls a function, with a buffer of three numbers."""
+    """Module that calls a function, and has a buffer of three numbers."""
 
     def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
         super().__init__()
@@ -502,14 +502,14 @@ class Decided(nn.Module):
 def test_a_module_may_read_values_that_no_request_changes(
     tmp_path: Path, function: Callable[[torch.Tensor, torch.Tensor], Any]
 ) -> None:
-    """Decisions, sizes and numbers from values of buffers and constants are the same for all requests, and are exported."""
+    """A module may decide by values of buffers and constants, because they are the same for all requests. It is exported."""
     export(tmp_path / "m", Decided(function), {"x": torch.ones(1, 3)})
 
 
 def test_assertions_about_values_of_inputs_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The statement `assert` may read values of inputs; a decision on the same line may not."""
+    """The statement `assert` may read values of inputs. Another decision by values on the same line is refused."""
     # pytest rewrites the assertions of its own files.
     (tmp_path / "asserting.py").write_text(
         "def forward(x):\n"
@@ -539,19 +539,19 @@ class Reading(nn.Module):
 
 
 def test_a_recurrent_network_is_exported_as_a_loop(tmp_path: Path) -> None:
-    """The operations of a time step are in the module a few times, and not once for each step."""
+    """The exported module has a loop, and does not repeat the operations for each time step."""
     bundle = export(tmp_path / "m", Reading(), {"x": torch.rand(1, 100, 3)})
     assert (bundle.path / "model.b2.mlir").stat().st_size < 100 * 100
 
 
 def test_zeros_become_integers_that_the_module_takes(tmp_path: Path) -> None:
-    """An example of zeros is compared on other integers as well, if the module takes them, as with types of tokens."""
+    """If the example has only zeros, such as types of tokens, other integers that the module takes are compared as well."""
     bundle = export(tmp_path / "m", nn.Embedding(2, 3), {"input": torch.zeros(1, 4, dtype=torch.int64)})
     assert bundle.manifest.numerics["source"] == {"model.b2": 0.0}
 
 
 def test_views_of_a_decomposed_result_are_exported(tmp_path: Path) -> None:
-    """A view of a kernel's result works, whatever strides the kernel's decomposition returns."""
+    """A view of a kernel's result is exported, whatever strides the kernel's decomposition returns."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         heads = x.view(-1, 4, 2, 3).transpose(1, 2)
@@ -563,7 +563,7 @@ def test_views_of_a_decomposed_result_are_exported(tmp_path: Path) -> None:
 
 
 def test_windows_over_the_memory_of_a_transposed_tensor_are_exported(tmp_path: Path) -> None:
-    """`as_strided` reads the memory of its tensor, in which another axis may come last, as in the windows of Longformer."""
+    """`as_strided` is exported for a transposed tensor, whose memory has another order of axes, as in the windows of Longformer."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         y = (2 * x).transpose(1, 2)
@@ -583,7 +583,7 @@ def test_windows_over_the_memory_of_a_transposed_tensor_are_exported(tmp_path: P
 
 
 def test_a_convolution_without_padding_is_exported(tmp_path: Path) -> None:
-    """`padding="valid"` reaches torchax as a list that it changes."""
+    """A convolution with `padding="valid"` is exported, although torchax changes the list that it gets for this padding."""
     module = nn.Conv2d(1, 2, 3, padding="valid")
     bundle = export(tmp_path / "m", module, {"input": torch.rand(1, 1, 4, 5)})
     assert bundle.manifest.outputs[0].dims == (-1, 2, 2, 3)
@@ -606,7 +606,7 @@ class Caching(nn.Module):
 
 
 def test_what_a_module_caches_for_a_shape_does_not_outlive_a_call(tmp_path: Path) -> None:
-    """Attributes are as before after each call and each trace, and nested results have names."""
+    """After each call and each trace, the module's attributes are as before. Nested results have names."""
     module = Caching()
     bundle = export(tmp_path / "m", module, batch_sizes=[1], outputs=["output_1_boxes_1", "output_0"])
     assert [spec.name for spec in bundle.manifest.outputs] == ["output_1_boxes_1", "output_0"]
@@ -615,7 +615,7 @@ def test_what_a_module_caches_for_a_shape_does_not_outlive_a_call(tmp_path: Path
 
 
 class Converting(nn.Module):
-    """Module that converts a part to the type that it has."""
+    """Module that converts a part to the type that the part already has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -628,12 +628,12 @@ class Converting(nn.Module):
 
 
 def test_a_conversion_that_changes_nothing_is_exported(tmp_path: Path) -> None:
-    """`self.head.to(dtype)` in forward is not a change if the head has that type, as in models with routers."""
+    """`self.head.to(dtype)` in forward is allowed if the head has that type already, as in models with routers."""
     assert len(export(tmp_path / "m", Converting()).weights) == 2
 
 
 def test_an_operation_of_the_users_gets_its_lowering(tmp_path: Path) -> None:
-    """A custom operation is exported with the JAX function that the user gives for it, and refused without."""
+    """A custom operation is exported with a JAX function that the user gives for it, and refused without such a function."""
 
     @torch.library.custom_op("rsrvtest::double", mutates_args=())
     def double(x: torch.Tensor) -> torch.Tensor:
@@ -676,7 +676,7 @@ class Recurrent(nn.Module):
 
 
 def test_a_module_with_state_is_exported(tmp_path: Path) -> None:
-    """State that `forward` takes and returns by name becomes that of sequences, and begins as it is given."""
+    """State that `forward` takes and returns by name becomes the state of sequences. The given values are its initial values."""
     state = {"hidden": torch.ones(4), "steps": torch.tensor(5)}
     bundle = export_stateful_torch(
         Recurrent().eval(), state, X, slots=8, batch_sizes=[2], out_dir=tmp_path / "m"

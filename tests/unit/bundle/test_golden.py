@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 SETS = sorted(file.parent for file in golden_bundles.GOLDEN.glob(f"*/{golden_bundles.DIGESTS}"))
 BUNDLES = sorted(file.with_suffix("") for one in SETS for file in one.glob("*/*.npz"))
 NAMES = [path.relative_to(golden_bundles.GOLDEN).as_posix() for path in BUNDLES]
-#: The keys that a conversion changes most.
+#: Bundles that a conversion changes most.
 OLDER = [path for path in BUNDLES if path.parent.name == "format_2_0" or "stablehlo" in path.name]
 golden = pytest.mark.parametrize("path", BUNDLES, ids=NAMES)
 
@@ -42,7 +42,7 @@ class Answers:
         return manifest.inputs if direction == "in" else manifest.outputs
 
     def of(self, place: str, direction: str) -> dict[str, Array]:
-        """Return them by tensor."""
+        """Return the recorded arrays of a place and a direction, by tensor."""
         found = {}
         for spec in self.specs(place, direction):
             array = self.arrays[f"{place}/{direction}/{spec.name}"]
@@ -61,7 +61,7 @@ class Answers:
 
 
 def check_answers(bundle: Bundle, answers: Answers) -> None:
-    """Compare the answers of every module, and those through the hooks."""
+    """Compare the answers of every module, and the answers through the hooks, with the recorded ones."""
     if bundle.modules:
         found = golden_bundles.ask_modules(bundle, lambda place, _: list(answers.of(place, "in").values()))
         for place in {name.partition("/")[0] for name in found}:
@@ -72,7 +72,7 @@ def check_answers(bundle: Bundle, answers: Answers) -> None:
 
 
 def test_all_that_the_format_has_is_in_a_set() -> None:
-    """The golden sets cover all format versions and features."""
+    """Together, the golden sets have all format versions and features."""
     assert {read_bundle(path).manifest.format_version for path in BUNDLES} == {"2.0", "3"}
     for version in ("2_0", "3"):
         bundles = [read_bundle(path) for path in BUNDLES if path.parent.name == f"format_{version}"]
@@ -87,7 +87,7 @@ def test_all_that_the_format_has_is_in_a_set() -> None:
 
 
 def test_no_file_of_a_set_has_changed() -> None:
-    """No file of a golden set has changed, and neither has any digest, by which servers identify bundles."""
+    """The digests of all golden bundles, by which servers identify bundles, are the recorded ones. So no file has changed."""
     for one in SETS:
         noted = json.loads((one / golden_bundles.DIGESTS).read_text())
         assert noted == {
@@ -97,14 +97,14 @@ def test_no_file_of_a_set_has_changed() -> None:
 
 @golden
 def test_an_old_bundle_answers_as_it_did(path: Path) -> None:
-    """An old bundle gives its recorded answers through reader, weights, modules and hooks."""
+    """An old bundle gives its recorded answers. Reader, weights, modules and hooks take part."""
     bundle = read_bundle(path)
     check_answers(bundle, Answers(path, bundle))
 
 
 @pytest.mark.parametrize("path", OLDER, ids=[path.name for path in OLDER])
 def test_an_old_bundle_can_be_converted(path: Path, tmp_path: Path) -> None:
-    """An old bundle is converted to format 3 and StableHLO version with the same interface."""
+    """An old bundle is converted to format 3 and the default StableHLO version, and keeps its interface."""
     new = convert(path, tmp_path / path.name, stablehlo=known_version(None))
     assert new.manifest.format_version == "3"
     assert new.manifest.inputs == read_bundle(path).manifest.inputs

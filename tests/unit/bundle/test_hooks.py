@@ -1,4 +1,4 @@
-"""The hooks file is checked without being run."""
+"""The hooks file is checked without executing it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_hook_may_be_defined_in_any_way(tmp_path: Path, text: str) -> None:
 
 
 def test_hooks_inside_other_definitions_do_not_count(tmp_path: Path) -> None:
-    """Functions inside other definitions do not count as hooks."""
+    """Functions inside other definitions are not hooks."""
     file = tmp_path / "model.py"
     file.write_text("class A:\n    def preprocess(self): ...\ndef f():\n    def postprocess(o): ...\n")
     with pytest.raises(BundleError, match="defines no hook"):
@@ -50,7 +50,7 @@ def test_hooks_inside_other_definitions_do_not_count(tmp_path: Path) -> None:
     ],
 )
 def test_run_may_be_written_in_any_way_that_takes_two_arguments(tmp_path: Path, text: str) -> None:
-    """`run` may be a coroutine or have defaults and stars; what only running would show is not judged."""
+    """`run` may be a coroutine or have defaults and stars. Definitions whose signature only an execution would show are accepted."""
     file = tmp_path / "model.py"
     file.write_text(text)
     assert check_hooks(file, "meta") == ("run",)
@@ -103,7 +103,7 @@ def test_python_without_end_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_hooks_are_given_as_a_file_or_as_their_text(tmp_path: Path) -> None:
-    """One line that ends with .py names a file; text of several lines may end so, and one line may be the text."""
+    """One line that ends with .py is the name of a file. Other text is the hooks themselves, even if its last line ends with .py."""
     file = tmp_path / "model.py"
     file.write_text("the file")
 

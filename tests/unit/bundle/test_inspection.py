@@ -31,14 +31,13 @@ def inspector() -> Iterator[Inspector]:
 
 
 def pid(inspector: Inspector) -> int:
-    """Return the id of the process that parses the next module."""
+    """Start the process that parses the next module, and return its id."""
     inspector.start()
     assert inspector._child is not None
     return inspector._child.process.pid
 
 
-#: An affine model of 547 bytes with byte 42 set to 0: jaxlib 0.10.2 ends in SIGSEGV; later ones may refuse
-# it.
+#: An affine model of 547 bytes with byte 42 set to 0. It ends jaxlib 0.10.2 with SIGSEGV. Later versions may refuse it.
 CRASHING = base64.b64decode(
     """
     TUzvUg1TdGFibGVITE9fdjEuMTUuMAABHQUBBQ0BAwsDCw8TFxsfA18xAAERBw8jCw8LCwsDIQsLDwsXCw8TCwsLC0
@@ -56,7 +55,7 @@ CRASHED = r"parsing it ends in SIG\w+: it is damaged|is not a valid StableHLO"
 
 
 def test_a_good_module_is_seen_as_it_is(inspector: Inspector) -> None:
-    """One process parses all good modules, with the results of parsing in this process."""
+    """One child process parses all good modules, with the same results as parsing in this process."""
     first = pid(inspector)
     for _ in range(3):
         found, expected = inspector(GOOD_MODULE, "model.mlir"), signature_of(GOOD_MODULE, "model.mlir")
@@ -78,7 +77,7 @@ def test_a_bad_module_is_refused_in_the_same_words(inspector: Inspector) -> None
 
 
 def test_a_module_that_crashes_the_parser_costs_that_model_only(inspector: Inspector) -> None:
-    """The error names file and signal of a module that crashes the parser, and the next module is parsed."""
+    """If a module crashes the parser, the error names the file and the signal. The next module is parsed."""
     with pytest.raises(BundleError, match=f"^model.b4.mlir: ({CRASHED})"):
         inspector(CRASHING, "model.b4.mlir")
     assert inspector(GOOD_MODULE, "model.mlir").outputs == (Y4,)
@@ -87,7 +86,7 @@ def test_a_module_that_crashes_the_parser_costs_that_model_only(inspector: Inspe
 def test_a_module_that_takes_for_ever_is_given_up(
     inspector: Inspector, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A parser that uses its CPU time without end is killed, and the next module is parsed."""
+    """A parser that uses more CPU time than it may is killed, and the next module is parsed."""
     busy = tmp_path / "busy"
     busy.write_text(f"#!{sys.executable}\nimport os\nos.write(0, b'ready\\n')\nwhile True: pass\n")
     busy.chmod(0o700)
@@ -115,7 +114,7 @@ def test_a_process_that_got_none_of_the_processor_is_no_modules_fault(
 
 
 def test_a_process_that_was_killed_is_replaced(inspector: Inspector) -> None:
-    """A new process parses the next module after the idle one was killed."""
+    """After the idle process was killed, a new process parses the next module."""
     inspector(GOOD_MODULE, "model.mlir")
     os.kill(pid(inspector), signal.SIGKILL)
     assert inspector(GOOD_MODULE, "model.mlir").outputs == (Y4,)

@@ -1,4 +1,4 @@
-"""Each rule of the manifest, with the message if it is broken."""
+"""Each rule of the manifest, with the message for a broken rule."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ V2: dict[str, Any] = changed(GOOD, format_version=2.0)
 
 
 def with_input(**entry: Any) -> dict[str, Any]:
-    """Return GOOD with keys of its input replaced; None removes a key."""
+    """Return GOOD with keys of its input replaced. The value None removes a key."""
     return changed(GOOD, executable_inputs=[changed(GOOD["executable_inputs"][0], **entry)])
 
 
@@ -176,7 +176,7 @@ BAD_META: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("manifest", "fragment"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
 def test_a_broken_rule_is_named(tmp_path: Path, manifest: dict[str, Any], fragment: str) -> None:
-    """A broken rule gets one line, which names the file, the key and the rule."""
+    """A broken rule gives one line, which names the file, the key and the rule."""
     lines = [line for line in problems_of(make_bundle(tmp_path, manifest)) if fragment in line]
     assert len(lines) == 1
     assert lines[0].startswith("manifest.yaml: ")
@@ -186,7 +186,7 @@ def test_a_broken_rule_is_named(tmp_path: Path, manifest: dict[str, Any], fragme
 def test_a_broken_rule_of_meta_models_is_named(
     tmp_path: Path, manifest: dict[str, Any], fragment: str
 ) -> None:
-    """A broken rule of meta models is named."""
+    """A broken rule of the section `meta` is named with its key."""
     lines = problems_of(make_bundle(tmp_path, manifest, modules=(), hooks=HOOKS))
     assert [line for line in lines if fragment in line]
 
@@ -330,7 +330,7 @@ def test_clients_may_send_and_get_strings(tmp_path: Path) -> None:
 def test_strings_that_no_hook_converts_are_refused(
     tmp_path: Path, section: str, hook: str, missing: str
 ) -> None:
-    """The hook of the other side does not help."""
+    """Strings of clients are refused without the hook of their side, even if the hook of the other side exists."""
     manifest = changed(GOOD, **{section: [tensor("text", dtype="bytes", shape="n")]})
     path = make_bundle(tmp_path, manifest, hooks=f"def {hook}(tensors): ...")
     with pytest.raises(
@@ -346,7 +346,7 @@ def test_batch_sizes_are_sorted_and_unique(tmp_path: Path) -> None:
 
 
 def test_variants_give_concrete_shapes_and_back(tmp_path: Path) -> None:
-    """Variants map to concrete shapes and back; a letter is one size in all inputs."""
+    """Variants give concrete shapes, and shapes give their variants. A letter has the same size in all inputs."""
     modules = [f"model.v{v}.b{b}.mlir" for v in (0, 1) for b in (1, 4)]
     bundle = read_bundle(make_bundle(tmp_path, VARIANTS, modules=modules))
     assert bundle.manifest.variable_axes == ((0, 2), (0, 3), (1, 0))

@@ -28,7 +28,7 @@ def written(out_dir: Path, run: Path | str = RUN, **changes: Any) -> None:
 
 
 def test_a_written_meta_bundle_reads_back(tmp_path: Path) -> None:
-    """A written meta bundle reads back as it was given, and equal arguments give equal bytes."""
+    """A meta bundle reads back as it was written, and equal arguments give equal bytes."""
     (source := tmp_path / "source.py").write_text(RUN)
     written(tmp_path / "outer", source, files={"words.txt": "één\n"}, description="Calls another.")
     bundle = read_bundle(tmp_path / "outer")
@@ -52,7 +52,7 @@ def test_a_written_meta_bundle_reads_back(tmp_path: Path) -> None:
     ids=["no run", "no Python", "calls itself", "no outputs"],
 )
 def test_a_broken_rule_leaves_nothing_behind(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    """The error names the rule that is broken, and the earlier bundle remains alone."""
+    """The error names the broken rule. The earlier bundle is unchanged, and no other file is left."""
     written(tmp_path / "outer")
     before = read_bundle(tmp_path / "outer").digest
     with pytest.raises(BundleError, match=message):
@@ -62,7 +62,7 @@ def test_a_broken_rule_leaves_nothing_behind(tmp_path: Path, changes: dict[str, 
 
 
 def test_a_place_that_cannot_be_written_is_named_with_what_to_do() -> None:
-    """The message has the bundle's own path, not that of the hidden folder beside it."""
+    """The error has the bundle's own path, and not the path of the hidden folder beside it."""
     with (
         pytest.raises(OSError, match="name a folder that you can write") as raised,
         scratch_beside(Path("/proc/rsrv/one")),
@@ -72,7 +72,7 @@ def test_a_place_that_cannot_be_written_is_named_with_what_to_do() -> None:
 
 
 def test_a_full_disk_is_named_with_the_bundle(tmp_path: Path) -> None:
-    """The system's error has no file, so a reader could not tell which disk is full."""
+    """The error of a full disk names the bundle, because the system's own error names no file."""
     with pytest.raises(OSError, match="No space left on device") as raised, scratch_beside(tmp_path / "one"):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert raised.value.filename == str(tmp_path / "one")

@@ -33,7 +33,7 @@ X4, Y4, W = (F32, (4, 3, 4, 5)), (F32, (4, 2)), (F32, (2, 3))
 
 
 def lower(fn: Callable[..., Any], *arguments: tuple[str, tuple[int, ...]], **options: Any) -> bytes:
-    """Return an artifact of `fn`."""
+    """Return the compiled artifact of `fn` for these arguments."""
     struct: Any = jax.ShapeDtypeStruct
     structs = [
         struct(shape, jnp.dtype({"f32": "float32", "i32": "int32", "bool": "bool"}[d]))
@@ -45,7 +45,7 @@ def lower(fn: Callable[..., Any], *arguments: tuple[str, tuple[int, ...]], **opt
 
 @functools.cache
 def returning(*results: tuple[str, tuple[int, ...]], takes: tuple[tuple[str, tuple[int, ...]], ...]) -> bytes:
-    """Return an artifact with this signature."""
+    """Return the artifact of a module with these results and arguments."""
     return lower(lambda *_: tuple(jnp.zeros(shape, dtype) for dtype, shape in _named(results)), *takes)
 
 
@@ -60,14 +60,14 @@ def bundle_of(parent: Path, modules: dict[str, bytes], manifest: Any = None, **m
 
 
 def problems_of(bundle: Bundle) -> tuple[str, ...]:
-    """Return the problems of its modules."""
+    """Return the problems of a bundle's modules."""
     with pytest.raises(BundleError) as caught:
         check_signatures(bundle)
     return caught.value.problems
 
 
 def test_a_fitting_module_passes_with_its_own_size(tmp_path: Path) -> None:
-    """An unsuffixed module has the batch size found inside, and may return more than the declared outputs."""
+    """A module without a size in its name has the batch size of its signature. It may return more than the declared outputs."""
     blob = returning(Y4, ("i32", ()), takes=(X4, W))
     bundle = bundle_of(tmp_path, {"model.mlir": blob})
     signatures = check_signatures(bundle)
@@ -112,14 +112,14 @@ def test_a_module_without_a_batch_axis_has_size_1(tmp_path: Path) -> None:
 def test_a_signature_that_does_not_fit_is_named(
     tmp_path: Path, blob: Callable[[], bytes], expected: str
 ) -> None:
-    """A wrong signature is refused with the argument, its type and the expected one."""
+    """A wrong signature is refused. The error has the argument, its type and the expected type."""
     lines = problems_of(bundle_of(tmp_path, {"model.b4.mlir": blob()}))
     assert all(line.startswith("model.b4.mlir: ") for line in lines)
     assert expected in lines[0]
 
 
 def test_every_module_is_checked_and_all_problems_come_together(tmp_path: Path) -> None:
-    """All modules are checked, and a batch size in a name must be that of the module."""
+    """All modules are checked, and all problems are reported together. The size in a file's name must be the module's batch size."""
     modules = {"model.b1.mlir": b"junk", "model.b4.mlir": returning(Y4, takes=(X4, W))}
     modules["model.b8.mlir"] = modules["model.b4.mlir"]
     lines = problems_of(bundle_of(tmp_path, modules))
@@ -139,7 +139,7 @@ def test_variants_are_checked_with_their_own_sizes(tmp_path: Path) -> None:
 
 
 def read(blob: bytes) -> str:
-    """Return the reader's problem with one file."""
+    """Return the reader's problem with a module of this content."""
     with pytest.raises(BundleError) as caught:
         signature_of(blob, "model.mlir")
     assert all(line.startswith("model.mlir: ") for line in caught.value.problems)
@@ -147,7 +147,7 @@ def read(blob: bytes) -> str:
 
 
 def test_what_is_no_artifact_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    """Text, empty and torn files are refused, and the compiler prints nothing to the terminal."""
+    """Text, empty files and torn files are refused, and the compiler prints nothing to the terminal."""
     blob = returning(Y4, takes=(X4, W))
     for junk in (b"", b"hello", b"module {}", blob[:4], blob[4:]):
         assert "is not a StableHLO portable artifact" in read(junk)
@@ -165,7 +165,7 @@ def test_an_artifact_of_a_newer_version_is_refused_with_both_versions() -> None:
 
 
 def test_dynamic_shapes_are_refused() -> None:
-    """Dynamic shapes are refused, because a bundle has one module per size."""
+    """Dynamic shapes are refused, because a bundle has one module for each size."""
     exported = jax.export.export(jax.jit(lambda x: x + 1))(
         jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 3"), jnp.float32)
     )
@@ -317,7 +317,7 @@ def test_regions_nested_without_end_are_refused() -> None:
 
 
 def test_a_module_is_what_it_was_when_it_was_read(tmp_path: Path) -> None:
-    """A module that is changed after its check is refused when it is read."""
+    """A module that changes after its check is refused when it is opened."""
     blob = returning(Y4, takes=(X4, W))
     bundle = bundle_of(tmp_path, {"model.mlir": blob})
     ((key, signature),) = check_signatures(bundle).items()
@@ -379,6 +379,6 @@ def test_a_module_with_state_takes_slots_and_pools(tmp_path: Path) -> None:
     ],
 )
 def test_another_convention_is_named(tmp_path: Path, takes: Any, gives: Any, fragment: str) -> None:
-    """A module that takes or returns state in another way is named with argument or result."""
+    """If a module takes or returns state in another way, the message names the argument or the result."""
     problems = problems_of(stateful(tmp_path, returning(*gives, takes=takes)))
     assert any(fragment in line for line in problems), problems

@@ -56,7 +56,7 @@ def types(bundle: Bundle) -> dict[str, str]:
     [("bf16", "bf16", 0.01), ("f16", "f16", 1e-3), ("f8_e4m3fn", "f8_e4m3", 0.1), ("i8", "i8", 0.03)],
 )
 def test_a_bundle_is_narrowed(tmp_path: Path, kind: str, stored: str, worst: float) -> None:
-    """Matrices become narrow, the bias stays, each size is compared, and the manifest has the errors."""
+    """Matrices become narrow and the bias stays. Each size is compared, and the manifest has the errors."""
     old = export(tmp_path / "wide")
     report = narrow_bundle(old.path, tmp_path / "narrow", weights=kind)
     new = read_bundle(tmp_path / "narrow")
@@ -95,7 +95,7 @@ def tied(p: Any, x: Any) -> Any:
     return jnp.take(p["w"], x, axis=0, mode="clip").mean(1) @ p["w"].T
 
 
-#: name -> function, shape of its weight, its input, and the shape of the scale.
+#: By name: a function, the shape of its weight, its input, and the shape of the scale.
 FORMS: dict[str, tuple[Callable[..., Any], tuple[int, ...], Any, tuple[int, ...]]] = {
     "product": (lambda p, x: x @ p["w"], (64, 96), X, (1, 96)),
     "transposed": (lambda p, x: x @ p["w"].T, (96, 64), X, (96, 1)),
@@ -112,7 +112,7 @@ FORMS: dict[str, tuple[Callable[..., Any], tuple[int, ...], Any, tuple[int, ...]
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_module_widens_where_it_uses_the_weight(tmp_path: Path, form: str) -> None:
-    """The narrow module computes what the wide one computes with the widened weight, and multiplies no weight itself."""
+    """The narrow module computes what the wide module computes with the widened weight. It does not multiply the weight itself."""
     fn, shape, inputs, scale = FORMS[form]
     old = export(tmp_path / "wide", fn, {"w": normal(*shape)}, inputs, batch_sizes=[4])
     arrays = random_inputs(old, 0, 4, inputs)
@@ -133,7 +133,7 @@ def test_a_module_widens_where_it_uses_the_weight(tmp_path: Path, form: str) -> 
 @pytest.mark.parametrize("kind", ["i8", "f8_e4m3"])
 @pytest.mark.parametrize("compute", [None, "f16"])
 def test_large_activations_do_not_overflow_f16(tmp_path: Path, kind: str, compute: str | None) -> None:
-    """The product of large activations with unscaled weights has no place in f16, although the scaled product has."""
+    """Large activations times unscaled weights would overflow f16, although the scaled product fits. The narrow module avoids this."""
     half = jnp.float16 if compute is None else jnp.float32
     old = export(
         tmp_path / "wide",
@@ -148,7 +148,7 @@ def test_large_activations_do_not_overflow_f16(tmp_path: Path, kind: str, comput
 
 
 def test_the_rules_for_single_tensors() -> None:
-    """Small tensors, vectors and narrow or 64-bit types stay; a pattern overrules the size, and not the type."""
+    """Small tensors, vectors, and narrow or 64-bit types stay. A pattern overrides the rule about the size, but not that about the type."""
 
     def why(shape: tuple[int, ...], dtype: str = "f32", kind: str = "i8", named: bool = False) -> str | None:
         nbytes = math.prod(shape) * {"f32": 4, "f64": 8, "bf16": 2, "f16": 2, "i8": 1}[dtype]
@@ -168,7 +168,7 @@ def test_the_rules_for_single_tensors() -> None:
 
 
 def test_values_that_no_scale_helps() -> None:
-    """Tensors with NaN, infinities or values beyond f16 stay; a channel of zeros, or of nearly zeros, becomes zero."""
+    """Tensors with NaN, infinities or values beyond f16 stay. A channel of zeros, or of values near zero, becomes zero."""
     columns = frozenset({0})
     good = normal(64, 8)
     for value in (np.nan, np.inf, -np.inf):
@@ -190,7 +190,7 @@ def test_values_that_no_scale_helps() -> None:
 
 
 def test_patterns_choose_types_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Patterns keep or narrow tensors by name, the first that fits counts, and the command reports the rest."""
+    """Patterns keep or narrow tensors by name, and the first fitting one decides. The command counts the weights that keep their type."""
     export(tmp_path / "wide")
     out = str(tmp_path / "narrow")
     assert cli.main(["narrow", str(tmp_path / "wide"), "-o", out, "--weights", "bf16,a=keep,bi*=f16"]) == 0
@@ -218,7 +218,7 @@ def test_patterns_choose_types_by_name(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_wrong_choice_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], status: int, message: str
 ) -> None:
-    """A wrong type, a pattern that fits nothing, and a choice that changes nothing are errors."""
+    """A wrong type, a pattern without a fitting tensor, and a choice that changes nothing are errors."""
     export(tmp_path / "wide")
     assert cli.main(["narrow", str(tmp_path / "wide"), "-o", str(tmp_path / "narrow"), *flags]) == status
     assert message in capsys.readouterr().err
@@ -226,7 +226,7 @@ def test_a_wrong_choice_is_named(
 
 
 def test_a_model_that_i8_spoils_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A table with one huge value per row loses the rest in i8; the line has the figure, and --tolerance accepts it."""
+    """In i8, a table with one huge value per row loses its other values, so it is refused. --tolerance accepts the reported error."""
     spoiled = {"w": normal(128, 64)}
     spoiled["w"][:, 0] = 1000
 
@@ -245,7 +245,7 @@ def test_a_model_that_i8_spoils_is_refused(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_samples_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Inputs that --samples adds can show an error that random inputs do not."""
+    """Inputs from --samples can show an error that random inputs do not show."""
     params = {"w": normal(64, 128)}
     params["w"][0] = 0
     params["w"][0, 0] = 1e-3
@@ -265,8 +265,8 @@ def test_samples_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_the_task_has_a_figure_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An embedding that turns is refused although its error is within the bound; --tolerance names the figure."""
-    # One value is large in all rows, and the others decide the direction.
+    """A change of an embedding's direction is refused although its error is within the bound. --tolerance can accept the cosine."""
+    # The first value is large in all rows, and the other values decide the direction.
     params = {"w": normal(64, 64)}
     task = {"kind": "feature-extraction", "inputs": {"ids": "x"}, "outputs": {"embedding": "e"}}
     tokens = {"x": np.zeros((1,), np.int32)}
@@ -299,7 +299,7 @@ def test_fine_tunes_still_share_their_backbone(tmp_path: Path) -> None:
 
 
 def test_a_model_with_state_is_narrowed(tmp_path: Path) -> None:
-    """The scales stand between the weights and the pools, and steps go on from the state."""
+    """In a model with state, the scales are between the weights and the pools, and a second step continues from the state."""
 
     def step(p: Any, state: Any, x: jax.Array) -> Any:
         new = jnp.tanh(x @ p["w"] + state["h"])
@@ -322,7 +322,7 @@ def test_a_model_with_state_is_narrowed(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_generation_is_compared_over_texts(tmp_path: Path) -> None:
-    """The error is the share of different tokens behind equal texts, so a module of one row need not be equal or refused."""
+    """For a generation, the error is the share of tokens that differ after equal texts. So one different token does not refuse a module."""
     from tests.unit.bundle.test_stateful import MODEL, export_model
 
     old = export_model(tmp_path / "wide", batch_sizes=[1], chunks=[1])
@@ -342,7 +342,7 @@ def test_a_generation_is_compared_over_texts(tmp_path: Path) -> None:
 def test_exports_of_all_frameworks_can_be_narrow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The option takes one path through every exporter: here JAX by the command, and an ONNX file in Python."""
+    """The option works in every exporter, here JAX on the command line and ONNX in Python."""
     (tmp_path / "narrow_nets.py").write_text(
         "import numpy as np\n\n"
         "def net():\n"
@@ -370,7 +370,7 @@ def test_exports_of_all_frameworks_can_be_narrow(
 def test_a_narrow_bundle_is_checked_with_its_own_bound(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`check --numerics` compares with the source at the bound that the bundle was narrowed with."""
+    """`check --numerics` compares a narrow bundle with its source at the bound that was used to narrow it."""
     export(tmp_path / "m", weights="f8_e4m3")
     assert cli.main(["check", "--numerics", "--against", f"{__name__}:answers", str(tmp_path / "m")]) == 0
     assert "from its source" in capsys.readouterr().out
@@ -381,13 +381,13 @@ def answers(x: Any) -> Any:
 
 
 def test_modules_for_another_platform_are_not_narrowed(tmp_path: Path) -> None:
-    """What cannot be compared here is refused."""
+    """Modules for another platform are refused, because they cannot be compared on this machine."""
     with pytest.raises(BundleError, match="weights, compute: modules for cuda cannot be compared here"):
         export(tmp_path / "m", weights="i8", platform="cuda")
 
 
 def network(p: Any, x: Any) -> Any:
-    """Convolutions with a norm and a shortcut, attention's softmax, and a loop."""
+    """A network with convolutions, a norm, a shortcut, the softmax of attention, and a loop."""
     image = x.reshape(-1, 1, 8, 8)
     for name in ("c1", "c2"):
         new = jax.lax.conv_general_dilated(image, p[name], (1, 1), "SAME")
@@ -417,7 +417,7 @@ NETWORK = {
 
 @pytest.mark.parametrize(("compute", "worst"), [("bf16", 0.03), ("f16", 0.004)])
 def test_a_module_computes_in_half_precision(tmp_path: Path, compute: str, worst: float) -> None:
-    """Products take the half type; exponentials, reductions, state of loops, inputs and outputs stay f32."""
+    """Products take the half type. Exponentials, reductions, the state of loops, inputs and outputs stay f32."""
     old = export(tmp_path / "wide", network, NETWORK, batch_sizes=[2])
     report = narrow_bundle(old.path, tmp_path / "half", compute=compute)
     assert report.bundle.weight_bytes == old.weight_bytes
@@ -434,7 +434,7 @@ def test_a_module_computes_in_half_precision(tmp_path: Path, compute: str, worst
         assert not any("f32" in line.partition(" : ")[2] for line in found)
     for name in ("exponential", "reduce(", "while", "rsqrt", "tanh"):
         assert not any(compute in line for line in lines if f"stablehlo.{name}" in line)
-    # The pooling compares values of that type.
+    # The pooling compares values of the half type.
     assert [f"tensor<{compute}>" in line for line in lines if "^bb0" in line] == [True]
     # The sums with weights follow the convolutions. The sums with the input's shortcut stay in f32.
     assert sum("stablehlo.add" in line and compute in line for line in lines) == 2

@@ -22,7 +22,7 @@ from tests.onnx_files import compare, evaluated
 pytestmark = pytest.mark.long
 
 
-#: Why a case of the standard is refused: the only reasons there may be.
+#: All allowed reasons for which a case of the standard is refused.
 REASONS = (
     "rsrv cannot compile it",  # pictures' files, strings
     "names no opset of the standard's operators",  # training
@@ -41,7 +41,7 @@ REASONS = (
 
 
 def _plain(case: Any) -> bool:
-    """Return whether a case has only tensors of numbers, and is not another one's definition."""
+    """Return whether a case is about one node, has only tensors of numbers, and is not the expanded form of another case."""
     values = [*case.model.graph.input, *case.model.graph.output]
     return case.kind == "node" and "_expanded" not in case.name and all(
         value.type.WhichOneof("value") == "tensor_type" and value.type.tensor_type.elem_type != onnx.TensorProto.STRING
@@ -51,7 +51,7 @@ def _plain(case: Any) -> bool:
 
 def cases() -> list[Any]:
     with warnings.catch_warnings():
-        # They cast too large numbers on purpose.
+        # Some cases cast numbers that are too large for the type on purpose.
         warnings.simplefilter("ignore")
         return [case for case in collect_testcases(None) if _plain(case)]
 
@@ -61,7 +61,7 @@ def _array(value: Any) -> Any:
 
 
 def _try(case: Any, path: Path) -> str | None:
-    """Run a case; return why it is refused, or None."""
+    """Run a case. Return the reason for which it is refused, or None."""
     onnx.save(case.model, path)
     with jax.enable_x64(True):
         try:
@@ -78,7 +78,7 @@ def _try(case: Any, path: Path) -> str | None:
 
 @pytest.mark.timeout(1800)
 def test_all_operators_are_right_or_refused(tmp_path: Path) -> None:
-    """Of all the standard's cases, few are refused, each for one of the known reasons, and none is wrong."""
+    """No case of the standard gives a wrong result. Few cases are refused, each for one of the known reasons."""
     every = cases()
     refused: dict[str, str] = {}
     wrong: dict[str, str] = {}
@@ -99,9 +99,9 @@ def test_all_operators_are_right_or_refused(tmp_path: Path) -> None:
 
 
 #: The logits of this network are all 6.8e9, where one unit in the last place is 512. If XLA computes them twice, for the maximum
-#: and for the exponentials, their difference overflows, and the export is refused. That depends on the machine.
+#: and for the exponentials, their difference overflows, and the export is refused. It depends on the machine whether XLA does so.
 OVERFLOWING = "light_squeezenet"
-#: The standard's other networks. Their weights are made by constants instead of stored.
+#: The other networks of the standard. The files do not store weights: nodes with constants make them.
 NETWORKS = [
     path
     for path in sorted(Path(onnx.__file__).parent.glob("backend/test/data/light/*.onnx"))
@@ -111,7 +111,7 @@ NETWORKS = [
 
 @pytest.mark.parametrize("network", NETWORKS, ids=lambda path: path.stem)
 def test_the_networks_of_the_standard_export(network: Path, tmp_path: Path) -> None:
-    """Each whole network answers as onnxruntime does; the export would be refused if it did not."""
+    """Each whole network is exported. The export itself compares the answers with onnxruntime's."""
     bundle = export_onnx(network, out_dir=tmp_path / "bundle", batch_sizes=(1,))
     assert "model.b1" in bundle.manifest.numerics["source"]  # type: ignore[operator]
 

@@ -1,4 +1,4 @@
-"""Operators of ONNX against onnxruntime: those with the most rules, and those outside of the standard."""
+"""Operators of ONNX compared with onnxruntime: the operators with the most rules, and operators outside of the standard."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _leaves(what: str, ids: list[int]) -> dict[str, Any]:
     }
 
 
-#: Twenty trees of one decision, each of which votes with 0.05.
+#: Twenty trees with one decision each. Each tree votes with 0.05.
 _STUMPS: dict[str, Any] = {
     "nodes_treeids": np.repeat(np.arange(20), 3).tolist(),
     "nodes_nodeids": [0, 1, 2] * 20,
@@ -70,7 +70,7 @@ _STUMPS: dict[str, Any] = {
     "class_weights": [0.0, 0.05] * 20,
 }
 
-#: Name of a case -> node, inputs, constants.
+#: Node, inputs and constants by the name of a case.
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "conv_same_lower": (
         node("Conv", "x w b", "y", auto_pad="SAME_LOWER", strides=[2, 2], group=2), {"x": _random(2, 4, 7, 6)},
@@ -248,7 +248,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
-#: Name of a case -> node, inputs, constants, part of the refusal.
+#: Node, inputs, constants and a part of the refusal by the name of a case.
 REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
     "loop_that_a_request_may_skip": (
         node("Loop", "count go x", "after all", body=helper.make_graph(
@@ -279,7 +279,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
 
 
 def test_a_score_far_below_zero_is_zero(tmp_path: Path) -> None:
-    """A sum of such scores decides what a classifier of several classes returns."""
+    """The logistic score of a number far below zero is exactly zero. This decides the normalised scores of several classes."""
     nodes = [
         node("LinearClassifier", "x", "label scores", domain=_ML, classlabels_ints=[3, 4, 5], coefficients=[1.0, 1.1, 1.2],
              intercepts=[0.0, 0.0, 0.0], post_transform="LOGISTIC"),
@@ -297,7 +297,7 @@ def test_a_score_far_below_zero_is_zero(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_differ_from_onnxruntime_is_refused(name: str, tmp_path: Path) -> None:
-    """Nodes on which onnxruntime follows rules of its own are refused with the reason."""
+    """Nodes for which onnxruntime follows its own rules are refused with the reason."""
     made, given, constants, reason = REFUSED[name]
     proto = graph([made], {key: (array.dtype, array.shape) for key, array in given.items()}, {}, constants)
     proto.output.extend(onnx.ValueInfoProto(name=output) for output in made.output)
@@ -308,9 +308,9 @@ def test_what_would_differ_from_onnxruntime_is_refused(name: str, tmp_path: Path
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_result_is_onnxruntimes(name: str, tmp_path: Path) -> None:
-    """Each output has the values, the shape and the element type of onnxruntime's."""
+    """Each output has the values, the shape and the element type of onnxruntime's output."""
     made, given, constants = CASES[name]
-    # onnxruntime finds out the outputs' types.
+    # The outputs have no types in the graph: onnxruntime finds them out.
     proto = graph([made], {key: (array.dtype, array.shape) for key, array in given.items()}, {}, constants)
     proto.output.extend(onnx.ValueInfoProto(name=output) for output in made.output if output)
     path = write(tmp_path / "case.onnx", proto, opset=11 if name.endswith("opset_11") else 18)

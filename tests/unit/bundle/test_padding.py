@@ -26,7 +26,7 @@ IDS = np.arange(24, dtype=np.int32).reshape(2, 12)
 
 
 def attend(params: Any, ids: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
-    """Attention over the tokens that the mask keeps: a vector per token, and one per row."""
+    """Attention over the tokens that the mask keeps. Returns a vector for each token, and one for each row."""
     x = params[jnp.clip(ids, 0, 99)]
     scores = jnp.einsum("nqd,nkd->nqk", x, x) + jnp.where(mask == 0, -1e9, 0.0)[:, None, :]
     hidden = jnp.einsum("nqk,nkd->nqd", jax.nn.softmax(scores), x)
@@ -46,7 +46,7 @@ def export(folder: Path, fn: Any = attend, **changes: Any) -> Any:
 
 
 def test_a_padded_axis_is_proven_at_export_and_written_into_the_manifest(tmp_path: Path) -> None:
-    """The exporter tries every variant, names the outputs' axes, and a bundle that is read and written again keeps the section."""
+    """The exporter tries every variant and names the outputs' axes. The section survives when the bundle is read and written again."""
     bundle = export(tmp_path, pad="t=7,mask=mask")
 
     assert bundle.manifest.pad == PadSpec("t", {"ids": 7, "mask": 0}, "mask")
@@ -86,7 +86,7 @@ def test_the_padded_axis_is_shown_and_compared(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_samples_of_any_length_are_padded_as_requests_are(tmp_path: Path) -> None:
-    """Samples go to the smallest variant that holds them; a sample that is too long is refused."""
+    """A sample is padded to the smallest variant that holds it. A sample that is too long is refused."""
     bundle = export(tmp_path, pad="t=7,mask=mask")
     ids = IDS[:, :5]
     ((variant, (padded, mask)),) = rows_of(bundle, {"ids": ids, "mask": np.ones_like(ids)}).items()
@@ -102,7 +102,7 @@ def ignores_the_mask(params: Any, ids: jax.Array, mask: jax.Array) -> dict[str, 
 
 
 def trusts_the_pad_value(params: Any, ids: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
-    """Zeros add nothing, whatever the mask says."""
+    """A sum over ids that ignores the mask. Only zeros as padding do not change it."""
     return {"sum": ids.sum(1).astype(jnp.float32) + 0 * mask.sum(1)}
 
 
@@ -143,20 +143,20 @@ def halves(params: Any, ids: jax.Array, mask: jax.Array) -> dict[str, jax.Array]
 def test_an_axis_whose_padding_may_change_an_answer_is_refused(
     tmp_path: Path, fn: Any, changes: dict[str, Any], problem: str
 ) -> None:
-    """The error says what is wrong, and no bundle is written."""
+    """If padding may change an answer, the error names the fault, and no bundle is written."""
     with pytest.raises(BundleError, match=problem):
         export(tmp_path, fn, **changes)
     assert not (tmp_path / "m").exists()
 
 
 def test_without_a_mask_the_pad_value_alone_must_change_nothing(tmp_path: Path) -> None:
-    """A model that adds zeros needs no mask, and random values are not tried."""
+    """A model that only adds padding of zeros needs no mask. Without a mask, the check tries no random values as padding."""
     bundle = export(tmp_path, trusts_the_pad_value, pad="t=0,mask=0")
     assert bundle.manifest.pad == PadSpec("t", {"ids": 0, "mask": 0}, None)
 
 
 def test_a_check_of_the_bundle_alone_compares_the_variants(tmp_path: Path) -> None:
-    """Without the original model, rows are compared with those at the smallest variant that holds them."""
+    """Without the original model, padded rows are compared with the answers of the smallest variant that holds them."""
     bundle = export(tmp_path)
     judge = Judge(bundle, TOLERANCE)
     check_padding(ModuleRunner(bundle), judge)
@@ -197,7 +197,7 @@ def test_a_wrong_section_is_reported_with_its_key(tmp_path: Path, section: Any, 
     [("f16", 1e6, False), ("f32", 10**400, False), ("bf16", 1e39, False), ("f16", float("-inf"), True)],
 )
 def test_a_pad_value_fits_the_type_of_its_input(tmp_path: Path, dtype: str, value: float, fits: bool) -> None:
-    """The runtime would fail each execution with a value that does not fit."""
+    """A pad value that does not fit its input's type is refused, because the runtime would fail each execution."""
     manifest = export(tmp_path).manifest
     ids, mask = manifest.inputs
     manifest = replace(manifest, inputs=(replace(ids, dtype=dtype), mask))

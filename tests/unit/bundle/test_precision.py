@@ -1,4 +1,4 @@
-"""The precision of f32 products before and after treatment, on modules made by hand."""
+"""The precision of f32 products before and after a treatment, on modules made by hand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def algorithm(types: str, operations: int = 1) -> str:
 
 
 def dot(types: tuple[str, str, str] = (F32, F32, F32), more: str = "") -> str:
-    """Return an operation on matrices %x and %y of these element types, with a result of the third."""
+    """Return an operation on matrices %x and %y. The three element types are those of %x, %y and the result."""
     x, y, z = (f"tensor<2x2x{kind}>" for kind in types)
     return f"%z = stablehlo.dot_general %x, %y, contracting_dims = [1] x [0]{more} : ({x}, {y}) -> {z}"
 
@@ -40,7 +40,7 @@ def dot(types: tuple[str, str, str] = (F32, F32, F32), more: str = "") -> str:
 def function(
     body: str, takes: tuple[str, ...] = (F32, F32), returns: str = F32, *, result: str = "%z", after: str = ""
 ) -> str:
-    """Return a module's text: main takes 2 x 2 matrices %x and %y of these types, and returns one."""
+    """Return a module's text. Its main takes 2 x 2 matrices %x and %y of these types, and returns one matrix."""
     arguments = ", ".join(f"%{name}: tensor<2x2x{kind}>" for name, kind in zip("xyg", takes, strict=False))
     kind = f"tensor<2x2x{returns}>"
     return f"func.func public @main({arguments}) -> {kind} {{\n{body}\nreturn {result} : {kind} }}\n{after}"
@@ -50,7 +50,7 @@ def artifact(text: str) -> bytes:
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
-    # In the context of another module, which has loaded the dialects.
+    # The context of another module has the dialects loaded.
     with parsed(product(2)[0]):
         return serialised(ir.Module.parse(text), stablehlo.get_current_version())
 
@@ -68,7 +68,7 @@ def applied(blob: bytes, treatment: Treatment) -> tuple[bytes, Precision]:
 
 
 def treated(text: str, treatment: Treatment) -> Precision:
-    """Return the precision after the treatment, which must be idempotent."""
+    """Return the precision after the treatment, and check that a second treatment changes nothing."""
     blob, precision = applied(artifact(text), treatment)
     again, seen = applied(blob, treatment)
     assert again == blob
@@ -94,7 +94,7 @@ X = np.array([[1, 2], [3, 4]], np.float32)
 
 @pytest.mark.parametrize("operations", [1, 3])
 def test_a_tf32_algorithm_becomes_one_of_f32(operations: int) -> None:
-    """`pin` replaces a TF32 algorithm by f32, also one of three TF32 products."""
+    """`pin` replaces a TF32 algorithm by an f32 algorithm, even if the TF32 algorithm consists of three products."""
     blob, precision = applied(artifact(function(dot(more=algorithm(ROUNDED, operations)))), "pin")
 
     assert precision == Precision(f32=1, rewritten=1)
@@ -134,7 +134,7 @@ def test_products_of_f32_are_pinned_and_no_others(types: tuple[str, str, str], p
     ],
 )
 def test_less_than_the_highest_precision_is_not_f32(given: str, pinned: int) -> None:
-    """A product counts as f32 only if both operands have the highest precision: on a GPU, HIGH is TF32."""
+    """A product counts as f32 only if both operands have the highest precision, because HIGH is TF32 on a GPU."""
     assert treated(function(dot(more=given)), "pin") == Precision(f32=1, pinned=pinned)
 
 
@@ -161,7 +161,7 @@ CONFIG = ", precision_config = [#stablehlo<precision DEFAULT>, #stablehlo<precis
     ],
 )
 def test_other_products_are_pinned_likewise(body: str, takes: tuple[str, ...]) -> None:
-    """Convolutions and StableHLO's older dot are pinned, too."""
+    """Convolutions and StableHLO's older dot are also pinned."""
     assert treated(function(body, takes), "keep") == Precision(hardware=1)
     assert treated(function(body, takes), "pin") == Precision(f32=1, pinned=1)
 
@@ -173,7 +173,7 @@ def test_a_convolution_of_another_type_is_left_alone() -> None:
 
 
 def test_an_einsum_cannot_be_pinned_and_is_refused() -> None:
-    """StableHLO's einsum has no precision: pinning it is refused with the operation and what to do."""
+    """StableHLO's einsum has no precision, so pinning it is refused. The message names the operation and what to do."""
     body = '%z = "stablehlo.einsum"(%x, %y) {einsum_config = "ij,jk->ik"} : (tensor<2x2xf32>, tensor<2x2xf32>) -> tensor<2x2xf32>'
     assert treated(function(body), "strip") == Precision(hardware=1)
     with pytest.raises(BundleError, match=r"model\.mlir: 1 stablehlo\.einsum: .* Export the model again"):
@@ -221,10 +221,10 @@ def ragged() -> bytes:
 
 
 def test_a_ragged_product_is_pinned_where_the_compiler_reads_it() -> None:
-    """A ragged product is pinned in its composite, whose precision the compiler uses."""
+    """A ragged product is pinned in its composite, because the compiler uses the composite's precision."""
     blob, precision = applied(ragged(), "pin")
 
-    # The two products of its decomposition are pinned as well, and are the same.
+    # The two products of its decomposition are also pinned. They are the same product, which is counted once.
     assert precision == Precision(f32=1, pinned=1)
     assert text_of(blob).count("precision = [HIGHEST, HIGHEST]") == 2
     assert applied(ragged(), "keep") == (ragged(), Precision(hardware=1))
@@ -252,7 +252,7 @@ def hlo(blob: bytes) -> str:
 
 
 def test_the_probes_product_is_the_hardwares_whatever_the_process_prefers() -> None:
-    """The probe's product leaves its precision to the hardware, also under `runtime.numerics: f32`."""
+    """The probe's product leaves its precision to the hardware, even under `runtime.numerics: f32`."""
     with jax.default_matmul_precision("highest"):
         assert product(2)[1].precision == Precision(hardware=1)
 
@@ -290,7 +290,7 @@ def test_what_computes_in_a_library_is_named() -> None:
 
 
 def test_custom_calls_that_multiply_nothing_are_not_counted() -> None:
-    """Custom calls that multiply nothing, as those of sharding, are not counted."""
+    """Custom calls that multiply nothing, such as those for sharding, are not counted."""
     square = "tensor<2x2xf32>"
     body = f"%z = stablehlo.custom_call @Sharding(%x) : ({square}) -> {square}"
 
@@ -306,7 +306,7 @@ NOTHING_TO_DO: list[tuple[Precision, Treatment]] = [
 
 
 def test_a_module_without_anything_to_change_is_not_even_parsed() -> None:
-    """A module without anything to change is not parsed again."""
+    """A module is not parsed again if the treatment has nothing to change in it."""
     for seen, treatment in NOTHING_TO_DO:
         assert treat(b"any", "model.mlir", treatment, seen) == (b"any", seen)
 
@@ -327,7 +327,7 @@ WAYS = st.sampled_from(
 def test_no_product_is_lost_or_left_as_it_must_not_be(
     products: list[tuple[str, str]], treatment: Treatment
 ) -> None:
-    """Pinning leaves no f32 product below f32, and stripping leaves none in TF32, for any products."""
+    """For any products, pinning leaves no f32 product below f32, and stripping leaves no product in TF32."""
     body = ""
     for i, (kind, way) in enumerate(products):
         body += f"%c{i} = stablehlo.convert %x : (tensor<2x2xf32>) -> tensor<2x2x{kind}>\n"

@@ -16,7 +16,7 @@ choose = jax.jit(sample)
 
 
 def draws(temperature: float, top_k: float, top_p: float, count: int = 4000) -> dict[int, float]:
-    """Return the share of each token in draws with different seeds."""
+    """Return the share of each token among draws with different seeds."""
     settings = np.tile(np.array([temperature, top_k, top_p, 0], np.float32), (count, 1))
     settings[:, 3] = np.arange(count)
     tokens = np.asarray(choose(np.tile(LOGITS, (count, 1)), settings, np.full(count, 7, np.int32)))
@@ -25,7 +25,7 @@ def draws(temperature: float, top_k: float, top_p: float, count: int = 4000) -> 
 
 
 def close(found: dict[int, float], expected: list[float]) -> bool:
-    """Return whether shares are those of the probabilities, within four standard deviations or so."""
+    """Return whether the shares are the expected ones, within about four standard deviations."""
     return set(found) == set(range(len(expected))) and all(
         abs(found[token] - share) < 0.035 for token, share in enumerate(expected)
     )
@@ -33,7 +33,7 @@ def close(found: dict[int, float], expected: list[float]) -> bool:
 
 @pytest.mark.long
 def test_temperature_scales_the_probabilities() -> None:
-    """At temperature 1 tokens come by their probabilities; at 0.5 by their squares."""
+    """At temperature 1, tokens have the probabilities of their logits. At 0.5, the squares of these decide."""
     assert close(draws(1, 0, 1), [0.4, 0.3, 0.2, 0.06, 0.04])
     squares = np.array([0.4, 0.3, 0.2, 0.06, 0.04]) ** 2
     assert close(draws(0.5, 0, 1), (squares / squares.sum()).tolist())
@@ -41,7 +41,7 @@ def test_temperature_scales_the_probabilities() -> None:
 
 @pytest.mark.long
 def test_a_model_of_64_bits_can_be_sampled() -> None:
-    """With jax_enable_x64, tokens have 32 bits as without it."""
+    """With jax_enable_x64, tokens also have 32 bits."""
     settings = np.array([[1, 0, 1, 7]], np.float32)
     with jax.enable_x64(True):
         found = jax.jit(sample)(LOGITS[None], settings, np.full(1, 7, np.int32))
@@ -50,32 +50,32 @@ def test_a_model_of_64_bits_can_be_sampled() -> None:
 
 
 def test_top_k_leaves_the_likeliest_tokens() -> None:
-    """With top_k only so many tokens remain; 1 is greedy, and more than there are changes nothing."""
+    """With top_k, the top_k likeliest tokens remain. 1 is greedy, and a number beyond the vocabulary changes nothing."""
     assert close(draws(1, 2, 1), [4 / 7, 3 / 7])
     assert draws(1, 1, 1) == {0: 1.0}
     assert draws(1, 100, 1) == draws(1, 0, 1)
 
 
 def test_top_p_leaves_the_smallest_set_with_that_probability() -> None:
-    """With top_p the likeliest tokens remain that have the probability together, and always one."""
+    """With top_p, the likeliest tokens remain until their probabilities together reach top_p. At least one token remains."""
     assert close(draws(1, 0, 0.69), [4 / 7, 3 / 7])
     assert close(draws(1, 0, 0.75), [4 / 9, 3 / 9, 2 / 9])
     assert draws(1, 0, 1e-6) == {0: 1.0}
 
 
 def test_top_p_counts_what_top_k_has_left() -> None:
-    """Both together: top_p takes its share of the tokens that top_k leaves."""
+    """With both settings, top_p takes its share of the tokens that top_k leaves."""
     assert close(draws(1, 2, 0.9), [4 / 7, 3 / 7])
     assert draws(1, 2, 0.5) == {0: 1.0}
 
 
-#: more tokens than a draw reads first, in no order of their probabilities
+#: Logits of more tokens than a draw reads first, not ordered by probability.
 MANY = np.random.default_rng(3).permutation(np.log(np.linspace(1, 4, 600))).astype(np.float32)
 ROWS = 2000
 
 
 def many(settings: Sequence[float], place: int = 0) -> tuple[int, ...]:
-    """Return draws from `MANY` with different seeds, from `place` on in a batch whose other rows want something else."""
+    """Return draws from `MANY` with different seeds. They are the rows from `place` on; earlier rows of the batch have other settings."""
     batch = np.tile(np.array([0.5, 3, 1, 0], np.float32), (ROWS, 1))
     batch[place:, :3] = settings
     batch[place:, 3] = np.arange(ROWS - place)
@@ -86,13 +86,13 @@ def many(settings: Sequence[float], place: int = 0) -> tuple[int, ...]:
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1), (0, 0.6), (400, 1), (400, 0.8), (100, 0.5), (0, 0.2)])
 def test_draws_from_large_vocabularies_are_exact(top_k: int, top_p: float) -> None:
-    """Each token comes by its probability, and no other, also where top-k and top-p leave more than the likeliest 256."""
+    """Each token has its exact probability, even if top-k and top-p leave more than the likeliest 256 tokens."""
     order = np.argsort(-MANY)[: top_k or None]
     masses = np.exp(MANY[order]) / np.exp(MANY[order]).sum()
     left = np.cumsum(masses) - masses < top_p
     order, masses = order[left], masses[left] / masses[left].sum()
     ranks = [order.tolist().index(token) for token in many([1, top_k, top_p])]
-    # Ten groups of ranks: a single token comes seldom.
+    # Compare ten groups of ranks, because a single token is drawn seldom.
     groups = [part.sum() for part in np.array_split(masses, 10)]
     bounds = np.cumsum([0, *map(len, np.array_split(masses, 10))])
     shares = np.histogram(ranks, bounds)[0] / ROWS
@@ -100,13 +100,13 @@ def test_draws_from_large_vocabularies_are_exact(top_k: int, top_p: float) -> No
 
 
 def test_draws_from_large_vocabularies_ignore_their_neighbours() -> None:
-    """A row's token is the same beside rows that need the whole vocabulary, and beside others."""
+    """A row has the same token, whether or not other rows of the batch need the whole vocabulary."""
     for settings in ([1, 0, 1], [1, 400, 0.8], [1, 0, 0.2]):
         assert many(settings)[:100] == many(settings, place=ROWS - 100)
 
 
 def row(logits: Any, settings: list[float], position: int, place: int = 0, rows: int = 1) -> int:
-    """Return the token of one row in a batch of others; the vocabulary has five tokens, as each size is compiled."""
+    """Return the token of one row in a batch. The vocabulary always has five tokens, because each size is compiled."""
     logits = np.pad(logits, (0, 5 - len(logits)), constant_values=-np.inf)
     batch = np.random.default_rng(rows).standard_normal((rows, 5)).astype(np.float32)
     others = np.tile(np.array([1, 0, 1, 3], np.float32), (rows, 1))
@@ -117,7 +117,7 @@ def row(logits: Any, settings: list[float], position: int, place: int = 0, rows:
 
 @pytest.mark.long
 def test_a_seed_gives_the_same_token_in_any_batch() -> None:
-    """A token depends on logits, settings, seed and position, and not on place, batch size or neighbours."""
+    """A token depends on logits, settings, seed and position. The place in the batch, its size and other rows do not matter."""
     logits = np.random.default_rng(0).standard_normal(5).astype(np.float32)
     settings = [1.3, 4, 0.95, 12345]
     alone = [row(logits, settings, position) for position in range(20)]
@@ -127,7 +127,7 @@ def test_a_seed_gives_the_same_token_in_any_batch() -> None:
 
 
 def test_a_greedy_row_stays_greedy_beside_others() -> None:
-    """Temperature 0 takes the largest logit, the first of equal ones, whatever its neighbours want."""
+    """Temperature 0 takes the largest logit, and the first of equal ones, whatever the settings of other rows are."""
     logits = np.array([0, 5, 5, -np.inf], np.float32)
     assert row(logits, [0, 0, 1, 9], 3) == 1
     assert row(logits, [0, 3, 0.1, 9], 3, place=1, rows=3) == 1
@@ -140,7 +140,7 @@ def test_a_forbidden_token_is_never_drawn() -> None:
 
 
 def test_logits_that_are_not_finite_give_no_token() -> None:
-    """A NaN, an infinity, or nothing but -infinity gives -1, for this row alone."""
+    """A row with a NaN, an infinity, or only -infinity gives -1. Other rows are not affected."""
     for bad in (np.nan, np.inf):
         assert row(np.array([1, bad, 0], np.float32), [0, 0, 1, 0], 0) == -1
         assert row(np.array([1, bad, 0], np.float32), [1, 0, 1, 0], 0, place=1, rows=3) == -1

@@ -19,7 +19,7 @@ from tests.unit.bundle.forge import META, changed, make_bundle
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Export a product of 100 by 10, with a hook and its data file."""
+    """Export a model that multiplies 100 values by a 100 x 10 matrix, with a hook and its data file."""
     out_dir = tmp_path_factory.mktemp("bundles") / "dense"
     export_bundle(
         lambda p, x: {"y": x @ p["kernel"] + p["bias"]},
@@ -70,7 +70,7 @@ def test_the_page_says_what_is_in_a_bundle(exported: Path, capsys: pytest.Captur
 
 
 def test_programs_get_the_same_as_json(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The JSON has bytes and operations as numbers: a product takes two operations an element, a sum one."""
+    """The JSON has bytes and operations as numbers. A multiply-add counts as two operations, an addition as one."""
     assert cli.main(["show", "--json", str(exported)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["costs"] == "stablehlo"
@@ -93,7 +93,7 @@ def test_programs_get_the_same_as_json(exported: Path, capsys: pytest.CaptureFix
 
 
 def test_the_compiler_says_what_memory_an_execution_takes(exported: Path) -> None:
-    """With `compiled`, the page has the scratch memory of each module, measured on this machine."""
+    """With `compiled`, the page has the scratch memory of each module, as the compiler reports it for this machine."""
     found = describe(read_bundle(exported), signature_of, "compiled")
     assert all(module["scratch_bytes"] >= 0 for module in found["modules"])
     assert "scratch" in page(found)

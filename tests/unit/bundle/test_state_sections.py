@@ -1,4 +1,4 @@
-"""Each rule of a manifest's sections `state` and `generate`, with the message if it is broken."""
+"""Each rule of a manifest's sections `state` and `generate`, with the message for a broken rule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHUNKS = tuple(f"model.v{variant}.b{size}.mlir" for variant in (0, 1) for size i
 
 
 def with_state(**entry: Any) -> dict[str, Any]:
-    """Return COUNTER with keys of its section `state` replaced; None removes a key."""
+    """Return COUNTER with keys of its section `state` replaced. The value None removes a key."""
     return changed(COUNTER, state=changed(STATE, **entry))
 
 
@@ -37,7 +37,7 @@ def with_tensor(**entry: Any) -> dict[str, Any]:
 
 
 def generating(**entry: Any) -> dict[str, Any]:
-    """Return WRITER with keys of its section `generate` replaced; None removes a key."""
+    """Return WRITER with keys of its section `generate` replaced. The value None removes a key."""
     return changed(WRITER, generate=changed(GENERATE, **entry))
 
 
@@ -162,13 +162,13 @@ def test_a_broken_rule_of_generate_is_named(tmp_path: Path, manifest: dict[str, 
 
 
 def test_a_generation_has_no_hooks(tmp_path: Path) -> None:
-    """Hooks beside a generation are refused: its clients send what the stub translates."""
+    """Hooks of a model that generates are refused, because the stub itself translates what clients send."""
     made = seal(make_bundle(tmp_path, WRITER, modules=CHUNKS, hooks="def preprocess(inputs): ..."))
     assert any("remove model.py" in line for line in problems_of(made))
 
 
 def test_state_is_read_with_its_sizes(tmp_path: Path) -> None:
-    """State has defaults for its policy, and counts the bytes of a slot and of all slots."""
+    """The policy of the state has defaults. The bytes of a slot and of all slots follow from the tensors."""
     manifest = read_bundle(make_bundle(tmp_path, COUNTER)).manifest
     tensors = (StateTensor("hidden", "f32", (8,)), StateTensor("position", "i32", ()))
     assert manifest.state == StateSpec(4, tensors, 60.0, "wait")
@@ -177,7 +177,7 @@ def test_state_is_read_with_its_sizes(tmp_path: Path) -> None:
 
 
 def test_a_generation_is_read_with_its_chunks(tmp_path: Path) -> None:
-    """A generation names its tensors, by default as its roles are called, and has the lengths of its variants."""
+    """By default, the tensors of a generation have the names of their roles. The chunks are the lengths of the variants."""
     text = generating(tokenizer="tokenizer.json", template="Q: {text}\nA: ")
     made = make_bundle(tmp_path, text, modules=CHUNKS, files={"tokenizer.json": b"{}"})
     manifest = read_bundle(seal(made)).manifest
@@ -188,7 +188,7 @@ def test_a_generation_is_read_with_its_chunks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("manifest", [COUNTER, WRITER], ids=["state", "generate"])
 def test_what_is_written_again_is_equal(tmp_path: Path, manifest: dict[str, Any]) -> None:
-    """A manifest with state that is written again has the same content."""
+    """A manifest with state has the same content after it is read and written again."""
     modules = MODULES if manifest is COUNTER else CHUNKS
     made = make_bundle(tmp_path, manifest, modules=modules)
     before = read_bundle(made).manifest

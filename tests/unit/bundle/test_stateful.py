@@ -40,7 +40,7 @@ def export(out_dir: Path, step: Any = add, init: Any = None, **options: Any) -> 
 
 
 def test_a_bundle_keeps_the_state_of_each_sequence(tmp_path: Path) -> None:
-    """A step continues its rows' slots, begins others, and leaves the rest alone; padding writes nothing."""
+    """A step continues or begins the slots of its rows, and does not change other slots. Padded rows write nothing."""
     bundle = export(tmp_path / "sums", when_full="host", idle_timeout_s=5, description="Sums.")
     manifest = bundle.manifest
     assert manifest.format_version == "3"
@@ -61,7 +61,7 @@ def test_a_bundle_keeps_the_state_of_each_sequence(tmp_path: Path) -> None:
 
 
 def test_a_sequence_begins_with_what_init_gives(tmp_path: Path) -> None:
-    """A function of the weights gives the state that sequences begin with."""
+    """`init`, a function of the weights, returns the state with which a sequence begins."""
 
     def init(params: Any) -> Any:
         return {"sum": -params["scale"], "steps": jnp.int32(10)}
@@ -73,7 +73,7 @@ def test_a_sequence_begins_with_what_init_gives(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_step_copies_no_pool(tmp_path: Path) -> None:
-    """The compiled step of one row, which XLA handles as slices, and that of several write the pools where they are."""
+    """The compiled step writes pools in place, both for one row, which XLA handles as slices, and for several."""
 
     def change(_: Any, state: Any, x: jax.Array) -> Any:
         new = state.at[:, :3].add(x)
@@ -87,7 +87,7 @@ def test_a_step_copies_no_pool(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_chunks_are_compared_with_the_whole_sequence(tmp_path: Path) -> None:
-    """With the time as its variable axis, a module in chunks must agree with the whole sequence at once."""
+    """If the time is a variable axis, the export compares a sequence in chunks with the whole sequence at once."""
 
     def run(params: Any, state: Any, x: jax.Array) -> Any:
         sums = state["sum"][:, None] + jnp.cumsum(x, 1) * params["scale"]
@@ -120,7 +120,7 @@ def write_in_place(params: Any, pools: Any, slots: Any, begins: Any, x: Any) -> 
 
 
 def test_a_step_may_write_its_slots_in_place(tmp_path: Path) -> None:
-    """A step that writes the pools itself agrees with the same step on rows alone."""
+    """A step that writes the pools itself gives the same as a step that sees only its rows."""
     bundle = export(tmp_path / "m", write_in_place, {"sum": ZEROS["sum"]}, in_place=True)
     run = ModuleRunner(bundle)
     ones = [np.ones((1, 3), np.float32)]
@@ -130,7 +130,7 @@ def test_a_step_may_write_its_slots_in_place(tmp_path: Path) -> None:
 
 
 def test_a_step_that_writes_other_slots_is_refused(tmp_path: Path) -> None:
-    """A step in place that changes the state of sequences outside its batch is refused."""
+    """A step that writes in place, and changes the state of sequences outside its batch, is refused."""
 
     def wild(params: Any, pools: Any, slots: Any, begins: Any, x: Any) -> Any:
         outputs, after = write_in_place(params, pools, slots, begins, x)
@@ -186,7 +186,7 @@ def attend(
     lengths: Any,
     clean: bool = True,
 ) -> Any:
-    """Attend to a cache of keys, one layer and one head. `clean`: what an earlier sequence left becomes zeros."""
+    """Attend to a cache of keys with one layer and one head. With `clean`, old values of an earlier sequence in the slot become zeros."""
     embedded = params["embedding"][tokens]
     at = position[:, None] + jnp.arange(tokens.shape[1])
     real = jnp.arange(tokens.shape[1]) < lengths[:, None]
@@ -209,7 +209,7 @@ MODEL = {
 
 
 def export_model(out_dir: Path, step: Any = attend, params: Any = MODEL, **options: Any) -> Bundle:
-    """Export the model with a cache of keys for four sequences."""
+    """Export the model, which has a cache of keys for four sequences."""
     cache = {"keys": jax.ShapeDtypeStruct((CONTEXT, WIDTH), jnp.float32)}
     fixed: dict[str, Any] = {"slots": 4, "context": CONTEXT, "max_tokens": 8, "stop": [2], "chunks": [1, 8]}
     return export_generative(
@@ -219,14 +219,14 @@ def export_model(out_dir: Path, step: Any = attend, params: Any = MODEL, **optio
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Export the model with a file for its tokenizer."""
+    """Export the model with a tokenizer file."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "tokenizer.json").write_text("{}")
     return export_model(folder / "model", tokenizer=folder / "tokenizer.json", template="Q: {text}").path
 
 
 def test_a_language_model_generates(model: Path) -> None:
-    """A model is exported with chunks, position and sampling; a prompt in chunks goes on as the whole one."""
+    """A model is exported with chunks, position and sampling. A prompt in chunks gives the same tokens as the whole prompt."""
     bundle = read_bundle(model)
     assert bundle.manifest.generate is not None
     assert (bundle.manifest.generate.tokenizer, bundle.manifest.generate.stop) == ("tokenizer.json", (2,))
@@ -266,13 +266,13 @@ def test_a_model_that_ignores_lengths_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_model_that_reads_what_an_earlier_sequence_left_is_refused(tmp_path: Path) -> None:
-    """A mask by a share of zero lets NaN through, which an earlier sequence may leave in its slot."""
+    """A model is refused if its mask only multiplies by zero: this keeps a NaN that an earlier sequence left in the slot."""
     with pytest.raises(BundleError, match=r"output 'token': its logits are not finite\. A slot holds what"):
         export_model(tmp_path / "model", partial(attend, clean=False), batch_sizes=[1], chunks=[1])
 
 
 def test_a_step_that_reads_what_an_earlier_sequence_left_is_refused(tmp_path: Path) -> None:
-    """A step in place whose new sequences begin with a product by zero keeps NaN of the sequence before."""
+    """A step in place is refused if it begins sequences by a product with zero: this keeps a NaN of the earlier sequence."""
 
     def stale(params: Any, pools: Any, slots: Any, begins: Any, x: Any) -> Any:
         before = pools["sum"].at[slots].get(mode="fill", fill_value=0) * ~begins[:, None]
@@ -284,7 +284,7 @@ def test_a_step_that_reads_what_an_earlier_sequence_left_is_refused(tmp_path: Pa
 
 
 def test_a_state_tensor_called_position_is_refused(tmp_path: Path) -> None:
-    """The exporter adds the state tensor `position` itself."""
+    """A state tensor of the name `position` is refused, because the exporter adds this tensor itself."""
     taken = {"position": jax.ShapeDtypeStruct((), jnp.int32)}
     with pytest.raises(BundleError, match="init: position: the exporter adds"):
         export_generative(attend, taken, MODEL, slots=1, context=8, max_tokens=1, out_dir=tmp_path / "m")
@@ -293,7 +293,7 @@ def test_a_state_tensor_called_position_is_refused(tmp_path: Path) -> None:
 def test_the_tools_know_state_and_generation(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`check`, `show` and `diff` of rsrv-bundle have a bundle's slots and what it generates."""
+    """`check`, `show` and `diff` of rsrv-bundle report a bundle's slots and its generation."""
     assert cli.main(["check", "--numerics", str(model)]) == 0
     assert ", 4 slots of 1028 bytes, generates text, " in capsys.readouterr().out
     assert cli.main(["show", str(model)]) == 0
@@ -326,7 +326,7 @@ def test_a_bundle_with_state_is_converted(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_documented_step_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example on the page is exported as it stands."""
+    """The example on the page is exported without a change."""
     page = (Path(__file__).parents[3] / "docs" / "state.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     Path("running.py").write_text(page.partition("```python\n# running.py\n")[2].partition("```")[0])

@@ -1,4 +1,4 @@
-"""Each rule of a manifest's section `task`, with the message if it is broken."""
+"""Each rule of a manifest's section `task`, with the message for a broken rule."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GENERATES = {"kind": "text-generation", "inputs": {"ids": "tokens"}, "outputs": 
 
 
 def with_task(**entry: Any) -> dict[str, Any]:
-    """Return CLASSIFIER with keys of its section `task` replaced; None removes a key."""
+    """Return CLASSIFIER with keys of its section `task` replaced. The value None removes a key."""
     return changed(CLASSIFIER, task=changed(TASK, **entry))
 
 
@@ -103,7 +103,7 @@ def test_a_broken_rule_of_task_is_named(tmp_path: Path, manifest: dict[str, Any]
     ids=["classifier", "embedding", "map"],
 )
 def test_a_task_is_read_and_written(tmp_path: Path, manifest: dict[str, Any], task: TaskSpec) -> None:
-    """A task names tensors by their roles, and is the same after it was written again."""
+    """A task names tensors by their roles. It is the same after it is written and read again."""
     made = make_bundle(tmp_path, manifest, hooks=HOOKS)
     before = read_bundle(made).manifest
     assert before.task == task
@@ -112,7 +112,7 @@ def test_a_task_is_read_and_written(tmp_path: Path, manifest: dict[str, Any], ta
 
 
 def test_a_generation_and_a_meta_model_have_tasks(tmp_path: Path) -> None:
-    """The tensors of a generation follow from its section `generate`; a meta model's are those of its clients."""
+    """The tensors of a generation's task follow from the section `generate`. A meta model's task names tensors of its clients."""
     manifest = {**WRITER, "task": GENERATES}
     read = read_bundle(make_bundle(tmp_path, manifest, modules=CHUNKS)).manifest
     assert read.task == TaskSpec("text-generation", {"ids": "tokens"}, {"ids": "tokens"})

@@ -1,4 +1,4 @@
-"""Our lowerings of PyTorch operations, and which operations have one."""
+"""rsrv's own lowerings of PyTorch operations, and the operations that have a lowering."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ F = nn.functional
 
 
 def random(*shape: int) -> torch.Tensor:
-    """Return normally distributed numbers, always the same for a shape."""
+    """Return normally distributed numbers. They are always the same for a shape."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
@@ -65,7 +65,7 @@ def test_a_lowering_returns_what_pytorch_does(
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_of_rows_are_reduced(mode: str) -> None:
-    """A bag may be empty or hold padding, and the last offset may close the last bag."""
+    """The lowering agrees with PyTorch. A bag may be empty or hold padding, and the last offset may close the last bag."""
     table, indices, offsets = random(5, 3), torch.tensor([1, 4, 0, 0, 2, 3]), torch.tensor([0, 2, 2, 6])
     number = ["sum", "mean", "max"].index(mode)
     found = lowered("aten._embedding_bag", table, indices, offsets, False, number, False, None, True, 0)[0]
@@ -74,7 +74,7 @@ def test_bags_of_rows_are_reduced(mode: str) -> None:
 
 
 def test_places_of_the_largest_values_are_those_of_pytorch() -> None:
-    """Adaptive pooling returns the places among the whole image, which unpooling needs, and the first among equals."""
+    """Adaptive pooling returns places in the whole image, as unpooling needs them. Among equal values, it takes the first."""
     image = random(2, 3, 7, 5).round()
     _, places = lowered("aten.adaptive_max_pool2d", image, (3, 4))
     np.testing.assert_array_equal(
@@ -92,7 +92,7 @@ def test_antialiased_resizing_agrees(mode: str, size: tuple[int, int], align: bo
 
 
 def test_an_unmoved_deformable_convolution_is_a_convolution() -> None:
-    """Without offsets it convolves, with whole ones it convolves the moved image, and the mask weighs the places."""
+    """Offsets of zero give a plain convolution, and whole offsets that of a moved image. The mask weighs each place."""
     image, weight, bias = random(2, 4, 6, 5), random(6, 2, 3, 3), random(6)
     offset, mask = torch.zeros(2, 2 * 2 * 9, 4, 3), torch.full((2, 2 * 9, 4, 3), 0.5)
     options = (1, 1, 0, 0, 1, 1, 2, 2)
@@ -105,7 +105,7 @@ def test_an_unmoved_deformable_convolution_is_a_convolution() -> None:
 
 
 def test_aligned_regions_of_a_slope_have_the_values_of_their_centres() -> None:
-    """On a slope, the average of a cell is the value in its middle; outside of the image there are zeros."""
+    """On a slope, the average of a cell is the value in its middle. Outside of the image, values are zero."""
     slope = torch.arange(8.0) * torch.ones(1, 1, 8, 1)
     regions = torch.tensor([[0, 1.0, 1.0, 5.0, 5.0], [0, 20.0, 20.0, 24.0, 24.0]])
     found = lowered("torchvision.roi_align", slope, regions, 1.0, 2, 2, 2, True)
@@ -113,7 +113,7 @@ def test_aligned_regions_of_a_slope_have_the_values_of_their_centres() -> None:
 
 
 def test_the_best_boxes_that_do_not_overlap_are_returned() -> None:
-    """Overlapping boxes lose to better ones, results are padded with -1, and the lowering agrees for each row."""
+    """Better boxes suppress overlapping ones, and -1 pads the results. For each row, the lowering agrees with the function `nms`."""
     boxes = torch.tensor([[0.0, 0, 4, 4], [0, 0, 4, 5], [9, 9, 12, 12], [5, 5, 6, 6]]).expand(2, 4, 4)
     scores = torch.tensor([[0.5, 0.9, 0.7, -torch.inf], [0.9, 0.5, 0.2, 0.3]])
     expected = nms(boxes, scores, 0.5, 4)
@@ -122,12 +122,12 @@ def test_the_best_boxes_that_do_not_overlap_are_returned() -> None:
 
 
 def test_every_core_operation_has_a_lowering() -> None:
-    """PyTorch's core operations have a lowering but those listed, and so do torchvision's but for dynamic results."""
-    # torchax changes PyTorch for the whole process, so only where it is needed.
+    """All core operations of PyTorch have a lowering, except the listed ones. So have torchvision's, except those with dynamic results."""
+    # Imported only here, because torchax changes PyTorch for the whole process.
     from rsrv_bundle.torch_programs import _decompositions, _known
 
     table = _decompositions()
-    # `dir(torch.ops.aten)` has only what the process has used.
+    # `dir(torch.ops.aten)` lists only the operations that the process has used.
     names = [
         name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")
     ]
@@ -166,8 +166,8 @@ def test_every_core_operation_has_a_lowering() -> None:
     ],
 )
 def test_recurrent_networks_return_what_pytorch_does(name: str, module: nn.RNNBase) -> None:
-    """The outputs and the last states of all layers and directions agree, from random first states."""
-    # The loop takes several steps at a time, of which 11 is not a multiple.
+    """From random first states, the outputs and last states of all layers and directions are PyTorch's."""
+    # The loop computes several steps at a time. 11 is not a multiple of their number.
     x = random(2, 11, 3) if module.batch_first else random(11, 2, 3)
     cells = module.num_layers * (2 if module.bidirectional else 1)
     hidden = random(cells, 2, module.proj_size or module.hidden_size)

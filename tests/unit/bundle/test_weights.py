@@ -107,7 +107,7 @@ def test_a_hostile_file_is_refused_before_a_tensor_is_read(
 def test_a_file_that_only_the_safetensors_library_refuses_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other programs that read the file could not."""
+    """A file that only the safetensors library refuses is also refused by the reader, because other programs could not read the file."""
     monkeypatch.setattr(safetensors, "safe_open", Mock(side_effect=safetensors.SafetensorError("a new rule")))
 
     (line,) = problems_of(make_bundle(tmp_path, weights=one_weight()))
@@ -135,7 +135,7 @@ def test_an_extra_tensor_may_have_a_type_that_no_weight_has(
 
 
 def test_extra_tensors_are_ignored_and_an_empty_file_is_fine(tmp_path: Path) -> None:
-    """`argument_order` selects the weights; it may be absent if there are no tensors."""
+    """`argument_order` selects the weights. It may be absent if the file has no tensors."""
     extra = safetensors_bytes(
         {**two([0, 8], [8, 16]), "__metadata__": {"argument_order": '["b"]'}}, bytes(range(16))
     )
@@ -146,7 +146,7 @@ def test_extra_tensors_are_ignored_and_an_empty_file_is_fine(tmp_path: Path) -> 
 
 
 def test_the_same_bytes_mean_transposed_tensors_in_the_two_versions(tmp_path: Path) -> None:
-    """A 2.0 file records [2, 3] for a tensor that a module takes as [3, 2]: its transpose, not a reshape."""
+    """A file of format 2.0 records [2, 3] for a tensor that the module takes as [3, 2]. Loading transposes it and does not reshape it."""
     content = one_weight(buffer=np.arange(6, dtype="<f4").tobytes())
     loaded: dict[Any, Any] = {}
     for version in ("2.0", 3):
@@ -218,7 +218,7 @@ def test_elements_that_the_file_misaligns_are_aligned_in_memory(tmp_path: Path) 
 def test_a_weight_that_comes_in_pieces_is_read_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: Any
 ) -> None:
-    """A weight is read whole even if each read returns only a part of it."""
+    """A weight is read whole even if each read of the file returns only a part of it."""
     content = one_weight(buffer=np.arange(6, dtype="<f4").tobytes())
     bundle = read_bundle(make_bundle(tmp_path, changed(GOOD, format_version=version), weights=content))
     whole = load_weights(bundle)[0].tolist()
@@ -229,7 +229,7 @@ def test_a_weight_that_comes_in_pieces_is_read_whole(
 
 
 def test_a_file_that_shrinks_while_it_is_open_is_refused(tmp_path: Path) -> None:
-    """A file that shrinks while it is open is refused; one whose name is replaced is still read."""
+    """A file that shrinks while it is open is refused. A file whose name is replaced can still be read."""
     made = make_bundle(tmp_path, weights=one_weight(buffer=np.arange(6, dtype="<f4").tobytes()))
     file = WeightsFile(read_bundle(made))
     raw = np.empty(24, np.uint8)
@@ -275,7 +275,10 @@ def test_element_types_have_five_consistent_names() -> None:
 
 
 def test_a_file_that_was_just_written_has_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another write of the same moment would leave the same times. Programs that copy can set the time of the last write."""
+    """A file gets no version until some seconds after its last change, because another write could leave the same times.
+
+    The time of the last write is not enough: programs that copy can set it.
+    """
     path = tmp_path / "weights.safetensors"
     path.write_bytes(b"content")
     os.utime(path, (1.0, 1.0))

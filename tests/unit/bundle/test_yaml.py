@@ -1,4 +1,4 @@
-"""YAML: the traps of version 1.1, and hostile documents."""
+"""YAML: words that version 1.1 would misread, and hostile documents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_words_that_are_booleans_in_yaml_1_1_stay_text(word: str) -> None:
 
 
 def test_keys_and_dates_are_text() -> None:
-    """Keys and dates are the text that stands there."""
+    """Keys and dates are read as text, exactly as they are written."""
     assert yaml12.load(b"7: a\n2.5: b\ntrue: c\nat: 2026-02-03") == {
         "7": "a",
         "2.5": "b",
@@ -154,7 +154,7 @@ def test_a_value_is_read_as_it_was_written(
 
 
 def test_values_of_an_alias_are_separate_objects() -> None:
-    """A change of one copy of an anchor's value leaves the others."""
+    """An anchor's value and its aliases are separate objects: a change of one does not change the others."""
     found = yaml12.parse("- &a {b: []}\n- *a")
     found[0]["b"].append(1)
     assert found[1] == {"b": []}

@@ -15,12 +15,12 @@ PAGE = Path(__file__).parents[3] / "docs" / "what-exports.md"
 
 
 def test_the_page_counts_every_architecture_of_the_list() -> None:
-    """The total of the page equals the total of the list, so the page was made after the list last changed."""
+    """The page's total equals the list's total, so the page must be made again when the list grows or shrinks."""
     assert f"| **all** |  | {len(entries())} |" in PAGE.read_text(encoding="utf-8")
 
 
 def test_results_are_counted_by_what_the_user_had_to_do() -> None:
-    """First tries, changes, refusals, dynamic results and architectures that were not run are counted and listed apart."""
+    """The page has a count and a list each for first tries, changes, refusals, dynamic results, and architectures that were not run."""
     some = {entry.name: entry for entry in entries() if entry.package == "torchvision"}
     dynamic, changed = (some[f"torchvision {name}"] for name in ("fcos_resnet50_fpn", "RoIAlign"))
     done = {"failed": "", "error": 1e-6, "cpu_s": 3.0, "bytes": 1, "version": "1.0", "licence": "BSD"}
@@ -58,7 +58,7 @@ def test_a_package_without_results_is_only_named() -> None:
 
 
 def test_the_section_of_onnx_files_counts_attempts_and_errors() -> None:
-    """A file is exported at once, after one change or never, and an error that onnxruntime does not share is named."""
+    """The section counts files that are exported at once, after one change, or never. It names errors that onnxruntime does not have."""
     file = {"package": "p==1", "licence": "MIT", "purpose": "detector"}
     open_axis = "input 'x': its axis 1 has no fixed size in the file; give one with --input-shape x_1=SIZE"
     results: list[dict[str, Any]] = [
@@ -82,7 +82,7 @@ def test_the_section_of_onnx_files_counts_attempts_and_errors() -> None:
 
 
 def test_the_table_of_onnx_files_has_their_errors_or_the_reason_of_the_refusal() -> None:
-    """A row has the options of the last attempt, and the error or the reason."""
+    """A row has the options of the last attempt, and the error of the answers or the reason of the refusal."""
     file = {"package": "p==1", "licence": "MIT", "purpose": "detector"}
     options = [FIRST, f"{FIRST} --input-shape x_1=8"]
     done = {**file, "path": "a/b.onnx", "options": options, "refusals": [""], "error": 3e-4, "own": 1e-5}

@@ -1,4 +1,4 @@
-"""A server without a network: what `rsrv.client` sends, and the answers that a test makes of it."""
+"""A server without a network. It records what `rsrv.client` sends, and a test decides what it answers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ CONFIG: dict[str, Any] = {
 
 
 class FakeServer:
-    """y = 2 x for each row, or the length of a text. `before` is called before each answer, and may raise AttemptFailed."""
+    """Answers y = 2 x for each row, or the length of a text. `before` runs before each answer, and may raise AttemptFailed."""
 
     def __init__(self, config: Mapping[str, Any] = CONFIG) -> None:
         self.configuration = config
         self.requests: list[list[Any]] = []
         self.encoded = 0
-        #: Seconds that each attempt had.
+        #: Time limit of each attempt, in seconds.
         self.timeouts: list[float] = []
         self.in_flight = self.most_in_flight = 0
         self.closed = False
@@ -58,7 +58,7 @@ class FakeServer:
         return [InferTensor("y", "INT64", y.shape, y.tobytes())]
 
     async def stream(self, request: InferRequest, timeout_s: float) -> Answers:
-        """Yield an answer for each value, as if it were a request of its own."""
+        """Yield an answer for each value, as if the value were a request."""
         (tensor,) = request.inputs
         assert isinstance(tensor.content, (bytes, memoryview))
         for value in from_bytes(tensor.datatype, tensor.shape, tensor.content).reshape(-1, 1):

@@ -1,4 +1,4 @@
-"""A data set through the client: each row once, in order, with bounded memory, whatever the server does."""
+"""A data set through the client: each row is answered once, in order, with bounded memory, whatever the server does."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def client(server: FakeServer) -> Iterator[Client]:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_each_row_is_answered_once_and_in_order(server: FakeServer, client: Client, seed: int) -> None:
-    """Answers come in any order, and a third of the attempts fails: every row has its own answer, in order."""
+    """Although answers come in any order and a third of the attempts fails, each row gets its own answer, in the order of the rows."""
     chance = random.Random(seed)
 
     async def before(_: int, values: list[Any]) -> None:
@@ -76,7 +76,7 @@ def test_each_row_is_answered_once_and_in_order(server: FakeServer, client: Clie
     ids=["list", "iterator", "mappings", "columns", "array", "frame"],
 )
 def test_rows_come_in_many_forms(client: Client, rows: Any) -> None:
-    """Lists, iterators, columns, arrays and data frames are the same rows."""
+    """Lists, iterators, columns, arrays and data frames with the same rows give the same answers."""
     np.testing.assert_array_equal(client.map("m", rows).arrays()["y"], 2 * np.arange(10)[:, None])
 
 
@@ -104,7 +104,7 @@ def test_a_request_has_as_many_files_as_their_bytes_allow(
 
 
 def test_a_task_names_inputs_outputs_and_labels(server: FakeServer, client: Client) -> None:
-    """The roles of the bundle's task are names of its tensors, and columns of scores have labels."""
+    """The roles of the bundle's task are valid names of its tensors, and columns of scores have labels."""
     task = {
         "kind": "text-classification",
         "inputs": {"text": "x"},
@@ -127,7 +127,7 @@ def test_a_task_names_inputs_outputs_and_labels(server: FakeServer, client: Clie
 
 @pytest.mark.parametrize("suffix", [".npy", ".npz", ".parquet"])
 def test_a_file_is_a_data_set(client: Client, tmp_path: Path, suffix: str) -> None:
-    """The path of a file stands for its rows."""
+    """The path of a file is accepted in place of the rows in the file."""
     path = tmp_path / f"rows{suffix}"
     if suffix == ".npy":
         np.save(path, np.arange(10))
@@ -140,7 +140,7 @@ def test_a_file_is_a_data_set(client: Client, tmp_path: Path, suffix: str) -> No
 
 
 def test_lines_and_the_files_of_a_folder_are_rows(server: FakeServer, client: Client, tmp_path: Path) -> None:
-    """A .txt file has a text per line, also if the last line is open; a folder has a row per file, in the order of names."""
+    """In a .txt file each line is a row, also a last line without a newline. In a folder each file is a row, in the order of names."""
     server.configuration = TEXTS
     (tmp_path / "lines.txt").write_text("a\nb\fcd\r\n\n")
     (tmp_path / "open.txt").write_text("a\nbc")
@@ -152,7 +152,7 @@ def test_lines_and_the_files_of_a_folder_are_rows(server: FakeServer, client: Cl
 
 
 def test_rows_of_several_lengths_share_no_request(server: FakeServer, client: Client) -> None:
-    """Neighbours of one shape go together, in the order of the rows."""
+    """Successive rows of one shape share a request. A row of another shape begins a new request."""
     server.configuration = {**CONFIG, "input": [{"name": "x", "data_type": "TYPE_INT64", "dims": [-1]}]}
     answers = [row["y"].tolist() for _, row in client.map("m", [[1, 2], [3, 4], [5], [6, 7]])]
     assert answers == [[2, 4], [6, 8], [10], [12, 14]]
@@ -190,14 +190,14 @@ def test_rows_before_the_first_one_are_left_out(server: FakeServer, client: Clie
 
 
 def test_rows_of_sequences_are_refused(server: FakeServer, client: Client) -> None:
-    """Rows of a model with state depend on each other."""
+    """A model with state is refused, because its rows would depend on each other."""
     server.configuration = {**CONFIG, "sequence_batching": {}}
     with pytest.raises(InputError, match="keeps state"):
         list(client.map("m", [1]))
 
 
 def test_another_requests_failure_does_not_make_a_served_model_unknown(server: FakeServer) -> None:
-    """A server that restarts does not know the model for a while: that is waited for, whatever failed in between."""
+    """A restarting server does not know the model for a while. The client retries even if another request to it fails in that time."""
 
     async def before(number: int, values: list[Any]) -> None:
         if values == [7]:
@@ -220,7 +220,7 @@ def test_another_requests_failure_does_not_make_a_served_model_unknown(server: F
 
 
 def test_attempts_share_one_deadline_and_one_copy(server: FakeServer, client: Client) -> None:
-    """The attempts of a request have less and less time, and send what was encoded once."""
+    """Each attempt of a request has less time than the attempt before, and all attempts send data that was encoded once."""
 
     async def before(number: int, _: list[Any]) -> None:
         if number < 4:
@@ -234,7 +234,7 @@ def test_attempts_share_one_deadline_and_one_copy(server: FakeServer, client: Cl
 
 
 def test_a_failure_names_its_rows_and_cancels_the_rest(server: FakeServer, client: Client) -> None:
-    """The first failure that no repetition cures ends the data set, and nothing is left in flight."""
+    """The first failure that cannot be retried ends the data set, names its rows, and cancels all requests in flight."""
 
     async def before(_: int, values: list[Any]) -> None:
         if 9 in values:
@@ -249,7 +249,7 @@ def test_a_failure_names_its_rows_and_cancels_the_rest(server: FakeServer, clien
 
 
 def test_the_first_row_that_is_late_bounds_the_others(server: FakeServer) -> None:
-    """While the first answer is missing, a bounded number of later rows is sent; all rows are read in the end."""
+    """While the first answer is missing, a bounded number of later rows is sent. All rows are answered in the end."""
 
     async def scenario() -> None:
         release = asyncio.Event()
@@ -306,7 +306,7 @@ def test_the_bytes_of_waiting_answers_are_bounded(
 
 
 def test_unordered_answers_wait_for_no_other_answer(server: FakeServer) -> None:
-    """While the first answer is missing, all later ones are handed out, and the client stores a bounded number of them."""
+    """With ordered=False, later answers are returned while the first one is missing, and the client stores few of them."""
 
     async def scenario() -> None:
         release = asyncio.Event()
@@ -335,7 +335,7 @@ def test_unordered_answers_wait_for_no_other_answer(server: FakeServer) -> None:
 
 
 def test_a_slow_source_holds_back_no_answer(client: Client) -> None:
-    """Answers are read while the next row is not there yet."""
+    """If the source of rows is slow, the caller gets answers before the source has the next row."""
     answered = threading.Event()
 
     def rows() -> Iterator[int]:
@@ -351,7 +351,7 @@ def test_a_slow_source_holds_back_no_answer(client: Client) -> None:
 
 
 def test_answers_come_before_the_error_of_their_source(server: FakeServer) -> None:
-    """A source of rows fails while the first request is under way: the rows that were sent are answered first."""
+    """If the source of rows fails while a request is in flight, the caller first gets the answers to the rows that were sent."""
 
     async def scenario() -> None:
         failed = asyncio.Event()
@@ -379,7 +379,7 @@ def test_answers_come_before_the_error_of_their_source(server: FakeServer) -> No
 
 
 def test_an_asynchronous_source_is_a_data_set(server: FakeServer) -> None:
-    """Its rows are read on the client's own loop, and answers come while it waits."""
+    """Rows of an asynchronous source are read on the client's own loop, and answers arrive while the source waits."""
 
     async def scenario() -> None:
         answered = asyncio.Event()
@@ -403,7 +403,7 @@ def test_an_asynchronous_source_is_a_data_set(server: FakeServer) -> None:
 
 
 def test_a_reader_that_stops_leaves_nothing_in_flight(server: FakeServer, client: Client) -> None:
-    """Requests that are under way are cancelled when the caller reads no more answers."""
+    """If the caller stops reading answers, the requests in flight are cancelled."""
 
     async def before(number: int, values: list[Any]) -> None:
         if number > 1:
@@ -417,7 +417,7 @@ def test_a_reader_that_stops_leaves_nothing_in_flight(server: FakeServer, client
 
 
 def test_ctrl_c_ends_a_data_set(server: FakeServer, client: Client) -> None:
-    """KeyboardInterrupt reaches the caller, and nothing stays in flight."""
+    """After Ctrl-C, KeyboardInterrupt reaches the caller, and no request stays in flight."""
 
     async def before(number: int, _: list[Any]) -> None:
         if number == 4:
@@ -431,7 +431,7 @@ def test_ctrl_c_ends_a_data_set(server: FakeServer, client: Client) -> None:
 
 
 def test_a_client_that_is_closed_ends_the_calls_of_other_threads(server: FakeServer) -> None:
-    """A call that waits for its next attempt ends with the client, instead of never."""
+    """If the client is closed while another thread's call waits for its next attempt, the call ends."""
     client, called = Client("localhost:1"), threading.Event()
 
     async def before(number: int, _: list[Any]) -> None:
@@ -448,6 +448,6 @@ def test_a_client_that_is_closed_ends_the_calls_of_other_threads(server: FakeSer
 
 
 def test_no_request_in_flight_is_refused(client: Client) -> None:
-    """It would be an answer without rows."""
+    """in_flight=0 is refused, because no row would ever be sent."""
     with pytest.raises(InputError, match="in_flight is 0, and has to be at least 1"):
         client.map("m", range(10), in_flight=0).arrays()

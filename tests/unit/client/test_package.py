@@ -1,4 +1,4 @@
-"""The client where nothing but its extra is installed."""
+"""The client in an installation with nothing but its extra."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[3]
 
-#: Hides the modules that its arguments name, and imports all of the client.
+#: A script that hides the modules named in its argument, and imports all modules of the client.
 _SCRIPT = """
 import sys
 hidden = set(sys.argv[1].split(","))
@@ -35,7 +35,7 @@ for url in ("localhost:1", "http://localhost:1"):
 
 
 def brought(requirement: Requirement, seen: set[tuple[str, str]]) -> set[str]:
-    """Return the distributions that a requirement installs."""
+    """Return the distributions that a requirement installs, with those that they require."""
     names: set[str] = {canonicalize_name(requirement.name)}
     for extra in ("", *requirement.extras):
         if (requirement.name, extra) in seen:
@@ -49,7 +49,7 @@ def brought(requirement: Requirement, seen: set[tuple[str, str]]) -> set[str]:
 
 
 def test_the_client_needs_only_its_extra() -> None:
-    """Every module of the client imports without the packages that the extra does not install."""
+    """Every module of the client can be imported without the packages that the extra does not install."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extra = [*project["dependencies"], *project["optional-dependencies"]["client"]]
     seen: set[tuple[str, str]] = set()

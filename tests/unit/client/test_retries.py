@@ -1,4 +1,4 @@
-"""Which failures are repeated, and when."""
+"""The failures after which a request is sent again, and the time of the next attempt."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rsrv.wire.frames import Status
 
 
 def after(failure: Failure, attempts: int = 1, **facts: bool) -> float | str:
-    """Return the pause before the next attempt in seconds, or why there is none."""
+    """Return the pause before the next attempt in seconds, or the reason why there is no next attempt."""
     decision = decide(failure, attempts, 100.0, 160.0, **facts)
     return decision if isinstance(decision, str) else round(decision - 100.0, 3)
 
 
-#: Failures, and the first pause of a plain request; None: there is no further attempt.
+#: First pause of a plain request by failure. None means that there is no further attempt.
 TABLE = {
     (Code.UNAVAILABLE, "[rsrv:QUEUE_FULL] too many requests wait for this model; retry after 120 ms"): 0.12,
     (Code.RESOURCE_EXHAUSTED, "[rsrv:QUEUE_FULL] too many requests wait; retry after 120 ms"): 0.12,
@@ -42,7 +42,7 @@ TABLE = {
 
 @pytest.mark.parametrize(("code", "text"), TABLE)
 def test_each_failure_is_repeated_or_reported(code: Code, text: str) -> None:
-    """A failure that ends by itself is repeated after the time that the server names, or else after a short pause."""
+    """After a temporary failure, the request is sent again after the pause that the server names, or else after a short pause."""
     expected = TABLE[code, text]
     assert after(Failure(code, text)) == ("" if expected is None else expected)
 
@@ -55,12 +55,12 @@ def test_every_tag_of_the_server_is_decided_about() -> None:
 
 @pytest.mark.parametrize(("code", "text"), TABLE)
 def test_no_step_of_a_sequence_is_repeated(code: Code, text: str) -> None:
-    """A step of a sequence is sent once, whatever happens to it."""
+    """After any failure, a step of a sequence is not sent again."""
     assert isinstance(after(Failure(code, text), repeatable=False), str)
 
 
 def test_a_server_that_never_answered_is_reported_at_once() -> None:
-    """An address without a server, or without the model, is more likely wrong than about to serve."""
+    """If an address never had a server, or never had the model, the client does not retry, because the address is probably wrong."""
     unknown = Failure(Code.NOT_FOUND, "Request for unknown model: 'm' is not found")
     assert after(Failure(Code.CONNECTION, "Connection refused"), reached=False) == ""
     assert after(unknown, served=False) == ""
@@ -68,19 +68,19 @@ def test_a_server_that_never_answered_is_reported_at_once() -> None:
 
 
 def test_pauses_double_up_to_two_seconds() -> None:
-    """Further attempts come later and later, however many there were."""
+    """Each pause is twice the pause before, up to two seconds, for any number of attempts."""
     down = Failure(Code.CONNECTION, "Connection refused")
     assert [after(down, attempts=count) for count in (1, 2, 3, 6, 7, 5000)] == [0.05, 0.1, 0.2, 1.6, 2.0, 2.0]
 
 
 def test_chance_spreads_the_attempts_of_many_clients() -> None:
-    """The pause grows with chance by at most a quarter."""
+    """Chance makes a pause longer by at most a quarter, so that many clients do not retry at the same time."""
     full = Failure(Code.UNAVAILABLE, "[rsrv:QUEUE_FULL] full; retry after 1000 ms")
     assert [decide(full, 1, 0.0, 9.0, chance=chance) for chance in (0.0, 0.5, 1.0)] == [1.0, 1.125, 1.25]
 
 
 def test_nothing_is_sent_after_the_deadline() -> None:
-    """An attempt that would come after the deadline is left out, and the error says so."""
+    """If the next attempt would be after the deadline, there is none, and the error says so."""
     full = Failure(Code.UNAVAILABLE, "[rsrv:QUEUE_FULL] full; retry after 1000 ms")
     assert decide(full, 1, 0.0, 1.1) == 1.0
     assert decide(full, 1, 0.0, 1.0) == "the deadline leaves no time for another attempt"

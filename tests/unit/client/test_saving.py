@@ -1,4 +1,4 @@
-"""Answers on disk: whatever interrupts the work, no row is lost, wrong, or there twice."""
+"""Answers on disk: after any interruption, no row is lost, wrong or duplicated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def answered(start: int, stop: int, **arrays: Any) -> Answered:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_run_that_is_cut_anywhere_goes_on(tmp_path: Path, seed: int) -> None:
-    """The file is cut at any byte, as by the death of the process, until all rows are there."""
+    """If the file is cut at any byte after each run, further runs continue until it has all rows."""
     chance = random.Random(seed)
     path, out = tmp_path / "out.npy.partial", tmp_path / "out.npy"
     runs = 0
@@ -52,7 +52,7 @@ def test_a_run_that_is_cut_anywhere_goes_on(tmp_path: Path, seed: int) -> None:
 
 
 def test_another_run_is_not_mixed_in(tmp_path: Path) -> None:
-    """Without --resume, and for another model or another file, the answers so far are refused."""
+    """The answers of an earlier run are not used without --resume, nor for another model or another data file."""
     path = tmp_path / "out.npy.partial"
     PartialFile(path, JOB, Y_ONLY, resume=False).__exit__()
     with pytest.raises(InputError, match="go on with --resume"):
@@ -62,7 +62,7 @@ def test_another_run_is_not_mixed_in(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_in_use_or_of_others_is_left_alone(tmp_path: Path) -> None:
-    """Two runs would mix their answers; and --resume replaces nothing that rsrv map has not written."""
+    """A file that another run uses is refused. --resume does not replace a file that rsrv map has not written."""
     path = tmp_path / "out.partial"
     with (
         PartialFile(path, JOB, Y_ONLY, resume=True),
@@ -77,7 +77,7 @@ def test_a_file_that_is_in_use_or_of_others_is_left_alone(tmp_path: Path) -> Non
 
 
 def test_a_record_that_cannot_be_read_is_sent_again(tmp_path: Path) -> None:
-    """After a power cut, a part of the file may have other contents."""
+    """A record that is damaged, as after a power cut, is dropped, and its rows are sent again."""
     path = tmp_path / "out.partial"
     with PartialFile(path, JOB, Y_ONLY, resume=True) as partial:
         partial.append(answered(0, 50))
@@ -97,7 +97,7 @@ def test_a_record_that_cannot_be_read_is_sent_again(tmp_path: Path) -> None:
     ],
 )
 def test_files_that_cannot_hold_the_outputs_are_refused_first(out: str, names: list[str], error: str) -> None:
-    """The error comes before anything is sent."""
+    """If the file's format cannot hold the outputs, the error comes before any request."""
     more = {"name": "text", "data_type": "TYPE_STRING", "dims": [1]}
     signature = ModelSignature.from_config({**CONFIG, "output": [*CONFIG["output"], more]})
     with pytest.raises(InputError, match=error):
@@ -105,7 +105,7 @@ def test_files_that_cannot_hold_the_outputs_are_refused_first(out: str, names: l
 
 
 def test_rows_of_several_shapes_keep_the_answers(tmp_path: Path) -> None:
-    """A file .npy cannot hold them: the error says what can, and the answers stay for it."""
+    """A .npy file cannot hold rows of several shapes. The error names .parquet, and the answers so far are kept."""
     with PartialFile(tmp_path / "out.npy.partial", JOB, Y_ONLY, resume=False) as partial:
         partial.append(answered(0, 50))
         partial.append(answered(50, 100, y=Y[50:, :, :1]))
@@ -115,7 +115,7 @@ def test_rows_of_several_shapes_keep_the_answers(tmp_path: Path) -> None:
 
 
 def test_a_parquet_file_has_numbers_lists_and_strings(tmp_path: Path) -> None:
-    """Rows of one number are numbers, others are lists; strings are texts, or bytes if they are not UTF-8."""
+    """In a parquet file, rows of one number are numbers and other rows are lists. Strings are texts, or bytes if they are not UTF-8."""
     parquet = pytest.importorskip("pyarrow.parquet", reason="the extra parquet is not installed")
     arrays = {
         "score": np.arange(ROWS, dtype=np.float32)[:, None],

@@ -26,15 +26,16 @@ ROWS = np.zeros((1, LEAST_BYTES // 8), np.int64)
 
 
 class Sharing(FakeServer):
-    """A server that knows names of regions, and refuses to release one the first time, as if it were in use."""
+    """A server that knows regions by name. It refuses the first release of a region, as if the region were in use."""
 
     def __init__(self, known: Sequence[str] = (), refusal: str = "") -> None:
         super().__init__()
         self.known = {*known}
         self.refusal = refusal
         self.in_use = True
-        #: The regions of the attempts, and what each attempt fails with.
+        #: Names of the regions that the attempts used.
         self.used: list[str] = []
+        #: Failure of each attempt, or None.
         self.failure: AttemptFailed | None = None
 
     async def infer(self, request: InferRequest, timeout_s: float) -> Sequence[InferTensor]:
@@ -72,7 +73,7 @@ class Sharing(FakeServer):
 
 
 def test_regions_are_reused_and_all_given_up() -> None:
-    """A region that was given back serves the next request; a region in use is released as soon as it is free."""
+    """The next request uses a free region again. At the end, a region that is in use is released as soon as it is free."""
 
     async def scenario() -> None:
         server = Sharing()
@@ -93,7 +94,7 @@ def test_regions_are_reused_and_all_given_up() -> None:
 
 
 def test_growing_requests_replace_their_regions() -> None:
-    """Each request is larger than the one before: the regions that became too small are given up."""
+    """If each request is larger than the request before, regions that are too small are released."""
 
     async def scenario() -> None:
         server = Sharing()
@@ -109,7 +110,7 @@ def test_growing_requests_replace_their_regions() -> None:
 
 
 def test_a_request_without_room_costs_no_region(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that is too large for /dev/shm travels as bytes, and smaller ones still use their region."""
+    """A request that is too large for /dev/shm is sent as bytes. Smaller requests still use their region."""
 
     async def scenario() -> None:
         server = Sharing()
@@ -125,7 +126,7 @@ def test_a_request_without_room_costs_no_region(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_two_clients_of_a_process_share_no_region() -> None:
-    """The server knows regions by name, so the names of both clients' regions differ."""
+    """The server knows regions by name, so two clients of one process use different names."""
 
     async def scenario() -> None:
         server = Sharing()
@@ -141,7 +142,7 @@ def test_two_clients_of_a_process_share_no_region() -> None:
 
 
 def test_only_regions_of_dead_processes_are_removed() -> None:
-    """Names tell whose regions they are. Other clients', and those of other containers, stay."""
+    """A region's name shows its owner. Regions of dead processes are removed. Those of living clients and other containers stay."""
     mine = f"{_owner()}-1000000"
     namespace = mine.split("-")[2]
     dead, elsewhere = f"rsrv-client-{namespace}-{os.getpid()}-1-0", "rsrv-client-1-2-3-0"
@@ -166,7 +167,7 @@ def test_only_regions_of_dead_processes_are_removed() -> None:
 def test_requests_travel_as_bytes_where_memory_is_not_shared(
     monkeypatch: pytest.MonkeyPatch, full: bool
 ) -> None:
-    """A refusal, or a full /dev/shm, costs nothing but the copy, and the client says why."""
+    """If the server refuses shared memory or /dev/shm is full, requests are sent as bytes, and the client reports why."""
     server = Sharing(refusal="not allowed")
     server.configuration = LONG
     monkeypatch.setattr("rsrv.client.client.connect", lambda *_: server)
@@ -196,7 +197,7 @@ def sharing(monkeypatch: pytest.MonkeyPatch) -> Sharing:
 
 
 def test_a_restarted_server_gets_new_regions(sharing: Sharing) -> None:
-    """Several regions are free when the server restarts: all requests after it are answered, and nothing is left."""
+    """After a restart, the server knows none of several free regions. All later requests are answered, and no region is left."""
 
     async def scenario() -> None:
         async with AsyncClient("localhost:1") as client:
@@ -218,7 +219,7 @@ def test_a_restarted_server_gets_new_regions(sharing: Sharing) -> None:
     ids=["answered", "unanswered"],
 )
 def test_failed_requests_keep_no_memory(sharing: Sharing, code: Code, most: int) -> None:
-    """A refused request's region is used again. One that the server may still use is not, and is unregistered soon."""
+    """The region of a refused request is used again. A region that the server may still use is not, and is unregistered soon."""
 
     async def scenario() -> None:
         async with AsyncClient("localhost:1") as client:
@@ -234,7 +235,7 @@ def test_failed_requests_keep_no_memory(sharing: Sharing, code: Code, most: int)
 
 
 def test_an_attempt_without_an_answer_shares_no_memory_with_the_next_request(sharing: Sharing) -> None:
-    """A connection breaks and the next attempt is answered: the server may still read and write for the first one."""
+    """After a broken connection, the server may still use the region of the broken attempt. So later requests use another region."""
 
     async def scenario() -> None:
         async with AsyncClient("localhost:1") as client:

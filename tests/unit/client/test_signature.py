@@ -66,7 +66,7 @@ def test_wrong_inputs_are_named_with_what_is_allowed(
 
 
 def test_lists_become_the_models_type(signature: ModelSignature) -> None:
-    """Numbers and texts need no type of numpy, and a role of the task names its tensor."""
+    """Lists of numbers and texts are converted to the model's type, and a role of the task names its tensor."""
     arrays = signature.check({"x": [[[1], [2], [3]]], "text": [["häuser"]]})
     assert arrays["x"].dtype == np.float32
     assert bytes(to_bytes(signature.inputs["sentence"], arrays["sentence"])) == b"\7\0\0\0h\xc3\xa4user"
@@ -74,7 +74,7 @@ def test_lists_become_the_models_type(signature: ModelSignature) -> None:
 
 @pytest.mark.parametrize("value", [[[1.5]], np.array([[1.5], None], object)[:1]])
 def test_no_fraction_is_cut_unnoticed(value: Any) -> None:
-    """Numbers with a fraction are not integers, in lists and in columns of lists."""
+    """Numbers with a fraction are refused for an integer input, in lists and in columns of lists."""
     spec = ModelTensor("x", "INT64", (1,))
     with pytest.raises(InputError, match="input x: expected int64: a value has a fraction"):
         as_array(spec, value, has_rows=True)
@@ -83,14 +83,14 @@ def test_no_fraction_is_cut_unnoticed(value: Any) -> None:
 
 @pytest.mark.parametrize("datatype", ["BOOL", "INT8", "UINT64", "FP16", "FP64"])
 def test_arrays_travel_without_a_change(datatype: str) -> None:
-    """What is sent comes back, also from an array whose rows lie apart."""
+    """An array reads back from its bytes without a change, even if its rows are not contiguous."""
     spec = ModelTensor("x", datatype, (2,))
     array = np.arange(12).reshape(6, 2)[::2].astype(from_bytes(datatype, (0,), b"").dtype)
     np.testing.assert_array_equal(from_bytes(datatype, (3, 2), to_bytes(spec, array)), array)
 
 
 def test_bfloat16_needs_no_type_of_numpy() -> None:
-    """A bfloat16 input may be float32, and is rounded to the nearest."""
+    """A bfloat16 input accepts float32 values, and rounds each to the nearest bfloat16."""
     values = np.array([1.0, 3.14159, -2.7e30, 1.00390625], np.float32)
     sent = bytes(to_bytes(ModelTensor("x", "BF16", (4,)), values))
     assert sent == values.astype(ml_dtypes.bfloat16).tobytes()

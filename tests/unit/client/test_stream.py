@@ -1,4 +1,4 @@
-"""The answers of models that stream: repeated before the first one, and never after it."""
+"""Streams of answers: a request is sent again before its first answer, and never after it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ TELLING = {
 
 
 class Teller(FakeServer):
-    """A server that generates a text in three pieces, and then its number of pieces."""
+    """A server that answers with three pieces of a text, and then with the number of pieces."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         super().__init__(TELLING)
         self._capsys = capsys
         self.parameters: dict[str, Any] = {}
-        #: The output of the command before each answer.
+        #: What the command printed before each answer.
         self.printed: list[str] = []
         self.failure: AttemptFailed | None = None
 
@@ -67,7 +67,7 @@ def client(server: FakeServer) -> Iterator[Client]:
 
 
 def test_a_stream_is_repeated_before_its_first_answer(server: FakeServer, client: Client) -> None:
-    """Two attempts are refused. The third one's answers come one by one, and nothing was encoded twice."""
+    """If two attempts are refused, the third one's answers arrive one by one. The request is encoded once."""
 
     async def before(number: int, _: list[Any]) -> None:
         if number < 3:
@@ -81,7 +81,7 @@ def test_a_stream_is_repeated_before_its_first_answer(server: FakeServer, client
 
 
 def test_a_stream_is_not_repeated_after_its_first_answer(server: FakeServer, client: Client) -> None:
-    """Even a failure that ends by itself is reported, because a repetition would send the first answer twice."""
+    """After the first answer, even a temporary failure is reported, because another attempt would send the first answer again."""
 
     async def before(_: int, values: list[Any]) -> None:
         if values == [2]:
@@ -97,7 +97,7 @@ def test_a_stream_is_not_repeated_after_its_first_answer(server: FakeServer, cli
 
 
 def test_a_reader_that_stops_ends_the_stream(server: FakeServer, client: Client) -> None:
-    """The request is cancelled while the next answer is under way."""
+    """If the caller stops reading, the request is cancelled, even while the next answer is on its way."""
     for answer in client.stream("m", x=[1, 2, 3]):
         assert answer["y"].tolist() == [2]
         break
@@ -106,13 +106,13 @@ def test_a_reader_that_stops_ends_the_stream(server: FakeServer, client: Client)
 
 
 def test_infer_refuses_a_model_that_streams(client: Client) -> None:
-    """The error names the method that takes it."""
+    """For a model that streams, `infer` fails, and the error names the method `stream`."""
     with pytest.raises(InputError, match=r"m streams its answers: call stream\(\)"):
         client.infer("m", x=[1])
 
 
 def test_http_has_no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says which port has them."""
+    """A stream over HTTP is refused, and the error names the gRPC port."""
 
     async def config(*_: Any) -> Any:
         return STREAMING
@@ -138,7 +138,7 @@ COMMAND = ("infer", "m", "x=[1]", "--parameter", "max_tokens=3", "--parameter", 
 def test_the_command_line_prints_a_text_while_it_is_generated(
     teller: Teller, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each piece is printed when it arrives. The other outputs follow on lines of their own."""
+    """Each piece of the text is printed when it arrives. The other outputs follow on their own lines."""
     assert main(COMMAND) == 0
     assert teller.printed == ["", "on", "ce\nä", "☃"]
     assert capsys.readouterr().out == "\ncount  int64 1\n[3]\n"
@@ -148,7 +148,7 @@ def test_the_command_line_prints_a_text_while_it_is_generated(
 def test_the_command_line_prints_an_answer_per_line_for_programs(
     teller: Teller, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With --json, each answer is a line when it arrives."""
+    """With --json, each answer is printed as one line when it arrives."""
     assert main([*COMMAND, "--json"]) == 0
     lines = "".join([*teller.printed, capsys.readouterr().out]).splitlines()
     assert [json.loads(line) for line in lines] == [
@@ -160,7 +160,7 @@ def test_the_command_line_prints_an_answer_per_line_for_programs(
 
 
 def test_the_command_line_writes_all_pieces(teller: Teller, tmp_path: Path) -> None:
-    """With --out, nothing is printed, and the file has the pieces of each output in their order."""
+    """With --out, nothing is printed, and the file has the pieces of each output in order."""
     out = tmp_path / "out.npz"
     assert main([*COMMAND, "--out", str(out)]) == 0
     assert teller.printed == [""] * 4
@@ -174,7 +174,7 @@ def test_the_command_line_writes_all_pieces(teller: Teller, tmp_path: Path) -> N
 def test_the_command_line_ends_the_line_of_a_broken_text(
     teller: Teller, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The request is not repeated, and the error stands on its own line."""
+    """If a stream breaks after some text, the request is not sent again, and the error is on its own line."""
     teller.failure = FULL
     assert main(COMMAND) == 1
     end = capsys.readouterr()

@@ -40,7 +40,7 @@ from rsrv.wire.socket import Closed, Receiver, listen, send
 
 
 async def until(view: Runtimes, condition: Callable[[], bool]) -> None:
-    """Return when a change of the view has made the condition true."""
+    """Wait until the condition is true. It is checked at the start and after each change of the view."""
     while True:
         seen = view.changes
         if condition():
@@ -49,7 +49,7 @@ async def until(view: Runtimes, condition: Callable[[], bool]) -> None:
 
 
 def slow_request(at: float, seconds: float) -> dict[str, Any]:
-    """Return a request that ended, as a runtime tells of it."""
+    """Return a request that ended, as a runtime reports it."""
     return {
         "number": "3.17",
         "key": "a@1",
@@ -72,7 +72,7 @@ def slow_request(at: float, seconds: float) -> dict[str, Any]:
 
 @contextmanager
 def impatient(link: RuntimeLink) -> Iterator[None]:
-    """Take the runtime of a link for down once it is silent for a moment, as it is when a test stops it."""
+    """Make the link take its runtime for down after a moment of silence, as after a test has stopped the runtime."""
     patient = link._timing
     link._timing = replace(patient, silence_s=0.05)
     yield
@@ -80,12 +80,12 @@ def impatient(link: RuntimeLink) -> Iterator[None]:
 
 
 async def no_queues() -> Mapping[str, tuple[int, float]]:
-    """Answer as a Triton whose clients have asked for nothing."""
+    """Answer as a Triton with no waiting requests."""
     return {}
 
 
 def entry(name: str, **differs: Any) -> ModelVersion:
-    """Return the entry of a model that is ready."""
+    """Return the entry of a ready model."""
     common: dict[str, Any] = {
         "name": name,
         "kind": "model",
@@ -101,7 +101,7 @@ def entry(name: str, **differs: Any) -> ModelVersion:
     return ModelVersion(**{**common, **differs})  # type: ignore[typeddict-item]
 
 
-#: sums over a model's generations
+#: Sums over all generations of a model.
 GENERATED = {"answers": 2, "tokens_in": 22, "tokens_out": 80, "first_token_s": 0.006, "token_s": 0.156}
 
 
@@ -159,8 +159,8 @@ def trimmed(histogram: Histogram) -> pb.Histogram:
 class FakeRuntime:
     """Listens at `path` until `die`.
 
-    `commands` are those received, without pings; `answers` gives the reply to one. Among them are the changes of the desired
-    document, but not the whole documents; `document` is as they make it.
+    `commands` has the received commands, without pings. It includes changes of the desired document, but not whole documents;
+    `document` is the result of both. `answers` returns the reply to a command.
     """
 
     def __init__(self, path: Path, instance: str = "11" * 8) -> None:
@@ -170,8 +170,9 @@ class FakeRuntime:
         self.pid = 4711
         self.revision = 5
         self.entries: dict[str, ModelVersion] = {}
-        #: Records of models and meta models, and the other parts of the record of the device.
+        #: Records of models and meta models, by name.
         self.models: dict[str, pb.ModelRecord] = {}
+        #: The other parts of the device's record.
         self.record = pb.DeviceRecord(
             memory={
                 "name": "cpu",
@@ -186,11 +187,11 @@ class FakeRuntime:
             from_cache=4,
             uptime_s=12.5,
         )
-        #: The positions from which records were asked for.
+        #: Positions from which the control process asked for records.
         self.asked: list[int] = []
         self.commands: list[dict[str, Any]] = []
         self.document: Any = document_of(load_settings())
-        #: The answer to the next document, in place of following it.
+        #: Refusal of the next document, or None. The runtime does not follow a document that it refuses.
         self.refuses_next: dict[str, Any] | None = None
         #: The control process and the revision that the runtime follows.
         self.follows: tuple[str, int] = ("", 0)
@@ -218,11 +219,11 @@ class FakeRuntime:
         os.close(self._board.fd)
 
     def stop(self) -> None:
-        """Stop reading, as after SIGSTOP."""
+        """Stop reading, as a process does after SIGSTOP."""
         self._silent = True
 
     def go_on(self) -> None:
-        """Read again, as after SIGCONT."""
+        """Read again, as a process does after SIGCONT."""
         self._silent = False
         kept, self._kept = self._kept, []
         for sock, frame in kept:
@@ -243,7 +244,7 @@ class FakeRuntime:
             send(watcher, pack_json(kind, value))
 
     async def came(self, condition: Callable[[], bool]) -> None:
-        """Return when the received commands have made the condition true."""
+        """Wait until the received commands make the condition true."""
         while not condition():
             self._came.clear()
             await self._came.wait()
@@ -324,7 +325,7 @@ class FakeRuntime:
         return wanted
 
     def status(self, since: int = 0) -> pb.DeviceRecord:
-        """Return the record, which is always whole."""
+        """Return the record. It always has all models, whatever `since` is."""
         record = pb.DeviceRecord(
             instance=self.instance,
             pid=self.pid,
@@ -346,7 +347,7 @@ class FakeRuntime:
 
 @asynccontextmanager
 async def linked(*directories: Path, settings: str = "", **more: Any) -> AsyncIterator[Runtimes]:
-    """Run links that ping often, and are patient unless a test makes one `impatient`."""
+    """Run links that ping often. They wait long for an answer, unless a test makes a link `impatient`."""
     timing = LinkTiming(ping_s=0.01, silence_s=10.0, pause_s=0.01)
     runtimes = Runtimes(directories, load_settings(settings), timing, **more)
     running = asyncio.create_task(runtimes.run())
@@ -359,7 +360,7 @@ async def linked(*directories: Path, settings: str = "", **more: Any) -> AsyncIt
 
 
 class FakeLifecycle:
-    """Records reloads, and raises the error in `refusals` if there is one for the model."""
+    """Records reloads. If `refusals` has an error for the model, a reload raises this error."""
 
     def __init__(self) -> None:
         self.failures: dict[str, BundleFailure] = {}
@@ -398,10 +399,10 @@ class FakeLifecycle:
 
 @dataclass
 class Served:
-    """The services of one fake runtime, with the interfaces that clients and the control process use."""
+    """The services of a server with fake runtimes, with the interfaces that clients and the control process use."""
 
     runtime: FakeRuntime
-    #: The runtimes of all devices, `runtime` first.
+    #: The runtimes of all devices. The first one is `runtime`.
     all: list[FakeRuntime]
     runtimes: Runtimes
     link: RuntimeLink
@@ -425,7 +426,7 @@ async def served(
     decides: bool = True,
     devices: int = 1,
 ) -> AsyncIterator[Served]:
-    """Serve on a Unix socket, over a repository of these models, which are ready in runtimes that are up."""
+    """Serve on a Unix socket with a repository of these models. The runtimes of all devices are up, and have the models ready."""
     repository = tmp_path / "repository"
     repository.mkdir()
     folders = [tmp_path, *(tmp_path / f"device{number}" for number in range(1, devices))]
@@ -486,5 +487,5 @@ async def served(
 
 
 def add_model(repository: Path, name: str) -> None:
-    """Add a model to the repository, as far as the control process reads one."""
+    """Add a model to the repository, with all that the control process reads of it."""
     (repository / name / "1" / "bundle").mkdir(parents=True)

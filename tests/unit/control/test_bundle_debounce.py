@@ -37,7 +37,7 @@ def debounce() -> BundleDebounce:
 
 
 def test_two_scans_have_to_agree(debounce: BundleDebounce) -> None:
-    """A change counts when two scans agree that are far enough apart, independent of scans in between."""
+    """A change is reported when two scans agree that are far enough apart. Other scans between them do not matter."""
     assert changed(debounce, 2.0, seen(a="2", b="1")) == set()
     assert changed(debounce, 2.9, seen(a="2", b="1")) == set()
     assert changed(debounce, 3.0, seen(a="3", b="1")) == set()
@@ -49,7 +49,7 @@ def test_two_scans_have_to_agree(debounce: BundleDebounce) -> None:
 
 
 def test_a_root_that_appears_is_scanned_twice_before_anything_counts_as_gone() -> None:
-    """Each time a root appears, two scans must agree before a missing bundle counts as gone."""
+    """Each time a root appears, two scans of it must agree before a missing bundle counts as gone."""
     debounce, nowhere = BundleDebounce(pause=1.0), Seen(None, trouble="is not there")
     for now in (0.0, 1.0):
         changed(debounce, now, seen(a="1"), nowhere)
@@ -71,7 +71,7 @@ def test_a_change_that_is_taken_back_was_none(debounce: BundleDebounce) -> None:
 
 
 def test_one_bundle_that_never_rests_holds_up_no_other(debounce: BundleDebounce) -> None:
-    """Each bundle is judged by its own scans: one that keeps changing or is unreadable delays no other."""
+    """Each bundle is judged by its own scans. A bundle that keeps changing, or is unreadable, does not delay other bundles."""
     counted = [changed(debounce, 2.0 + i, seen(a=str(i), b="2", c=None)) for i in range(5)]
     assert counted == [set(), {"b"}, set(), set(), set()]
     assert debounce.settled("c") is None
@@ -79,7 +79,7 @@ def test_one_bundle_that_never_rests_holds_up_no_other(debounce: BundleDebounce)
 
 
 def test_a_removed_bundle_is_gone_when_two_scans_agree(debounce: BundleDebounce) -> None:
-    """A removed bundle is gone when two scans agree, also the last one of a directory."""
+    """A removed bundle is gone when two scans agree, even if it was the last one of a directory."""
     assert changed(debounce, 2.0, seen()) == set()
     assert not debounce.gone("a")
     assert changed(debounce, 3.0, seen()) == {"a", "b"}
@@ -88,7 +88,7 @@ def test_a_removed_bundle_is_gone_when_two_scans_agree(debounce: BundleDebounce)
 
 
 def test_what_is_copied_without_its_manifest_is_not_gone(debounce: BundleDebounce) -> None:
-    """A bundle without a manifest is not gone while its files grow, but when they rest."""
+    """A bundle without a manifest is not gone while its files change. It is gone when they no longer change."""
     assert [changed(debounce, 2.0 + i, seen(a=f"-{i}", b="1")) for i in range(4)] == 4 * [set()]
     assert not debounce.gone("a")
     assert debounce.unsettled
@@ -99,7 +99,7 @@ def test_what_is_copied_without_its_manifest_is_not_gone(debounce: BundleDebounc
 
 
 def test_a_directory_without_a_manifest_never_was_a_bundle(debounce: BundleDebounce) -> None:
-    """A directory without a manifest is never reported; a root with nothing else may be an unmounted disk."""
+    """A directory without a manifest is never reported. A root that has only such directories may be an unmounted disk."""
     for now in (2.0, 3.0):
         assert changed(debounce, now, seen(a="1", b="1", other="-1")) == set()
     assert not debounce.was_known("other")
@@ -113,7 +113,7 @@ def test_a_directory_without_a_manifest_never_was_a_bundle(debounce: BundleDebou
     ids=["no directory", "what a disk is mounted on"],
 )
 def test_nothing_is_gone_with_a_missing_root(debounce: BundleDebounce, missing: Seen) -> None:
-    """Bundles of a missing root are not gone; loss and return are reported once, changes after the return."""
+    """Bundles of a missing root are not gone. Its loss and its return are reported once, and changed bundles after its return."""
     (line,) = told(debounce, 2.0, missing)
     assert "is a disk not mounted?" in line
     assert told(debounce, 10.0, missing) == []
@@ -126,7 +126,7 @@ def test_nothing_is_gone_with_a_missing_root(debounce: BundleDebounce, missing: 
 
 
 def test_a_root_that_was_never_there_may_hold_anything() -> None:
-    """As long as a root was never seen, only names that were seen below another root can be gone."""
+    """While a root was never seen, a bundle is gone only if its name was seen below another root."""
     debounce, away = BundleDebounce(pause=1.0), Seen(None, trouble="is not there")
     assert not debounce.gone("x")
     for now in (0.0, 1.0):
@@ -139,14 +139,14 @@ def test_a_root_that_was_never_there_may_hold_anything() -> None:
 
 
 def test_another_directory_with_bundles_is_taken_as_it_is(debounce: BundleDebounce) -> None:
-    """If a root becomes another directory, as when a link is changed, its bundles count as they are."""
+    """If a root becomes another directory, for example because a link changes, its bundles are taken as they are."""
     changed(debounce, 2.0, seen(NEW, a="1", c="1"))
     assert changed(debounce, 3.0, seen(NEW, a="1", c="1")) == {"b", "c"}
     assert debounce.gone("b")
 
 
 def test_a_name_below_two_roots_is_two_bundles(debounce: BundleDebounce) -> None:
-    """One name below two roots is two bundles, and one bundle again after one of them goes."""
+    """If a name is below two roots, there are two bundles. When one of them goes, the other one remains."""
     for now in (2.0, 3.0):
         changed(debounce, now, seen(a="1", b="1"), seen(a="7"))
     assert debounce.settled("a") == ((ROOT, "1"), (OTHER, "7"))
@@ -156,7 +156,7 @@ def test_a_name_below_two_roots_is_two_bundles(debounce: BundleDebounce) -> None
 
 
 def test_a_signature_is_of_every_file_in_any_order() -> None:
-    """A signature covers names, sizes, times and inodes of all files, and not their order."""
+    """A signature depends on names, sizes, times and inodes of all files, but not on their order."""
     files = [("a", 1, 2, 3, 4), ("b/c", 1, 2, 3, 5)]
     same = signature(files)
     assert signature(reversed(files)) == same

@@ -20,7 +20,7 @@ E, S = BundleEvent, BundleState
 
 
 def test_a_change_during_a_load_is_due_when_the_load_has_ended() -> None:
-    """A bundle that changes during its load is due when the load ends, and sets no time until then."""
+    """A bundle that changes during its load is due when the load ends. Until then, it does not affect the next time to act."""
     states = BundleStates()
     states.changed({"a", "b"}, 0)
     assert states.due(0) == {"a", "b"}
@@ -36,7 +36,7 @@ def test_a_change_during_a_load_is_due_when_the_load_has_ended() -> None:
 
 
 def test_a_comparison_that_was_put_off_does_not_delay_a_change() -> None:
-    """If a comparison is postponed, a change is still due at its own time."""
+    """A postponed comparison does not delay a change, which is due at its own time."""
     states = BundleStates()
     states.changed({"a"}, 1)
     states.check("a", 60)
@@ -49,7 +49,7 @@ def test_a_comparison_that_was_put_off_does_not_delay_a_change() -> None:
 
 @pytest.mark.parametrize("works", [True, False])
 def test_a_model_to_unload_is_reloaded_and_unloaded_all_the_same(works: bool) -> None:
-    """A model to unload gets its stub replaced first, and is unloaded whether the reload works or fails."""
+    """If the stub of a model dies that waits for its unload, the model is reloaded first. It is unloaded even if the reload fails."""
     states = BundleStates()
     states.apply("slow", E.LOAD, 0)
     states.orphan("a", (), 0)
@@ -69,7 +69,7 @@ def test_a_model_to_unload_is_reloaded_and_unloaded_all_the_same(works: bool) ->
 
 
 def test_failures_are_retried_ever_more_seldom() -> None:
-    """Retries come after 10, 20, 40 seconds and so on up to the maximum; the first failure's time stays."""
+    """Retries follow after 10, 20, 40 seconds and so on up to a maximum. A failure keeps the time of its first attempt."""
     states, now, pauses = BundleStates(), 0.0, []
     for _ in range(9):
         states.conclude("a", E.LOAD, now)
@@ -86,7 +86,7 @@ def test_failures_are_retried_ever_more_seldom() -> None:
 
 
 def test_another_bundle_starts_the_count_again() -> None:
-    """A changed bundle is tried at once, and its failure counts as the first."""
+    """A changed bundle is tried at once. If it fails, this is its first failure."""
     states = BundleStates()
     for _ in range(5):
         states.fail("a", "why", 0, wall=1)
@@ -101,7 +101,7 @@ def test_another_bundle_starts_the_count_again() -> None:
 
 
 def test_broken_bundles_wait_for_another_bundle() -> None:
-    """A broken bundle is reported when it breaks and when its reason changes."""
+    """A broken bundle is reported when it breaks and when its reason changes. It is not retried until the bundle changes."""
     states = BundleStates()
     assert set(states.set_broken({"a": "why", "b": "why"}, 0, wall=1)) == {"a", "b"}
     assert states.set_broken({"a": "why", "b": "also"}, 0, wall=2).keys() == {"b"}
@@ -112,7 +112,7 @@ def test_broken_bundles_wait_for_another_bundle() -> None:
 
 
 def test_a_broken_bundle_stays_so_while_the_stub_of_its_old_version_is_replaced() -> None:
-    """The failure of a broken bundle stays, also while its old version's stub is reloaded."""
+    """The failure of a broken bundle stays while the stub of its old version is replaced, even if this fails."""
     states = BundleStates()
     states.set_broken({"a": "no manifest"}, 0, wall=1)
     for _ in range(2):
@@ -127,7 +127,7 @@ def test_a_broken_bundle_stays_so_while_the_stub_of_its_old_version_is_replaced(
 
 
 def test_a_failed_reload_is_told_from_a_failed_load() -> None:
-    """A failed reload of a dead stub and a failed load of a bundle are different states."""
+    """A failed reload after a stub's death and a failed load of a bundle are different states."""
     states = BundleStates()
     states.apply("a", E.STUB_DIED, 0)
     states.fail("a", "why", 1, wall=1)
@@ -138,7 +138,7 @@ def test_a_failed_reload_is_told_from_a_failed_load() -> None:
 
 
 def test_an_unload_waits_for_the_loads_that_began_before() -> None:
-    """An unload waits for the loads that began before it, at most for ten minutes, and for no later ones."""
+    """An unload waits for loads that began before it, for at most ten minutes. It does not wait for later loads."""
     states = BundleStates()
     states.apply("new", E.LOAD, 0)
     states.orphan("old", (), 0)
@@ -156,7 +156,7 @@ def test_an_unload_waits_for_the_loads_that_began_before() -> None:
 
 
 def test_a_bundle_that_is_back_is_not_unloaded() -> None:
-    """A bundle that returns is not unloaded; one that vanishes during its load is compared again."""
+    """A bundle that returns is not unloaded. A bundle that vanishes during its load is checked again after the load."""
     states = BundleStates()
     for name in ("a", "b", "c", "d"):
         states.orphan(name, (), 0)
@@ -170,7 +170,7 @@ def test_a_bundle_that_is_back_is_not_unloaded() -> None:
 
 
 def test_an_illegal_transition_tells_the_history() -> None:
-    """An illegal transition raises with the state, the event and the history."""
+    """An illegal transition raises an error with the state, the event and the history."""
     states = BundleStates()
     states.apply("a", E.LOAD, 1.5)
     states.apply("a", E.LOADED, 2.5)
@@ -190,7 +190,7 @@ NAMES = st.sampled_from("abc")
     )
 )
 def test_no_sequence_of_events_leaves_a_bundle_stuck(steps: list[tuple[str, str]]) -> None:
-    """After any events, each failure, change or pending unload has a time, and no operation stays open."""
+    """After any events, each failure, change or pending unload has a time for its next step, and no operation stays open."""
     states, broken = BundleStates(), dict[str, str]()
     for now, (name, step) in enumerate(steps):
         before = states.state(name)

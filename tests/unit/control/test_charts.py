@@ -11,7 +11,7 @@ from rsrv.histogram import SECONDS, Histogram
 
 
 def work(*values: float, misses: int = 0, device_s: float = 0.0) -> Work:
-    """Return the work of requests that took so many seconds each."""
+    """Return the work of requests, each of which took one of these times in seconds."""
     request = Histogram(SECONDS)
     for value in values:
         request.observe(value)
@@ -19,9 +19,9 @@ def work(*values: float, misses: int = 0, device_s: float = 0.0) -> Work:
 
 
 def test_a_point_has_the_figures_of_its_interval() -> None:
-    """A point has the rate, percentiles, device time and hits of the updates since the point before."""
+    """A point has the rate, percentiles, device time and hits of the updates since the previous point."""
     charts = Charts()
-    assert charts.add(100.0, work(1.0, 1.0), 2) == {}  # nothing is known of the time before
+    assert charts.add(100.0, work(1.0, 1.0), 2) == {}  # The first update has no interval before it.
     assert charts.add(102.0, work(*[0.002] * 9, misses=2, device_s=3.0), 2) == {}
     (point,) = charts.add(105.0, work(0.4, misses=3, device_s=2.0), 2).values()
     assert (point.t, point.rate, point.busy, point.hits) == (105.0, 2.0, 0.5, 0.5)
@@ -33,7 +33,7 @@ def test_a_point_has_the_figures_of_its_interval() -> None:
 
 
 def test_a_time_without_updates_is_a_gap() -> None:
-    """After a minute without answers, the next point is of the time after it, and the earlier ones stay."""
+    """After minutes without updates, the next point covers only the time after this gap, and earlier points stay."""
     charts = Charts()
     charts.add(0.0, work(), 1)
     charts.add(5.0, work(0.1), 1)
@@ -44,7 +44,7 @@ def test_a_time_without_updates_is_a_gap() -> None:
 
 @given(st.floats(0.2, 5.0), st.integers(1, 60_000))
 def test_the_points_are_bounded(every: float, updates: int) -> None:
-    """For any pace, a range has at most its points, whose intervals have about its seconds, and no work is lost."""
+    """At any pace of updates, a range has at most its number of points, about its seconds apart, and no work is lost."""
     charts, updates = Charts(), min(updates, int(3_000 / every))
     for number in range(updates):
         charts.add(number * every, work(0.1), 1)

@@ -46,7 +46,7 @@ class Said:
 
 
 class Shell:
-    """Runs the command in a thread, beside the server on the event loop."""
+    """Runs the command in a thread, while the server runs on the event loop."""
 
     def __init__(self, server: Served, capsys: pytest.CaptureFixture[str]) -> None:
         self.server = server
@@ -91,7 +91,7 @@ def test_commands_need_no_settings_reader_and_no_numpy() -> None:
 async def test_a_watched_status_goes_on_through_a_runtimes_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is shown again and again; a poll without an answer is a line, and Ctrl-C ends it."""
+    """`rsrv status --watch` prints the status again and again. If the runtime does not answer, it prints a line. Ctrl-C ends it."""
     polls = 0
     loop = asyncio.get_running_loop()
 
@@ -127,7 +127,7 @@ async def test_the_status_for_people(tmp_path: Path, capsys: pytest.CaptureFixtu
         rsrv.server.runtime.change("m@1", entry("m", kind="meta", weights=None, models=["a@1"]))
         await until(rsrv.server.runtimes, lambda: "m@1" in rsrv.server.link.state.entries)
 
-        # A pattern has the failures of its models, and a command about one gets the reason.
+        # The status of a pattern has the failures of its models. A command for a failed model gets the reason.
         said = await rsrv("status", "c*")
         assert said.out.splitlines() == ["", "c has failed, 3 tries: manifest.yaml: no such key"]
         refused = {"error": "there is no model 'c'", "code": "NOT_FOUND"}
@@ -154,7 +154,7 @@ async def test_the_status_for_people(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_member_of_a_newer_server_has_no_name() -> None:
-    """A member of an enum that this version does not know is an empty word, not an error."""
+    """If a newer server sends a member of an enum that this version does not know, the word for it is empty, and there is no error."""
     assert (word(pb.Weights, pb.WEIGHTS_RESIDENT), word(pb.Weights, 0), word(pb.Weights, 99)) == (
         "resident",
         "",
@@ -189,7 +189,7 @@ def remember(runtime: FakeRuntime) -> None:
 
 @looped
 async def test_memory_is_divided_by_what_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The budget's arithmetic, each model's own and shared bytes, and the free pieces are told; a model names its sharers."""
+    """`rsrv memory` prints the budget's arithmetic, own and shared bytes of each model, and free pieces. A model names its sharers."""
     async with shell(tmp_path, capsys) as rsrv:
         remember(rsrv.server.runtime)
 
@@ -222,7 +222,7 @@ async def test_memory_is_divided_by_what_takes_it(tmp_path: Path, capsys: pytest
 
 @looped
 async def test_aliases_are_rows_of_the_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each model behind an alias has a line with its share and counts; an alias and a model name each other."""
+    """Each model behind an alias has a line with its share and counts. The status of an alias names its models, and vice versa."""
     async with shell(tmp_path, capsys) as rsrv:
         rsrv.server.lifecycle.aliases = {"ab": {"a": 80.0, "b": 20.0, "lost": "shadow"}}
         models = rsrv.server.runtime.models
@@ -257,7 +257,10 @@ async def test_aliases_are_rows_of_the_status(tmp_path: Path, capsys: pytest.Cap
 async def test_the_doctor_says_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], failed: int, status: int
 ) -> None:
-    """The findings have numbers, a cause and a cure, and the exit status their severity; rsrv status begins with the severest."""
+    """A finding has figures, a cause and a cure. The exit status of `rsrv doctor` is that of the severest finding.
+
+    `rsrv status` begins with the severest finding.
+    """
     async with shell(tmp_path, capsys) as rsrv:
         responses = {"internal": failed}
         rsrv.server.runtime.models["a"] = model(
@@ -286,7 +289,7 @@ async def test_the_doctor_says_what_to_do(
 async def test_cold_models_are_counted_and_listed_on_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A thousand cold models are one line; those that a pattern names have a line each, with what their start waits for."""
+    """A thousand cold models are one number. A starting model, and each model that a pattern names, has a line of its own."""
     async with shell(tmp_path, capsys) as rsrv:
         rsrv.server.runtimes.see_stubs(StubPoll({f"cold-{number}" for number in range(1000)}))
         rsrv.server.runtime.record.starting["cold-7"] = "waits for its turn"
@@ -342,7 +345,7 @@ async def test_the_status_of_one_model(tmp_path: Path, capsys: pytest.CaptureFix
 async def test_a_table_on_a_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a terminal, rich draws the table; text from a server is not read as rich's markup."""
+    """On a terminal, rich draws the table. Text from a server is not interpreted as rich's markup."""
     async with shell(tmp_path, capsys) as rsrv:
         rsrv.server.runtime.change("c@1", entry("c", state="failed", error="[bold]no[/] [x", stubs=[]))
         await until(rsrv.server.runtimes, lambda: "c@1" in rsrv.server.link.state.entries)
@@ -359,7 +362,7 @@ async def test_a_table_on_a_terminal(
 def test_a_table_wider_than_the_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names stay whole: columns without a value are left out, then the last ones, which a line names."""
+    """In a narrow terminal, names stay whole. Columns without a value are left out first, then the last ones, which a line names."""
     monkeypatch.setattr("rsrv.cli.output.is_terminal", lambda: True)
     cells = {"MODEL": "a_long_name", "PAUSED": "", "ANSWERED": "123456", "STUBS": "1"}
     columns: dict[str, Callable[[dict[str, str]], str]] = {head: itemgetter(head) for head in cells}
@@ -454,7 +457,7 @@ def test_json_is_protobufs_json() -> None:
     assert str(again) == str(message)
 
 
-#: The second key is of a newer runtime.
+#: Records of a history. The key `new` is from a newer runtime.
 RECORDS: list[dict[str, Any]] = [
     {"at": 0.0, "new": 1, "what": "model ready", "why": "warmed up"},
     {"at": 2.5, "what": "weights absent", "why": "room", "model": "cats", "bytes": 6_500_000},
@@ -519,7 +522,7 @@ async def test_a_subcommand_is_one_command(
     command: dict[str, Any],
     out: str,
 ) -> None:
-    """Each subcommand sends one command to the runtime and prints the result."""
+    """Each subcommand sends one command to the runtime, and prints the result."""
     answers: dict[str, dict[str, Any]] = {
         "evict": {"models": ["b", "a"]},
         "abort": {"aborted": 2, "executing": 1},
@@ -537,7 +540,7 @@ async def test_a_subcommand_is_one_command(
 async def test_an_eviction_of_pinned_weights_frees_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The operator reads why, instead of an empty list."""
+    """If an eviction frees nothing, the command prints the reason, and not an empty list."""
     async with shell(tmp_path, capsys) as rsrv:
         rsrv.server.runtime.answers = lambda command: {"models": []}
         said = await rsrv("evict", "a")
@@ -547,7 +550,7 @@ async def test_an_eviction_of_pinned_weights_frees_nothing(
 
 @looped
 async def test_why_lists_all_requests_with_an_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`rsrv why` has a sentence per request; if none is found, it says which ones are kept, and fails."""
+    """`rsrv why` prints a sentence for each request with the id. If there is none, it says which requests are kept, and fails."""
     known = [slow_request(2.0, 0.5), slow_request(1.0, 0.25)]
 
     def answer(command: dict[str, Any]) -> dict[str, Any]:
@@ -580,7 +583,7 @@ async def test_why_lists_all_requests_with_an_id(tmp_path: Path, capsys: pytest.
 async def test_a_followed_history_has_each_record_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A followed history goes on with the records that are new, and with another obstacle of the weights."""
+    """A followed history prints each new record once. It also prints each new reason for which the weights wait."""
     answers: list[tuple[int, str]] = [
         (1, ""),
         (1, ""),
@@ -636,7 +639,7 @@ WRONG = {
 async def test_a_wrong_command_line_sends_no_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It exits 2. The error is before the usage, and names the nearest command, option, key or value."""
+    """A wrong command line exits 2. The error is above the usage, and names the nearest command, option, key or value."""
     async with shell(tmp_path, capsys) as rsrv:
         for words, error in WRONG.items():
             said = await rsrv(*words.split())
@@ -662,7 +665,7 @@ async def test_the_scheduler_is_shown_and_changed(tmp_path: Path, capsys: pytest
 
 @looped
 async def test_health_is_an_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`rsrv health` exits 0 or 1 for the server and for a model; here one model loses its stub."""
+    """`rsrv health` exits 0 or 1, for the server and for a model. In this test, one model loses its stub."""
     async with shell(tmp_path, capsys) as rsrv:
         assert await rsrv("health") == Said(0, "serving\n", "")
         assert (await rsrv("health", "--json")).json == {"status": "SERVING"}
@@ -719,7 +722,7 @@ async def test_a_watch_prints_a_line_for_each_change_until_ctrl_c(tmp_path: Path
 
 
 def test_what_a_watch_says_of_failures_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
-    """`rsrv watch` prints the failure and the end of a model, and the end of the runtime."""
+    """`rsrv watch` prints the failure and the end of a model, and also the end of the runtime."""
     failed = pb.Version(key="a@1", state=pb.STATE_FAILED, error="no\nroom \x1b[2J")
     for update in (
         pb.WatchStateResponse(
@@ -745,7 +748,7 @@ def test_what_a_watch_says_of_failures_and_ends(capsys: pytest.CaptureFixture[st
 async def test_a_profile_of_a_while(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`rsrv profile` starts a profile in a private folder, and stops it when the time is over."""
+    """`rsrv profile` starts a profile in a private folder, and stops it after the given time."""
     monkeypatch.setattr("rsrv.control.service.PROFILES", tmp_path / "profiles")
     async with shell(tmp_path, capsys) as rsrv:
 
@@ -757,7 +760,7 @@ async def test_a_profile_of_a_while(
         rsrv.server.runtime.answers = answer
         said = await rsrv("profile", "--seconds", "0.01")
 
-        # On a slow machine, the live page asks meanwhile.
+        # On a slow machine, the live page sends other commands during the profile.
         first, second = (one for one in rsrv.server.runtime.commands if one["command"] == "profile")
         assert said.out == first["directory"] + "\n"
         assert Path(first["directory"]).parent == tmp_path / "profiles"
@@ -800,7 +803,7 @@ async def test_the_runtime_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture
 async def test_no_proxy_is_asked_for_this_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server at a loopback address is reached, although the environment names a proxy, which does not answer."""
+    """A server at a loopback address is reached, even if the environment names a proxy that does not answer."""
     (tmp_path / "token").write_text("secret")
     (tmp_path / "token").chmod(0o600)
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
@@ -819,7 +822,7 @@ async def test_no_proxy_is_asked_for_this_machine(
 
 @looped
 async def test_over_tcp_with_tls_and_a_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """TLS and the token come from files on the command line; a wrong token or missing file fails."""
+    """The command line names files for TLS and the token. A wrong token, or a missing file, is an error."""
     authority = trustme.CA()
     pair = authority.issue_cert("localhost")
     pair.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
@@ -869,7 +872,7 @@ async def test_over_tcp_with_tls_and_a_token(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.fixture
 def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return an empty folder for the directories of runtimes."""
+    """Return an empty folder in which the commands look for the directories of runtimes."""
     monkeypatch.setenv("RSRV_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("RSRV_CONTROL_ADDRESS", raising=False)
     return tmp_path
@@ -884,19 +887,19 @@ def _server(base: Path, pid: int, gpu: int = 0, started: int | None = None) -> s
 
 @contextmanager
 def _tritonserver(folder: Path, *flags: str) -> Iterator[int]:
-    """Start a process with the command line of a tritonserver in a folder; yields its pid."""
+    """Start a process with the command line of a tritonserver in a folder, and yield its pid."""
     (folder / "gen").mkdir(parents=True)
     program = [sys.executable, "-c", "input(chr(10))", "--model-repository=gen", *flags]
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder) as process:
         assert process.stdout is not None
-        # Its command line can be read once it runs.
+        # After its first output, its command line can be read.
         process.stdout.readline()
         yield process.pid
         process.kill()
 
 
 def test_the_only_server_is_found(servers: Path) -> None:
-    """A dead server's directory, whose pid another process has now, does not count."""
+    """The directory of a dead server is ignored, even if another process has its pid."""
     _server(servers, 1, started=12345)
     address = _server(servers, os.getpid())
 
@@ -906,7 +909,7 @@ def test_the_only_server_is_found(servers: Path) -> None:
 def test_several_servers_are_named_by_folder_and_port(
     servers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error lists them by folder and port, and each of these chooses one."""
+    """If several servers run, the error lists them by folder and port. A folder or a port chooses one."""
     monkeypatch.chdir(tmp_path)
     with (
         _tritonserver(tmp_path / "one") as first,
@@ -930,7 +933,10 @@ def test_several_servers_are_named_by_folder_and_port(
 def test_a_command_asks_the_server_of_its_folder(
     servers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of several servers, the one that was started there or above, or whose models are below; elsewhere one must be named."""
+    """A command asks the server that was started in the current folder or above it, or whose models are below it.
+
+    In any other folder, the user must name one of several servers.
+    """
     with _tritonserver(tmp_path / "one") as first, _tritonserver(tmp_path / "two") as second:
         addresses = {"one": _server(servers, first), "two": _server(servers, second)}
         (tmp_path / "two" / "bundles").mkdir()
@@ -944,7 +950,7 @@ def test_a_command_asks_the_server_of_its_folder(
 
 
 def test_a_server_s_own_folder_precedes_a_folder_above(servers: Path, tmp_path: Path) -> None:
-    """Of two servers, one in a folder below the other's, each is chosen by its own folder."""
+    """If a server's folder is below another server's folder, each server is chosen by its own folder."""
     with _tritonserver(tmp_path / "m") as upper, _tritonserver(tmp_path / "m" / "gen" / "b") as lower:
         addresses = [_server(servers, upper), _server(servers, lower)]
 
@@ -953,7 +959,7 @@ def test_a_server_s_own_folder_precedes_a_folder_above(servers: Path, tmp_path: 
 
 
 def test_two_devices_of_a_server_are_told_apart(servers: Path) -> None:
-    """Their folder and port are the same, so the error has their addresses."""
+    """Two devices of a server have the same folder and port, so the error lists their addresses."""
     first, second = (_server(servers, os.getpid(), gpu) for gpu in (0, 1))
 
     with pytest.raises(find.NotFound) as found:
@@ -967,7 +973,7 @@ def test_two_devices_of_a_server_are_told_apart(servers: Path) -> None:
 def test_no_server_is_found(
     servers: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], prog: str
 ) -> None:
-    """One line says where the command looked, and how to start a server."""
+    """If no server is found, one line says where the command looked, and how to start a server."""
     assert cli.main(arguments) == 1
     assert capsys.readouterr().err == (
         f"{prog}: no server of yours runs here (looked in {servers}). Start one with `rsrv serve bundles/`, or name one "
@@ -976,7 +982,7 @@ def test_no_server_is_found(
 
 
 def test_the_environment_names_the_server(servers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """RSRV_CONTROL_ADDRESS chooses the server; --server takes precedence."""
+    """RSRV_CONTROL_ADDRESS chooses the server. The option --server takes precedence."""
     monkeypatch.setenv("RSRV_CONTROL_ADDRESS", "gpu7:8003")
 
     assert find.address(None) == "gpu7:8003"
@@ -999,7 +1005,7 @@ async def test_without_a_command_the_status_is_shown(
 
 
 def test_health_names_each_model_that_does_not_serve_and_why() -> None:
-    """A broken bundle, a failed version, one that is loading and one without a stub have reasons of their own."""
+    """A broken bundle, a failed version, a loading version and a model without a stub have different reasons."""
     failed = pb.Version(state=pb.STATE_FAILED, error="no\nroom", stubs=[1])
     status = pb.GetStatusResponse(
         models=[

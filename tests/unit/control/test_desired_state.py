@@ -1,4 +1,4 @@
-"""The desired documents: commands, the file of overrides and rsrv.yaml, and what runtimes follow after any death."""
+"""The documents of what runtimes should do. They follow from commands, the file of overrides and rsrv.yaml, after any death."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +21,7 @@ _FILES = (
 
 
 def desired(tmp_path: Path, settings: Settings | None = None) -> DesiredState:
-    """Return the desired state of the next control process."""
+    """Return the desired state as the next control process reads it."""
     return DesiredState(settings or load_settings(), tmp_path / "overrides.json")
 
 
@@ -44,7 +44,7 @@ def command(state: DesiredState, rng: Random) -> None:
 
 
 def behaviour(policy: Policy) -> dict[str, Any]:
-    """Return how a runtime schedules models, those included that come later."""
+    """Return how a runtime schedules each model, also a model that is added later."""
     return {
         name: (policy.settings.for_model(name), policy.paused(name), policy.prefetched(name), policy.queue_depth(name))
         for name in [*_NAMES, "later"]
@@ -52,13 +52,13 @@ def behaviour(policy: Policy) -> dict[str, Any]:
 
 
 def whole(policy: Policy, document: DesiredDocument) -> Policy:
-    """Give a runtime the whole document, as at the beginning of a connection."""
+    """Give a runtime the whole document, as at the start of a connection."""
     policy.change(check_changes(difference(policy.document, document)))
     return policy
 
 
 def test_a_death_between_any_two_commands_leaves_document_settings_and_behaviour(tmp_path: Path) -> None:
-    """After each of 200 commands and edits, a new runtime and a new control process want what the old ones want."""
+    """After each of 200 commands and edits, a new runtime and a new control process want the same as the old ones."""
     rng = Random(46)
     settings = load_settings()
     state = desired(tmp_path, settings)
@@ -88,7 +88,7 @@ def test_a_death_between_any_two_commands_leaves_document_settings_and_behaviour
 
 
 def test_a_command_wins_over_the_overrides_which_win_over_the_file(tmp_path: Path) -> None:
-    """The precedence holds key by key, also when rsrv.yaml changes afterwards."""
+    """For each key, a command takes precedence over the overrides, and these over rsrv.yaml, even if the file changes later."""
     settings = load_settings(
         "scheduler: {discipline: edf}\nmodels: {a: {weight: 2, max_delay_us: 7, start: lazy}}"
     )
@@ -110,7 +110,7 @@ def test_a_command_wins_over_the_overrides_which_win_over_the_file(tmp_path: Pat
 
 
 def test_the_document_of_the_file_alone_is_that_of_a_runtime_by_itself(tmp_path: Path) -> None:
-    """Without commands, a runtime that has read rsrv.yaml has nothing to change."""
+    """Without commands, the document equals the one of a runtime that has read rsrv.yaml, so nothing is to change."""
     for text in _FILES:
         settings = load_settings(text)
 
@@ -130,7 +130,7 @@ def test_the_document_of_the_file_alone_is_that_of_a_runtime_by_itself(tmp_path:
 def test_what_was_prefetched_is_until_it_is_evicted(
     tmp_path: Path, then: Callable[[DesiredState], None], remain: str
 ) -> None:
-    """A prefetch holds until a command for its model and device, or for all, ends it."""
+    """A prefetch holds until a command for its model and device ends it. Such a command may be for all models."""
     state = desired(tmp_path)
     state.prefetch("ab", [0])
 
@@ -142,7 +142,7 @@ def test_what_was_prefetched_is_until_it_is_evicted(
 
 
 def test_a_load_that_failed_is_asked_for_again(tmp_path: Path) -> None:
-    """A repeated pin or prefetch is a change, also of the next control process; a repeated pause is none."""
+    """A repeated pin or prefetch is a change, also for the next control process. A repeated pause is not."""
     state = desired(tmp_path)
     pin: Callable[[DesiredState], None] = lambda one: one.set_residency(["a"], "device")
     for again in (pin, lambda one: one.prefetch(["a"], [0])):
@@ -166,7 +166,7 @@ def test_a_load_that_failed_is_asked_for_again(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_value_changes_nothing(tmp_path: Path, change: Callable[[DesiredState], None]) -> None:
-    """The command is refused with the message of rsrv.yaml."""
+    """A command with a wrong value is refused with the same message as rsrv.yaml, and changes nothing."""
     state = desired(tmp_path)
     before = state.revision, state.document(0)
 
@@ -184,7 +184,7 @@ def test_a_wrong_value_changes_nothing(tmp_path: Path, change: Callable[[Desired
 def test_a_spoiled_file_of_overrides_keeps_the_last_good_one(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A malformed or half-written file is replaced by its copy, and without one, nothing is overridden; the log says so."""
+    """If the file of overrides is malformed or half-written, its copy is used, or else no overrides. The log reports it."""
     state = desired(tmp_path)
     state.pause(["a"], "hold")
     (tmp_path / "overrides.json").write_text(text)
@@ -197,7 +197,7 @@ def test_a_spoiled_file_of_overrides_keeps_the_last_good_one(
 
 
 def test_a_full_disk_does_not_fail_what_was_done(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If the file cannot be written, the command still succeeds, and the log says so."""
+    """If the file of overrides cannot be written, the command still succeeds, and the log reports the error."""
     state = desired(tmp_path / "missing")
 
     state.pause(["a"], "hold")
@@ -210,7 +210,7 @@ def test_a_full_disk_does_not_fail_what_was_done(tmp_path: Path, caplog: pytest.
 def test_a_pause_of_all_models_replaces_those_of_single_ones(
     tmp_path: Path, mode: Literal["drain"] | None
 ) -> None:
-    """Models that were paused or resumed one by one follow the later command for all."""
+    """A later command for all models replaces earlier pauses and resumptions of single models."""
     state = desired(tmp_path)
     state.pause(["a"], "hold")
     state.pause(None, "reject")

@@ -21,7 +21,7 @@ READY = {"records": [{"at": 1.0, "what": "model ready", "why": "warmed up"}], "w
 
 @looped
 async def test_the_status_adds_up_and_names_the_devices(tmp_path: Path) -> None:
-    """Counters are sums, states the best; each device has its own, also of a version that failed there."""
+    """The status has the sum of the counters and the best state of all devices. It also has both for each device, even after a failure."""
     async with served(tmp_path, models=["a"], devices=2) as server:
         first, second = server.all
         first.change("a@1", entry("a", weights="absent"))
@@ -64,7 +64,7 @@ async def test_the_status_adds_up_and_names_the_devices(tmp_path: Path) -> None:
 async def test_a_dead_runtime_of_two_leaves_the_server_ready(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Readiness stays, and the status says which device is down and since when."""
+    """If one of two runtimes dies, the server stays ready. The status names the device that is down, and since when."""
     async with served(tmp_path, models=["a"], devices=2) as server:
         server.all[0].die()
         await until(server.runtimes, lambda: not server.link.up)
@@ -75,7 +75,7 @@ async def test_a_dead_runtime_of_two_leaves_the_server_ready(
         assert server.health.serving("a") is True
         down, up = status.devices
         assert down.HasField("down_since_unix_s")
-        assert down.down_since_unix_s <= 0  # the service's clock stands at 0
+        assert down.down_since_unix_s <= 0  # The service's clock shows 0.
         assert not down.HasField("record")
         assert up.record.instance == "22" * 8
         status_page(status)
@@ -92,7 +92,7 @@ async def test_a_dead_runtime_of_two_leaves_the_server_ready(
 async def test_a_device_that_is_not_found_has_its_reason_in_the_status(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its runtimes come and go, and each searches again: the reason stays until one has found the device."""
+    """If no runtime finds a device, the status shows the reason until a runtime has found the device."""
     async with served(tmp_path, models=["a"], devices=2) as server:
         note = tmp_path / "device1" / NO_DEVICE
         note.write_text("the card is full")
@@ -119,7 +119,7 @@ async def test_a_device_that_is_not_found_has_its_reason_in_the_status(
 async def test_pages_name_devices_where_there_are_several(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The pages have a line per device, the devices of each model's weights, and a history over all of them."""
+    """With several devices, a page has a line for each, the devices of each model's weights, and one history over all devices."""
     async with served(tmp_path, models=["a"], devices=2) as server:
         server.all[1].change("a@1", entry("a", weights="absent"))
         await until(server.runtimes, lambda: server.runtimes.links[1].state.revision == 6)
@@ -141,13 +141,16 @@ async def test_pages_name_devices_where_there_are_several(
 
 @looped
 async def test_a_prefetch_reaches_the_devices_that_placement_has(tmp_path: Path) -> None:
-    """A prefetch goes to the named devices, else to those of placement, else to all; an eviction to all or the named."""
+    """A prefetch is for the named devices, or else for those of the placement, or else for all devices.
+
+    An eviction is for the named devices, or else for all.
+    """
     async with served(tmp_path, models=["a"], devices=2) as server:
         for one in server.all:
             one.answers = lambda command: {"models": ["a"]} if command["command"] == "evict" else {}
 
         async def after(call: Any, request: Any) -> tuple[list[int], list[int]]:
-            """Return the devices that are to have the weights, and those that were told to evict them."""
+            """Return the devices that should have the weights, and the devices that were told to evict them."""
             for one in server.all:
                 one.commands.clear()
             await call(request)
@@ -172,7 +175,7 @@ async def test_a_prefetch_reaches_the_devices_that_placement_has(tmp_path: Path)
 
 @looped
 async def test_a_pin_waits_for_all_devices_that_serve_the_model(tmp_path: Path) -> None:
-    """A pin that waits returns when the weights are on every live device where the model has not failed."""
+    """A pin that waits returns when the weights are on every live device on which the model has not failed."""
     async with served(tmp_path, models=["a"], devices=3) as server:
         first, second, third = server.all
         for one in (first, second):
@@ -192,7 +195,7 @@ async def test_a_pin_waits_for_all_devices_that_serve_the_model(tmp_path: Path) 
 
 @looped
 async def test_a_reload_waits_for_all_devices_that_serve_the_model(tmp_path: Path) -> None:
-    """ReloadWeights returns when no device loads the model any more, also if one of them failed."""
+    """ReloadWeights returns when no device is still loading the model, even if the load has failed on one."""
     async with served(tmp_path, models=["a"], devices=2) as server:
         first, second = server.all
         for one in (first, second):
@@ -216,7 +219,7 @@ async def test_a_reload_waits_for_all_devices_that_serve_the_model(tmp_path: Pat
 async def test_a_model_that_one_device_cannot_have_is_ready_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model that failed on one of two devices serves, is not a failure of the server, and the page says where it is not."""
+    """A model that failed on one of two devices serves, and the server has no failure. The page names the device without the model."""
     async with served(tmp_path, models=["a"], devices=2) as server:
         server.all[1].change("a@1", entry("a", state="failed", error="no\nroom", weights="absent", stubs=[]))
         await until(server.runtimes, lambda: server.runtimes.links[1].state.revision == 6)
@@ -228,7 +231,7 @@ async def test_a_model_that_one_device_cannot_have_is_ready_and_says_so(
 
 @looped
 async def test_a_timeline_has_the_spans_of_each_device(tmp_path: Path) -> None:
-    """Each device's spans are read on from its own position; a new runtime's from the start."""
+    """Spans of each device are read from the device's own position on, and spans of a new runtime from its start."""
 
     def told(runtime: FakeRuntime, seconds: float) -> Any:
         span = ["execute", "a@1", 1.5, seconds, 3, 4, 2, False]
@@ -274,7 +277,7 @@ async def test_a_timeline_has_the_spans_of_each_device(tmp_path: Path) -> None:
 async def test_a_profile_of_two_devices_has_a_folder_for_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """StartProfile records on all live devices, and StopProfile ends all."""
+    """StartProfile starts a profile on all live devices, each with its own folder. StopProfile ends all of them."""
     monkeypatch.setattr("rsrv.control.service.PROFILES", tmp_path / "profiles")
     async with served(tmp_path, devices=2) as server:
         started = await server.control.StartProfile(pb.StartProfileRequest())
@@ -290,7 +293,7 @@ async def test_a_profile_of_two_devices_has_a_folder_for_each(
 async def test_a_watcher_sees_the_states_of_each_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """WatchState has a snapshot and the changes of each device, and says when one is down."""
+    """WatchState sends a snapshot and the changes of each device, and reports a device that is down."""
     async with served(tmp_path, devices=2) as server:
         updates = server.control.WatchState(pb.WatchStateRequest())
         snapshots = [(await updates.read()).snapshot for _ in range(2)]
@@ -310,7 +313,7 @@ async def test_a_watcher_sees_the_states_of_each_device(
 
 @looped
 async def test_the_drivers_figures_are_read_once_a_second(tmp_path: Path) -> None:
-    """GPUs among the devices are asked for by their names; without the driver, there are no figures and no questions."""
+    """The driver is asked once a second, only about GPUs and by their names. Without a driver, there are no figures."""
     asked = []
 
     def read(devices: Any) -> dict[int, CardMemory]:

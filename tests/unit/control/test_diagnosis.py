@@ -1,4 +1,4 @@
-"""The control process's snapshots of a runtime's figures, and the findings that follow."""
+"""The control process takes snapshots of a runtime's figures, and derives findings from them."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -39,7 +39,7 @@ class Diagnosed:
 
 @asynccontextmanager
 async def diagnosed(tmp_path: Path) -> AsyncIterator[Diagnosed]:
-    """Serve a runtime with one model that is well."""
+    """Serve a runtime with one healthy model."""
     runtime = FakeRuntime(tmp_path / "runtime.sock")
     runtime.entries["a@1"] = entry("a")
     runtime.models["a"] = model(name="a", device_bytes=1000)
@@ -59,7 +59,7 @@ async def diagnosed(tmp_path: Path) -> AsyncIterator[Diagnosed]:
 
 @looped
 async def test_findings_are_those_of_the_latest_update(tmp_path: Path) -> None:
-    """Each update finds again, from counters, failures of bundles, and what the status says of the models."""
+    """Each update computes the findings anew, from counters, failed bundles, and the status of the models."""
     async with diagnosed(tmp_path) as server:
         figures, _ = await server.diagnosis.update()
         assert server.names == []
@@ -74,7 +74,7 @@ async def test_findings_are_those_of_the_latest_update(tmp_path: Path) -> None:
 
 @looped
 async def test_a_model_that_could_not_start_is_no_finding_once_it_is_removed(tmp_path: Path) -> None:
-    """The runtime remembers the failure, as it is not told that the repository has the model no more."""
+    """A failed start is no finding after the model is removed from the repository, although the runtime still remembers the failure."""
     async with diagnosed(tmp_path) as server:
         server.runtime.change("b@", entry("b", state="failed", error="torn", digest="", stubs=[]))
         (bundle := tmp_path / "b" / BUNDLE_FOLDER).mkdir(parents=True)
@@ -89,7 +89,7 @@ async def test_a_model_that_could_not_start_is_no_finding_once_it_is_removed(tmp
 
 @looped
 async def test_without_a_runtime_there_is_what_is_known(tmp_path: Path) -> None:
-    """A runtime that has ended is not asked, and raises nothing until it is missed."""
+    """An update without a runtime asks no runtime. The end of a runtime alone is no finding yet."""
     async with diagnosed(tmp_path) as server:
         server.runtime.die()
         server.failures["b"] = BundleFailure("no manifest", since=0.0)
@@ -99,7 +99,7 @@ async def test_without_a_runtime_there_is_what_is_known(tmp_path: Path) -> None:
 
 @looped
 async def test_trouble_is_forgotten_after_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Failures are a finding while a kept snapshot is from before them, and idle models are kept once."""
+    """Failures are a finding while the oldest kept snapshot is from before them. Snapshots share the record of an idle model."""
     monkeypatch.setattr(module, "_SNAPSHOT_S", 0.001)
     async with diagnosed(tmp_path) as server:
         running = asyncio.create_task(server.diagnosis.run())

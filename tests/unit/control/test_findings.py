@@ -1,4 +1,4 @@
-"""Findings from figures: each is raised by its trouble, and none by a server that is well."""
+"""Findings from figures: each trouble raises its finding, and a healthy server raises none."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ HELP = next(family.help for family in FAMILIES if family.name == "rsrv_findings"
 
 
 def times(count: int, value: float, bounds: tuple[float, ...] = SECONDS) -> pb.Histogram:
-    """Return a histogram of equal values, as a record has it."""
+    """Return a histogram of `count` equal values, in the form of a record."""
     histogram = Histogram(bounds)
     for _ in range(count):
         histogram.observe(value)
@@ -35,7 +35,7 @@ def times(count: int, value: float, bounds: tuple[float, ...] = SECONDS) -> pb.H
 
 
 def model(n: int = 1000, costs: Mapping[int, float] | None = None, **differs: Any) -> pb.ModelRecord:
-    """Return the record of a model that answered `n` requests of a row in 4 ms each, without waiting.
+    """Return the record of a model that answered `n` requests of one row in 4 ms each, without waiting.
 
     `costs`: seconds of an execution by its size.
     """
@@ -78,7 +78,7 @@ def counts(
     shared: Sequence[pb.SharedTensors] = (),
     **memory: Any,
 ) -> RuntimeRecords:
-    """Return the records of a runtime; `memory` replaces figures of the device."""
+    """Return the records of a runtime. `memory` replaces figures of the device."""
     named, device = [], {"budget_bytes": 100 * MB, "held_bytes": 20 * MB}
     for name, one in models.items():
         named.append(copy := pb.ModelRecord(name=name))
@@ -99,7 +99,7 @@ def counts(
 
 
 def server(*devices: RuntimeRecords, settings: str = "", **differs: Any) -> ServerFigures:
-    """Return a server's figures after a minute; its counters began with it."""
+    """Return a server's figures one minute after its counters began."""
     names = [name for one in devices for name in one.models]
     figures = ServerFigures(
         t=60.0,
@@ -114,12 +114,12 @@ def server(*devices: RuntimeRecords, settings: str = "", **differs: Any) -> Serv
 
 
 def serving(n: int = 1000, costs: Mapping[int, float] | None = None, **differs: Any) -> ServerFigures:
-    """Return the figures of a server with one model, `a`, as `model` makes it."""
+    """Return the figures of a server with one model `a`, whose record `model` makes."""
     return server(counts({"a": model(n, costs, **differs)}))
 
 
 def found(now: ServerFigures, before: ServerFigures | None = None) -> dict[str, ServerFinding]:
-    """Return the findings of the minute, by name; without `before`, the counters began with it."""
+    """Return the findings of the minute between `before` and `now`, by name. Without `before`, the counters began with the minute."""
     before = before or replace(now, t=0.0, unix_s=1000.0, devices={}, queues={})
     findings = find(before, now)
     for one in findings:
@@ -133,7 +133,7 @@ def found(now: ServerFigures, before: ServerFigures | None = None) -> dict[str, 
 
 
 def test_a_restart_that_an_operator_asked_for_earlier_excuses_no_death() -> None:
-    """Only the restarts of the time that the findings are about are subtracted from the lives of a runtime."""
+    """From the deaths of a runtime, only an operator's restarts of the same window are subtracted."""
     runtime = DeviceFigures(instance="1", since=0.0, records=counts({}), lives=3, restarts=2)
     died = replace(runtime, instance="2", since=100.0, lives=4)
     past = server(devices={0: runtime})
@@ -149,7 +149,7 @@ def test_a_restart_that_an_operator_asked_for_earlier_excuses_no_death() -> None
     [("fair", "`rsrv scheduler discipline=edf`"), ("edf", "add devices, or send fewer requests")],
 )
 def test_the_discipline_is_no_cure_where_it_is_set(discipline: str, cure: str) -> None:
-    """Under `edf` already, requests that wait beyond their deadlines need another device."""
+    """For requests that wait beyond their deadlines, the cure is `edf`. If `edf` is set already, the cure is another device."""
     late = counts({"a": model(outcomes=outcomes(expired=100), missed={"queue": 100})})
 
     findings = found(server(late, settings=f"scheduler: {{discipline: {discipline}}}"))
@@ -158,7 +158,7 @@ def test_the_discipline_is_no_cure_where_it_is_set(discipline: str, cure: str) -
 
 
 def test_each_finding_has_a_test_with_a_real_server() -> None:
-    """Figures that no server has prove nothing: an end-to-end test makes the trouble of each finding."""
+    """Figures made by hand may not occur on a real server. So an end-to-end test names each finding."""
     names = re.findall(r"\w+", HELP.partition("and name:")[2])
     tests = "".join(path.read_text() for path in E2E.glob("test_doctor*.py"))
     assert len(names) > 30
@@ -166,7 +166,7 @@ def test_each_finding_has_a_test_with_a_real_server() -> None:
 
 
 def test_a_server_that_is_well_has_no_findings() -> None:
-    """Requests that are answered in time, an idle server, and one that has just started raise nothing."""
+    """A server that answers in time, an idle server and a server that has just started have no findings."""
     busy = server(counts({"a": model(8000), "b": model()}))
     assert found(busy) == {}
     assert found(replace(busy, t=120.0), busy) == {}
@@ -309,7 +309,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
             serving(request=times(1000, 0.06), hooks={"pre": times(1000, 0.05)}),
         ),
         (
-            "slow_hooks",  # the others' hooks are what requests wait for
+            "slow_hooks",  # requests wait for the hooks of other requests
             "note",
             "a spends 50 ms of a request's 400 ms in preprocess and postprocess",
             serving(request=times(1000, 0.4), hooks={"pre": times(1000, 0.05)}),
@@ -420,7 +420,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
             ),
         ),
         (
-            "model_failed",  # in each further attempt, its stub is connected while it imports
+            "model_failed",  # during each further attempt, the stub is connected while it imports model.py
             "critical",
             "a has failed, for 1.0 min now",
             server(
@@ -493,7 +493,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
     ],
 )  # fmt: skip
 def test_trouble_raises_its_finding(name: str, severity: str, words: str, now: ServerFigures) -> None:
-    """Each trouble alone raises its finding, with its figures, and no other urgent one."""
+    """Each trouble alone raises its finding with its figures, and no other urgent finding."""
     before = replace(now, t=0.0, unix_s=1000.0, devices={}, spans={}, queues={})
     findings = found(now, before)
 
@@ -504,7 +504,7 @@ def test_trouble_raises_its_finding(name: str, severity: str, words: str, now: S
 
 
 def refused_for_memory(size: int, pinned: int) -> ServerFigures:
-    """Return the figures of a server that refused a model of this size, beside so many pinned bytes."""
+    """Return the figures of a server that refused a model of this size because of these pinned bytes."""
     counted = counts(
         {"a": model(outcomes=outcomes(refused=2), refused={"no_memory": 2}, device_bytes=size)},
         pinned_bytes=pinned,
@@ -559,7 +559,7 @@ def refused_for_memory(size: int, pinned: int) -> ServerFigures:
     ],
 )
 def test_the_cause_follows_the_figures(name: str, cause: str, cure: str, now: ServerFigures) -> None:
-    """One trouble may have several causes, each with a cure of its own."""
+    """The same trouble may have one of several causes, and each cause has its own cure."""
     one = found(now, replace(now, t=0.0, unix_s=1000.0, devices={}, spans={}, queues={}))[name]
 
     assert cause in one.cause
@@ -585,7 +585,7 @@ def test_the_cause_follows_the_figures(name: str, cause: str, cure: str, now: Se
     ids=["requests", "weights", "other programs"],
 )
 def test_a_full_shm_names_whose_bytes_it_holds(usage: ShmUsage, cause: str, cures: set[str]) -> None:
-    """The advice is about the largest part: weights are not to blame for one model's requests."""
+    """The advice about a full /dev/shm is for its largest user: weights, or the requests of a model."""
     finding = found(server(counts({"a": model()}), shm=usage))["shm_full"]
 
     assert finding.cause == cause
@@ -595,7 +595,7 @@ def test_a_full_shm_names_whose_bytes_it_holds(usage: ShmUsage, cause: str, cure
 
 
 def test_a_start_that_compiles_without_a_cache_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a folder, it says that models or jax are new there."""
+    """After a start that compiles, the advice names the setting of the cache's folder. If it is set, models or jax are new there."""
     monkeypatch.delenv("RSRV_RUNTIME__COMPILATION_CACHE_DIR", raising=False)
     compiled = counts({"a": model()}, compile=times(2, 20.5, LONG_SECONDS))
     for settings, cause in (
@@ -620,7 +620,7 @@ def test_a_start_that_compiles_without_a_cache_names_the_setting(monkeypatch: py
         ("overloaded", serving(15000, queued=30, device_seconds=60.0)),
         ("uneven_devices", server(counts({"a": model(device_seconds=57.0)}), counts({"b": model(0)}))),
         (
-            "disk_loads",  # it has no weights
+            "disk_loads",  # the model has no weights
             serving(host_bytes=0, device_bytes=0, loads=9, load=times(9, 0.2)),
         ),
         (
@@ -632,14 +632,14 @@ def test_a_start_that_compiles_without_a_cache_names_the_setting(monkeypatch: py
         ),
         ("padding", serving(useful_rows=5000, padded_rows=3000)),
         (
-            "padding",  # a smaller size would cost as much
+            "padding",  # an execution of a smaller size would cost as much
             serving(1000, {1: 0.02, 16: 0.02}, padded_rows=15000),
         ),
         ("single_rows", serving(7000, device_seconds=50.0)),
         ("starved", server(counts({name: model(5000, queue_wait=times(5000, 0.12)) for name in "abc"}))),
         ("held_back", serving(queue_wait=times(1000, 0.005))),
         (
-            "held_back",  # its requests share executions
+            "held_back",  # the model's requests share executions
             server(
                 counts({"a": model(dispatches=400, queue_wait=times(1000, 0.005))}),
                 settings="models: {a: {max_delay_us: 5000}}",
@@ -649,7 +649,7 @@ def test_a_start_that_compiles_without_a_cache_names_the_setting(monkeypatch: py
         ("requests_fail", serving(10000, outcomes=outcomes(answered=10000, failed=3))),
         ("queue_full", serving(refused={"queue_full": 4})),
         (
-            "queue_full",  # one of 200
+            "queue_full",  # one request of 200 is refused
             serving(outcomes=outcomes(answered=9950, refused=50), refused={"queue_full": 50}),
         ),
         ("not_resident", serving(refused={"not_resident": 1})),
@@ -669,12 +669,12 @@ def test_a_start_that_compiles_without_a_cache_names_the_setting(monkeypatch: py
     ],
 )  # fmt: skip
 def test_what_is_well_does_not_raise_it(name: str, now: ServerFigures) -> None:
-    """Figures that are near a finding's, and well, do not raise it."""
+    """Figures of a healthy server that are close to a finding do not raise it."""
     assert name not in found(now)
 
 
 def test_rates_are_of_the_window() -> None:
-    """Failures and misses before the window are forgotten, and those in it count although the long past was well."""
+    """Failures and misses before the window are not counted. Those in the window are, even after a long time without any."""
     bad = model(outcomes=outcomes(failed=30), responses={"ok": 1000, "internal": 30})
     past = server(counts({"a": bad}))
     well = model(2000, outcomes=outcomes(answered=2000, failed=30), responses={"ok": 2000, "internal": 30})
@@ -686,7 +686,7 @@ def test_rates_are_of_the_window() -> None:
 
 
 def test_a_new_runtime_and_a_model_that_came_back_count_from_zero() -> None:
-    """Counters that began again are not subtracted from, and a runtime that was replaced is told."""
+    """From counters that began again at zero, nothing is subtracted. A runtime that was replaced is a finding."""
     past = serving(5000)
     reborn = DeviceFigures(
         instance="2", since=100.0, records=counts({"a": model(outcomes=outcomes(failed=30))}), lives=3
@@ -712,7 +712,7 @@ def test_a_new_runtime_and_a_model_that_came_back_count_from_zero() -> None:
 
 
 def test_a_process_that_ended_in_the_window_is_told() -> None:
-    """Ends before the window are forgotten; the model with most speaks for all."""
+    """Ends of processes before the window are not counted. One finding for all names the model with the most ends."""
     past = server(counts({}), process_ends={"a": 1, "b": 1})
     now = replace(past, t=120.0, process_ends={"a": 2, "b": 4, "c": 1})
     one = found(now, past)["process_ended"]
@@ -722,7 +722,7 @@ def test_a_process_that_ended_in_the_window_is_told() -> None:
 
 
 def test_lost_spans_and_waits_before_the_window_are_forgotten() -> None:
-    """Both counters only grow, so a finding would never end."""
+    """Only spans and waits in the window are counted. The counters only grow, so otherwise a finding would never end."""
     past = server(counts({}), spans={"failed": 9, "dropped": 4}, queues={"a": (1000, 900.0)})
     now = replace(past, t=120.0, spans={"failed": 9, "dropped": 6})
     (finding,) = found(now, past).values()
@@ -733,7 +733,7 @@ def test_lost_spans_and_waits_before_the_window_are_forgotten() -> None:
 
 
 def test_the_window_of_a_new_runtime_begins_with_it() -> None:
-    """A device that has executed for 15 of the 20 s of its runtime is busy for 75 % of the time."""
+    """For a new runtime, the window begins at its start: 15 s of executions in its 20 s are 75 %."""
     past = serving(device_seconds=50.0)
     reborn = DeviceFigures(instance="2", since=100.0, records=counts({"a": model(device_seconds=15.0)}))
 
@@ -743,10 +743,10 @@ def test_the_window_of_a_new_runtime_begins_with_it() -> None:
 
 
 def test_padding_names_the_size_that_saves_most() -> None:
-    """For rows of 3 among the sizes 1 and 16, that is 4; its saving follows the measured costs."""
+    """For rows of 3 and the compiled sizes 1 and 16, the finding recommends size 4. The saving follows from the measured costs."""
     rows: dict[str, Any] = {"batch_rows": times(1000, 3, ROWS), "useful_rows": 3000, "padded_rows": 13000}
     cure = found(serving(**rows))["padding"].cure
-    # 4 costs 0.004 + 0.016 * 3 / 15 instead of 0.02.
+    # Size 4 costs 0.004 + 0.016 * 3 / 15 instead of 0.02.
     assert cure.startswith(
         "export batch size 4 as well, `rsrv-bundle export --batch-sizes 1,4,16` (saves up to 64% of"
     )
@@ -756,7 +756,7 @@ def test_padding_names_the_size_that_saves_most() -> None:
 
 
 def test_the_model_with_most_requests_speaks_for_all() -> None:
-    """With hundreds of models in the same trouble, there is one finding, which names some."""
+    """If hundreds of models have the same trouble, there is one finding, which names some of them."""
     failing = {f"m{n}": model(outcomes=outcomes(answered=1000 + n, failed=50)) for n in range(300)}
     finding = found(server(counts(failing)))["requests_fail"]
     assert finding.evidence.startswith("m299: 50 of 1349")
@@ -764,7 +764,10 @@ def test_the_model_with_most_requests_speaks_for_all() -> None:
 
 
 def test_bytes_that_are_asked_for_count_shared_tensors_once_and_pinned_models() -> None:
-    """Only the models with requests, and the pinned ones, are added up, whatever all the others share."""
+    """The needed bytes are those of models with requests and of pinned models. Shared tensors are counted once.
+
+    Tensors that such a model shares with an idle model are also counted once.
+    """
     thrashing = model(
         100, misses=78, evictions={"room": 70}, loads=78, load=times(78, 0.026), weights=pb.WEIGHTS_ABSENT
     )
@@ -802,7 +805,7 @@ def test_findings_name_the_device_if_there_are_several() -> None:
     ],
 )  # fmt: skip
 def test_devices_are_uneven_for_a_reason(settings: str, cause: str, cure: str) -> None:
-    """The model with most of the busy device is named, and the setting that keeps it from the other."""
+    """The finding names the model that takes most of the busy device, and the setting that keeps it from the other device."""
     busy, idle = counts({"a": model(queued=30, device_seconds=57.0)}), counts({"b": model(10)})
     one = found(server(busy, idle, settings=settings))["uneven_devices"]
     assert one.cause.startswith("a has 95% of device 0, and ")
@@ -811,7 +814,7 @@ def test_devices_are_uneven_for_a_reason(settings: str, cause: str, cure: str) -
 
 
 def test_a_setting_may_be_why_rows_execute_alone() -> None:
-    """A model that is limited to one row a time needs no other bundle."""
+    """For a model that a setting limits to one row at a time, the cure is the setting, and not another bundle."""
     now = server(
         counts({"a": model(7000, {1: 0.004}, device_seconds=50.0, queue_wait=times(7000, 0.25))}),
         settings="models: {a: {max_batch_size: 1}}",
@@ -820,7 +823,7 @@ def test_a_setting_may_be_why_rows_execute_alone() -> None:
 
 
 def test_the_severest_come_first() -> None:
-    """Critical findings are before warnings, and these before notes."""
+    """Critical findings are before warnings, and warnings are before notes."""
     now = server(
         counts({"a": model(outcomes=outcomes(failed=30))}, pinned_bytes=200 * MB),
         settings_waiting=["runtime.spare: wait for a restart"],

@@ -36,7 +36,7 @@ async def settled(server: Served, revision: int) -> None:
 
 @looped
 async def test_all_is_well(tmp_path: Path) -> None:
-    """The server and its models are SERVING if the models are ready, also one that the runtime keeps without a stub."""
+    """The server and its models are SERVING if the models are ready, including a model that the runtime keeps without a stub."""
     async with served(tmp_path, models=["a", "b"]) as server:
         server.runtime.change("a@1", entry("a", stubs=[]))
         await settled(server, 6)
@@ -45,7 +45,7 @@ async def test_all_is_well(tmp_path: Path) -> None:
 
 @looped
 async def test_an_alias_serves_if_a_model_that_answers_for_it_does(tmp_path: Path) -> None:
-    """The runtime does not know aliases; one of which only the shadow serves does not."""
+    """An alias serves if one of its answering models serves. A shadow does not answer, so it is not enough."""
     async with served(tmp_path, models=["a", "b"]) as server:
         server.lifecycle.aliases = {"both": {"a": 1.0, "b": 1.0}, "watched": {"a": 1.0, "b": "shadow"}}
         for alias in server.lifecycle.aliases:
@@ -60,7 +60,7 @@ async def test_an_alias_serves_if_a_model_that_answers_for_it_does(tmp_path: Pat
 
 @looped
 async def test_a_model_that_failed_is_known(tmp_path: Path) -> None:
-    """A model whose first bundle cannot be loaded is in no repository, and is not called unknown."""
+    """A model whose first bundle cannot be loaded is in no repository. It is NOT_SERVING, and not unknown."""
     async with served(tmp_path, models=["a"]) as server:
         server.lifecycle.failures["b"] = BundleFailure("no manifest", since=1.0)
         assert await check(server, "b") == NOT_SERVING
@@ -82,7 +82,7 @@ async def test_a_dead_stub_is_seen_and_its_return_too(tmp_path: Path) -> None:
 
 @looped
 async def test_a_mended_model_serves_when_triton_has_loaded_it(tmp_path: Path) -> None:
-    """A model with a replaced stub serves when Triton has loaded it, not when the stub is ready."""
+    """After a stub is replaced, its model serves when Triton has loaded the model. A ready stub is not enough."""
     async with served(tmp_path, models=["a"]) as server:
         model = watch(server, "a")
         assert (await model.read()).status == SERVING
@@ -100,7 +100,7 @@ async def test_a_mended_model_serves_when_triton_has_loaded_it(tmp_path: Path) -
 
 @looped
 async def test_a_model_serves_while_it_is_reloaded(tmp_path: Path) -> None:
-    """A model serves by its earlier version while Triton loads the next one."""
+    """While Triton loads the next version of a model, the model serves its earlier version."""
     async with served(tmp_path, models=["a"]) as server:
         server.lifecycle.loading.add("a")
         server.runtime.change("a@2", entry("a", stubs=[101]))
@@ -136,7 +136,7 @@ async def test_a_dead_runtime_serves_nothing(tmp_path: Path) -> None:
 
 @looped
 async def test_a_new_model_counts_once_it_is_ready(tmp_path: Path) -> None:
-    """A new model counts for the server's health from its first ready version on."""
+    """A new model affects the server's health only after its first version was ready."""
     async with served(tmp_path, models=["a"]) as server:
         add_model(server.repository, "b")
         server.runtime.change("b@1", entry("b", state="loading"))
@@ -206,7 +206,7 @@ async def test_a_model_that_fails_from_the_start_is_missed_until_it_is_removed(t
 
 @looped
 async def test_a_model_that_only_meta_models_call_serves_as_they_do(tmp_path: Path) -> None:
-    """A callee without an own stub serves while the stub of its meta model is alive."""
+    """A callee without its own stub serves while the stub of its meta model is alive."""
     async with served(tmp_path, models=["m"]) as server:
         server.runtime.change("inner@1", entry("inner", stubs=[]))
         server.runtime.change(
@@ -223,7 +223,7 @@ async def test_a_model_that_only_meta_models_call_serves_as_they_do(tmp_path: Pa
 
 @looped
 async def test_in_explicit_mode_only_the_runtime_is_needed(tmp_path: Path) -> None:
-    """In explicit mode, a model unloaded by the external control plane leaves the server healthy."""
+    """In explicit mode, a model that the external control plane unloads does not make the server unhealthy."""
     async with served(tmp_path, models=["a"], decides=False) as server:
         server.runtime.change("a@1", None)
         await settled(server, 6)
@@ -244,7 +244,7 @@ async def test_an_unknown_model_is_not_found(tmp_path: Path, name: str) -> None:
 
 @looped
 async def test_a_model_that_falls_back_to_cold_serves_all_the_time(tmp_path: Path) -> None:
-    """Its stub leaves the runtime and waits for a request: before, while and after it is away, and while it starts again."""
+    """A model serves before, during and after its fall to cold, and while it starts again, because its stub accepts requests."""
     async with served(tmp_path, models=["a"]) as server:
         server.runtime.change("a@1", entry("a", state="cold", stubs=[]))
         await settled(server, 6)

@@ -39,7 +39,7 @@ from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
 
 @pytest.fixture(autouse=True)
 def silent_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable the kernel's notifications, so that only polling counts."""
+    """Disable the kernel's notifications, so that only polling finds changes."""
 
     async def listen(roots: Iterable[Path], notices: watching.Notices) -> None:
         return
@@ -65,7 +65,7 @@ async def living(world: World) -> AsyncIterator[Reconciler]:
 async def story(
     folder: Path, bundles: dict[str, dict[str, str]], **options: Any
 ) -> AsyncIterator[tuple[World, Reconciler]]:
-    """Make a world, and run its reconciler; the events of a test come after its first scans."""
+    """Make a world and run its reconciler. A test changes the world after the first scans."""
     world = World(folder, bundles, **options)
     async with living(world) as lifecycle:
         await asyncio.sleep(20)
@@ -76,7 +76,7 @@ async def story(
 def add_meta(world: World, name: str, callee: str, *, internal: bool = True) -> None:
     """Add a meta model and make its callee internal.
 
-    It has modules, too, because the fake server reads them.
+    The meta model also has modules, because the fake server reads modules.
     """
     if internal:
         place(world.roots["r"] / callee, "v1", internal=True)
@@ -93,7 +93,7 @@ def add_meta(world: World, name: str, callee: str, *, internal: bool = True) -> 
 async def test_a_server_that_serves_what_is_there_is_left_alone(
     tmp_path: Path, age_s: int, loads: list[str]
 ) -> None:
-    """The first round has Triton compare the models that it may not have loaded at its start, and writes nothing."""
+    """In the first round, Triton reloads models that it may not have loaded at its start. The reconciler writes nothing."""
     world = World(tmp_path, {"r": {"a": "v1", "b": "v1"}})
     world.triton.started_ns = time.time_ns() - age_s * 10**9
     del world.triton.served["b"]
@@ -108,7 +108,7 @@ async def test_a_server_that_serves_what_is_there_is_left_alone(
 
 @in_virtual_time
 async def test_a_meta_model_that_comes_takes_nothing_away(tmp_path: Path) -> None:
-    """Models that a new meta model calls stay addressable, whether the meta model is valid or broken."""
+    """A model that a new meta model calls can still be addressed, whether the meta model is valid or broken."""
     async with story(tmp_path, {"r": {"a": "v1"}}) as (world, lifecycle):
         write_meta(tmp_path / "r" / "meta", ["a", "missing"])
         await asyncio.sleep(200)
@@ -123,7 +123,7 @@ async def test_a_meta_model_that_comes_takes_nothing_away(tmp_path: Path) -> Non
 
 @in_virtual_time
 async def test_an_alias_comes_changes_and_goes(tmp_path: Path) -> None:
-    """Each change is one load; a target that changes loads the alias, too; an alias without settings is unloaded."""
+    """Each change of an alias is one load. A changed target also reloads the alias, and an alias without settings is unloaded."""
     async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (world, lifecycle):
         steps: list[tuple[Mapping[str, Shares], list[str]]] = [
             ({"fraud": {"a": 95.0, "b": 5.0}}, ["load fraud", "loaded fraud"]),
@@ -148,7 +148,7 @@ async def test_an_alias_comes_changes_and_goes(tmp_path: Path) -> None:
 async def test_a_refused_alias_stays_among_the_failures(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The reason is logged once and shown until the alias is mended or removed, also while other bundles change."""
+    """The reason is logged once. It stays among the failures until the alias is fixed or removed, even while bundles change."""
     async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (_, lifecycle):
         refused = {"lost": {"c": 1.0}, "b": {"a": 1.0}}
         lifecycle.follow_aliases({**refused, "fraud": {"a": 1.0}})
@@ -172,7 +172,7 @@ async def test_a_refused_alias_stays_among_the_failures(
 async def test_a_change_of_an_alias_that_fails_changes_nothing(
     tmp_path: Path, shares: Shares, reason: str
 ) -> None:
-    """The error says why, and the alias goes on as it was."""
+    """If a change of an alias fails, the error has the reason, and the alias serves as before."""
     async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (world, lifecycle):
         await lifecycle.change_alias("fraud", {"a": 1.0})
         before, load = world.triton.texts(), world.triton.load
@@ -194,7 +194,7 @@ async def test_a_change_of_an_alias_that_fails_changes_nothing(
 
 @in_virtual_time
 async def test_changes_while_the_control_process_was_down_are_found(tmp_path: Path) -> None:
-    """Bundles that changed, came or went while the control process was down are found."""
+    """A new control process finds bundles that were changed, added or removed while no control process ran."""
     world = World(tmp_path, {"r": {"a": "v1", "b": "v1", "c": "v1", "d": "v1"}})
     place(tmp_path / "r" / "d", "v2")
     assert rsrv_gen([str(tmp_path / "r"), "-o", str(world.repository)]) == 0
@@ -209,7 +209,7 @@ async def test_changes_while_the_control_process_was_down_are_found(tmp_path: Pa
 
 @in_virtual_time
 async def test_another_run_of_rsrv_gen_adds_a_place(tmp_path: Path) -> None:
-    """Models of another rsrv-gen run stay, and their bundles are followed."""
+    """Models that another run of rsrv-gen writes stay, and changes of their bundles are followed."""
     world = World(tmp_path, {"r": {"a": "v1"}})
     place(tmp_path / "more" / "b", "v1")
 
@@ -233,7 +233,7 @@ async def test_another_run_of_rsrv_gen_adds_a_place(tmp_path: Path) -> None:
 
 @in_virtual_time
 async def test_what_went_while_its_root_was_out_of_sight_goes_when_that_is_back(tmp_path: Path) -> None:
-    """A bundle removed while its root was missing is unloaded when the root returns; the others stay."""
+    """A bundle that was removed while its root was missing is unloaded when the root returns. Other bundles stay."""
     world = World(tmp_path, {"r": {"a": "v1"}, "s": {"x": "v1", "y": "v1", "z": "v1"}})
     away = tmp_path / "away"
     world.roots["s"].rename(away)
@@ -250,7 +250,7 @@ async def test_what_went_while_its_root_was_out_of_sight_goes_when_that_is_back(
 
 @in_virtual_time
 async def test_what_was_unloaded_by_hand_stays_so_until_its_bundle_changes(tmp_path: Path) -> None:
-    """A model unloaded by hand stays so until its bundle changes; one that failed at the start is retried."""
+    """A model that was unloaded by hand stays unloaded until its bundle changes. A model that failed at the start is retried."""
     world = World(tmp_path, {"r": {"a": "v1", "b": "v1", "failed": "v1"}})
     for name in ("a", "b", "failed"):
         del world.triton.served[name]
@@ -266,7 +266,7 @@ async def test_what_was_unloaded_by_hand_stays_so_until_its_bundle_changes(tmp_p
 
 @in_virtual_time
 async def test_what_is_unloaded_by_hand_is_known_to_be_unwanted_until_it_is_loaded(tmp_path: Path) -> None:
-    """A model unloaded by hand counts as unwanted until it is loaded, so that health ignores it."""
+    """A model that is unloaded by hand is unwanted until it is loaded again, so that the health service ignores it."""
     async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (world, lifecycle):
         await world.triton.unload("a")
         world.triton.dismissed.add("a")
@@ -283,7 +283,7 @@ async def test_what_is_unloaded_by_hand_is_known_to_be_unwanted_until_it_is_load
 async def test_what_leaves_is_unwanted_until_the_repository_has_lost_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that leaves is unwanted until its folder is gone, which the repository's lock may delay."""
+    """A removed model is unwanted until its folder is gone. The repository's lock may delay this."""
     seen: list[set[str]] = []
 
     async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (world, lifecycle):
@@ -303,7 +303,7 @@ async def test_what_leaves_is_unwanted_until_the_repository_has_lost_it(
 
 @in_virtual_time
 async def test_a_rename_loads_the_new_names_before_it_unloads_the_old_ones(tmp_path: Path) -> None:
-    """If prod becomes old and staging becomes prod in one scan, the loads precede the unload of staging."""
+    """If prod becomes old and staging becomes prod in one scan, both are loaded before staging is unloaded."""
     async with story(tmp_path, {"r": {"prod": "v1", "staging": "v2"}}) as (world, _):
         root = world.roots["r"]
         (root / "prod").rename(root / "old")
@@ -318,7 +318,7 @@ async def test_a_rename_loads_the_new_names_before_it_unloads_the_old_ones(tmp_p
 
 @in_virtual_time
 async def test_a_failed_load_is_taken_back_and_tried_again_ever_more_seldom(tmp_path: Path) -> None:
-    """A failed load restores the old folder, keeps the reason and is retried; a new bundle ends the failure."""
+    """After a failed load, the old folder is restored, and the load is retried. The failure has its reason until a new bundle ends it."""
     async with story(tmp_path, {"r": {"a": "v1"}}) as (world, lifecycle):
         place(world.roots["r"] / "a", BAD)
         place(world.roots["r"] / "new", BAD)
@@ -339,13 +339,13 @@ async def test_a_failed_load_is_taken_back_and_tried_again_ever_more_seldom(tmp_
 
 
 def forsake(lifecycle: Reconciler) -> None:
-    """Drop the reconciler as if its process were killed: its locks are released."""
+    """Release the reconciler's locks, as the kernel does when the process is killed."""
     for put in lifecycle._loader._replaced.values():
         put.leave()
 
 
 async def killed_while_loading(world: World, texts: Mapping[str, str]) -> None:
-    """Let a reconciler take these bundles, and kill it before Triton answers."""
+    """Let a reconciler take these bundles, and stop it before Triton answers, as if its process were killed."""
     async with living(world) as lifecycle:
         await asyncio.sleep(20)
         for name, text in texts.items():
@@ -369,7 +369,7 @@ async def killed_while_loading(world: World, texts: Mapping[str, str]) -> None:
 async def test_what_a_killed_process_left_undecided_is_decided_by_the_next(
     tmp_path: Path, mode: str, by_hand: bool
 ) -> None:
-    """After a control process is killed, the next one keeps what loads and restores what fails."""
+    """A killed control process leaves models undecided. The next one keeps a version that loads, and restores the old one otherwise."""
     world = World(tmp_path, {"r": {"a": "v1", "b": "v1"}}, lifecycle=f"mode: {mode}")
 
     await killed_while_loading(world, {"a": BAD, "b": "v2"})
@@ -397,7 +397,7 @@ async def test_what_a_killed_process_left_undecided_is_decided_by_the_next(
 async def test_a_server_that_ended_while_it_loaded_serves_the_old_version_when_it_is_back(
     tmp_path: Path,
 ) -> None:
-    """If the server ends during a load and restarts on a bad version, the old version is restored."""
+    """If the server ends during a load and starts with a bad version, the old version is restored."""
     world = World(tmp_path, {"r": {"a": "v1", "b": "v1"}})
 
     await killed_while_loading(world, {"a": BAD})
@@ -414,7 +414,7 @@ async def test_a_server_that_ended_while_it_loaded_serves_the_old_version_when_i
 
 @in_virtual_time
 async def test_what_was_left_undecided_is_not_decided_while_somebody_writes_it(tmp_path: Path) -> None:
-    """A model left undecided by a killed process is decided after a reload that already runs."""
+    """A model that a killed process left undecided is decided only after a running reload of it ends."""
     world = World(tmp_path, {"r": {"a": "v1"}}, lifecycle="mode: static")
 
     await killed_while_loading(world, {"a": "v2"})
@@ -443,7 +443,7 @@ async def test_a_new_model_that_a_killed_process_left_undecided_goes_when_it_fai
 
 @in_virtual_time
 async def test_a_broken_bundle_keeps_its_old_version(tmp_path: Path) -> None:
-    """A broken bundle is reported and its old version stays; the failure ends when the bundle is restored."""
+    """A broken bundle is reported, and its old version serves. The failure ends when the bundle is restored."""
     async with story(tmp_path, {"r": {"a": "v1"}}) as (world, lifecycle):
         manifest = world.roots["r"] / "a" / "manifest.yaml"
         good = manifest.read_text()
@@ -458,7 +458,7 @@ async def test_a_broken_bundle_keeps_its_old_version(tmp_path: Path) -> None:
 
 @in_virtual_time
 async def test_a_load_that_never_ends_delays_only_unloads(tmp_path: Path) -> None:
-    """During an endless load, other models load; unloads wait for it at most ten minutes."""
+    """During an endless load, other models are loaded. Unloads wait for it, for at most ten minutes."""
     async with story(tmp_path, {"r": {"slow": "v1", "a": "v1", "b": "v1"}}) as (world, _):
         world.triton.seconds = 1e6
         place(world.roots["r"] / "slow", "v2")
@@ -474,7 +474,7 @@ async def test_a_load_that_never_ends_delays_only_unloads(tmp_path: Path) -> Non
 
 @in_virtual_time
 async def test_a_bundle_that_returns_in_time_is_not_unloaded(tmp_path: Path) -> None:
-    """A removed bundle that returns while its unload waits is kept, unless only one scan sees it."""
+    """A removed bundle that returns before its unload is kept, unless only one scan sees it."""
     async with story(tmp_path, {"r": {"slow": "v1", "back": "v1", "glimpse": "v1"}}) as (world, lifecycle):
         root = world.roots["r"]
         world.triton.seconds = 20
@@ -483,7 +483,7 @@ async def test_a_bundle_that_returns_in_time_is_not_unloaded(tmp_path: Path) -> 
             shutil.rmtree(root / name)
         while "load slow" not in world.triton.log:
             await asyncio.sleep(0.1)
-        # This scan sees them just before the load ends, and no other scan agrees with it so soon.
+        # This scan sees the bundles just before the load ends, so no second scan can agree with it in time.
         await asyncio.sleep(19.9)
         seen = dict.fromkeys(("back", "glimpse", "slow"), "1")
         place(root / "back", "v1")
@@ -500,7 +500,7 @@ async def test_a_bundle_that_returns_in_time_is_not_unloaded(tmp_path: Path) -> 
 
 @in_virtual_time
 async def test_a_callee_that_changes_while_its_meta_loads_is_taken_next(tmp_path: Path) -> None:
-    """A callee that changes during its meta model's load is taken by the next load, not by this one."""
+    """If a callee changes during a load of its meta model, the next load takes the change, and this load does not."""
     async with story(tmp_path, {"r": {"a": "v1"}}) as (world, _):
         add_meta(world, "meta", "a")
         await asyncio.sleep(20)
@@ -538,7 +538,7 @@ async def test_a_bundle_that_is_being_written_is_not_reloaded(tmp_path: Path) ->
 async def test_a_bundle_that_is_broken_while_it_is_copied_is_not_reported_as_reloaded(
     tmp_path: Path, mode: str
 ) -> None:
-    """A requested reload is refused while the manifest is half written: the old version is not the new one."""
+    """While the manifest is half written, a requested reload is refused, because the old version would be taken for the new one."""
     async with story(tmp_path, {"r": {"a": "v1"}}, lifecycle=f"mode: {mode}") as (world, lifecycle):
 
         async def copy(name: str) -> None:
@@ -551,7 +551,7 @@ async def test_a_bundle_that_is_broken_while_it_is_copied_is_not_reported_as_rel
 
         for name in ("a", "new") if mode == "dynamic" else ("a",):
             copying = asyncio.create_task(copy(name))
-            # Only bundles that a scan has seen exist.
+            # A bundle exists for the reconciler only after a scan has seen it.
             await asyncio.sleep(5.5 if name == "new" else 1.3)
             with pytest.raises(ReloadError, match="is being written") as caught:
                 await lifecycle.reload(name)
@@ -582,7 +582,7 @@ async def test_a_bundle_that_is_copied_file_by_file_is_not_reloaded_in_between(t
 
 @in_virtual_time
 async def test_a_model_serves_while_its_next_bundle_is_copied(tmp_path: Path) -> None:
-    """A model serves its old version while its bundle is removed and copied again, weights first."""
+    """A model serves its old version while its bundle is removed and copied again with the weights first."""
     async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (world, _):
         folder = world.roots["r"] / "a"
         shutil.rmtree(folder)
@@ -600,7 +600,7 @@ async def test_a_model_serves_while_its_next_bundle_is_copied(tmp_path: Path) ->
 async def test_a_disk_that_fails_once_breaks_no_bundle_for_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bundle that failed by one disk error is loaded later, although no scan sees a change."""
+    """A bundle that could not be read because of one disk error is loaded later, although no scan sees a change."""
 
     def fail(*_: object, **__: object) -> None:
         raise OSError("stale file handle")
@@ -618,7 +618,7 @@ async def test_a_disk_that_fails_once_breaks_no_bundle_for_good(
 
 @in_virtual_time
 async def test_a_callee_serves_until_the_meta_that_carries_it_does(tmp_path: Path) -> None:
-    """A callee serves until the meta model that contains it is loaded."""
+    """A callee that becomes internal serves until the meta model that contains it is loaded."""
     async with story(tmp_path, {"r": {"a": "v1"}}) as (world, _):
         world.triton.seconds = 900
         add_meta(world, "meta", "a")
@@ -644,7 +644,7 @@ async def test_a_dead_stub_is_replaced_in_any_mode(tmp_path: Path, mode: str) ->
 
 @in_virtual_time
 async def test_a_cold_model_is_not_dead_and_costs_triton_nothing(tmp_path: Path) -> None:
-    """A stub without a connection is replaced when its process is dead, and Triton is asked once a minute."""
+    """A stub without a connection is replaced only if its process is dead. For cold models, Triton is asked once a minute."""
     async with story(tmp_path, {"r": {"a": "v1", "b": "v1", "c": "v1"}}) as (world, _):
         world.triton.cold = {"a", "b", "c"}
         (world.repository / "b" / NATIVE_MARK).touch()
@@ -656,14 +656,17 @@ async def test_a_cold_model_is_not_dead_and_costs_triton_nothing(tmp_path: Path)
         assert world.triton.asked - before <= 3
         assert set(world.triton.view.cold) == {"a", "b", "c"}
         world.triton.kill("a")
-        world.triton.kill("b")  # its front is a part of Triton
+        world.triton.kill("b")  # the native front is a part of Triton's process
         await asyncio.sleep(10)
         assert world.triton.log == ["load a", "loaded a"]
 
 
 @in_virtual_time
 async def test_a_dead_stub_behind_an_alias_is_replaced(tmp_path: Path) -> None:
-    """The alias's stub connects by the name of the model, whose own stub is dead; while both live, nothing is cold."""
+    """If a model's own stub is dead, it is replaced, even if the stub of an alias is connected under the model's name.
+
+    While both stubs live, the model is not cold.
+    """
     async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (world, lifecycle):
         await lifecycle.change_alias("fraud", {"a": 1.0})
         await asyncio.sleep(60)
@@ -679,7 +682,7 @@ async def test_a_dead_stub_behind_an_alias_is_replaced(tmp_path: Path) -> None:
 
 @in_virtual_time
 async def test_a_stub_that_dies_as_the_runtime_comes_back_is_not_cold(tmp_path: Path) -> None:
-    """While no runtime answered, it had no connection, as the stub of a cold model."""
+    """A stub that dies after an outage of the runtime has no connection, as a cold model's stub has none. It is replaced all the same."""
     async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (world, _):
         view = world.triton.view
         view.up = False
@@ -695,7 +698,10 @@ async def test_a_stub_that_dies_as_the_runtime_comes_back_is_not_cold(tmp_path: 
 
 @in_virtual_time
 async def test_a_stub_that_waits_for_another_models_compilation_is_not_dead(tmp_path: Path) -> None:
-    """The runtime is back and compiles for minutes: living stubs are replaced neither then nor later, a dead one at once."""
+    """After a runtime's return, living stubs that wait for a long compilation are not replaced, then or later.
+
+    A dead stub is replaced soon.
+    """
     async with story(tmp_path, {"r": {"a": "v1", "b": "v1", "c": "v1"}}) as (world, lifecycle):
         view = world.triton.view
         view.up = False
@@ -716,7 +722,7 @@ async def test_a_stub_that_waits_for_another_models_compilation_is_not_dead(tmp_
 
 @in_virtual_time
 async def test_auto_asks_the_running_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new model has a front that this server can have, whatever tritonserver is in PATH."""
+    """The front of a new model is one that the running server supports, whatever tritonserver is in PATH."""
     library = tmp_path / "libtriton_rsrv.so"
     library.write_bytes(b"\x7fELF")
     monkeypatch.setattr(plan, "LIBRARY", library)
@@ -734,7 +740,10 @@ async def test_auto_asks_the_running_server(tmp_path: Path, monkeypatch: pytest.
 
 @in_virtual_time
 async def test_a_model_that_was_unloaded_while_the_runtime_was_down_does_not_return(tmp_path: Path) -> None:
-    """Its stub lives no more, and Triton's answer is enough for one with the native front, which has no process."""
+    """A model that is unloaded during an outage of the runtime is not expected to return.
+
+    Its stub process is gone. The native front has no process, so Triton's answer decides.
+    """
     async with story(tmp_path, {"r": {"a": "v1", "b": "v1", "c": "v1"}}) as (world, _):
         view = world.triton.view
         (world.repository / "b" / NATIVE_MARK).touch()
@@ -751,7 +760,7 @@ async def test_a_model_that_was_unloaded_while_the_runtime_was_down_does_not_ret
     "form", ["{relative}/a/1/model.py", "{absolute}//a/1/model.py", "{relative}/./a/1/model.py"]
 )
 def test_a_process_is_found_however_the_server_spells_its_repository(tmp_path: Path, form: str) -> None:
-    """A server that got a relative path passes it to its stubs. Stubs of other servers are ignored."""
+    """The stub of a model is found by any spelling of the repository's path, as relative ones. Stubs of other servers are ignored."""
     file = tmp_path / "gen/a/1/model.py"
     file.parent.mkdir(parents=True)
     file.write_text("import os, sys; os.chdir('/'); print(flush=True); sys.stdin.read()")
@@ -782,7 +791,7 @@ async def test_a_dead_stub_is_replaced_while_the_repository_is_written(tmp_path:
 
 @in_virtual_time
 async def test_a_model_that_is_being_loaded_is_not_written_to(tmp_path: Path) -> None:
-    """A model that is being reloaded for its dead stub is written only afterwards."""
+    """While a model is reloaded because its stub died, nothing is written to it."""
     async with story(tmp_path, {"r": {"a": "v1"}}) as (world, lifecycle):
         world.triton.seconds = 20
         world.triton.kill("a")
@@ -800,7 +809,7 @@ async def test_a_model_that_is_being_loaded_is_not_written_to(tmp_path: Path) ->
 async def test_a_dead_stub_that_could_not_be_replaced_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failed replacement of a stub is reported and retried, although the bundle is unchanged."""
+    """A failed replacement of a stub is reported and retried, although the bundle has not changed."""
 
     async def refuse(name: str) -> None:
         raise TritonError("no memory")
@@ -820,7 +829,7 @@ async def test_a_dead_stub_that_could_not_be_replaced_is_tried_again(
 
 @in_virtual_time
 async def test_a_new_stub_has_time_to_start(tmp_path: Path) -> None:
-    """The process of a reloaded model comes later than Triton's word that it is ready; one that never comes is replaced."""
+    """Triton reports a reloaded model as ready before its process exists. A process that does not appear in time is replaced."""
     async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, lifecycle="mode: explicit") as (
         world,
         lifecycle,
@@ -839,7 +848,10 @@ async def test_a_new_stub_has_time_to_start(tmp_path: Path) -> None:
 async def test_a_model_whose_stub_dies_as_it_is_to_be_unloaded_is_not_unloaded_while_it_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whether it may go is found out on a thread, and its dead stub is replaced meanwhile: it leaves after that."""
+    """If a model's stub dies just before the model's unload, the stub is replaced first. The model is unloaded after that.
+
+    A thread decides whether the model may be unloaded, and the stub dies in that time.
+    """
     async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (world, lifecycle):
         decide = lifecycle._may_unload
 
@@ -857,7 +869,7 @@ async def test_a_model_whose_stub_dies_as_it_is_to_be_unloaded_is_not_unloaded_w
 
 @in_virtual_time
 async def test_a_model_that_leaves_does_so_although_its_stub_dies(tmp_path: Path) -> None:
-    """A model whose unload waits gets its dead stub replaced, and then still leaves."""
+    """If the stub of a model dies while its unload waits, the stub is replaced, and the model is still unloaded."""
     async with story(tmp_path, {"r": {"slow": "v1", "a": "v1"}}) as (world, _):
         world.triton.seconds = 60
         place(world.roots["r"] / "slow", "v2")
@@ -877,7 +889,7 @@ async def test_a_model_that_leaves_does_so_although_its_stub_dies(tmp_path: Path
 async def test_a_dead_stub_that_is_tried_again_brings_no_new_bundle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    """A retried stub replacement keeps the old bundle; only a requested reload brings the new one."""
+    """A retry of a stub's replacement keeps the old bundle. Only a requested reload takes the new bundle."""
 
     async def refuse(name: str) -> None:
         raise TritonError("no memory")
@@ -905,7 +917,7 @@ async def test_a_dead_stub_that_is_tried_again_brings_no_new_bundle(
 
 @in_virtual_time
 async def test_static_follows_nothing_and_reloads_when_asked(tmp_path: Path) -> None:
-    """Static mode loads a changed bundle on request only, and refuses unknown names."""
+    """Static mode loads a changed bundle only on request, and refuses unknown names."""
     async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, lifecycle="mode: static") as (world, lifecycle):
         place(world.roots["r"] / "a", "v2")
         await asyncio.sleep(60)
@@ -932,11 +944,11 @@ async def test_static_follows_nothing_and_reloads_when_asked(tmp_path: Path) -> 
 @pytest.mark.parametrize("mode", ["dynamic", "static", "explicit"])
 @in_virtual_time
 async def test_a_new_bundle_is_loaded_when_asked(tmp_path: Path, mode: str) -> None:
-    """A new bundle is generated and loaded on request, in either mode."""
+    """In either mode, a new bundle is generated and loaded on request."""
     async with story(tmp_path, {"r": {"a": "v1"}}, lifecycle=f"mode: {mode}") as (world, lifecycle):
         place(world.roots["r"] / "fresh", "v1")
         place(world.roots["r"] / "other", "v1")
-        # In dynamic mode, a scan must have seen it first.
+        # In dynamic mode, a scan must have seen the bundle first.
         await asyncio.sleep(5.5 if mode == "dynamic" else 0.0)
         await lifecycle.reload("fresh")
         assert world.triton.texts()["fresh"] == "v1"
@@ -964,7 +976,7 @@ async def test_a_reload_of_what_metas_carry_reloads_them(tmp_path: Path) -> None
 async def test_a_server_whose_models_are_fixed_is_told_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If Triton's models are fixed, one line says so, nothing is written, and failures are still reported."""
+    """If Triton's models are fixed, one line of the log says so and nothing is written. Failures are still reported."""
     world = World(tmp_path, {"r": {"a": "v1", "b": "v1"}})
     world.triton.mode = "none"
 
@@ -995,7 +1007,7 @@ async def test_a_server_whose_models_are_fixed_is_told_of_once(
 async def test_settings_of_a_model_whose_bundle_went_are_named_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """rsrv-gen refuses them; a server serves on."""
+    """Settings of a model without a bundle are named once in the log, and the server continues. rsrv-gen would refuse them."""
     world = World(tmp_path, {"r": {"a": "v1", "b": "v1"}})
     world.settings = change_settings(world.settings, {"models": {"b": {"weight": 2}}})
 
@@ -1016,7 +1028,7 @@ async def test_settings_of_a_model_whose_bundle_went_are_named_once(
 async def test_a_server_that_ends_at_a_model_that_fails_is_told_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: str
 ) -> None:
-    """If tritonserver exits on errors, one line asks for --exit-on-error=false, except in explicit mode."""
+    """If tritonserver exits on errors, one line asks for --exit-on-error=false. In explicit mode there is no such line."""
     world = World(tmp_path, {"r": {"a": "v1"}}, lifecycle=f"mode: {mode}")
     world.triton.exits_on_error = True
 
@@ -1039,7 +1051,7 @@ HELD = {
 
 @st.composite
 def deeds(draw: st.DrawFn) -> tuple[str, str, str, str, str]:
-    """Draw a change on disk: its kind, a root, two names below it and a text."""
+    """Draw a change on disk: its kind, a root, two names of bundles in the root, and a text."""
     root = draw(ROOTS)
     names = st.sampled_from(NAMES[root])
     deed = draw(
@@ -1065,7 +1077,7 @@ class Disk:
         return self.world.repository.parent / f"aside-{root}"
 
     def held(self, root: str) -> set[str]:
-        """Return the names of the bundles below a root, missing or not."""
+        """Return the names of the bundles of a root, even while the root is missing."""
         folder = self.aside(root) if root in self.away else self.world.roots[root]
         return {path.name for path in folder.iterdir() if not path.name.startswith(".")}
 
@@ -1089,7 +1101,7 @@ class Disk:
             case "place":
                 place(one, text)
             case "slowly":
-                # Shorter than the pause between two scans.
+                # The copy takes less time than the pause between two scans.
                 write_bundle(one, text)
                 (one / "model.b8.mlir").write_text("half 8")
                 await asyncio.sleep(0.4)
@@ -1118,7 +1130,7 @@ def good(bundle: Path) -> bool:
     done=st.lists(st.tuples(deeds(), st.sampled_from([0.0, 0.3, 1.0, 2.5, 7.0])), max_size=14),
     seconds=st.sampled_from([0.1, 1.0, 8.0]),
 )
-# A place is away for a second while its new bundle waits for the first loads: no scan sees that.
+# A root is missing for a second while its new bundle waits for the first loads. No scan sees that.
 @example(
     held={"s": {"y": "v1", "x": "v1"}, "r": {"b": "v1", "a": "v1"}},
     done=[
@@ -1137,8 +1149,8 @@ def test_the_models_become_those_on_disk(
 ) -> None:
     """After any changes in any order, exactly the valid bundles are served.
 
-    No half-written bundle is served, no model is unloaded while its folder cannot be read, and no broken
-    bundle's model is served as it is.
+    No half-written bundle is served. No model is unloaded while its folder cannot be read. The broken content of a bundle is
+    never served.
     """
     with tempfile.TemporaryDirectory() as folder:
         world = World(Path(folder), held)
@@ -1174,7 +1186,7 @@ def test_the_models_become_those_on_disk(
         for root, names in NAMES.items():
             for name in names:
                 bundle = world.roots[root] / name
-                # The root of bundles that went unobserved is unknown: it may be a missing one.
+                # If nobody saw a bundle's removal, its root is unknown, and may be a missing root.
                 told = "crash" not in deeds_done or all(map(disk.held, NAMES))
                 if not bundle.exists() and disk.held(root) and told:
                     assert name not in served, f"{name} is gone"

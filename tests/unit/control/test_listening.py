@@ -1,4 +1,4 @@
-"""Listening for HTTP on both families, and the Host headers that are answered."""
+"""Listening for HTTP on IPv4 and IPv6, and the Host headers that are accepted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.waiting import looped
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
 @looped
 async def test_all_addresses_are_those_of_both_families(host: str) -> None:
-    """A host that means all addresses takes clients over IPv4 and over IPv6."""
+    """A host that stands for all addresses accepts clients over IPv4 and over IPv6."""
     server = await listen(asyncio.Protocol, Address(host, 0))
     port = server.sockets[0].getsockname()[1]
     for address in ("127.0.0.1", "::1"):
@@ -62,7 +62,7 @@ async def _ok(_: web.Request) -> web.Response:
 )
 @looped
 async def test_only_known_hosts_are_answered(host: str, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Addresses, names of this machine and names of private networks are answered, and no other site's name."""
+    """Addresses, names of this machine and names of private networks are accepted as Host. Names of other sites are refused."""
     monkeypatch.setattr(socket, "getfqdn", lambda: "Full.example")
     known = KnownHosts("listens.example:8004", "/healthz")
     app = web.Application(middlewares=[known.middleware])

@@ -1,4 +1,4 @@
-"""The live page's events: they go to its watchers, and without watchers the runtime is not asked."""
+"""The live page's events. They are sent to its watchers. Without watchers, the runtime is seldom asked."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ class Watched:
 
 
 class Spans:
-    """Answers of a runtime to the commands of an update; `spans` are all spans so far."""
+    """Answers of a runtime to the commands of an update. `spans` has all spans so far."""
 
     def __init__(self, instance: str) -> None:
         self.instance = instance
@@ -76,7 +76,7 @@ REFUSED = {"error": "there is no model 'x'", "code": "NOT_FOUND"}
 
 @asynccontextmanager
 async def watched(tmp_path: Path, every: float = 0.01) -> AsyncIterator[Watched]:
-    """Serve a runtime with one model, at Unix time 1000."""
+    """Serve a runtime with one model, at the Unix time 1000."""
     runtime = FakeRuntime(tmp_path / "runtime.sock")
     runtime.entries["a@1"] = entry("a")
     runtime.models = {name: model(histogram(0.002), name, device_bytes=930, state_bytes=30) for name in "ab"}
@@ -101,7 +101,7 @@ async def watched(tmp_path: Path, every: float = 0.01) -> AsyncIterator[Watched]
 
 
 async def find(events: AsyncGenerator[Event, None], name: str, text: str = "") -> Any:
-    """Return the data of the next event of that name that contains this text."""
+    """Return the data of the next event with this name whose data contain this text."""
     async for event in events:
         if event.name == name and text in event.json:
             return json.loads(event.json)
@@ -121,7 +121,7 @@ async def test_a_watcher_gets_what_there_is_and_then_what_happens(tmp_path: Path
             state = await find(events, "state")
             assert (state["t"], state["up"], state["instance"]) == (1000.0, True, server.runtime.instance)
             assert [one["name"] for one in state["models"]] == ["a"]
-            # Two arrive in one answer; those older than the page's range are left out.
+            # An answer has two spans. Spans older than the page's range are left out.
             assert (await find(events, "spans"))["spans"] == [["execute", "a", 995.0, 0.5, 3, 4, 2, False, 0]]
             assert len((await find(events, "spans"))["spans"]) == 2
             assert len((await find(events, "spans"))["spans"]) == 2
@@ -131,7 +131,7 @@ async def test_a_watcher_gets_what_there_is_and_then_what_happens(tmp_path: Path
 
 @looped
 async def test_an_update_has_only_models_that_changed(tmp_path: Path) -> None:
-    """After the whole state come changes; a later watcher gets the whole state, the memory and the charts."""
+    """After the whole state, updates have only changes. A later watcher gets the whole state, the memory and the charts."""
     async with watched(tmp_path) as server, aclosing(server.live.watch()) as events:
         server.runtime.change("b@1", entry("b"))
         assert (await find(events, "server")) == {"name": "here"}
@@ -152,7 +152,7 @@ async def test_an_update_has_only_models_that_changed(tmp_path: Path) -> None:
 
 @looped
 async def test_busy_models_are_told_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state with many changed models is followed by updates of the timeline only, and says when the next one comes."""
+    """After a state with many changed models, updates have only the timeline for a while. The state names the time of the next state."""
     monkeypatch.setattr(module, "_CHANGES_AN_UPDATE", 1)
     async with watched(tmp_path) as server:
         for name in "bc":
@@ -168,7 +168,7 @@ async def test_busy_models_are_told_less_often(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setattr(server.runtime, "status", status)
         server.runtime.answers = spans.answer
         async with aclosing(server.live.watch()) as events:
-            assert (await find(events, "state", '"name": "c"'))["next_s"] == 0.01  # rates need a second one
+            assert (await find(events, "state", '"name": "c"'))["next_s"] == 0.01  # rates need a second state
             assert (await find(events, "state"))["next_s"] == pytest.approx(0.03)
             server.runtime.commands.clear()
             await find(events, "state")
@@ -190,7 +190,7 @@ async def test_charts_have_what_was_served(tmp_path: Path) -> None:
 
 @looped
 async def test_of_weights_that_move_often_some_are_told(tmp_path: Path) -> None:
-    """Five weight changes a second are logged, with the number of the others; other events always are."""
+    """Five weight changes a second are logged, with the number of the others. Other events are always logged."""
     async with watched(tmp_path) as server, aclosing(server.live.watch()) as events:
         await find(events, "log", server.runtime.instance)
         for number in range(12):
@@ -207,7 +207,7 @@ async def test_of_weights_that_move_often_some_are_told(tmp_path: Path) -> None:
 
 @looped
 async def test_after_an_update_the_newest_event_says_what_serves(tmp_path: Path) -> None:
-    """After an update, or after a healthy model becomes cold, the last event does not sound as if the model had ended."""
+    """After an update, or a fall to cold, the last line of the log says that the model still serves."""
     async with watched(tmp_path) as server, aclosing(server.live.watch()) as events:
         await find(events, "log", server.runtime.instance)
         for state in ("loading", "ready"):
@@ -227,7 +227,7 @@ async def test_after_an_update_the_newest_event_says_what_serves(tmp_path: Path)
 
 @looped
 async def test_failures_are_events(tmp_path: Path) -> None:
-    """A model that cannot be loaded has no change of a version, so the failure and its end are lines."""
+    """The failure of a model that cannot be loaded, and its end, are lines of the log, although no version changes."""
     async with watched(tmp_path) as server, aclosing(server.live.watch()) as events:
         broken, failures = BundleFailure("no manifest", since=0.0), server.lifecycle.failures
         failures["b"] = broken
@@ -244,7 +244,7 @@ async def test_failures_are_events(tmp_path: Path) -> None:
 
 @looped
 async def test_aliases_are_told_with_their_shares_and_counts(tmp_path: Path) -> None:
-    """A state has the aliases if any of their counts has changed, and a later watcher gets them as well."""
+    """A state has all aliases if any of their counts has changed. A later watcher also gets them."""
     async with watched(tmp_path) as server:
         server.lifecycle.aliases = {"ab": {"a": 80.0, "b": 20.0, "c": "shadow"}}
         a, c = (server.runtime.models.setdefault(name, pb.ModelRecord(name=name)) for name in "ac")
@@ -264,7 +264,7 @@ async def test_aliases_are_told_with_their_shares_and_counts(tmp_path: Path) -> 
 
 @looped
 async def test_a_device_that_sleeps_is_well(tmp_path: Path) -> None:
-    """The page shows asleep models and since when, and no server that does not answer; nothing is asked."""
+    """The page shows sleeping models and the start of the sleep. The device is not shown as one that fails to answer."""
     async with watched(tmp_path) as server:
         (tmp_path / ASLEEP).write_text("990.5")
         server.runtime.die()
@@ -280,7 +280,7 @@ async def test_a_device_that_sleeps_is_well(tmp_path: Path) -> None:
 async def test_moves_of_weights_push_no_other_event_out_of_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full log loses its oldest move of weights; without one, its oldest line."""
+    """A full log drops its oldest line about a move of weights. If there is none, it drops its oldest line."""
     monkeypatch.setattr(module, "_LOG_LINES", 4)
     async with watched(tmp_path) as server:
 
@@ -303,7 +303,7 @@ async def test_moves_of_weights_push_no_other_event_out_of_the_log(
 async def test_the_runtime_is_seldom_asked_without_watchers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without watchers the runtime is asked for figures after a long pause only; the log is kept all the time."""
+    """Without watchers, the runtime is asked for figures only after long pauses. The log continues."""
     monkeypatch.setattr(module, "_REST_S", 3600.0)
     async with watched(tmp_path) as server:
         for _ in range(20):
@@ -313,7 +313,7 @@ async def test_the_runtime_is_seldom_asked_without_watchers(
             async with aclosing(server.live.watch()) as events:
                 await find(events, "log", server.runtime.instance)
                 await find(events, "state")
-            # An update that has begun ends.
+            # An update may be in progress, and may still end.
             before = server.updates
             for _ in range(20):
                 await server.runtimes.command({"command": "compact"})
@@ -322,12 +322,12 @@ async def test_the_runtime_is_seldom_asked_without_watchers(
 
 @looped
 async def test_the_charts_go_on_without_watchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page that is opened later shows what was served before."""
+    """A page that is opened later shows the requests of the time before."""
     monkeypatch.setattr(module, "_REST_S", 0.005)
     async with watched(tmp_path) as server:
         for _ in range(2):
             before = server.updates
-            while server.updates < before + 2:  # one that began before, and one after
+            while server.updates < before + 2:  # one update began before this point, and one after it
                 await server.runtimes.command({"command": "compact"})
             server.now[0] += 5
         async with aclosing(server.live.watch()) as events:
@@ -336,7 +336,7 @@ async def test_the_charts_go_on_without_watchers(tmp_path: Path, monkeypatch: py
 
 @looped
 async def test_a_clock_that_is_set_back_keeps_no_old_timeline(tmp_path: Path) -> None:
-    """A new watcher gets the spans that were read for another one; after the clock was set back, only those since then."""
+    """A new watcher gets spans that were read for earlier watchers. If the clock was set back, it gets only spans from after that."""
     async with watched(tmp_path) as server:
         spans = Spans(server.runtime.instance)
         spans.spans = [("execute", "a@1", 1.0, 0.5, 3, 4, 2, False)]
@@ -352,7 +352,7 @@ async def test_a_clock_that_is_set_back_keeps_no_old_timeline(tmp_path: Path) ->
 
 @looped
 async def test_a_runtime_that_dies_shows_and_the_next_one_too(tmp_path: Path) -> None:
-    """The death of a runtime and its successor are logged, and the new timeline is read from its start."""
+    """The death of a runtime and the start of the next one are logged. The new timeline is read from its start."""
     async with watched(tmp_path) as server, aclosing(server.live.watch()) as events:
         await find(events, "state", '"up": true')
         server.runtime.die()
@@ -386,7 +386,7 @@ async def test_a_watcher_that_does_not_read_is_disconnected(
 async def test_figures_that_cannot_be_read_end_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If figures cannot be read, the log says so, and the next update reads them again."""
+    """If figures cannot be read, the log reports it, and the next update tries again."""
     async with watched(tmp_path) as server, aclosing(server.live.watch()) as events:
         await anext(events)
         sound = server.runtime.answers
@@ -399,7 +399,7 @@ async def test_figures_that_cannot_be_read_end_nothing(
 
 @looped
 async def test_the_page_of_one_server_shows_panels_and_steers(tmp_path: Path) -> None:
-    """The page of one server shows what is known of a model, and sends commands; a refusal becomes an HTTP status."""
+    """The page of one server shows all facts about a model, and sends commands. A refusal becomes an HTTP status."""
 
     async def tensors(model: str) -> dict[str, Any]:
         return {"inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}], "outputs": []}

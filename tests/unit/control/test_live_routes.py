@@ -1,4 +1,4 @@
-"""The live page over HTTP: the public parts, and those that need the token."""
+"""The live page over HTTP: its public parts, and the parts that need the token."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ TOKEN = b"s3cret"
 
 
 class FakeSource:
-    """Sends the events in `told`, then no more until `more` is set."""
+    """Sends the events in `told`. Then the stream waits until `more` is set, and ends."""
 
     def __init__(self) -> None:
         self.told = [("w", "log", '{"t": 1, "text": "</script>"}')]
@@ -121,7 +121,7 @@ async def test_the_files_load_nothing_from_elsewhere() -> None:
 @pytest.mark.parametrize("token", [TOKEN, None])
 @looped
 async def test_the_stream_says_whether_one_may_steer_and_what_happens(token: bytes | None) -> None:
-    """The stream first says whether the page may send commands, then the events; a closed one is forgotten."""
+    """The stream first says whether the page may send commands, and then sends the events. A closed stream is no longer a watcher."""
     async with page(token) as (source, client):
         async with client.get("/live/stream") as answer:
             assert answer.content_type == "text/event-stream"
@@ -141,7 +141,7 @@ async def test_the_stream_says_whether_one_may_steer_and_what_happens(token: byt
 
 @looped
 async def test_too_many_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One watcher more than the limit gets 503."""
+    """A watcher above the limit gets 503."""
     monkeypatch.setattr(routes, "_MAX_WATCHERS", 1)
     async with page() as (_, client), client.get("/live/stream") as first:
         await first.content.readline()
@@ -154,7 +154,7 @@ async def test_too_many_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @looped
 async def test_a_panel_and_a_trace_are_json() -> None:
-    """What is known of a model, and a trace, are JSON; an unknown model or server is 404 with a reason."""
+    """The facts about a model, and a trace, are JSON. An unknown model or server is 404 with a reason."""
     async with page() as (_, client):
         async with client.get("/live/model", params={"server": "w", "model": "a"}) as answer:
             assert await answer.json() == {"history": ["loaded", "<b>evicted</b>"]}
@@ -221,7 +221,7 @@ TRY = json.dumps({"server": "w", "model": "a", "inputs": [1]})
 async def test_requests_of_the_form_need_the_token(
     token: bytes | None, said: str, body: str, status: int, text: str
 ) -> None:
-    """Requests for a model need the token and a small body; the answer is passed on."""
+    """Requests for a model need the token and a small body. The model's answer is returned."""
     headers = {"Authorization": said}
     async with page(token) as (_, client), client.post("/live/try", data=body, headers=headers) as answer:
         assert answer.status == status

@@ -1,4 +1,4 @@
-"""The metrics for Prometheus, and the HTTP server for them."""
+"""The metrics for Prometheus, and the HTTP server that serves them."""
 
 import asyncio
 import re
@@ -98,7 +98,7 @@ DEVICE: dict[str, Any] = {
     "compile": measured(LONG_SECONDS, 1.5),
     "loop_bans": 1,
 }
-#: Records of a runtime, with each kind of metric.
+#: Records of a runtime, with values for each kind of metric.
 SAID = records(MODEL, pb.ModelRecord(name="chain", meta=True, executing=1, calls=7, **COMMON), **DEVICE)
 
 
@@ -111,7 +111,7 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 
 def test_the_page_shows_metrics_that_exist() -> None:
-    """The metrics on the page, and their labels, are in the lists that its commands print."""
+    """The metrics and labels on the page are in the lists that the commands print."""
     text = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
     shown = re.findall(r"`(rsrv_\w+\{[\w,]+\})`", text)
 
@@ -120,7 +120,7 @@ def test_the_page_shows_metrics_that_exist() -> None:
 
 
 def test_every_family_is_served_and_has_its_labels() -> None:
-    """By Prometheus' own parser, exactly the metrics of the table are served, with their labels."""
+    """According to Prometheus' own parser, exactly the metrics of the table are served, with their labels."""
     families = {
         one.name + ("_total" if one.type == "counter" else ""): one
         for one in text_string_to_metric_families(expose({0: SAID}, ALONE))
@@ -180,7 +180,7 @@ def test_without_a_runtime_there_is_what_is_known() -> None:
 
 
 def test_each_device_has_its_samples() -> None:
-    """Figures of runtimes are apart by their devices; a device whose runtime is dead has only that it is down."""
+    """Samples of runtimes have the label of their device. For a device with a dead runtime, only its state and its restarts are served."""
     server = ServerFacts(restarts={0: 0, 1: 3, 2: 0}, models=["a"], failed=[], version="1", spans={})
     found = samples(expose({0: SAID, 2: SAID}, server))
 
@@ -194,7 +194,7 @@ def test_each_device_has_its_samples() -> None:
 
 
 def test_of_several_devices_histograms_without_values_are_left_out() -> None:
-    """A model's histograms are only of devices that it ran on; with one device, all are there from the start."""
+    """With several devices, a model has histograms only for devices that executed it. With one device, all are there from the start."""
     model = pb.ModelRecord()
     model.CopyFrom(MODEL)
     model.ClearField("execute")
@@ -210,10 +210,10 @@ def test_of_several_devices_histograms_without_values_are_left_out() -> None:
 
 @looped
 async def test_the_service_gives_the_page_while_the_runtime_is_and_is_not_there(tmp_path: Path) -> None:
-    """GetMetrics answers with and without a runtime; failed bundles are always in it."""
+    """GetMetrics answers with and without a runtime. It always has the failed bundles."""
     async with served(tmp_path, models=["a"]) as server:
         server.runtime.models[MODEL.name] = MODEL
-        # A stub of a version to come imports its model.py, and the current one serves.
+        # The stub of a new version imports its model.py, while the current version serves.
         server.runtime.record.importing["a"].seconds = 40.0
         server.lifecycle.failures["a"] = BundleFailure("no module", since=0.0)
 
@@ -260,7 +260,7 @@ async def say(port: int, request: bytes) -> bytes:
 
 @looped
 async def test_get_metrics_serves_the_page() -> None:
-    """GET /metrics is answered with any query and any headers."""
+    """GET /metrics is answered, whatever its query and its headers are."""
     async with page() as port:
         answer = await say(
             port, b"GET /metrics?x=1 HTTP/1.1\r\nHost: a\r\nAccept: */*\r\nConnection: close\r\n\r\n"
@@ -274,7 +274,7 @@ async def test_get_metrics_serves_the_page() -> None:
 
 @looped
 async def test_pages_of_other_sites_read_nothing() -> None:
-    """Metrics and live page are refused under another site's name."""
+    """Metrics and live page are refused if the Host is another site's name."""
     async with page() as port:
         for path in (b"/metrics", b"/", b"/live/stream", b"/live/trace"):
             request = b"GET %s HTTP/1.1\r\nHost: evil.example:8004\r\nConnection: close\r\n\r\n"
@@ -283,7 +283,7 @@ async def test_pages_of_other_sites_read_nothing() -> None:
 
 @looped
 async def test_too_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection above the limit is closed at once; after another one ends, the next is answered."""
+    """A connection above the limit is closed at once. After another connection ends, the next one is answered."""
     monkeypatch.setattr(http, "_MAX_CONNECTIONS", 1)
     async with page() as port:
         idle, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -304,7 +304,7 @@ async def test_too_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @looped
 async def test_an_idle_connection_is_closed_for_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the limit, the connection that was silent for too long is closed; one being answered is not."""
+    """At the limit, a connection that was silent for too long is closed. A connection with a request in progress is not."""
     monkeypatch.setattr(http, "_MAX_CONNECTIONS", 2)
     monkeypatch.setattr(http, "_IDLE_S", 0.0)
     async with page() as port:
@@ -324,7 +324,7 @@ async def test_an_idle_connection_is_closed_for_a_new_one(monkeypatch: pytest.Mo
 
 @looped
 async def test_an_address_that_cannot_be_had_is_said() -> None:
-    """A port that is taken and an address that is none are errors that say so."""
+    """The error says whether the port is taken, or the address is not an address."""
     async with page() as port:
         with pytest.raises(OSError, match="address already in use"):
             await server_of().start(f"127.0.0.1:{port}")

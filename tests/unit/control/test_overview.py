@@ -1,4 +1,4 @@
-"""The figures of the live page, made from the runtime's."""
+"""The figures of the live page, which are computed from the runtime's figures."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def figures(*models: pb.ModelRecord, **device: Any) -> dict[int, RuntimeRecords]
 
 
 def test_a_model_and_a_meta_model_are_shown_with_their_figures() -> None:
-    """Models and meta models are shown with figures, those being loaded or broken without."""
+    """Models and meta models have rows with figures. Rows of loading or broken models have no figures."""
     meta = model(histogram(0.02), "m", meta=True, executing=4, loads=0)
     said = figures(model(histogram(0.002)), meta)
     entries = {
@@ -83,7 +83,7 @@ def test_a_model_and_a_meta_model_are_shown_with_their_figures() -> None:
 
 
 def test_a_model_shows_what_its_start_waits_for() -> None:
-    """A model whose model.py a stub imports is not resident for clients, though its weights are on the device."""
+    """While a stub imports model.py, the model is shown as starting, although its weights are on the device."""
     overview, entries = Overview(), {"a@1": entry("a"), "n@1": entry("n", state="loading", weights="absent")}
     said = figures(model(histogram()), starting={"a": "importing model.py", "n": "compiling"})
 
@@ -96,7 +96,7 @@ def test_a_model_shows_what_its_start_waits_for() -> None:
 
 
 def test_a_model_that_no_runtime_has_is_shown_as_failed() -> None:
-    """A model whose bundle cannot be loaded has a row with the reason; a cold one and an alias have none."""
+    """A model whose bundle cannot be loaded has a row with the reason. A cold model or an alias has no such row."""
     why = {"b": "model.py: No module named 'cv2'", "c": "no manifest", "aliases.d": "no model"}
 
     shown = Overview().take(figures(), {"a@1": entry("a")}, why, {}, 0.0, cold={"c"})
@@ -106,7 +106,7 @@ def test_a_model_that_no_runtime_has_is_shown_as_failed() -> None:
 
 
 def test_metrics_and_live_page_have_the_same_words() -> None:
-    """The number of models by state counts what the page shows, and the cold models."""
+    """The metrics count models by the words of the live page's rows, and in addition the cold models."""
     entries = {"a@1": entry("a"), "n@1": entry("n", state="loading", weights="absent")}
     why = {"a": "no manifest", "b": "no manifest"}
     for asleep in (False, True):
@@ -120,7 +120,7 @@ def test_metrics_and_live_page_have_the_same_words() -> None:
 
 
 def test_figures_of_several_devices_are_added() -> None:
-    """A model's counters are sums over the devices, and its 99th percentile is of the requests of all."""
+    """A model's counters are sums over the devices, and its 99th percentile is over the requests of all devices."""
     first, second = figures(model(histogram(*[0.002] * 90)))[0], figures(model(histogram(*[1.5] * 10)))[0]
 
     a = Overview().take({0: first, 1: second}, {"a@1": entry("a")}, {}, {}, 0.0)["a"]
@@ -135,7 +135,7 @@ def test_figures_of_several_devices_are_added() -> None:
     st.randoms(use_true_random=False),
 )
 def test_of_several_versions_what_is_served_is_shown(states: list[str], random: Any) -> None:
-    """Of several versions, the one that serves is shown, or else the next one in line."""
+    """Of several versions, the ready one is shown. If there is none, a loading, a failed or a leaving one is shown, in this order."""
     entries = [(f"a@{number}", entry("a", state=state)) for number, state in enumerate(states)]
     random.shuffle(entries)
 
@@ -159,7 +159,7 @@ def test_the_99th_percentile_is_of_the_last_ten_seconds() -> None:
 
 
 def test_a_clock_that_is_set_back_begins_the_window_again() -> None:
-    """Requests from before the clock was set back leave the percentile, and memory, as others do."""
+    """After the clock is set back, requests from before drop out of the percentile after the usual window."""
     overview, entries = Overview(), {"a@1": entry("a")}
     samples = [(1000.0, (0.002,)), (1001.0, (0.002,) * 2), (1002.0, (2.0,)), (10.0, ()), (30.0, (0.002,))]
     seen: tuple[float, ...] = ()
@@ -180,7 +180,7 @@ def test_counters_that_restart_are_taken_as_they_are() -> None:
 
 
 def test_only_models_that_changed_are_made_again() -> None:
-    """An idle model is the same object at the next update; what the others did is the work between the updates."""
+    """The row of an idle model is the same object after an update. The work of the others is the difference between the updates."""
     overview, entries = Overview(), {"a@1": entry("a"), "b@1": entry("b")}
     idle = model(histogram(), "b")
 
@@ -202,7 +202,7 @@ def test_only_models_that_changed_are_made_again() -> None:
 
 @given(st.lists(st.lists(st.floats(0.0, 50.0), max_size=5), min_size=1, max_size=30))
 def test_a_percentile_lies_where_the_window_has_values(samples: list[list[float]]) -> None:
-    """For any requests, the percentile lies within the bucket of the window's largest value."""
+    """For any requests, the percentile exists if the window has some, and is at most the bucket bound of the largest value."""
     overview, total, came = Overview(), Histogram(SECONDS), []
     for second, values in enumerate(samples):
         for value in values:
@@ -240,5 +240,5 @@ def test_a_percentile_lies_where_the_window_has_values(samples: list[list[float]
     ],
 )
 def test_each_change_that_people_look_for_is_a_line(before: Any, after: Any, line: str | None) -> None:
-    """Changes that matter to people become a line; internal ones do not."""
+    """Changes that matter to people become a line. Internal changes do not."""
     assert describe(before, after, "version 2 serves") == line

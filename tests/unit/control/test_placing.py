@@ -1,4 +1,4 @@
-"""The placement of models on a server's devices: loads in, a table for the stubs and steps for the runtimes out."""
+"""The placement of models on a server's devices. It reads loads, and makes a table for the stubs and steps for the runtimes."""
 
 import asyncio
 import json
@@ -28,16 +28,18 @@ def new(name: str) -> pb.ModelRecord:
 
 
 class Weights:
-    """A runtime's answers about models that it loads and evicts at once."""
+    """Answers of a runtime that loads and evicts models at once."""
 
     def __init__(self, instance: str, names: str, budget: int | None) -> None:
         self.instance = instance
         self.loads = {name: new(name) for name in names}
         self.calls: dict[str, list[str]] = {}
         self.budget = budget
-        #: what each question for the record knew, the answers' records so far, and the models of the last answer
+        #: The answer that each question for the record named as its last one.
         self.known: list[int] = []
+        #: Records of all answers so far.
         self._said: list[dict[str, bytes]] = []
+        #: Models of the last answer.
         self.told: set[str] = set()
 
     def record(self, since: int) -> pb.DeviceRecord:
@@ -69,7 +71,7 @@ class Weights:
 
 
 class Device(FakeRuntime):
-    """A runtime with models."""
+    """A runtime that has models."""
 
     def __init__(self, path: Path, number: int, names: str, budget: int | None) -> None:
         super().__init__(path, instance=f"{number}{number}" * 8)
@@ -81,7 +83,7 @@ class Device(FakeRuntime):
 
 
 class World:
-    """Two devices with placement, whose time the test moves."""
+    """Two devices with a placement. The test sets their time."""
 
     def __init__(self, devices: list[Device], runtimes: Runtimes, path: Path, settings: str) -> None:
         self.devices = devices
@@ -96,7 +98,7 @@ class World:
         return {name: PlacementReader(self.path, name).mask(0.0) for name in sorted(names)}
 
     async def rounds(self, times: int = 1, **device_s: float) -> None:
-        """Run a round each second. `device_s`: what a model executes at each of its devices meanwhile."""
+        """Run a round each second. `device_s` has the seconds that a model executes in each round, on each of its devices."""
         for _ in range(times):
             await self.placing.round()
             self.now += 1.0
@@ -127,7 +129,7 @@ async def placed(
 
 @looped
 async def test_models_are_spread_over_the_devices(tmp_path: Path) -> None:
-    """Each model gets one device, where its weights are loaded; stubs and prefetches find it there."""
+    """Each model gets one device, where its weights are loaded. Stubs and prefetches use this device."""
     async with placed(tmp_path, "abcd") as world:
         await world.rounds(2)
 
@@ -141,7 +143,7 @@ async def test_models_are_spread_over_the_devices(tmp_path: Path) -> None:
 
 @looped
 async def test_only_what_changes_is_asked_for(tmp_path: Path) -> None:
-    """After the first round, the runtimes report only the loads that have changed, and the placement still knows the others."""
+    """After the first round, runtimes report only changed loads. The placement remembers the other loads."""
     async with placed(tmp_path, "abcd") as world:
         await world.rounds(4)
         assert all(one.weights.known[0] == 0 and all(one.weights.known[1:]) for one in world.devices)
@@ -160,7 +162,7 @@ async def test_only_what_changes_is_asked_for(tmp_path: Path) -> None:
 
 @looped
 async def test_a_device_that_has_become_idle_leaves_room_for_a_hot_model(tmp_path: Path) -> None:
-    """The hot model is placed on both devices. The idle device reports the same counters again, and this counts as a measurement."""
+    """If one device becomes idle, the hot model of the other is placed on both. Unchanged counters of a device are also a measurement."""
     async with placed(tmp_path) as world:
         await world.rounds(3)
         await world.rounds(4, b=0.9)
@@ -171,7 +173,7 @@ async def test_a_device_that_has_become_idle_leaves_room_for_a_hot_model(tmp_pat
 
 @looped
 async def test_the_other_device_takes_the_models_of_a_dead_one(tmp_path: Path) -> None:
-    """After the next round all models are at the device that lives; when the other is back, they return to it."""
+    """In the next round, the living device gets all models of the dead one. When the dead device is back, they return to it."""
     async with placed(tmp_path, "abcd") as world:
         await world.rounds(2)
         before = world.masks()
@@ -193,7 +195,7 @@ async def test_the_other_device_takes_the_models_of_a_dead_one(tmp_path: Path) -
 
 @looped
 async def test_a_restarted_control_process_goes_on(tmp_path: Path) -> None:
-    """The places of the table that an earlier process wrote are kept, however the weights lie."""
+    """A new control process keeps the places of the table that the earlier process wrote, wherever weights are."""
     async with placed(tmp_path, "abc") as world:
         PlacementWriter(world.path).write({"a": 2, "b": 2, "c": 3})
         for one in world.devices:
@@ -209,7 +211,7 @@ async def test_a_restarted_control_process_goes_on(tmp_path: Path) -> None:
 
 @looped
 async def test_a_meta_model_is_with_the_models_that_it_calls(tmp_path: Path) -> None:
-    """A meta model has the devices of its callees, which have one in common."""
+    """A meta model and its callees have a device in common, and the meta model is placed there."""
     async with placed(tmp_path, "abcd") as world:
         for one in world.devices:
             one.weights.calls = {"m": ["a", "d"]}
@@ -225,7 +227,7 @@ async def test_a_meta_model_is_with_the_models_that_it_calls(tmp_path: Path) -> 
 @looped
 @pytest.mark.parametrize("settings", ["", "runtime: {idle: {executable: 10m}}"])
 async def test_models_that_arrive_on_one_device_first_are_spread(tmp_path: Path, settings: str) -> None:
-    """New models are placed when all devices have them, or after a while: the quickest device does not get them all."""
+    """New models are placed when all devices have them, or after a while. So the device that is first does not get them all."""
     async with placed(tmp_path, "abcd", settings) as world:
         second = world.runtimes.links[1]
         for name in "abcd":
@@ -249,7 +251,7 @@ async def test_models_that_arrive_on_one_device_first_are_spread(tmp_path: Path,
 
 @looped
 async def test_a_card_without_memory_gets_no_models(tmp_path: Path) -> None:
-    """All models are on the other device; without any other, they are placed all the same, and a warning says why."""
+    """A device without memory gets no models if there is another device. If there is none, it gets them, and a warning says why."""
     async with placed(tmp_path, "abc") as world:
         first, second = (one.weights for one in world.devices)
         first.budget, second.budget = 0, 100
@@ -267,7 +269,7 @@ async def test_a_card_without_memory_gets_no_models(tmp_path: Path) -> None:
 
 @looped
 async def test_a_server_that_starts_without_a_device_places_its_models_soon(tmp_path: Path) -> None:
-    """With a device missing from the start and no load, the table is there when the models have settled."""
+    """If a device is missing from the start and there is no load, the table exists as soon as the models have settled."""
     async with placed(tmp_path) as world:
         world.devices[1].die()
         await until(world.runtimes, lambda: len(world.runtimes.live) == 1)
@@ -277,7 +279,7 @@ async def test_a_server_that_starts_without_a_device_places_its_models_soon(tmp_
 
 @looped
 async def test_a_trial_changes_nothing(tmp_path: Path) -> None:
-    """A dry run says where models would be without a device or a model, and with a further one."""
+    """A dry run reports the places of models without a device or a model, or with another model. It changes nothing."""
     async with placed(tmp_path, "abc", budget=100) as world:
         await world.rounds(2)
         before, generation = world.masks(), world.placing.generation
@@ -301,7 +303,7 @@ async def test_a_trial_changes_nothing(tmp_path: Path) -> None:
 
 @looped
 async def test_pins_hold(tmp_path: Path) -> None:
-    """A pinned model is on its device, and one with replicas on as many as its setting says."""
+    """A pinned model is on its device. A model with a number of replicas is on that many devices."""
     text = "models: {a: {devices: [1]}, b: {replicas: all}}"
     async with placed(tmp_path, settings=text) as world:
         await world.rounds(3)
@@ -317,7 +319,7 @@ async def test_pins_hold(tmp_path: Path) -> None:
 async def test_a_model_that_starts_with_a_request_gets_further_devices(
     tmp_path: Path, start: str, second: str, mask: int
 ) -> None:
-    """The table names a device where the model is still cold. It does not if the model has failed there, or is not lazy."""
+    """A lazy model that is still cold on a device can be placed there. A model that failed there, or is not lazy, cannot."""
     text = f"{{runtime: {{start: {start}}}, placement: {{replicas: all}}}}"
     async with placed(tmp_path, "a", settings=text) as world:
         device, link = world.devices[1], world.runtimes.links[1]
@@ -335,9 +337,9 @@ async def test_a_model_that_starts_with_a_request_gets_further_devices(
 @looped
 @pytest.mark.parametrize("starts", [True, False])
 async def test_busy_models_that_started_on_one_device_are_divided(tmp_path: Path, starts: bool) -> None:
-    """Two models start on the first device, and one of them moves. The first device answers until it has started on the second.
+    """If two busy models started on the first device, one of them moves. Until it has started on the second, the first one answers.
 
-    If it does not start there within a minute, it stays.
+    If the model does not start there within a minute, it stays on the first device.
     """
     async with placed(tmp_path, "ab", settings="runtime: {start: lazy}") as world:
         device, link = world.devices[1], world.runtimes.links[1]
@@ -370,7 +372,10 @@ async def test_busy_models_that_started_on_one_device_are_divided(tmp_path: Path
 async def test_a_model_that_becomes_cold_on_a_device_starts_there_again_after_some_minutes(
     tmp_path: Path,
 ) -> None:
-    """The idle copy of a model leaves its device. The table does not name the device at once, as the model would start and leave."""
+    """After an idle model becomes cold on a device, the table does not name this device for some minutes.
+
+    Otherwise the model would start and become cold again and again.
+    """
     text = "{runtime: {idle: {executable: 1m}}, placement: {replicas: all}}"
     async with placed(tmp_path, "a", settings=text) as world:
         await world.rounds(3)
@@ -387,7 +392,7 @@ async def test_a_model_that_becomes_cold_on_a_device_starts_there_again_after_so
 
 @looped
 async def test_an_external_placement_comes_by_the_service(tmp_path: Path) -> None:
-    """With `external`, the table is what SetPlacement says, and wrong devices are refused."""
+    """With `external`, SetPlacement sets the table. Unknown devices are refused."""
     async with served(tmp_path, models="ab", settings="placement: {mode: external}", devices=2) as server:
         wanted = [pb.ModelPlacement(model="a", devices=[1]), pb.ModelPlacement(model="b", devices=[0, 1])]
         for _ in range(2):
@@ -445,7 +450,7 @@ async def test_the_command_shows_places_and_a_dry_run(
 
 @looped
 async def test_a_server_that_places_models_itself_takes_no_table(tmp_path: Path) -> None:
-    """SetPlacement is refused with the mode, and a dry run where there is nothing to place."""
+    """Without `external`, SetPlacement is refused, and the error names the mode. If a server places no models, a dry run is refused."""
     async with served(tmp_path, models="a") as server:
         with pytest.raises(grpc.aio.AioRpcError, match="mode is lpt_packing") as refused:
             await server.control.SetPlacement(pb.SetPlacementRequest())
@@ -455,6 +460,6 @@ async def test_a_server_that_places_models_itself_takes_no_table(tmp_path: Path)
 
 
 def test_a_pin_to_a_device_that_is_not_listed_is_refused() -> None:
-    """Settings that list the devices name the wrong pin."""
+    """If the settings list the devices, a pin to another device is refused by name."""
     with pytest.raises(SettingsError, match=r"models\.a\.devices names 2, and runtime\.devices has 2"):
         load_settings("{runtime: {devices: [cpu, cpu]}, models: {a: {devices: [2]}}}")

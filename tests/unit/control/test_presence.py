@@ -1,4 +1,4 @@
-"""Which models serve, are cold or are expected to return, and whose stub is dead: events in, names out."""
+"""Models that serve, are cold or are expected to return, and dead stubs: the presence follows from events."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from tests.unit.control.peers import entry
 
 
 def up(*models: str, devices: int = 1) -> Presence:
-    """Return the presence of a server whose first runtime has these models, which are ready."""
+    """Return the presence of a server whose first runtime has these models. All models are ready."""
     presence = Presence(devices)
     first = presence.devices[0]
     first.begin({f"{name}@1": entry(name) for name in models}, 0.0)
@@ -27,7 +27,7 @@ def dead(presence: Presence, names: set[str], now: float) -> frozenset[str]:
 
 
 def test_a_model_serves_with_any_ready_version() -> None:
-    """An old version serves beside a new one that loads or fails, and without its stub."""
+    """A model serves if any version is ready, even without its stub, and even if a new version loads or fails."""
     presence = up("a")
     presence.devices[0].follow("a@2", entry("a", state="loading"), 0.0)
     presence.devices[0].follow("a@2", entry("a", state="failed", error="why", stubs=[]), 0.0)
@@ -38,7 +38,7 @@ def test_a_model_serves_with_any_ready_version() -> None:
 
 
 def test_the_stub_of_any_version_counts() -> None:
-    """A model with a stub of one of its versions is attached; one that failed without a stub is not."""
+    """A model is attached if any of its versions has a stub. A failed model without a stub is not attached."""
     presence = up()
     presence.devices[0].begin(
         {
@@ -52,14 +52,14 @@ def test_the_stub_of_any_version_counts() -> None:
 
 
 def test_a_model_that_falls_back_as_the_link_begins_is_leaving_and_cold() -> None:
-    """The first snapshot of a link may contain a version whose stubs were asked to leave. Changes may contain it as well."""
+    """If the first snapshot of a link has a version whose stubs were asked to leave, the version is leaving and the model is cold."""
     presence, fallen = up(), entry("a", state="cold", stubs=[])
     presence.devices[0].begin({"a@1": fallen}, 0.0)
     assert (fallen["state"], presence.cold) == ("leaving", {"a"})
 
 
 def test_a_cold_model_serves_while_it_starts_and_not_after_a_failure() -> None:
-    """A start of a model that was not cold does not accept requests."""
+    """A cold model serves while it starts. After a failed start, it does not serve, nor does a model that was not cold."""
     presence = up()
     presence.see(StubPoll(unconnected={"a"}), 0.0)
     assert (presence.cold, presence.serving) == ({"a"}, {"a"})
@@ -73,7 +73,7 @@ def test_a_cold_model_serves_while_it_starts_and_not_after_a_failure() -> None:
 
 
 def test_a_model_that_falls_back_and_starts_at_once_serves() -> None:
-    """It accepts requests all the time, although no poll has found it cold in between."""
+    """A model that falls to cold and starts at once serves all the time, although no poll has found it cold."""
     presence = up("a")
     change(presence, "a", state="cold", stubs=[])
     change(presence, "a", state="loading")
@@ -90,7 +90,7 @@ def test_a_runtime_that_is_out_of_sight_for_a_moment_loses_no_model() -> None:
 
 
 def test_a_lost_model_is_remembered_until_triton_has_loaded_it() -> None:
-    """Until then, its requests go to the dead stub, although the new stub is ready."""
+    """A model that lost its stub is lost until Triton has loaded it, although the new stub is ready earlier."""
     presence = up("a", "b")
     for name in "ab":
         presence.devices[0].follow(f"{name}@1", None, 0.0)
@@ -102,7 +102,7 @@ def test_a_lost_model_is_remembered_until_triton_has_loaded_it() -> None:
 
 
 def test_a_cold_model_whose_process_ends_is_lost() -> None:
-    """A poll finds no process of it, so it serves only when Triton has loaded it again."""
+    """If a poll finds no process of a cold model, the model serves only after Triton has loaded it again."""
     presence = up()
     presence.see(StubPoll(unconnected={"a"}), 0.0)
     presence.see(StubPoll(), 1.0)
@@ -110,7 +110,7 @@ def test_a_cold_model_whose_process_ends_is_lost() -> None:
 
 
 def test_a_model_whose_stub_has_not_returned_yet_is_not_cold() -> None:
-    """The stub lives and will connect by itself to the next runtime. Until then, its model does not serve."""
+    """After a runtime's end, a model does not serve, and is not cold, until its living stub has connected to the next runtime."""
     presence = up("a")
     device = presence.devices[0]
     device.go_down()
@@ -125,7 +125,7 @@ def test_a_model_whose_stub_has_not_returned_yet_is_not_cold() -> None:
 
 
 def test_a_model_of_another_device_serves_when_one_runtime_ends() -> None:
-    """A model that only the ended runtime had is expected to return, and a model that the other one builds is not cold."""
+    """A model that only the ended runtime had is expected to return. A model that another runtime builds is not cold."""
     presence = up("a", "b", devices=2)
     second = presence.devices[1]
     second.begin({"a@1": entry("a")}, 0.0)
@@ -138,7 +138,7 @@ def test_a_model_of_another_device_serves_when_one_runtime_ends() -> None:
 
 
 def test_models_serve_while_all_devices_sleep() -> None:
-    """Their stubs wait for requests without a connection, and a model without a stub of its own serves with its last version."""
+    """While all devices sleep, stubs wait without a connection, so models serve. A model without its own stub also serves."""
     presence = up("a")
     change(presence, "inner", stubs=[])
     device = presence.devices[0]
@@ -154,7 +154,7 @@ def test_models_serve_while_all_devices_sleep() -> None:
 
 
 def test_a_stub_is_dead_when_two_polls_agree() -> None:
-    """A stub is dead if two polls half a second apart find no process; a stub that had yet to start is not."""
+    """A stub is dead if two polls half a second apart find no process. A stub that has not started yet is not dead."""
     presence = up()
     assert not dead(presence, {"b"}, 20.0)
     assert presence.suspicious
@@ -171,7 +171,7 @@ def test_a_model_that_triton_does_not_call_ready_has_no_dead_stub() -> None:
 
 
 def test_a_replaced_stub_has_time_to_start() -> None:
-    """A replaced stub has time to start, and can be found dead after it."""
+    """A replaced stub has some time to start. After that, it can be found dead."""
     presence = up()
     presence.expect_start("a", 30.0)
     assert not dead(presence, {"a"}, 20.0)

@@ -1,4 +1,4 @@
-"""Starts of cold models by command and by schedule: which models, on which device, and what becomes of them."""
+"""Starts of cold models by command and by schedule: the models, their devices, and the results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.waiting import looped
 
 @pytest.fixture(autouse=True)
 def ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take each folder of the repository for a model of rsrv-gen's."""
+    """Make each folder of the repository a model of rsrv-gen's."""
     monkeypatch.setattr(
         "rsrv.control.prewarming.our_models",
         lambda repository: {folder.name for folder in repository.iterdir() if folder.is_dir()},
@@ -44,7 +44,7 @@ def started(server: Served, device: int = 0) -> list[str]:
 
 @asynccontextmanager
 async def cold(tmp_path: Path, settings: str = "", **options: Any) -> AsyncIterator[Served]:
-    """Serve a warm model `warm`, and cold ones `team-a`, `team-b` and `other`."""
+    """Serve the warm model `warm`, and the cold models `team-a`, `team-b` and `other`."""
     async with served(tmp_path, models=["warm"], settings=settings, **options) as server:
         for name in ("team-a", "team-b", "other"):
             add_model(server.repository, name)
@@ -54,7 +54,7 @@ async def cold(tmp_path: Path, settings: str = "", **options: Any) -> AsyncItera
 
 @looped
 async def test_models_start_by_patterns(tmp_path: Path) -> None:
-    """The runtime gets the bundles of the cold ones; a warm one is not started again."""
+    """A pattern starts cold models: the runtime gets their bundles. A warm model is not started again."""
     async with cold(tmp_path) as server:
         said = await server.control.Start(pb.StartRequest(models=["team-*", "warm"]))
 
@@ -70,7 +70,7 @@ async def test_models_start_by_patterns(tmp_path: Path) -> None:
 
 @looped
 async def test_a_start_wakes_a_device_that_sleeps(tmp_path: Path) -> None:
-    """The runtime that wakes is told to start also a model that was warm before the sleep."""
+    """A start wakes a sleeping device. Its runtime also starts a named model that was warm before the sleep."""
     async with cold(tmp_path) as server:
         woken = drowsy(server, answer={"failed": {}})
         await server.control.Sleep(pb.SleepRequest(drain_s=30))
@@ -83,7 +83,7 @@ async def test_a_start_wakes_a_device_that_sleeps(tmp_path: Path) -> None:
 
 
 async def next_runtime(server: Served, **entries: Any) -> FakeRuntime:
-    """End the runtime, and return the next one, which has these models."""
+    """End the runtime, and return the next one, which has these entries."""
     server.runtime.die()
     after = FakeRuntime(server.runtime._path, instance="99" * 8)
     after.entries |= entries
@@ -95,7 +95,7 @@ async def next_runtime(server: Served, **entries: Any) -> FakeRuntime:
 
 @looped
 async def test_a_poll_starts_what_a_runtimes_end_has_lost(tmp_path: Path) -> None:
-    """A poll starts nothing twice, and a failure has its reason."""
+    """A poll reports a failed start with its reason, and starts nothing twice. After a runtime's end, it starts the model again."""
     async with cold(tmp_path) as server:
         await server.control.Start(pb.StartRequest(models=["other"]))
         answer(server, {"other": "no such file"})
@@ -111,7 +111,7 @@ async def test_a_poll_starts_what_a_runtimes_end_has_lost(tmp_path: Path) -> Non
 
 @looped
 async def test_a_model_goes_when_its_bundle_is_gone(tmp_path: Path) -> None:
-    """The runtime is told once; models with a bundle stay."""
+    """If the bundle of a started model is gone, the runtime is told so once. Models with a bundle stay."""
     async with cold(tmp_path) as server:
         prewarming = server.service._server.prewarming
         await server.control.Start(pb.StartRequest(models=["team-*"]))
@@ -126,7 +126,7 @@ async def test_a_model_goes_when_its_bundle_is_gone(tmp_path: Path) -> None:
 
 @looped
 async def test_a_model_that_a_runtimes_end_has_lost_starts_again(tmp_path: Path) -> None:
-    """The next runtime is told to start it, but not one that a stub has registered meanwhile."""
+    """The next runtime starts a model that the runtime's end has lost, unless a stub has registered it already."""
     async with cold(tmp_path) as server:
         prewarming = server.service._server.prewarming
         await server.control.Start(pb.StartRequest(models=["team-*"]))
@@ -143,7 +143,7 @@ async def test_a_model_that_a_runtimes_end_has_lost_starts_again(tmp_path: Path)
 
 @looped
 async def test_an_idle_model_that_fell_back_to_cold_stays_cold_after_a_runtimes_end(tmp_path: Path) -> None:
-    """The runtime unloaded it, so its end has lost nothing."""
+    """A started model that fell to cold because it was idle is not started again after the runtime's end."""
     async with cold(tmp_path) as server:
         prewarming = server.service._server.prewarming
         await server.control.Start(pb.StartRequest(models=["other"]))
@@ -162,7 +162,7 @@ async def test_an_idle_model_that_fell_back_to_cold_stays_cold_after_a_runtimes_
 
 @looped
 async def test_a_model_that_came_back_by_itself_is_not_started_when_it_falls_idle(tmp_path: Path) -> None:
-    """After a runtime's end, a stub registers a prefetched model before anything else starts it; then it falls to cold."""
+    """If a stub registers a prefetched model after a runtime's end, the model is not started again when it later falls to cold."""
     async with cold(tmp_path) as server:
         prewarming = server.service._server.prewarming
         await server.control.Start(pb.StartRequest(models=["other"]))
@@ -179,7 +179,7 @@ async def test_a_model_that_came_back_by_itself_is_not_started_when_it_falls_idl
 
 @looped
 async def test_a_model_starts_at_its_home(tmp_path: Path) -> None:
-    """Of several devices, each model starts on one: where the table has it, or at its home."""
+    """Of several devices, a model starts on one: the device that the table names, or else its home."""
     async with cold(tmp_path, devices=2) as server:
         home = by_preference("team-a", 2)[0]
         server.runtimes.placement = {"other": [1 - by_preference("other", 2)[0]]}
@@ -193,7 +193,7 @@ async def test_a_model_starts_at_its_home(tmp_path: Path) -> None:
 
 @looped
 async def test_a_meta_model_stands_for_those_that_it_calls(tmp_path: Path) -> None:
-    """The bundles that a meta model carries are started."""
+    """A start of a meta model starts the bundles that it contains."""
     async with cold(tmp_path) as server:
         (server.repository / "chain" / "1" / "calls" / "first").mkdir(parents=True)
 
@@ -205,7 +205,7 @@ async def test_a_meta_model_stands_for_those_that_it_calls(tmp_path: Path) -> No
 
 @looped
 async def test_a_pattern_without_a_model_is_refused(tmp_path: Path) -> None:
-    """The error names the nearest model, and nothing starts."""
+    """If a pattern matches no model, the error names the nearest model, and nothing starts."""
     async with cold(tmp_path) as server:
         code, text = await refusal(server.control.Start(pb.StartRequest(models=["team-a", "otter"])))
 
@@ -218,7 +218,7 @@ async def test_a_pattern_without_a_model_is_refused(tmp_path: Path) -> None:
 
 @looped
 async def test_models_start_at_their_times(tmp_path: Path) -> None:
-    """Each time starts the model once."""
+    """Each scheduled time starts the model once."""
     settings = "models: {team-a: {warm_at: 08:55}, other: {warm_at: [08:50, 09:05]}}"
     async with cold(tmp_path, settings) as server:
         now = datetime(2025, 6, 2, 8, 56).timestamp()
@@ -236,7 +236,7 @@ async def test_models_start_at_their_times(tmp_path: Path) -> None:
 
 @looped
 async def test_a_time_that_comes_while_no_runtime_answers_counts_later(tmp_path: Path) -> None:
-    """The model starts as soon as a runtime answers."""
+    """If no runtime answers at a scheduled time, the model starts as soon as one answers."""
     async with cold(tmp_path, "models: {other: {warm_at: 08:50}}") as server:
         now = datetime(2025, 6, 2, 8, 56).timestamp()
         prewarming = Prewarming(server.service._server.file, server.runtimes, lambda: now)
@@ -253,7 +253,7 @@ async def test_a_time_that_comes_while_no_runtime_answers_counts_later(tmp_path:
 
 @looped
 async def test_the_command_shows_what_became_warm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`rsrv prefetch --warm` returns when all have started, and fails if one has."""
+    """`rsrv prefetch --warm` returns when all models have started or failed, and fails if one has failed."""
     async with shell(tmp_path, capsys) as rsrv:
         server = rsrv.server
         for name in ("one", "two"):

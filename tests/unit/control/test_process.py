@@ -1,4 +1,4 @@
-"""The control process as a process: a second start, clean-up, and its end."""
+"""The control process as a process: only one runs, it removes its files, and it ends with its server."""
 
 import asyncio
 import os
@@ -35,7 +35,7 @@ class Place:
     settings: Path
 
     async def control(self, path: str = "") -> Process:
-        """Start the control process, which looks for modules in the folder `path` first; the caller waits for it."""
+        """Start the control process, with `path` as its PYTHONPATH. The caller waits for its end."""
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "rsrv.control", "--directory", str(self.directory)),
             *("--server-pid", str(self.server.pid), "--settings", str(self.settings)),
@@ -58,7 +58,7 @@ def directory(tmp_path: Path) -> Path:
 
 @asynccontextmanager
 async def placed(directory: Path, settings: str = "") -> AsyncIterator[Place]:
-    """Make a place, and end all processes started in it."""
+    """Make a place. At the end of the block, end the server's process."""
     repository = directory.parent / "repository"
     repository.mkdir()
     (repository / "rsrv.yaml").write_text(settings)
@@ -70,7 +70,7 @@ async def placed(directory: Path, settings: str = "") -> AsyncIterator[Place]:
 
 
 async def line_with(control: Process, text: str) -> str:
-    """Return the first line of the log that has this text."""
+    """Read the log up to the first line with this text, and return this line."""
     assert control.stderr is not None
     async for line in control.stderr:
         if text in line.decode():
@@ -79,19 +79,19 @@ async def line_with(control: Process, text: str) -> str:
 
 
 async def listening(control: Process) -> None:
-    """Return when the log reports that the process listens."""
+    """Wait until the log reports that the process listens."""
     await line_with(control, " listens in ")
 
 
 async def said(control: Process) -> str:
-    """Return the rest of the log, after the process has ended."""
+    """Wait for the end of the process, and return the rest of its log."""
     _, log = await control.communicate()
     return log.decode()
 
 
 @looped
 async def test_it_serves_while_the_server_lives_and_clears_away(directory: Path) -> None:
-    """The process serves while the server lives, and removes its directory after the server's end."""
+    """The process serves while its server lives, and removes its files after the server's end."""
     runtime = FakeRuntime(directory / "runtime.sock")
     runtime.entries["a@1"] = entry("a")
     async with placed(directory) as place:
@@ -120,7 +120,7 @@ async def test_it_serves_while_the_server_lives_and_clears_away(directory: Path)
 
 @looped
 async def test_a_disk_that_hangs_does_not_keep_it(directory: Path) -> None:
-    """The process ends with the server, although a thread hangs on a file."""
+    """The process ends with its server, although one of its threads hangs on a file."""
     async with placed(directory) as place:
         (place.settings.parent / "a").mkdir()
         os.mkfifo(place.settings.parent / "a" / "config.pbtxt")
@@ -137,7 +137,7 @@ async def test_a_disk_that_hangs_does_not_keep_it(directory: Path) -> None:
 
 @looped
 async def test_there_is_one_of_it(directory: Path) -> None:
-    """A second control process exits at once; after the first is killed, the next one takes over."""
+    """A second control process exits at once. After the first one is killed, the next one replaces it."""
     async with placed(directory) as place:
         first = await place.control()
         await listening(first)
@@ -154,7 +154,7 @@ async def test_there_is_one_of_it(directory: Path) -> None:
 
 @looped
 async def test_without_its_server_it_does_not_begin(directory: Path) -> None:
-    """If the server has already ended, the process exits with 0 and leaves nothing."""
+    """If the server has already ended, the process exits with 0 and leaves no file."""
     async with placed(directory) as place:
         await place.end()
         control = await place.control()
@@ -165,7 +165,7 @@ async def test_without_its_server_it_does_not_begin(directory: Path) -> None:
 
 @looped
 async def test_doors_that_anybody_could_use_are_complained_about(directory: Path) -> None:
-    """A port without protection stays closed, and the Unix socket serves. A plain tritonserver is named with the remedy."""
+    """A port without protection stays closed, and the Unix socket serves. Open ports of a tritonserver are logged with the remedy."""
     async with placed(directory, "control: {listen: 'localhost:0'}") as place:
         control = await place.control()
         line = await line_with(control, "control.listen needs")
@@ -198,7 +198,7 @@ async def test_without_opentelemetry_it_serves_and_says_what_is_missing(
 
 @looped
 async def test_requests_that_are_no_http_do_not_fill_the_log(directory: Path) -> None:
-    """Invalid HTTP requests cost at most one line of the log a second."""
+    """Invalid HTTP requests cause at most one line of the log per second."""
     (port,) = free_ports(1)
     async with placed(directory, f"metrics: {{listen: '127.0.0.1:{port}'}}") as place:
         control = await place.control()
@@ -210,7 +210,7 @@ async def test_requests_that_are_no_http_do_not_fill_the_log(directory: Path) ->
 
 @looped
 async def test_wrong_settings_end_it_with_their_reason(directory: Path) -> None:
-    """Wrong settings end the process with their reason."""
+    """Wrong settings end the process, and the log has the reason."""
     async with placed(directory, "contrl: {}") as place:
         control = await place.control()
 

@@ -1,4 +1,4 @@
-"""The command `rsrv record`: the trace that it writes, and the scenario that it makes of the server's figures."""
+"""The command `rsrv record`: the trace that it writes, and the scenario that it makes from the server's figures."""
 
 import re
 import time
@@ -15,9 +15,10 @@ from rsrv.sim.scenario import load_scenario
 from tests.unit.control.test_cli import remember, shell
 from tests.waiting import looped
 
-#: of the first runtime of `served`
+#: Instance of the first runtime of `served`.
 INSTANCE = "11" * 8
-#: what came to the runtime, by the number of the first request: 0 and 1 are of an earlier record, 2 and 3 are forgotten
+#: Requests that the runtime got, by the number from which a poll asks. Requests 0 and 1 are from before this record, and the
+#: runtime has forgotten 2 and 3.
 CAME: dict[int, tuple[int, list[Any]]] = {
     0: (0, [(1.0, "a@1", 9, 0, None, 0, False)] * 2),
     2: (4, [(5.0, "a@1", 3, 0, 0.25, 2, False), (5.125, "b@1", 1, 0, None, 0, True)]),
@@ -25,12 +26,12 @@ CAME: dict[int, tuple[int, list[Any]]] = {
 
 
 def told(command: dict[str, Any]) -> dict[str, Any]:
-    """Answer a command as the runtime does."""
+    """Answer a command as a runtime does."""
     since: int = command.get("since", 0)
     said = {"instance": INSTANCE, "unix_s": 1e9}
     match command["command"]:
         case "timeline":
-            # Relative to the answer; ten executions after the first request.
+            # Ten executions after the first request. Their times are relative to the answer's.
             spans = [["execute", "a@1", -1e9 - 6.0, 0.004, 3, 8, 1, False]] * 10
             return said | {"first": since, "next": 10, "end": 10, "spans": spans[since:]}
     first, requests = CAME.get(since, (since, []))
@@ -42,7 +43,7 @@ def told(command: dict[str, Any]) -> dict[str, Any]:
 async def test_a_record_is_a_scenario_of_the_simulator(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The trace has what came since the start; the scenario has measured costs, bytes, and what models share."""
+    """The trace has the requests since the start. The scenario has measured costs, bytes, and the tensors that models share."""
     async with shell(tmp_path, capsys) as rsrv:
         rsrv.server.runtime.answers = told
         remember(rsrv.server.runtime)
@@ -76,7 +77,7 @@ async def test_a_record_is_a_scenario_of_the_simulator(
 async def test_a_server_that_ends_leaves_its_scenario(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The record ends with the server, and its scenario has the figures of the start."""
+    """The record ends with the server. Its scenario has the figures from the start of the record."""
     monkeypatch.setattr("rsrv.cli.recording._GONE_S", 0.0)
 
     async with shell(tmp_path, capsys) as rsrv:
@@ -105,7 +106,7 @@ async def test_ctrl_c_and_sigterm_take_what_came_since_the_last_poll(
     monkeypatch: pytest.MonkeyPatch,
     end: type[KeyboardInterrupt],
 ) -> None:
-    """Requests that come between the last poll and the end are in the trace, and the scenario is written."""
+    """After Ctrl-C or SIGTERM, the trace has the requests since the last poll, and the scenario is written."""
     interrupts: list[float] = []
 
     def interrupted(seconds: float) -> None:
@@ -130,7 +131,7 @@ async def test_ctrl_c_and_sigterm_take_what_came_since_the_last_poll(
 
 
 def test_a_replaced_runtime_is_counted() -> None:
-    """After a runtime was replaced, the record knows that requests of that moment are missing."""
+    """If a runtime is replaced, the record reports that requests of that moment are missing."""
     recording = Recording()
     for instance, first in (("old", 5), ("new", 0), ("new", 1)):
         at = pb.TimelinePosition(device=0, instance=instance, first=first, next=first + 1, end=first + 1)
@@ -139,13 +140,16 @@ def test_a_replaced_runtime_is_counted() -> None:
 
 
 def executed(name: str, *costs: tuple[int, int, float | None], **differs: Any) -> pb.ModelStatus:
-    """Return the status of a model with executables: variant, size and cost."""
+    """Return the status of a model with these executables. Each has a variant, a size and a cost."""
     executables = [pb.Executable(variant=variant, size=size, cost_s=cost) for variant, size, cost in costs]
     return pb.ModelStatus(name=name, record=pb.ModelRecord(executables=executables, **differs))
 
 
 def test_models_that_cannot_be_simulated_are_left_out() -> None:
-    """A model without any cost is in a scenario only if it was asked; a variant without one costs as its neighbour."""
+    """A model without any cost is in the scenario only if it got requests.
+
+    A variant or size without a cost has the cost of its neighbour.
+    """
     models = [
         executed("cold", (0, 1, None)),
         executed("wide", (0, 1, None), (1, 1, 0.5), (1, 4, 0.75), weights=pb.WEIGHTS_RESIDENT),

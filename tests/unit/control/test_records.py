@@ -1,4 +1,4 @@
-"""The control process's records of a runtime, as its answers change them."""
+"""The control process's records of a runtime, which the runtime's answers update."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.unit.control.peers import model_record
 
 
 def test_an_answer_with_changes_keeps_the_other_models_and_no_meta_model_that_left() -> None:
-    """A meta model leaves when its stub ends, although the models that it called stay."""
+    """An answer with changes keeps the records of other models. A meta model that is not in the answer is dropped, as its stub ended."""
     models = [model_record("a"), model_record("b"), pb.ModelRecord(name="meta", meta=True, queued=3)]
     before = RuntimeRecords().updated(pb.DeviceRecord(next=5, models=models))
     after = before.updated(pb.DeviceRecord(since=5, next=6, models=[model_record("b", queued=9)]))
@@ -18,6 +18,6 @@ def test_an_answer_with_changes_keeps_the_other_models_and_no_meta_model_that_le
 
 
 def test_the_nearest_place_of_weights_counts() -> None:
-    """Weights that one device reads from disk are in host memory for another one."""
+    """If weights are on disk for one device and in host memory for another, the total shows host memory."""
     places = [model_record(weights_state=place) for place in ("on disk", "absent")]
     assert total(places).weights_state == "absent"

@@ -19,7 +19,7 @@ DAY = 86400.0
 
 
 def issue(folder: Path, ends: datetime, authority: trustme.CA | None = None) -> float:
-    """Write a certificate and its key; return the Unix time of its end."""
+    """Write a certificate and its key, and return the Unix time at which the certificate ends."""
     issued = (authority or trustme.CA()).issue_cert("localhost", not_after=ends)
     replace(folder / "cert", issued.cert_chain_pems[0].bytes())
     replace(folder / "key", issued.private_key_pem.bytes())
@@ -27,7 +27,7 @@ def issue(folder: Path, ends: datetime, authority: trustme.CA | None = None) -> 
 
 
 def replace(file: Path, content: bytes) -> None:
-    """Write a file as renewals do: by a rename."""
+    """Replace a file by a rename, as renewals do."""
     other = file.with_suffix(".new")
     other.write_bytes(content)
     other.chmod(0o600)
@@ -35,7 +35,7 @@ def replace(file: Path, content: bytes) -> None:
 
 
 def certificate(folder: Path) -> Renewed[str]:
-    """Return a renewed certificate, whose value is the file's content."""
+    """Return a `Renewed` certificate. Its value is the content of the file."""
     cert, key = folder / "cert", folder / "key"
 
     def read() -> str:
@@ -47,7 +47,7 @@ def certificate(folder: Path) -> Renewed[str]:
 
 @given(st.datetimes(datetime(2000, 1, 1), datetime(2120, 1, 1)))
 def test_the_end_of_a_certificate(ends: datetime) -> None:
-    """The end is the certificate's own, before and after 2050, where its form changes."""
+    """The end is read from the certificate. Dates from 2050 on have another form there."""
     ends = ends.replace(microsecond=0, tzinfo=UTC)
     issued = AUTHORITY.issue_cert("localhost", not_after=ends, not_before=datetime(1999, 1, 1, tzinfo=UTC))
     assert end_of(issued.cert_chain_pems[0].bytes()) == ends.timestamp()
@@ -57,7 +57,7 @@ AUTHORITY = trustme.CA()
 
 
 def test_the_first_end_of_a_chain_counts() -> None:
-    """A chain ends with its first certificate that does; a file without one has no end."""
+    """A chain ends when the first of its certificates ends. A file without a certificate is an error."""
     early, late = (
         AUTHORITY.issue_cert("localhost", not_after=datetime(year, 1, 1, tzinfo=UTC)).cert_chain_pems[0]
         for year in (2031, 2032)
@@ -69,7 +69,7 @@ def test_the_first_end_of_a_chain_counts() -> None:
 
 
 def test_a_renewed_certificate_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A new certificate is used at the next check, and the log says until when."""
+    """A new certificate is used from the next check on, and the log has its end."""
     caplog.set_level("INFO")
     first = issue(tmp_path, datetime(2031, 1, 1, tzinfo=UTC))
     renewed = certificate(tmp_path)
@@ -85,7 +85,7 @@ def test_a_renewed_certificate_is_used(tmp_path: Path, caplog: pytest.LogCapture
 def test_a_file_that_cannot_be_used_leaves_the_last_good_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Broken, missing, unmatched and ended files change nothing but the problem, which is logged once; a good one ends it."""
+    """With a broken, missing, unmatched or ended file, the last good value stays. The problem is logged once, until a good file ends it."""
     ends = issue(tmp_path, datetime(2031, 1, 1, tzinfo=UTC))
     now = ends - 100 * DAY
     renewed = certificate(tmp_path)
@@ -124,7 +124,7 @@ def test_a_file_that_cannot_be_used_leaves_the_last_good_one(
 
 
 def test_a_read_that_failed_is_repeated(tmp_path: Path) -> None:
-    """A new file that could not be read for a moment, as without descriptors, is used at the next check, unchanged as it is."""
+    """If a new file cannot be read for a moment, as without free descriptors, the next check reads it, although it has not changed."""
     path = tmp_path / "token"
     replace(path, b"first")
     failures: list[OSError] = []
@@ -144,7 +144,7 @@ def test_a_read_that_failed_is_repeated(tmp_path: Path) -> None:
 
 
 def test_a_certificate_that_ends_soon_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """From 14 days before its end a certificate is announced once, and once more at its end."""
+    """A certificate is announced in the log once from 14 days before its end on, and once more at its end."""
     ends = issue(tmp_path, datetime(2031, 1, 1, tzinfo=UTC))
     renewed = certificate(tmp_path)
 
@@ -165,7 +165,7 @@ def test_a_certificate_that_ends_soon_is_announced(tmp_path: Path, caplog: pytes
 
 
 def test_a_file_behind_links_is_watched(tmp_path: Path) -> None:
-    """A secret whose directory is swapped by a link, as Kubernetes does it, is read again."""
+    """A secret is read again if a link to its directory is swapped, as Kubernetes does it."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "token").write_text(name)

@@ -1,4 +1,4 @@
-"""Restarts of runtimes by the control service and the command: one after another, and what stops them."""
+"""Restarts of runtimes by the control service and the command: one device after another, and the errors that stop a restart."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RESTART = {"command": "restart", "drain_s": 30.0, "force": False}
 
 
 def replaceable(server: Served, **next_entries: Any) -> list[tuple[int, dict[str, Any]]]:
-    """Have each runtime end at `restart`, and another one with these entries take its place; return the commands."""
+    """Make each runtime end at `restart`, and start another one with these entries in its place. Return the received commands."""
     said: list[tuple[int, dict[str, Any]]] = []
 
     def answer(number: int, runtime: FakeRuntime, command: dict[str, Any]) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def end(server: Served) -> None:
 
 @looped
 async def test_devices_are_restarted_one_after_another(tmp_path: Path) -> None:
-    """The second device follows when the models of the first are back; the answer has the gap of each."""
+    """The second device restarts when the models of the first are back. The answer has each device's time without models."""
     async with served(tmp_path, models=["a", "b"], devices=2) as server:
         said = replaceable(server)
 
@@ -62,7 +62,7 @@ async def test_devices_are_restarted_one_after_another(tmp_path: Path) -> None:
 
 @looped
 async def test_one_device_is_named(tmp_path: Path) -> None:
-    """The other one is not asked."""
+    """If the request names one device, the runtimes of other devices get no command."""
     async with served(tmp_path, models=["a"], devices=2) as server:
         said = replaceable(server)
         await server.control.Restart(pb.RestartRequest(devices=[1], drain_s=5, force=True))
@@ -72,7 +72,7 @@ async def test_one_device_is_named(tmp_path: Path) -> None:
 
 @looped
 async def test_wrong_settings_change_nothing(tmp_path: Path) -> None:
-    """An invalid rsrv.yaml is refused with its problem before a runtime hears of it; a valid one is shown afterwards."""
+    """An invalid rsrv.yaml is refused with its problem, and no runtime gets a command. After a valid one, the status has its values."""
     async with served(tmp_path, models=["a"]) as server:
         said = replaceable(server)
         file = server.repository / "rsrv.yaml"
@@ -92,7 +92,7 @@ async def test_wrong_settings_change_nothing(tmp_path: Path) -> None:
 
 @looped
 async def test_a_model_that_does_not_return_stops_the_others(tmp_path: Path) -> None:
-    """The error names the model that failed in the next runtime; the second device goes on as it was."""
+    """If a model fails in the next runtime, the error names it, and the second device is not restarted."""
     async with served(tmp_path, models=["a", "b"], devices=2) as server:
         failed = entry("b", state="failed", error="no room", weights="absent")
         said = replaceable(server, **{"a@1": entry("a"), "b@1": failed})
@@ -107,7 +107,7 @@ async def test_a_model_that_does_not_return_stops_the_others(tmp_path: Path) -> 
 
 @looped
 async def test_the_command_prints_the_gaps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A line for each device; a number below 0 is a wrong command line."""
+    """The command prints a line for each device. A device below 0 is a wrong command line."""
     async with shell(tmp_path, capsys) as rsrv:
         said = replaceable(rsrv.server)
         done = await rsrv("restart", "--device", "0", "--drain", "7")

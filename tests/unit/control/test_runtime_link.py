@@ -1,4 +1,4 @@
-"""The link to the runtime: its view, and the death, silence or replacement of the runtime."""
+"""The link to the runtime: its view, and its reaction when a runtime dies, is silent or is replaced."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ from tests.waiting import looped
 async def up(
     tmp_path: Path, *models: str, settings: str = ""
 ) -> AsyncIterator[tuple[FakeRuntime, Runtimes, RuntimeLink]]:
-    """Yield a runtime that has these models, the runtimes of its server, and the link to it, which is up."""
+    """Yield a runtime with these models, the runtimes of its server, and the link to it. The link is up."""
     runtime = FakeRuntime(tmp_path / "runtime.sock")
     runtime.entries = {f"{name}@1": entry(name) for name in models}
     try:
@@ -35,7 +35,7 @@ async def up(
 
 @looped
 async def test_the_snapshot_and_every_change_are_shown(tmp_path: Path) -> None:
-    """The view has the snapshot and every change."""
+    """The view shows the snapshot and every later change."""
     async with up(tmp_path, "a") as (runtime, runtimes, link):
         assert set(link.state.entries) == {"a@1"}
 
@@ -49,7 +49,7 @@ async def test_the_snapshot_and_every_change_are_shown(tmp_path: Path) -> None:
 
 @looped
 async def test_a_runtime_that_dies_is_down_at_once_and_the_next_one_is_found(tmp_path: Path) -> None:
-    """When a runtime dies the link is down at once, and it finds the next one at the same path."""
+    """When a runtime dies, the link is down at once. It finds the next runtime at the same path."""
     async with up(tmp_path, "a") as (first, runtimes, link):
         since = link.since
 
@@ -69,7 +69,7 @@ async def test_a_runtime_that_dies_is_down_at_once_and_the_next_one_is_found(tmp
 
 @looped
 async def test_a_silent_runtime_is_down_until_it_answers(tmp_path: Path) -> None:
-    """A stopped runtime is down until it answers again, and commands fail, also one that has been sent."""
+    """A stopped runtime is down until it answers again. Commands fail, including a command that was sent before."""
     async with up(tmp_path) as (runtime, runtimes, link):
         runtime.stop()
         with impatient(link), pytest.raises(RuntimeDown):
@@ -88,7 +88,7 @@ async def test_a_silent_runtime_is_down_until_it_answers(tmp_path: Path) -> None
 
 @looped
 async def test_a_wait_that_begins_after_the_change_returns(tmp_path: Path) -> None:
-    """A wait for changes after a known revision returns if the change came before the wait."""
+    """A wait for changes after a known revision returns at once if a change came before the wait."""
     async with up(tmp_path) as (runtime, runtimes, link):
         seen = runtimes.changes
         runtime.change("a@1", entry("a"))
@@ -127,7 +127,7 @@ async def test_a_subscriber_sees_every_change_in_order(tmp_path: Path) -> None:
 
 @looped
 async def test_a_subscriber_that_does_not_read_gets_a_snapshot_instead(tmp_path: Path) -> None:
-    """A subscriber that reads too slowly gets a snapshot in place of the changes."""
+    """A subscriber that reads too slowly gets a snapshot in place of the missed changes."""
     async with up(tmp_path) as (runtime, runtimes, link):
         subscription = link.state.subscribe()
         await subscription.next()
@@ -161,7 +161,7 @@ async def test_a_gap_in_the_revisions_is_noticed(tmp_path: Path) -> None:
 
 @looped
 async def test_a_new_runtime_follows_what_operators_want(tmp_path: Path) -> None:
-    """A runtime that follows changes and the one after it, which gets the whole document, have the same one."""
+    """A runtime that follows changes and the next runtime, which gets the whole document, end up with the same document."""
     async with up(tmp_path, settings="models: {a: {weight: 3}}") as (first, runtimes, link):
         desired = runtimes.desired
         assert first.wants("a") == {"settings": {"weight": 3}}
@@ -187,7 +187,7 @@ async def test_a_new_runtime_follows_what_operators_want(tmp_path: Path) -> None
 
 @looped
 async def test_the_next_control_process_wants_what_the_last_one_wanted(tmp_path: Path) -> None:
-    """The new control process sends the whole document with its own instance, to the same runtime or to a new one."""
+    """A new control process sends the whole document with its own instance, to the same runtime or to a new one."""
     runtime = FakeRuntime(tmp_path / "runtime.sock")
     async with linked(tmp_path) as runtimes:
         await until(runtimes, lambda: runtimes.up)
@@ -204,7 +204,7 @@ async def test_the_next_control_process_wants_what_the_last_one_wanted(tmp_path:
 
 @looped
 async def test_a_change_holds_although_its_client_has_gone(tmp_path: Path) -> None:
-    """A silent runtime follows the change once it answers again, even if the client has hung up."""
+    """A silent runtime follows a change when it answers again, even if the client of the change has left."""
     async with up(tmp_path) as (runtime, runtimes, _):
         runtime.stop()
         asking = asyncio.create_task(runtimes.change(lambda: runtimes.desired.pause(["a"], "hold")))
@@ -218,7 +218,7 @@ async def test_a_change_holds_although_its_client_has_gone(tmp_path: Path) -> No
 
 @looped
 async def test_a_document_that_is_larger_than_a_frame_arrives(tmp_path: Path) -> None:
-    """Settings of thousands of models travel in a memfd."""
+    """A document for thousands of models, which is larger than a frame, arrives. It is sent in a memfd."""
     names = [f"model{number}" for number in range(5000)]
     async with up(tmp_path) as (runtime, runtimes, _):
         await runtimes.change(lambda: runtimes.desired.set_models(names, {"weight": 2.0}))
@@ -228,7 +228,7 @@ async def test_a_document_that_is_larger_than_a_frame_arrives(tmp_path: Path) ->
 
 @looped
 async def test_a_runtime_that_refused_a_change_gets_the_whole_document(tmp_path: Path) -> None:
-    """The refusal is the caller's error, and the next change comes with all of the document, also if it is the same one."""
+    """The caller of a refused change gets the error. The next change is sent with the whole document, even if it is the same change."""
     async with up(tmp_path) as (runtime, runtimes, _):
         runtime.refuses_next = {"error": "odd", "code": "INVALID_ARGUMENT"}
         with pytest.raises(StatusError, match="odd"):
@@ -240,7 +240,7 @@ async def test_a_runtime_that_refused_a_change_gets_the_whole_document(tmp_path:
 
 @looped
 async def test_a_change_right_behind_a_refused_one_is_answered_when_it_holds(tmp_path: Path) -> None:
-    """The runtime cannot follow it before it has the whole document, for which the caller waits."""
+    """A change just after a refused one is answered when it holds. Before that, the runtime needs the whole document."""
     async with up(tmp_path) as (runtime, runtimes, _):
         runtime.refuses_next = {"error": "odd", "code": "INVALID_ARGUMENT"}
 

@@ -1,4 +1,4 @@
-"""The runtimes of a server with several devices: their merged state, and commands for all of them."""
+"""The runtimes of a server with several devices: their merged state, and commands for all runtimes."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,7 +22,7 @@ FETCH = {"command": "prefetch", "model": "a"}
 
 @asynccontextmanager
 async def two(tmp_path: Path) -> AsyncIterator[tuple[Runtimes, list[FakeRuntime]]]:
-    """Yield two runtimes that are up and have the ready model `a`, and the links to them."""
+    """Yield the links to two runtimes, and the runtimes. Both are up and have the ready model `a`."""
     folders = [tmp_path / name for name in ("0", "1")]
     found = []
     for number, folder in enumerate(folders):
@@ -45,7 +45,7 @@ def reborn(old: FakeRuntime, **entries: Any) -> FakeRuntime:
 
 @looped
 async def test_a_version_has_the_best_of_its_states(tmp_path: Path) -> None:
-    """A version that failed on one device and is ready on the other is ready; its stubs are those of the ready one."""
+    """A version that failed on one device and is ready on the other is ready, with the stubs of the device where it is ready."""
     async with two(tmp_path) as (runtimes, (first, second)):
         first.change("a@1", entry("a", state="failed", error="no room", weights="absent", stubs=[7]))
         first.change("b@1", entry("b", state="loading", weights="absent", stubs=[1]))
@@ -60,7 +60,7 @@ async def test_a_version_has_the_best_of_its_states(tmp_path: Path) -> None:
 
 @looped
 async def test_the_merged_state_follows_each_change(tmp_path: Path) -> None:
-    """After each change of one device, the merged state is that of a fresh merge; a version that is gone everywhere is gone."""
+    """After each change of one device, the merged state equals a new merge. A version that no device has is gone."""
     async with two(tmp_path) as (runtimes, (first, second)):
         changes = [
             (first, "a@1", entry("a", weights="absent")),
@@ -83,7 +83,7 @@ async def test_the_merged_state_follows_each_change(tmp_path: Path) -> None:
 
 @looped
 async def test_a_dead_runtime_costs_only_its_device(tmp_path: Path) -> None:
-    """While one of two runtimes is dead, the state is that of the other, and commands reach it."""
+    """While one of two runtimes is dead, the other one's state is shown, and commands reach the living one."""
     async with two(tmp_path) as (runtimes, (first, second)):
         first.change("b@1", entry("b"))
         await until(runtimes, lambda: "b@1" in runtimes.entries)
@@ -105,7 +105,7 @@ async def test_a_dead_runtime_costs_only_its_device(tmp_path: Path) -> None:
 
 @looped
 async def test_stubs_that_only_a_dead_runtime_knew_return_however_long_that_takes(tmp_path: Path) -> None:
-    """A model of a dead runtime is neither served nor cold while its stub is expected: until it is known to be gone."""
+    """While a stub of a dead runtime is expected to return, its model neither serves nor is cold. This ends when the stub is gone."""
     async with two(tmp_path) as (runtimes, (first, second)):
         first.change("b@1", entry("b", stubs=[7]))
         await until(runtimes, lambda: "b" in runtimes.presence.attached)
@@ -134,7 +134,7 @@ async def test_stubs_that_only_a_dead_runtime_knew_return_however_long_that_take
 
 @looped
 async def test_a_runtime_that_was_dead_follows_what_the_other_follows(tmp_path: Path) -> None:
-    """A new runtime gets the settings that were made while it was dead, and prefetches of its own device only."""
+    """A new runtime gets the settings that were made while its device had no runtime, and the prefetches of its own device only."""
     async with two(tmp_path) as (runtimes, (first, second)):
         desired = runtimes.desired
         assert await runtimes.change(lambda: desired.prefetch(["a"], [1]), [1]) == [1]
@@ -153,7 +153,7 @@ async def test_a_runtime_that_was_dead_follows_what_the_other_follows(tmp_path: 
 
 @looped
 async def test_a_runtime_that_was_silent_misses_nothing(tmp_path: Path) -> None:
-    """A runtime that was stopped follows the changes of that time when it goes on."""
+    """A runtime that was stopped follows the changes of that time when it continues."""
     async with two(tmp_path) as (runtimes, (first, second)):
         desired = runtimes.desired
         second.stop()
@@ -174,7 +174,7 @@ async def test_a_runtime_that_was_silent_misses_nothing(tmp_path: Path) -> None:
 
 @looped
 async def test_without_a_runtime_nothing_changes(tmp_path: Path) -> None:
-    """A change while no runtime answers is refused, and so are wrong values and unknown devices."""
+    """While no runtime answers, a change is refused. Wrong values and unknown devices are refused as well."""
     async with two(tmp_path) as (runtimes, (first, second)):
         desired, before = runtimes.desired, runtimes.desired.revision
         with pytest.raises(StatusError, match=r"models\.a\.weight"):
@@ -191,7 +191,7 @@ async def test_without_a_runtime_nothing_changes(tmp_path: Path) -> None:
 
 @looped
 async def test_the_name_of_a_meta_model_means_all_that_it_calls(tmp_path: Path) -> None:
-    """The callees of a meta model are known from its entry, and from its folder while it is cold; other names are refused."""
+    """A meta model's name stands for its callees. They are read from its entry, or from its folder while it is cold."""
     folders = {"cold": ["c", "d"]}
     runtime = FakeRuntime(tmp_path / "runtime.sock")
     meta = entry("meta", kind="meta", weights=None, models=["a@1", "b@1"])
@@ -213,7 +213,7 @@ async def test_the_name_of_a_meta_model_means_all_that_it_calls(tmp_path: Path) 
 
 @looped
 async def test_a_command_that_all_refuse_fails(tmp_path: Path) -> None:
-    """The refusal of a live runtime says more than that another one is down."""
+    """If the living runtime refuses a command and another runtime is down, the error is the refusal."""
     async with two(tmp_path) as (runtimes, (first, second)):
         first.die()
         await until(runtimes, lambda: len(runtimes.live) == 1)
@@ -227,7 +227,7 @@ async def test_a_command_that_all_refuse_fails(tmp_path: Path) -> None:
 
 @looped
 async def test_changes_come_with_their_device(tmp_path: Path) -> None:
-    """A feed has a snapshot and the changes of each device, and none waits for the other."""
+    """A feed has a snapshot and the changes of each device. Changes of one device do not wait for the other device."""
     async with two(tmp_path) as (runtimes, (first, second)):
         feed = runtimes.subscribe()
         snapshots = [await feed.next(), await feed.next()]
@@ -248,7 +248,7 @@ async def test_changes_come_with_their_device(tmp_path: Path) -> None:
 
 
 def test_the_directories_are_those_of_the_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first directory is the given one, the others are named for their device."""
+    """The first device has the given directory. The directories of the others are named after their device."""
     monkeypatch.setenv("RSRV_RUNTIME_DIR", str(tmp_path))
     assert server_devices(tmp_path) == ["cpu"]
     (tmp_path / paths.DEVICES).write_text('["GPU-1", "cpu"]')

@@ -1,4 +1,4 @@
-"""Sentences about histories: every record of the runtime has words, in order, with places where there are several."""
+"""Sentences about histories: every record of the runtime has a sentence. Several devices or versions are named."""
 
 import re
 from datetime import datetime
@@ -64,7 +64,7 @@ NOW = datetime(2026, 11, 23, 8, 0, 0).timestamp()
     ],
 )
 def test_a_record_is_a_sentence(record: pb.HistoryRecord, sentence: str) -> None:
-    """Counts, sizes, times and names of a record are in its sentence."""
+    """The sentence of a record has its counts, sizes, times and names."""
     assert record_sentence(record) == sentence
 
 
@@ -85,7 +85,7 @@ def test_every_record_of_the_runtime_has_words() -> None:
 
 
 def test_lines_of_several_versions_are_in_one_order() -> None:
-    """The newest line is last, with the version it is about; what the weights wait for comes after all."""
+    """Lines of all versions are in the order of time, each with its version. The last line says what the weights wait for."""
 
     def ready(at: float) -> pb.HistoryRecord:
         return pb.HistoryRecord(unix_s=NOW + at, what="model ready")
@@ -106,7 +106,7 @@ def test_lines_of_several_versions_are_in_one_order() -> None:
 
 
 def test_the_time_of_another_day_has_its_date() -> None:
-    """A line from yesterday cannot be mistaken for one of today."""
+    """A line from another day has a date."""
     assert clock_time(NOW - 86400, NOW) == "2026-11-22 08:00:00.000"
 
 
@@ -131,7 +131,7 @@ SLOW = pb.SlowRequest(
 
 
 def test_a_slow_request_has_the_parts_of_its_time() -> None:
-    """Each part of the wait has its reason, after the eviction that it began with; equal evictions are one line."""
+    """Each part of the wait has its reason. The eviction that caused the wait is before it, and equal evictions share a line."""
     twice = pb.GetRequestsResponse(requests=[SLOW, SLOW])
 
     evicted, asked = request_lines(twice, NOW)
@@ -170,14 +170,14 @@ def test_a_slow_request_has_the_parts_of_its_time() -> None:
     ],
 )
 def test_a_request_that_is_not_answered_has_a_sentence(slow: pb.SlowRequest, sentence: str) -> None:
-    """A request in progress, or without an execution, has its time so far and its deadline."""
+    """The sentence of a request in progress, or without an execution, has the time so far and the deadline."""
     slow.number, slow.model, slow.rows, slow.call = "1.2", "a", 1, True
 
     assert request_sentence(slow) == f"request 1.2 of 1 row for a, asked for by a meta model, {sentence}"
 
 
 def test_a_large_request_is_one_with_its_parts() -> None:
-    """The sentence has the time of all executions together, and no company: each part may have had another."""
+    """The sentence of a large request has the time of all its executions together, and no other requests of these executions."""
     slow = pb.SlowRequest(
         number="1.2",
         model="a",
@@ -194,5 +194,5 @@ def test_a_large_request_is_one_with_its_parts() -> None:
 
 
 def test_every_outcome_has_words() -> None:
-    """Each outcome of a request, and both ways to be in progress, have words."""
+    """Each outcome of a request has words, and so have both states of a request in progress."""
     assert {outcome.value for outcome in Outcome} | {"waiting", "executing"} == _OUTCOMES.keys()

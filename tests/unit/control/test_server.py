@@ -1,4 +1,4 @@
-"""The listeners of the services, and access to them."""
+"""The listeners of the services, and the protection of their ports."""
 
 import asyncio
 import os
@@ -80,7 +80,7 @@ def bearing(token: str | None) -> tuple[tuple[str, str], ...]:
 
 
 async def answered(channel: Any, token: str | None = None) -> grpc.StatusCode:
-    """Return the code with which a call ends."""
+    """Return the status code with which a call ends."""
     try:
         await pid(channel, token)
     except grpc.aio.AioRpcError as error:
@@ -104,7 +104,7 @@ async def test_the_unix_socket_is_of_this_user_only(tmp_path: Path) -> None:
 
 @looped
 async def test_a_socket_that_a_dead_process_left_is_replaced(tmp_path: Path) -> None:
-    """A file in the socket's place is replaced."""
+    """A socket file that a dead process left is replaced."""
     (tmp_path / "control.sock").write_text("left")
     async with served(tmp_path) as server:
         await server.control.GetStatus(pb.GetStatusRequest())
@@ -145,7 +145,7 @@ async def test_large_requests_are_refused(tmp_path: Path) -> None:
 
 @looped
 async def test_a_token_lets_in(tmp_path: Path, token: Path) -> None:
-    """The right token is accepted; a wrong, missing or malformed one is refused by every service."""
+    """Every service accepts the right token, and refuses a wrong, missing or malformed token."""
     async with listening(tmp_path, token_file=token) as address:
         for right in (f"Bearer {SECRET}", f"bearer {SECRET}"):
             assert await pid(grpc.aio.insecure_channel(address), right) == 4711
@@ -176,12 +176,12 @@ async def test_a_token_lets_in(tmp_path: Path, token: Path) -> None:
 
 @looped
 async def test_a_call_without_token_and_request_is_refused(tmp_path: Path, token: Path) -> None:
-    """A call without a token ends at once, although its request never comes."""
+    """A call without a token ends at once, although its request never arrives."""
     async with (
         listening(tmp_path, token_file=token) as address,
         grpc.aio.insecure_channel(address) as channel,
     ):
-        # As a stream, so that the call begins without a request.
+        # A stream, so that the call begins without a request.
         call: Any = channel.stream_unary("/rsrv.control.v1.Control/GetStatus")()
         assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
 
@@ -200,7 +200,7 @@ async def test_the_token_is_in_no_log(tmp_path: Path, token: Path, caplog: pytes
 
 
 async def settled(address: str, secret: str | None = None) -> grpc.StatusCode:
-    """Return the code after retries: a dying server accepts calls and then answers or cancels them."""
+    """Repeat a call until no dying server answers or cancels it, and return the status code."""
     dying = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
     while (code := await answered(grpc.aio.insecure_channel(address), secret)) in dying:
         pass
@@ -210,7 +210,7 @@ async def settled(address: str, secret: str | None = None) -> grpc.StatusCode:
 @pytest.mark.parametrize("local", [True, False])
 @looped
 async def test_a_method_whose_name_is_no_text(tmp_path: Path, token: Path, local: bool) -> None:
-    """A method name that is not UTF-8 ends gRPC's server; a new one takes its callers, and watches go on."""
+    """A method name that is not UTF-8 ends gRPC's server. A new server replaces it, and existing watches continue."""
     section = ControlSection(listen="127.0.0.1:0", token_file=token)
     async with served(tmp_path, models=["a"]) as server:
         listener, port = await listen(section, server.service, server.health)
@@ -236,7 +236,7 @@ async def test_a_method_whose_name_is_no_text(tmp_path: Path, token: Path, local
 @pytest.mark.parametrize("hangs_up", [True, False])
 @looped
 async def test_a_server_that_has_died_is_stopped(tmp_path: Path, token: Path, hangs_up: bool) -> None:
-    """A server that died is stopped without a second `stop` at the same time, which gRPC does not survive."""
+    """A dead server is stopped by one call of `stop` at a time, because gRPC does not survive two."""
     section = ControlSection(listen="127.0.0.1:0", token_file=token)
     secret = f"Bearer {SECRET}"
     async with served(tmp_path, models=["a"]) as server:
@@ -248,10 +248,10 @@ async def test_a_server_that_has_died_is_stopped(tmp_path: Path, token: Path, ha
             await http2.status(port, b"/rsrv.control.v1.Control/\xff")
             assert await settled(f"127.0.0.1:{port}", secret) is grpc.StatusCode.OK
             server.runtime.change("b@1", entry("b"))
-            # A separate task reads it, and its end makes the call end in the middle of `stop`.
+            # A separate task reads the watch. If this task ends, the call ends during `stop`.
             assert (await watch.read()).change.key == "b@1"
             if not hangs_up:
-                # A shorter time takes precedence.
+                # The shorter of two times takes precedence.
                 await asyncio.gather(listener.stop(20), listener.stop(0))
                 assert await watch.code() is not grpc.StatusCode.OK
         await listener.stop(0)
@@ -275,7 +275,7 @@ async def test_tls_refuses_plain_text_and_clients_of_another_authority(
 async def test_client_certificates_are_asked_for(
     tmp_path: Path, tls: dict[str, Path], authority: trustme.CA
 ) -> None:
-    """With a client CA, a certificate of that authority is needed."""
+    """With a client CA, a client needs a certificate of that authority."""
     clients = tmp_path / "clients.pem"
     authority.cert_pem.write_to_path(clients)
     ours = authority.cert_pem.bytes()
@@ -294,7 +294,7 @@ async def test_client_certificates_are_asked_for(
 async def test_renewed_files_are_used_and_broken_ones_are_not(
     tmp_path: Path, tls: dict[str, Path], token: Path, authority: trustme.CA
 ) -> None:
-    """A replaced certificate and token are used by the next connection and call; files that cannot be used change nothing."""
+    """The next connection and call use a replaced certificate and token. Files that cannot be used change nothing."""
     other, renewals = trustme.CA(), Renewals()
     async with listening(tmp_path, renewals=renewals, token_file=token, **tls) as address:
 
@@ -341,7 +341,7 @@ async def test_renewed_files_are_used_and_broken_ones_are_not(
 async def test_a_listener_that_anybody_could_use_is_refused(
     tmp_path: Path, tls: dict[str, Path], token: Path, settings: dict[str, str], text: str
 ) -> None:
-    """A listener without protection, with half of its settings or an invalid one is refused, and named."""
+    """A listener without protection, or with incomplete or invalid settings, is refused by name."""
     (tmp_path / "empty").touch(mode=0o600)
     (tmp_path / "public").write_text(SECRET)
     (tmp_path / "public").chmod(0o644)

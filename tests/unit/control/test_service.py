@@ -1,4 +1,4 @@
-"""rsrv.control.v1.Control over gRPC: the commands that its calls send to the runtime, and its answers."""
+"""rsrv.control.v1.Control over gRPC: the commands that its calls send to the runtime, and the answers."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ ALL = pb.Target(all=True)
 
 
 async def refusal(call: Awaitable[Any]) -> tuple[grpc.StatusCode, str]:
-    """Return the code and the text of a failed call."""
+    """Return the status code and the text of a failed call."""
     with pytest.raises(grpc.aio.AioRpcError) as failed:
         await call
     return failed.value.code(), failed.value.details() or ""
@@ -31,7 +31,7 @@ async def refusal(call: Awaitable[Any]) -> tuple[grpc.StatusCode, str]:
 
 @looped
 async def test_a_cold_model_is_shown_without_a_version(tmp_path: Path) -> None:
-    """No runtime knows it, so its state is all that is known of it; one whose start failed has its reason instead."""
+    """No runtime knows a cold model, so the status has only its state. A model whose start failed has the reason."""
     async with served(tmp_path, models=["a"]) as server:
         server.runtime.change("b@1", entry("b", state="failed", error="no room", weights="absent", stubs=[]))
         await until(server.runtimes, lambda: "b@1" in server.link.state.entries)
@@ -50,7 +50,10 @@ async def test_a_cold_model_is_shown_without_a_version(tmp_path: Path) -> None:
 async def test_a_model_that_has_yet_to_see_its_runtimes_death_is_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model's process sees it when it has imported model.py: until then it is starting, and one that is dead is not shown."""
+    """After a runtime's death, a model is starting until its process has connected to the next runtime.
+
+    A process that imports model.py sees the death only after the import. A model with a dead process is not shown.
+    """
     monkeypatch.setattr("rsrv.control.service.stub_processes", lambda *_: {"a", "other"})
     async with served(tmp_path, models=["a", "dead"]) as server:
         server.runtime.die()
@@ -66,7 +69,7 @@ async def test_a_model_that_has_yet_to_see_its_runtimes_death_is_starting(
         await until(server.runtimes, lambda: "a@1" in server.link.state.entries)
         (a,) = (await server.control.GetStatus(pb.GetStatusRequest())).models
         assert (a.starting, a.versions[0].state) == ("", pb.STATE_READY)
-        # It has come back, and was unloaded.
+        # The model has come back, and was unloaded.
         following.change("a@1", None)
         await until(server.runtimes, lambda: not server.link.state.entries)
         assert not (await server.control.GetStatus(pb.GetStatusRequest())).models
@@ -77,7 +80,7 @@ async def test_a_model_that_has_yet_to_see_its_runtimes_death_is_starting(
 async def test_a_model_is_starting_also_after_the_death_of_the_next_runtime(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request may kill one runtime after the other before all processes have connected again."""
+    """If several runtimes die one after another before a model's process has connected again, the model is still starting."""
     monkeypatch.setattr("rsrv.control.service.stub_processes", lambda *_: {"a"})
     async with served(tmp_path, models=["a"]) as server:
         server.runtime.die()
@@ -151,7 +154,7 @@ async def test_the_status_has_what_the_runtime_and_the_lifecycle_know(tmp_path: 
 
 @looped
 async def test_the_status_of_one_meta_model_has_its_front(tmp_path: Path) -> None:
-    """Meta models have a Python front. If rsrv-gen chose it, the reason is there."""
+    """A meta model has a Python front. If rsrv-gen chose the front, the reason is in the status."""
     async with served(tmp_path, models=["a"]) as server:
         server.runtime.change("m@1", entry("m", kind="meta", weights=None, models=["a@1"]))
         await until(server.runtimes, lambda: "m@1" in server.link.state.entries)
@@ -163,7 +166,7 @@ async def test_the_status_of_one_meta_model_has_its_front(tmp_path: Path) -> Non
 
 @looped
 async def test_the_status_of_one_model_has_nothing_of_the_others(tmp_path: Path) -> None:
-    """The status of one model has only that model; an unknown one is NOT_FOUND."""
+    """The status of one model has only that model. An unknown model is NOT_FOUND."""
     async with served(tmp_path, models=["a", "b"]) as server:
         status = await server.control.GetStatus(pb.GetStatusRequest(model="b"))
         assert [model.name for model in status.models] == ["b"]
@@ -174,7 +177,7 @@ async def test_the_status_of_one_model_has_nothing_of_the_others(tmp_path: Path)
 
 @looped
 async def test_the_policy_shows_what_was_set(tmp_path: Path) -> None:
-    """The policy shows an operator's setting over that of rsrv.yaml."""
+    """In the policy, an operator's setting takes precedence over that of rsrv.yaml."""
     settings = "models: {a: {weight: 3, max_queue_depth: 9}}"
     async with served(tmp_path, models=["a"], settings=settings) as server:
         await server.control.SetPolicy(pb.SetPolicyRequest(model="a", policy=pb.Policy(weight=5)))
@@ -245,7 +248,7 @@ async def test_the_policy_shows_what_was_set(tmp_path: Path) -> None:
 async def test_a_wrong_request_sends_no_command(
     tmp_path: Path, call: str, request_: Message, text: str
 ) -> None:
-    """A wrong request is INVALID_ARGUMENT with the valid values, and no command is sent."""
+    """A wrong request is INVALID_ARGUMENT with the valid values. No command is sent."""
     async with served(tmp_path) as server:
         code, said = await refusal(getattr(server.control, call)(request_))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
@@ -264,7 +267,7 @@ async def test_a_wrong_request_sends_no_command(
 )
 @looped
 async def test_the_runtimes_refusal_is_the_calls(tmp_path: Path, said: str, code: grpc.StatusCode) -> None:
-    """A refusal by the runtime keeps its code; an unknown code becomes INTERNAL."""
+    """A call that the runtime refuses fails with the runtime's code. An unknown code becomes INTERNAL."""
     async with served(tmp_path) as server:
         server.runtime.answers = lambda command: {"error": "because", "code": said}
         assert await refusal(server.control.Compact(pb.CompactRequest())) == (code, "because")
@@ -289,7 +292,7 @@ async def test_without_a_runtime_calls_say_so(tmp_path: Path) -> None:
 
 @looped
 async def test_a_prefetch_that_waits_returns_when_the_weights_are_there(tmp_path: Path) -> None:
-    """A waiting Prefetch returns when the weights are resident; for a meta model, when its callees' are."""
+    """A waiting Prefetch returns when the weights are resident. For a meta model, those of its callees must be."""
     async with served(tmp_path, models=["a", "b"]) as server:
         server.runtime.change("a@1", entry("a", weights="absent"))
         server.runtime.change("m@1", entry("m", kind="meta", weights=None, models=["a@1", "b@1"]))
@@ -337,7 +340,7 @@ async def test_a_pin_that_waits_ends_with_the_runtime(tmp_path: Path) -> None:
 
 @looped
 async def test_an_alias_of_an_operator_wins_over_the_file_until_it_fails(tmp_path: Path) -> None:
-    """SetAlias keeps the change for the next control process, and forgets one that fails."""
+    """SetAlias takes precedence over the file, also for the next control process. A change that fails is forgotten."""
     async with served(tmp_path, models=["a", "b"]) as server:
         server.lifecycle.aliases = {"of the file": {"a": 1.0}}
         server.lifecycle.refusals["bad"] = ReloadError("FAILED_PRECONDITION", "no bundle")
@@ -363,7 +366,7 @@ async def test_an_alias_of_an_operator_wins_over_the_file_until_it_fails(tmp_pat
 
 @looped
 async def test_the_status_has_aliases_with_what_was_asked_by_their_names(tmp_path: Path) -> None:
-    """Counts are sums over the devices; the status of an alias has its models, and that of a model its aliases."""
+    """Counts of an alias are sums over the devices. The status of an alias has its models, and that of a model has its aliases."""
     async with served(tmp_path, models=["a", "b", "c"], devices=2) as server:
         server.lifecycle.aliases = {"ab": {"a": 3.0, "b": "shadow"}, "other": {"c": 1.0}}
         for device in server.all:
@@ -389,7 +392,7 @@ async def test_the_status_has_aliases_with_what_was_asked_by_their_names(tmp_pat
 
 @looped
 async def test_a_change_of_an_alias_that_fails_undoes_no_other_change(tmp_path: Path) -> None:
-    """Of two operators at a time, the one whose change fails does not take back the other's."""
+    """If two operators change aliases at the same time and one change fails, the other change stays."""
     async with served(tmp_path, models=["a"]) as server:
         overlap, target = asyncio.Event(), pb.AliasTarget(model="a", weight=1)
 
@@ -414,7 +417,7 @@ async def test_a_change_of_an_alias_that_fails_undoes_no_other_change(tmp_path: 
 
 @looped
 async def test_a_reload_is_the_lifecycles(tmp_path: Path) -> None:
-    """ReloadWeights answers with the served versions, or fails with the reconciler's reason."""
+    """ReloadWeights returns the served versions, or fails with the reconciler's reason."""
     async with served(tmp_path, models=["a", "b"]) as server:
         server.lifecycle.refusals["b"] = ReloadError("FAILED_PRECONDITION", "the mode is static")
 
@@ -430,13 +433,13 @@ async def test_a_reload_is_the_lifecycles(tmp_path: Path) -> None:
 
 @looped
 async def test_a_reload_waits_until_the_bundle_is_whole(tmp_path: Path) -> None:
-    """ReloadWeights waits until the bundle is complete, as long as the first scans take, and fails if it never is."""
+    """ReloadWeights waits for a complete bundle, at most as long as the first scans take, and then fails."""
     settings = "lifecycle: {poll_s: 0.05}"
     async with served(tmp_path, models=["a", "b"], settings=settings) as server:
         late = ReloadError("UNAVAILABLE", "the bundle is being written")
         server.lifecycle.refusals["a"] = server.lifecycle.refusals["b"] = late
         call = asyncio.ensure_future(server.control.ReloadWeights(pb.ReloadWeightsRequest(model="a")))
-        # Without the time until the first scans, the call would end after 0.4 s.
+        # If the call did not wait for the first scans, it would end after 0.4 s.
         asyncio.get_running_loop().call_later(STARTUP_POLL_S + 0.1, server.lifecycle.refusals.pop, "a")
         await call
         assert server.lifecycle.reloaded == ["a"]
@@ -449,7 +452,7 @@ async def test_a_reload_waits_until_the_bundle_is_whole(tmp_path: Path) -> None:
 
 @looped
 async def test_a_profile_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """StartProfile fails with the runtime's reason, or with that of the folder."""
+    """If a profile cannot start, StartProfile fails with the reason of the runtime or of the folder."""
     monkeypatch.setattr("rsrv.control.service.PROFILES", tmp_path / "profiles")
     async with served(tmp_path) as server:
         server.runtime.answers = lambda command: {"error": "one runs already", "code": "FAILED_PRECONDITION"}
@@ -468,7 +471,7 @@ async def test_a_profile_that_cannot_start_says_why(tmp_path: Path, monkeypatch:
 
 @looped
 async def test_a_profile_that_takes_its_time_does_not_make_the_runtime_look_dead(tmp_path: Path) -> None:
-    """A slow answer to StopProfile does not make the runtime count as down."""
+    """A slow answer to StopProfile does not make the runtime look dead."""
     async with served(tmp_path) as server:
         server.runtime.answers = lambda command: None if command["command"] == "profile" else {}
         call = asyncio.ensure_future(server.control.StopProfile(pb.StopProfileRequest()))
@@ -508,7 +511,7 @@ async def test_a_watcher_sees_the_snapshot_the_changes_and_the_next_runtime(tmp_
 
 @looped
 async def test_a_watcher_sees_failures_of_bundles(tmp_path: Path) -> None:
-    """A watcher gets all failures when they change, also while no runtime says anything."""
+    """A watcher gets all failures when they change, even while the runtime sends nothing."""
     async with served(tmp_path) as server:
         updates = server.control.WatchState(pb.WatchStateRequest())
         assert (await updates.read()).HasField("snapshot")

@@ -1,4 +1,4 @@
-"""rsrv.yaml of a running server, read again: what changes at once, what waits for a restart, and what is refused."""
+"""rsrv.yaml of a running server is read again: some changes apply at once, some wait for a restart, and some are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.waiting import looped
 
 
 class Scene:
-    """A server whose file the test writes."""
+    """A server whose rsrv.yaml the test writes."""
 
     def __init__(self, server: Served, text: str) -> None:
         self.server = server
@@ -31,13 +31,13 @@ class Scene:
         self.rereading = Rereading(self.file, server.runtimes, server.placing, lifecycle, self.said.append)
 
     async def reread(self, text: str | None = None) -> list[dict[str, Any]]:
-        """Write the file, if a text is given, and check it twice; return the changes that the runtime got."""
+        """Write the file, if a text is given, and let it be checked twice. Return the changes that the runtime received."""
         if text is not None:
             self.path.write_text(text)
         before = len(self.server.runtime.commands)
         await self.rereading.check()
         await self.rereading.check()
-        await self.server.link.record()  # It is answered after the changes.
+        await self.server.link.record()  # The runtime answers this after the changes.
         return self.server.runtime.commands[before:]
 
     async def notes(self) -> list[str]:
@@ -53,7 +53,7 @@ async def scene(tmp_path: Path, text: str = "") -> AsyncIterator[Scene]:
 
 @looped
 async def test_a_policy_of_the_file_reaches_the_runtime_at_once(tmp_path: Path) -> None:
-    """A changed weight and a changed limit are sent once; a section that goes is sent as empty."""
+    """A changed weight and a changed limit are sent once. A removed section is sent as empty."""
     async with scene(tmp_path) as here:
         await here.reread()
 
@@ -71,7 +71,7 @@ async def test_a_policy_of_the_file_reaches_the_runtime_at_once(tmp_path: Path) 
 
 @looped
 async def test_aliases_of_the_file_are_followed(tmp_path: Path) -> None:
-    """An alias that comes, changes or goes in the file is served so, also if an operator has changed it before."""
+    """An alias that is added, changed or removed in the file is followed, even if an operator has changed it before."""
     async with scene(tmp_path) as here:
         await here.reread("aliases: {fraud: a, mine: b}")
         assert "changed at once: aliases.fraud, aliases.mine" in here.said[0]
@@ -87,7 +87,7 @@ async def test_aliases_of_the_file_are_followed(tmp_path: Path) -> None:
 
 @looped
 async def test_a_file_that_a_restart_reads_first_is_followed_as_well(tmp_path: Path) -> None:
-    """An alias of a file that `rsrv restart` reads right after its edit takes the place of an operator's alias."""
+    """If `rsrv restart` reads the file right after an edit, an alias in the file still replaces an operator's alias."""
     async with scene(tmp_path) as here:
         await here.reread("aliases: {mine: a}")
         here.server.runtimes.desired.set_aliases({"mine": {"b": 1.0}})
@@ -101,7 +101,7 @@ async def test_a_file_that_a_restart_reads_first_is_followed_as_well(tmp_path: P
 
 @looped
 async def test_a_command_before_the_first_check_of_the_file_stays(tmp_path: Path) -> None:
-    """A new discipline that comes while the control process still begins is not set back to rsrv.yaml's."""
+    """If an operator sets a discipline before the first check of the file, the check does not set it back to rsrv.yaml's."""
     async with scene(tmp_path, "scheduler: {discipline: fifo}") as here:
         check = asyncio.create_task(here.rereading.check())
         scheduler = pb.Scheduler(discipline=pb.DISCIPLINE_EDF)
@@ -114,7 +114,7 @@ async def test_a_command_before_the_first_check_of_the_file_stays(tmp_path: Path
 
 @looped
 async def test_a_broken_file_changes_nothing(tmp_path: Path) -> None:
-    """The status and the log have the reason, until the file is valid again."""
+    """A broken file changes nothing. The status and the log have the reason until the file is valid again."""
     async with scene(tmp_path) as here:
         await here.reread()
 
@@ -143,7 +143,7 @@ async def test_a_half_written_file_waits_for_the_next_check(tmp_path: Path) -> N
 
 @looped
 async def test_what_needs_a_restart_is_named_until_then(tmp_path: Path) -> None:
-    """Keys that wait for a restart, and those that wait for a server, are named; setting them back ends that."""
+    """The status names keys that wait for a restart of the runtime or of the server, until the restart, or until they are set back."""
     async with scene(tmp_path) as here:
         await here.reread("runtime: {memory_fraction: 0.5}\ncontrol: {listen: null}\nmetrics: {listen: null}")
         assert await here.notes() == [
@@ -160,7 +160,7 @@ async def test_what_needs_a_restart_is_named_until_then(tmp_path: Path) -> None:
 
 
 def test_a_broken_file_leaves_the_settings_of_the_last_start(tmp_path: Path) -> None:
-    """A process that starts beside a broken file has the settings of the one before; without one, it fails."""
+    """If rsrv.yaml is broken, a process starts with the settings of the previous start. If there are none, it fails."""
     file, kept = tmp_path / "rsrv.yaml", tmp_path / "settings.yaml"
     file.write_text("models: {a: {weight: heavy}}")
     with pytest.raises(SettingsError, match=r"models\.a\.weight: "):
@@ -189,12 +189,12 @@ def test_a_broken_file_leaves_the_settings_of_the_last_start(tmp_path: Path) -> 
     ],
 )
 def test_each_key_says_when_it_takes_effect(section: str, key: str, when: str) -> None:
-    """The table names one moment for each key."""
+    """For each key, the table names one moment at which a change takes effect."""
     assert effect(section, key) == when
 
 
 def test_a_name_with_dots_is_a_model() -> None:
-    """A difference of a model whose name has dots is that of the model's key."""
+    """If a model's name has dots, a changed setting is reported under the model's key."""
     after = load_settings("models: {'a.b': {weight: 2, front: native}}")
 
     found = dict(differences(load_settings(), after))

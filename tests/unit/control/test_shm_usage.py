@@ -1,4 +1,4 @@
-"""Users of /dev/shm, measured on a small file system of files and of this process's mappings."""
+"""The users of /dev/shm, measured on a small file system with files and with this process's mappings."""
 
 import mmap
 import os
@@ -14,7 +14,7 @@ KB = 1024
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Make a directory with weights, a region of Triton's and a file of another program."""
+    """Make a directory with weights, a region of Triton's, and a file of another program."""
     for name, size in (
         ("rsrv-weights-u0/tensors/one", 64 * KB),
         ("triton_python_backend_shm_region_1", 128 * KB),
@@ -27,13 +27,13 @@ def directory(tmp_path: Path) -> Path:
 
 
 def small(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    """Let the file system have 256 KiB."""
+    """Make the file system look like one of 256 KiB with this many KiB free."""
     found = SimpleNamespace(f_bavail=free, f_blocks=256, f_frsize=KB)
     monkeypatch.setattr("rsrv.control.shm_usage.os.statvfs", lambda path: found)
 
 
 def test_each_byte_has_its_user(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model has the regions that its stub has mapped; weights are all servers' copies."""
+    """A model uses the regions that its stub has mapped. Weights are counted separately, and all other bytes belong to others."""
     small(monkeypatch, free=8)
     with (
         (directory / "triton_python_backend_shm_region_1").open("r+b") as region,
@@ -47,7 +47,7 @@ def test_each_byte_has_its_user(directory: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_no_process_is_searched_while_there_is_room(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Maps of hundreds of processes would take long, and matter only when memory is short."""
+    """While there is room, no process's mappings are read, because this takes long with hundreds of processes."""
     small(monkeypatch, free=100)
     monkeypatch.setattr("rsrv.control.shm_usage._mapped", None)
 
@@ -58,5 +58,5 @@ def test_no_process_is_searched_while_there_is_room(directory: Path, monkeypatch
 
 
 def test_without_shared_memory_there_is_nothing(tmp_path: Path) -> None:
-    """A container may have no /dev/shm."""
+    """Without /dev/shm, as in some containers, there is no result."""
     assert measure_shm({}, tmp_path / "missing") is None

@@ -1,4 +1,4 @@
-"""Devices that sleep, by the control service and the commands: nothing but `wake` wakes them, and all is shown as before."""
+"""Devices that sleep, by the control service and the commands: a status does not wake them, and shows all as before."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ SLEEP = {"command": "sleep", "drain_s": 30.0, "force": False}
 def drowsy(
     server: Served, answer: dict[str, Any] | None = None, gate: asyncio.Event | None = None
 ) -> list[FakeRuntime]:
-    """Have each runtime end at `sleep`, with a note that it sleeps; return those that were started since.
+    """Make each runtime end at `sleep` with a note that it sleeps. Return the list of runtimes that start after that.
 
-    `answer`: of those to every command. `gate`: the runtimes end when this is set.
+    `answer` is the reply of these runtimes to every command. If `gate` is given, a runtime ends only when it is set.
     """
     since: list[FakeRuntime] = []
     for runtime in server.all:
-        runtime.pid = 0  # no process's
+        runtime.pid = 0  # the id of no process
 
         def obey(command: dict[str, Any], runtime: FakeRuntime = runtime) -> dict[str, Any]:
             if command["command"] == "sleep":
@@ -52,7 +52,7 @@ def drowsy(
 
     def end(runtime: FakeRuntime) -> None:
         runtime.die()
-        # The spare listens on, and becomes the runtime with the first connection.
+        # The spare goes on listening. With the first connection, it becomes the runtime.
         spare = FakeRuntime(runtime._path, instance="99" * 8)
         spare.answers = lambda command: answer or {}
         accept = spare._accept
@@ -70,7 +70,7 @@ def drowsy(
 
 @asynccontextmanager
 async def asleep(tmp_path: Path) -> AsyncIterator[tuple[Served, list[FakeRuntime]]]:
-    """Yield a server with the model `a` whose device sleeps, and the runtimes that were started since."""
+    """Yield a server with the model `a` on a sleeping device, and the list of runtimes that start after that."""
     async with served(tmp_path, models=["a"]) as server:
         woken = drowsy(server)
         await server.control.Sleep(pb.SleepRequest(drain_s=30))
@@ -79,7 +79,7 @@ async def asleep(tmp_path: Path) -> AsyncIterator[tuple[Served, list[FakeRuntime
 
 @looped
 async def test_a_device_that_sleeps_serves_and_is_not_woken_by_a_status(tmp_path: Path) -> None:
-    """Status, metrics, health and the state of each model are there without a runtime; no connection reaches the spare."""
+    """Status, metrics, health and the state of each model are available without a runtime. No connection reaches the spare runtime."""
     async with served(tmp_path, models=["a"]) as server:
         woken = drowsy(server)
         answer = await server.control.Sleep(pb.SleepRequest(drain_s=30))
@@ -107,7 +107,10 @@ async def test_a_device_that_sleeps_serves_and_is_not_woken_by_a_status(tmp_path
 async def test_a_control_process_that_starts_while_the_device_sleeps_knows_the_cold_models(
     tmp_path: Path,
 ) -> None:
-    """No runtime has told it any: those that Triton has loaded are cold, so they serve, and nothing is woken."""
+    """A control process that starts while the device sleeps takes the models that Triton has loaded as cold.
+
+    So they serve, and no runtime is woken.
+    """
     async with asleep(tmp_path) as (_, woken):
         second = Runtimes([tmp_path], load_settings())
         running = asyncio.create_task(second.run())
@@ -123,7 +126,7 @@ async def test_a_control_process_that_starts_while_the_device_sleeps_knows_the_c
 @pytest.mark.parametrize("text", [None, "", "[]", '{"models": 3}'])
 @looped
 async def test_without_a_last_record_the_models_are_shown(tmp_path: Path, text: str | None) -> None:
-    """A runtime of another version left none, or another one: nothing is counted then."""
+    """Without a last record, or with an unreadable one, as of another version, the status shows the models without counts."""
     async with asleep(tmp_path) as (server, _):
         note = tmp_path / LAST_RECORD
         note.unlink()
@@ -137,7 +140,7 @@ async def test_without_a_last_record_the_models_are_shown(tmp_path: Path, text: 
 
 @looped
 async def test_wake_starts_the_runtime_and_counts_no_restart(tmp_path: Path) -> None:
-    """The answer has the seconds that it took; a device that is awake needs none."""
+    """The answer to Wake has the seconds that it took. A device that is awake takes none. No restart is counted."""
     async with served(tmp_path, models=["a"], devices=2) as server:
         woken = drowsy(server)
         await server.control.Sleep(pb.SleepRequest(devices=[1], drain_s=30))
@@ -148,13 +151,13 @@ async def test_wake_starts_the_runtime_and_counts_no_restart(tmp_path: Path) -> 
         assert answer.devices[0].seconds == 0 < answer.devices[1].seconds
         assert len(woken) == 1
         assert [link.state.lives for link in server.runtimes.links] == [1, 1]
-        # The stub has no connection to the new runtime until a request comes.
+        # The stub connects to the new runtime only with the next request.
         assert server.runtimes.links[1].presence.dismissed == {"a"}
 
 
 @looped
 async def test_wake_starts_a_runtime_if_the_spare_has_been_killed(tmp_path: Path) -> None:
-    """Nothing listens by then; a runtime that cannot be started is the reason of the refusal."""
+    """If the spare is dead, Wake starts a runtime. If none can be started, the refusal has the reason."""
     async with asleep(tmp_path) as (server, _):
         server.all[-1].die()
         loop, problem = asyncio.get_running_loop(), "the disk is full"
@@ -177,7 +180,7 @@ async def test_wake_starts_a_runtime_if_the_spare_has_been_killed(tmp_path: Path
 
 @looped
 async def test_models_serve_on_after_a_long_sleep(tmp_path: Path) -> None:
-    """When the device wakes, a poll of Triton's loaded models comes before the stub's request: the model stays cold."""
+    """After a long sleep, a poll may see a stub without a connection before the stub's next request. The model stays cold and serves."""
     async with asleep(tmp_path) as (server, _):
         server.link.presence._dismissed["a"] -= 3600
         await server.control.Wake(pb.WakeRequest())
@@ -190,7 +193,7 @@ async def test_models_serve_on_after_a_long_sleep(tmp_path: Path) -> None:
 
 @looped
 async def test_a_request_that_wakes_a_device_is_noticed(tmp_path: Path) -> None:
-    """When the note is gone, the control process connects again."""
+    """If a request wakes the device, the note about the sleep is gone, and the control process connects again."""
     async with asleep(tmp_path) as (server, _):
         assert server.runtimes.asleep
         (tmp_path / ASLEEP).unlink()
@@ -200,7 +203,7 @@ async def test_a_request_that_wakes_a_device_is_noticed(tmp_path: Path) -> None:
 
 @looped
 async def test_what_cannot_sleep_is_refused(tmp_path: Path) -> None:
-    """A device that sleeps already, one that is not there, a time below 0, and a restart of one that sleeps."""
+    """Refused are the sleep of a sleeping or unknown device, a negative drain time, and the restart of a sleeping device."""
     async with asleep(tmp_path) as (server, _):
         precondition, wrong = grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT
         assert await refusal(server.control.Sleep(pb.SleepRequest(drain_s=30))) == (
@@ -223,7 +226,7 @@ async def test_what_cannot_sleep_is_refused(tmp_path: Path) -> None:
 
 @looped
 async def test_commands_do_not_wake_a_device_and_say_so(tmp_path: Path) -> None:
-    """Of commands for the runtime, only a start wakes it."""
+    """Commands such as a prefetch do not wake a device. They are refused with the command that does."""
     async with asleep(tmp_path) as (server, woken):
         refused = grpc.StatusCode.UNAVAILABLE, "the device sleeps: wake it first, with `rsrv wake`"
         assert await refusal(server.control.Prefetch(pb.PrefetchRequest(model="a"))) == refused
@@ -233,7 +236,7 @@ async def test_commands_do_not_wake_a_device_and_say_so(tmp_path: Path) -> None:
 
 @looped
 async def test_a_wake_during_a_sleep_comes_after_it(tmp_path: Path) -> None:
-    """The device is awake in the end; a restart is refused meanwhile."""
+    """If Wake is called during Sleep, the device is awake in the end. A restart in that time is refused."""
     async with served(tmp_path, models=["a"]) as server:
         gate = asyncio.Event()
         woken = drowsy(server, gate=gate)
@@ -253,7 +256,7 @@ async def test_a_wake_during_a_sleep_comes_after_it(tmp_path: Path) -> None:
 
 @looped
 async def test_a_runtime_that_is_killed_while_it_goes_to_sleep_is_awaited(tmp_path: Path) -> None:
-    """The caller learns that nothing answers; the next runtime is found as after any death."""
+    """If the runtime dies during Sleep, the caller gets UNAVAILABLE, and the link finds the next runtime."""
     async with served(tmp_path, models=["a"]) as server:
         server.runtime.pid = 0
         server.runtime.answers = lambda command: server.runtime.die()
@@ -266,7 +269,7 @@ async def test_a_runtime_that_is_killed_while_it_goes_to_sleep_is_awaited(tmp_pa
 
 @looped
 async def test_the_commands_print_the_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`sleep`, `status` and `wake` in turn."""
+    """`rsrv sleep`, `rsrv status` and `rsrv wake` print the state of the device."""
     async with shell(tmp_path, capsys) as rsrv:
         drowsy(rsrv.server)
         done = await rsrv("sleep", "--drain", "7")

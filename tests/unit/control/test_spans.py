@@ -1,4 +1,4 @@
-"""Spans for OpenTelemetry, and their way from the runtime to a collector."""
+"""Spans for OpenTelemetry, and their transport from the runtime to a collector."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ def test_a_span_has_its_times_ids_and_attributes() -> None:
 
 
 def test_a_span_that_failed_says_why() -> None:
-    """A failed span has its error; invalid text is repaired, as it would cost all spans of the batch."""
+    """A failed span has its error. Invalid text is repaired, because it would make the collector refuse all spans of the batch."""
     (made,) = make_spans([part(error="no \ud800", who="\udcff")], 0, Resource({}))
 
     assert (made.status.status_code, made.status.description) == (StatusCode.ERROR, "no ?")
@@ -54,7 +54,7 @@ def test_a_span_that_failed_says_why() -> None:
 
 
 def test_a_span_that_is_told_twice_is_the_same() -> None:
-    """The same span gets the same id twice; spans without an id get different ones."""
+    """If a span is read twice, it gets the same id both times. Spans without an id get different ids."""
 
     def ids(*told: Span) -> list[int]:
         return [made.context.span_id for made in make_spans(told, 0, Resource({})) if made.context]
@@ -64,7 +64,7 @@ def test_a_span_that_is_told_twice_is_the_same() -> None:
 
 
 class Device:
-    """Fake runtime of a device that keeps the latest three spans; `down` while it does not answer."""
+    """A fake runtime of a device, which keeps the latest three spans. While `down` is true, it does not answer."""
 
     def __init__(self, instance: str = "first") -> None:
         self.instance = instance
@@ -109,7 +109,7 @@ class Sink:
 
 
 def export(sink: Sink, *devices: Device, pause: float = 1.0) -> Exporting:
-    """Return the export from these devices to a sink."""
+    """Return the export of these devices' spans to a sink."""
     runtimes: Any = FakeRuntimes(*devices)
     return Exporting(runtimes, sink.send, pause=pause)
 
@@ -121,7 +121,7 @@ async def all_of(exporting: Exporting) -> None:
 
 @looped
 async def test_spans_are_sent_once_and_losses_counted() -> None:
-    """Each span is sent once; those lost in the runtime, in stubs or by the collector are counted."""
+    """Each span is sent once. Spans that the runtime, a stub or the collector loses are counted."""
     runtime, sink = Device(), Sink()
     exporting = export(sink, runtime)
     runtime.told = [part(name) for name in "ab"]
@@ -143,7 +143,7 @@ async def test_spans_are_sent_once_and_losses_counted() -> None:
 
 @looped
 async def test_a_new_control_process_counts_no_losses_of_the_time_before_it() -> None:
-    """A new control process sends the kept spans again, and counts no losses from before its start."""
+    """A new control process sends the kept spans again. It does not count losses from before its start."""
     runtime, sink = Device(), Sink()
     before = export(sink, runtime)
     runtime.dropped = 4
@@ -164,7 +164,7 @@ async def test_a_new_control_process_counts_no_losses_of_the_time_before_it() ->
 
 @looped
 async def test_another_runtimes_spans_are_all_new() -> None:
-    """All spans of another runtime are new, although its numbers restart; without one, nothing is sent."""
+    """All spans of a new runtime are sent, although their numbers begin again. Without a runtime, nothing is sent."""
     runtime, sink = Device(), Sink()
     exporting = export(sink, runtime, pause=0.001)
     runtime.told = [part(name) for name in "abc"]
@@ -189,7 +189,7 @@ async def test_another_runtimes_spans_are_all_new() -> None:
 
 @looped
 async def test_spans_of_all_devices_are_sent() -> None:
-    """Each device is read on from its own position; another one's end loses nothing, and spans name their device."""
+    """Spans of each device are read from the device's own position on. They name their device, and another device's end loses none."""
     first, second, sink = Device("first"), Device("other"), Sink()
     exporting = export(sink, first, second)
     first.told, second.told = [part(name) for name in "abc"], [part("x")]
@@ -207,7 +207,7 @@ async def test_spans_of_all_devices_are_sent() -> None:
 
 
 def test_the_environment_names_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OTEL_SERVICE_NAME names the service, which is otherwise called rsrv."""
+    """OTEL_SERVICE_NAME names the service. Without this variable, the name is rsrv."""
 
     def name() -> object:
         return export(Sink(), Device())._resource.attributes["service.name"]
@@ -220,7 +220,7 @@ def test_the_environment_names_the_service(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_collector_that_is_not_there_is_said_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An unreachable collector is logged once, with the exporter's reason, and its spans are lost."""
+    """An unreachable collector is logged once, with the exporter's reason. The spans are lost."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.05")
     telemetry = logging.getLogger("opentelemetry")
     monkeypatch.setattr(telemetry, "propagate", True)
@@ -239,7 +239,7 @@ def test_a_collector_that_is_not_there_is_said_once(
 def test_the_log_says_why_the_collector_fails(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log has the reason of the current failure, although the exporter's last line has none."""
+    """The log has the reason of the current failure, although the exporter's last line has no reason."""
     telemetry = logging.getLogger("opentelemetry")
     monkeypatch.setattr(telemetry, "propagate", True)
     monkeypatch.setattr(telemetry, "handlers", [])

@@ -1,4 +1,4 @@
-"""The words for the states of models: one function says them, and one table explains them."""
+"""The words for the states of models. One function chooses the word, and one table explains it."""
 
 import re
 from pathlib import Path
@@ -51,7 +51,7 @@ def model(state: Any, weights: str = "", starting: str = "") -> pb.ModelStatus:
     ],
 )
 def test_each_state_has_one_word_which_the_page_explains(answer: pb.GetStatusResponse, words: str) -> None:
-    """An operator looks a word up, so the table of the page has it."""
+    """Each state has one word, and the table on the page explains this word."""
     assert lives(answer) == {"a": words}
     section = PAGE.read_text().partition("### States of a model\n")[2].partition("\n**")[0]
     explained = re.findall(r"^\| (\S[^|]*) \|", section, re.MULTILINE)
@@ -60,12 +60,12 @@ def test_each_state_has_one_word_which_the_page_explains(answer: pb.GetStatusRes
 
 
 def test_an_alias_that_is_not_served_is_no_model() -> None:
-    """Its failure has a line of its own."""
+    """An alias that fails is not listed among the models, because its failure has its own line."""
     assert lives(status(failed="aliases.b")) == {}
 
 
 def test_each_row_of_the_combinations_has_its_word() -> None:
-    """The states of a row of tests/combinations.py make the word of that row."""
+    """For the states of a row of tests/combinations.py, the function chooses the word of that row."""
     states = {
         "none": pb.STATE_COLD,
         "loading": pb.STATE_LOADING,
@@ -90,7 +90,7 @@ def test_each_row_of_the_combinations_has_its_word() -> None:
 
 
 def test_a_model_that_only_the_last_record_knows_is_asleep() -> None:
-    """A control process that starts while the device sleeps knows no version of the model."""
+    """If a control process starts while the device sleeps, it knows no version of a model. The model is asleep all the same."""
     shown = messages.model_status("a", {0: model_record()}, {}, pb.Policy(), "", "served", "Python front")
 
     assert lives(status(shown, asleep=True)) == {"a": "asleep"}

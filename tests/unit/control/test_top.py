@@ -1,4 +1,4 @@
-"""`rsrv top`: the live page's figures in a terminal, or line by line."""
+"""`rsrv top`: the live page's figures on a terminal, or line by line."""
 
 import asyncio
 import fcntl
@@ -68,7 +68,7 @@ def shown(name: str, requests: int = 0, device_s: float = 0.0, **differs: Any) -
 
 
 def test_programs_get_whole_states(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--json` prints a line for each event; a state has all models, also those that did not change."""
+    """`--json` prints a line for each event. A state has all models, including those that have not changed."""
     later = {**json.loads(state(2.0, shown("b", 5))), "gone": ["c"]}
     log = json.dumps({"t": 1.0, "text": "loaded"})
     print_events(
@@ -87,7 +87,7 @@ def test_programs_get_whole_states(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_models_are_sorted_by_their_share_of_the_device() -> None:
-    """Models are sorted by their share of the device between two states; a new one has no rates yet."""
+    """Models are sorted by their share of the device between two states. A new model has no rates yet."""
     top = Top()
     assert not top.take("begin", "null")
     assert top.take("state", state(10.0, shown("a"), shown("b"), shown("c")))
@@ -106,7 +106,7 @@ def test_models_are_sorted_by_their_share_of_the_device() -> None:
 
 
 def test_the_first_line_is_the_severest_finding() -> None:
-    """A note is told if there is nothing worse, and does not count among what is more urgent."""
+    """The first line has the severest finding. Notes are counted only if there is nothing more severe."""
     note, warning = ("note", "a waits"), ("warning", "b fails")
     assert headline([], "d") == ""
     assert headline([note], "d") == "note: a waits (d: what to do)"
@@ -115,7 +115,7 @@ def test_the_first_line_is_the_severest_finding() -> None:
 
 
 def test_keys_choose_the_order_of_the_models() -> None:
-    """`s` sorts by the next column, figures from the largest and words from a to z; `r` reverses the order."""
+    """`s` sorts by the next column: figures from the largest on, words from a to z. `r` reverses the order."""
     top = Top()
     top.take(
         "state", state(0.0, shown("a", p99_s=0.1, errors=1), shown("b", p99_s=0.2), shown("c", errors=9))
@@ -130,7 +130,7 @@ def test_keys_choose_the_order_of_the_models() -> None:
 
 
 def test_a_filter_shows_the_models_whose_names_have_what_is_typed() -> None:
-    """Keys are letters of the filter until Enter; Backspace takes one back, and Esc shows all models again."""
+    """Keys are letters of the filter until Enter. Backspace removes the last letter, and Esc shows all models again."""
     top = Top()
     top.take("state", state(0.0, shown("cats"), shown("dogs"), shown("quails")))
 
@@ -149,7 +149,7 @@ def test_a_filter_shows_the_models_whose_names_have_what_is_typed() -> None:
 
 
 def test_the_latest_rates_of_a_model_are_a_line() -> None:
-    """The line is relative to the model's highest rate of late; the oldest rates leave it."""
+    """A row draws the model's latest rates, relative to the highest of them. Old rates drop out."""
     top = Top()
     for second, requests in enumerate((0, 8, 12, 12, 13)):
         top.take("state", state(float(second), shown("a", requests)))
@@ -160,7 +160,7 @@ def test_the_latest_rates_of_a_model_are_a_line() -> None:
 
 
 def test_another_runtime_has_no_rates_at_first() -> None:
-    """Another runtime has no rates at first, as its counters restart; without one, the reason is shown."""
+    """A new runtime has no rates at first, because its counters begin again. Without a runtime, the reason is shown."""
     top = Top()
     top.take("state", state(10.0, shown("a", 100)))
     top.take("state", json.dumps({"t": 11.0, "up": False, "instance": "1", "why": "it\nis\x1b gone"}))
@@ -171,7 +171,7 @@ def test_another_runtime_has_no_rates_at_first() -> None:
 
 
 def test_each_of_several_devices_has_a_line() -> None:
-    """Each device has its weights, its GPU's memory and its load; a model has the devices of its weights."""
+    """Each device has a line with its weights, its GPU's memory and its load. A model's row has the devices of its weights."""
     card = {"used_bytes": 3_000_000_000, "total_bytes": 8_000_000_000}
 
     def devices(seconds: float) -> list[dict[str, Any]]:
@@ -193,7 +193,7 @@ def test_each_of_several_devices_has_a_line() -> None:
 
 
 def test_models_of_a_device_that_sleeps_are_asleep() -> None:
-    """The line about the device says that it sleeps, and cold models have the same word as the others."""
+    """The line of a sleeping device says that it sleeps. Cold models of this device are also called asleep."""
     devices = [{"number": 0, "card": None, "asleep_since": 0.0}]
     said = json.loads(state(1.0, shown("a", weights="asleep"), devices=devices))
     top = Top()
@@ -204,7 +204,7 @@ def test_models_of_a_device_that_sleeps_are_asleep() -> None:
 
 
 def test_models_behind_aliases_are_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    """A row has the alias's name, share, rate and errors. A state without aliases keeps the rows of the former state."""
+    """A model behind an alias has a row with the alias, the share, the rate and errors. A state without aliases keeps earlier rows."""
 
     def said(t: float, *targets: tuple[str, str, int, str]) -> str:
         keys = ("model", "share", "answered", "copies")
@@ -236,14 +236,14 @@ def test_models_behind_aliases_are_rows(capsys: pytest.CaptureFixture[str]) -> N
     ],
 )
 def test_where_a_model_is_takes_one_word_or_two(differs: dict[str, Any], cell: str) -> None:
-    """The column of states has the most important one in one or two words."""
+    """The column of states has the most important state, in one or two words."""
     top = Top()
     top.take("state", state(0.0, shown("a", **differs)))
     assert top.rows[0].cells()[1] == cell
 
 
 def test_without_a_terminal_there_are_lines_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a terminal, events are printed at once, and figures of busy models every five seconds."""
+    """Without a terminal, events are printed at once, and the figures of busy models every five seconds."""
     show(
         [
             ("begin", "null"),
@@ -264,7 +264,7 @@ def test_without_a_terminal_there_are_lines_every_few_seconds(capsys: pytest.Cap
 
 @looped
 async def test_a_terminal_shows_the_table_until_q(tmp_path: Path) -> None:
-    """On a terminal, the table is shown until Ctrl-C, and the screen is restored."""
+    """On a terminal, the table is shown until the user presses q, and then the screen is restored."""
     async with served(tmp_path, models=["alpha"]) as server:
         server.runtime.models["alpha"] = model(histogram(0.002), "alpha")
         spans = {"instance": server.runtime.instance, "next": 0, "end": 0, "spans": []}
@@ -299,7 +299,7 @@ async def test_a_terminal_shows_the_table_until_q(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("columns", [80, 110])
 def test_figures_stay_whole_beside_long_names(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names and states lose their ends instead, since the beginning of a figure would be another figure."""
+    """If there is little room, names and states are cut. Figures are never cut, because a cut figure would look like another figure."""
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("LINES", "24")
     top = Top()

@@ -1,4 +1,4 @@
-"""Bundles whose files are overwritten in place: the old version serves until the new one is complete."""
+"""Bundles whose files are overwritten in place: the old version serves until the new version is complete."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["silent_kernel"]
 
 
 def overwrite(file: Path, text: str) -> None:
-    """Overwrite a file in place, keeping its times; it is so large that the repository has a hard link to it."""
+    """Overwrite a file in place, and keep its times. The file is large, so the repository has a hard link to it."""
     content = text.ljust(LINK_BYTES).encode()
     before = file.stat().st_mtime_ns
     with file.open("r+b") as opened:
@@ -30,7 +30,7 @@ def overwrite(file: Path, text: str) -> None:
 @pytest.mark.parametrize("ending", ["v2", "v1"])
 @in_virtual_time
 async def test_a_torn_bundle_keeps_its_old_version_until_it_fits(tmp_path: Path, ending: str) -> None:
-    """A torn bundle fails by name, and is loaded when it is finished or restored; others are not affected."""
+    """A torn bundle fails by name. It is loaded when it is finished or restored. Other bundles are not affected."""
     async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (world, lifecycle):
         a = world.roots["r"] / "a"
         await asyncio.sleep(10)
@@ -53,7 +53,7 @@ async def test_a_torn_bundle_keeps_its_old_version_until_it_fits(tmp_path: Path,
 
 @in_virtual_time
 async def test_a_torn_callee_keeps_its_meta_model(tmp_path: Path) -> None:
-    """A meta model with a torn callee keeps its old version, and the reason names the callee."""
+    """A meta model with a torn callee keeps its old version. The reason names the callee."""
     async with story(tmp_path, {"r": {"a": "v1"}}) as (world, lifecycle):
         add_meta(world, "meta", "a")
         a = world.roots["r"] / "a"
@@ -71,7 +71,7 @@ async def test_a_torn_callee_keeps_its_meta_model(tmp_path: Path) -> None:
 
 @in_virtual_time
 async def test_static_mode_tries_a_torn_bundle_again_when_it_was_asked_for(tmp_path: Path) -> None:
-    """In static mode, a refused reload of a torn bundle is retried until it is complete."""
+    """In static mode, a requested reload of a torn bundle is refused. It is retried until the bundle is complete."""
     async with story(tmp_path, {"r": {"a": "v1"}}, lifecycle="mode: static") as (world, lifecycle):
         a = write_bundle(world.roots["r"] / "a", "v2")
         (a / "model.b8.mlir").write_text("half 8")
@@ -85,7 +85,7 @@ async def test_static_mode_tries_a_torn_bundle_again_when_it_was_asked_for(tmp_p
 
 @in_virtual_time
 async def test_without_checksums_two_readings_must_agree(tmp_path: Path) -> None:
-    """Without checksums, a bundle is taken when two readings agree, also if file times do not show writes."""
+    """A bundle without checksums is loaded when two readings agree, because file times may not show a write."""
     async with story(tmp_path, {"r": {"a": "v1"}}) as (world, lifecycle):
         write_unsummed(world.roots["r"] / "a", "v2")
         file = world.roots["r"] / "a" / "model.b8.mlir"

@@ -1,4 +1,4 @@
-"""Timelines as traces for Perfetto."""
+"""Timelines in the form of traces for Perfetto."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rsrv.control.v1 import control_pb2 as pb
 
 
 def test_a_trace() -> None:
-    """Executions are named by their model, other spans by kind and model."""
+    """Executions are named after their model. Other spans are named after their kind and model."""
     spans = [
         pb.Span(
             kind=pb.SPAN_KIND_EXECUTE,
@@ -64,7 +64,7 @@ def test_a_trace() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20))))
 def test_lanes(times: list[tuple[int, int]]) -> None:
-    """For any spans, no two overlap in one lane, and there are only as many lanes as needed."""
+    """For any spans, spans in one lane do not overlap, and there are only as many lanes as needed."""
     spans = [
         pb.Span(kind=pb.SPAN_KIND_EXECUTE, start_unix_s=start, seconds=seconds) for start, seconds in times
     ]

@@ -1,4 +1,4 @@
-"""Requests of the live page's form: what reaches Triton, and what does not."""
+"""Requests of the live page's form: some reach Triton, and others are refused before."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -19,7 +19,7 @@ X = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2.5]}
 async def triton(
     status: int = 200, text: str = "{}", *, silent: bool = False
 ) -> AsyncIterator[tuple[str, list[Any]]]:
-    """Yield the address of an HTTP server with this answer, or none, and the path and body of each request."""
+    """Yield the address of an HTTP server with this answer, or without an answer, and the list of its requests' paths and bodies."""
     told: list[Any] = []
 
     async def answer(request: web.BaseRequest) -> web.Response:
@@ -39,7 +39,7 @@ async def triton(
 
 @looped
 async def test_a_request_reaches_only_its_model() -> None:
-    """Triton gets the tensors and nothing else, at the path of the model with its name quoted; its answer comes back."""
+    """Triton gets only the tensors, at the path of the model with its name quoted. Its answer is returned."""
     async with triton(400, '{"error": "unexpected shape"}') as (address, told):
         shared = {**X, "parameters": {"shared_memory_region": "secret"}, "extra": 1}
         name = "../../repository/index?a=b#c\r\nX: y"
@@ -63,7 +63,7 @@ async def test_a_request_reaches_only_its_model() -> None:
 )
 @looped
 async def test_inputs_that_harm_triton_are_not_sent(inputs: Any, why: str) -> None:
-    """Triton would take the memory of a shape first: one that its values do not fill is refused here."""
+    """A shape that its values do not fill is refused, because Triton would first allocate memory for the shape."""
     async with triton() as (address, told):
         with pytest.raises(PageError, match=why) as wrong:
             await trial.infer(address, "a", inputs)
@@ -73,7 +73,7 @@ async def test_inputs_that_harm_triton_are_not_sent(inputs: Any, why: str) -> No
 
 @looped
 async def test_answers_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Redirections are not followed; a large answer, a silent server and one without an HTTP port have errors."""
+    """Redirections are not followed. A large answer, a silent server and a server without an HTTP port are errors."""
     async with triton(307, "x" * 100) as (address, told):
         assert (await trial.infer(address, "a", [X]))[0] == 307
         assert len(told) == 1

@@ -37,7 +37,7 @@ from tests.waiting import looped
     ],
 )
 def test_the_address_and_the_mode_are_found(line: str, expected: TritonEndpoint) -> None:
-    """Both spellings of a flag are read, and the last one counts."""
+    """Both spellings of a flag are read. If a flag is repeated, the last one is used."""
     assert read_endpoint(line.split()) == expected
 
 
@@ -50,13 +50,13 @@ def test_the_address_and_the_mode_are_found(line: str, expected: TritonEndpoint)
     ],
 )
 def test_what_cannot_be_spoken_to_is_said(flag: str, word: str) -> None:
-    """A flag that prevents the connection gives an error that says what to do."""
+    """If a flag prevents the connection, the error says what to do."""
     assert word in read_endpoint([flag]).trouble
 
 
 @looped
 async def test_the_program_of_a_running_server_is_found() -> None:
-    """The server's own program counts, not the one in PATH."""
+    """The program is that of the running server, and not the one in PATH."""
     triton = Triton.of(os.getpid())
     assert triton.program is not None
     assert Path(triton.program).samefile(sys.executable)
@@ -64,7 +64,7 @@ async def test_the_program_of_a_running_server_is_found() -> None:
 
 
 def test_a_restricted_repository_is_opened_with_its_key() -> None:
-    """The key of the restricted repository protocol is found among other restrictions."""
+    """The key of the repository protocol's restriction is found among other restrictions."""
     flags = [
         "--grpc-restricted-protocol=inference,health:other=7",
         "--grpc-restricted-protocol",

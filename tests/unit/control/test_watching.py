@@ -33,7 +33,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_a_root_holds_its_bundles_or_is_one(root: Path, tmp_path: Path) -> None:
-    """A root is a bundle or contains some; hidden folders and those without a manifest are none."""
+    """A root is a bundle or contains bundles. Hidden folders and folders without a manifest are not bundles."""
     found = scan(root, linked=False)
     assert set(found.bundles) == {"one"}
     assert found.identity == (root.stat().st_dev, root.stat().st_ino)
@@ -47,7 +47,7 @@ def test_a_root_holds_its_bundles_or_is_one(root: Path, tmp_path: Path) -> None:
 
 
 def test_an_entry_that_cannot_be_read_hides_no_other(root: Path) -> None:
-    """An unreadable entry has no signature and hides no other; lost+found is skipped."""
+    """An unreadable entry has no signature, and other entries are still found. lost+found is skipped."""
     (root / "odd").symlink_to("x" * 300)
     (root / "lost+found").mkdir()
     (root / "lost+found" / "file").touch()
@@ -57,7 +57,7 @@ def test_an_entry_that_cannot_be_read_hides_no_other(root: Path) -> None:
 
 
 def test_a_directory_whose_manifest_is_still_to_come_is_told_apart(root: Path) -> None:
-    """A folder without a manifest has a signature of its own kind, which changes as files grow."""
+    """A folder without a manifest has another kind of signature, which changes while its files grow."""
     seen = []
     for size in (1, 2):
         (root / "no_bundle" / "weights").write_bytes(bytes(size))
@@ -70,7 +70,7 @@ def test_a_directory_whose_manifest_is_still_to_come_is_told_apart(root: Path) -
     "path", ["manifest.yaml", "model.b1.mlir", "labels.txt", "nested/deep.txt", "nested/new.py", "linked"]
 )
 def test_every_file_of_a_bundle_counts(root: Path, path: str) -> None:
-    """Every file counts, also auxiliary, nested and linked ones; restoring one is a change, too."""
+    """A change of any file changes the signature, also of an auxiliary, nested or linked file. So does restoring a file."""
     bundle = root / "one"
     (bundle / "linked").symlink_to("labels.txt")
     before = sign(bundle, linked=True)
@@ -84,7 +84,7 @@ def test_every_file_of_a_bundle_counts(root: Path, path: str) -> None:
 
 
 def test_what_python_leaves_does_not_count(root: Path) -> None:
-    """Python's bytecode and empty folders do not count."""
+    """Python's bytecode and empty folders do not change the signature."""
     before = sign(root / "one", linked=True)
     (root / "one" / "__pycache__").mkdir()
     (root / "one" / "__pycache__" / "model.pyc").write_text("")
@@ -93,7 +93,7 @@ def test_what_python_leaves_does_not_count(root: Path) -> None:
 
 
 def test_a_hard_link_to_a_large_file_does_not_count(root: Path, tmp_path: Path) -> None:
-    """A new hard link to a large file is not a change, since rsrv-gen makes one; a write to it is."""
+    """A new hard link to a large file does not change the signature, because rsrv-gen makes such links. A write to the file does."""
     large = root / "one" / "large"
     large.write_bytes(bytes(LINK_BYTES))
     linked, copied = (sign(root / "one", linked=linked) for linked in (True, False))
@@ -103,7 +103,7 @@ def test_a_hard_link_to_a_large_file_does_not_count(root: Path, tmp_path: Path) 
 
 
 def test_a_link_to_nothing_is_a_fact_and_not_a_riddle(root: Path) -> None:
-    """A dangling link gives a signature, so that the broken bundle is reported."""
+    """A dangling link has a signature, so that the broken bundle is reported."""
     (root / "one" / "dangling").symlink_to("nothing")
     assert sign(root / "one", linked=True) is not None
 
@@ -116,7 +116,7 @@ class SlowPoll(LifecycleSection):
 
 @looped
 async def test_a_notice_of_the_kernel_starts_the_next_scan_soon(root: Path) -> None:
-    """A notice of the kernel starts the next scan early, also for a root that appears later."""
+    """A notice of the kernel starts the next scan early, even for a root that appears later."""
     settings = SlowPoll(poll_s=0.05)
     scans: asyncio.Queue[Mapping[Path, Seen]] = asyncio.Queue()
 
@@ -128,7 +128,7 @@ async def test_a_notice_of_the_kernel_starts_the_next_scan_soon(root: Path) -> N
         watcher = group.create_task(watch(lambda: [root], settings, took))
         before = (await scans.get())[root]
         while True:
-            # Repeatedly, because the time from which the kernel listens is unknown.
+            # Write repeatedly, because it is unknown from when on the kernel sends notices.
             (root / "one" / "labels.txt").write_text(f"{asyncio.get_running_loop().time()}")
             try:
                 after = await asyncio.wait_for(scans.get(), 0.5)
@@ -143,7 +143,7 @@ async def test_a_notice_of_the_kernel_starts_the_next_scan_soon(root: Path) -> N
 async def test_without_a_thread_for_notices_the_periodic_scans_stay(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where the system has no thread left for the kernel's notices, the log says it in a line."""
+    """If the system has no thread left for the kernel's notices, one line of the log says so, and periodic scans continue."""
 
     def start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -156,7 +156,7 @@ async def test_without_a_thread_for_notices_the_periodic_scans_stay(
 
 
 def test_directories_a_thousand_deep_end_no_scan(tmp_path: Path) -> None:
-    """A folder a thousand levels deep has no signature, and its neighbours have."""
+    """A folder a thousand levels deep has no signature. Its neighbours have signatures."""
     for name in ("deep", "good"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.yaml").touch()
@@ -174,7 +174,7 @@ def test_directories_a_thousand_deep_end_no_scan(tmp_path: Path) -> None:
 
 
 def test_a_scan_after_a_notice_reads_the_named_bundles(root: Path) -> None:
-    """A scan after a notice reads only the notice's bundle, as does the next scan; a full scan finds every change."""
+    """After a notice, this scan and the next one read only the notice's bundle. A full scan finds every change."""
     write_bundle(root / "two")
     scanner = BundleScanner(lambda: [root], linked=True)
     full = scanner.scan()[root].bundles
@@ -193,7 +193,7 @@ def test_a_scan_after_a_notice_reads_the_named_bundles(root: Path) -> None:
 
 
 def test_bundles_that_come_and_go_need_no_notice_of_their_own(root: Path) -> None:
-    """A scan after any notice finds new and removed bundles, and one that is its root."""
+    """A scan after any notice also finds new and removed bundles, and a bundle that is the root itself."""
     scanner = BundleScanner(lambda: [root, root / "one"], linked=True)
     scanner.scan()
     write_bundle(root / "two")
@@ -207,7 +207,7 @@ def test_bundles_that_come_and_go_need_no_notice_of_their_own(root: Path) -> Non
 
 
 def test_an_unfinished_copy_needs_no_notice_of_its_end(root: Path) -> None:
-    """A folder without a manifest is read by each scan, so its bundle is found even if a notice is lost."""
+    """Each scan reads a folder without a manifest, so a finished bundle is found even if a notice is lost."""
     (root / "no_bundle" / "weights").write_bytes(b"1")
     scanner = BundleScanner(lambda: [root], linked=True)
     unfinished = [scanner.scan()[root].bundles["no_bundle"] for _ in range(2)]

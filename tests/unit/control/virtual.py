@@ -1,4 +1,4 @@
-"""An event loop with virtual time, which jumps to the next timer; threads run at once."""
+"""An event loop with virtual time. The time jumps to the next timer, and functions for threads run at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class _Selector(selectors.DefaultSelector):
-    """Advances the time instead of waiting."""
+    """A selector that advances the time and does not wait."""
 
     passed = 0.0
 
@@ -25,14 +25,14 @@ class _Selector(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Event loop whose time starts at 1000 seconds."""
+    """An event loop whose time starts at 1000 seconds."""
 
     def __init__(self) -> None:
         self._virtual = _Selector()
         super().__init__(self._virtual)
 
     def time(self) -> float:
-        # A timer delayed by a rounding error would otherwise see the same time again and again.
+        # Without this step, a timer that a rounding error delays would see the same time again and again.
         self._virtual.passed += 1e-8
         return 1000.0 + self._virtual.passed
 

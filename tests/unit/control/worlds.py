@@ -21,7 +21,7 @@ BAD = "bad"
 
 
 class FakeTriton:
-    """Serves the content of the repository; a load takes `seconds`."""
+    """Serves the content of the repository. A load takes `seconds`."""
 
     def __init__(self, repository: Path, mode: Mode = "explicit") -> None:
         self.repository = repository
@@ -32,7 +32,7 @@ class FakeTriton:
         self.program: str | None = None
         self.exits_on_error = False
         self.seconds = 1.0
-        #: Model -> the text of its modules, and the time of its newest file.
+        #: Text of the modules, and time of the newest file, by model.
         self.served: dict[str, tuple[str, int]] = {}
         #: Models that were unloaded by hand.
         self.dismissed: set[str] = set()
@@ -42,7 +42,7 @@ class FakeTriton:
         self.dead: set[str] = set()
         #: Models whose stub lives without a connection to the runtime.
         self.cold: set[str] = set()
-        #: Number of questions for all models' states.
+        #: Number of calls of `states`.
         self.asked = 0
         self.view = FakeView(self)
         #: The requests, in order: "load NAME", "loaded NAME", "unload NAME".
@@ -61,14 +61,14 @@ class FakeTriton:
         self.log.append(f"load {name}")
         folder = self.repository / name
         seen = newest(folder)
-        # The stub reads when it has started.
+        # The stub reads the bundle after its start.
         await asyncio.sleep(self.seconds)
         if not (folder / "config.pbtxt").exists():
             raise TritonError(f"failed to load '{name}', failed to poll from model repository")
         if name in self.served and seen <= self.served[name][1]:
             return
         bundle = folder / "1" / "bundle"
-        # An alias has none of its own, and is served by its configuration.
+        # An alias has no bundle of its own. It is served from its configuration.
         text = whole(bundle) if bundle.exists() else (folder / "config.pbtxt").read_text()
         if text == BAD:
             raise TritonError("no module")
@@ -127,7 +127,7 @@ class FakeView:
 
 
 class FakePresence(Presence):
-    """The presence of one device, with the stubs and the returning models of a test."""
+    """The presence of one device. Its stubs are those of the test."""
 
     def __init__(self, view: FakeView) -> None:
         super().__init__(1)
@@ -139,14 +139,14 @@ class FakePresence(Presence):
 
 
 def whole(bundle: Path) -> str:
-    """Return the text of the modules, which must be of one version."""
+    """Return the text of the modules. All modules must be of one version."""
     one, eight = ((bundle / f"model.b{size}.mlir").read_text().split()[0] for size in (1, 8))
     assert one == eight, "a half-written bundle was taken"
     return one
 
 
 def place(path: Path, text: str, *, internal: bool = False) -> None:
-    """Write a bundle with this text in its modules, at once."""
+    """Write a bundle with this text in its modules. It appears in one step, by a rename."""
     aside = path.with_name(f".{path.name}")
     write_bundle(aside, text, internal=internal)
     shutil.rmtree(path, ignore_errors=True)
@@ -154,12 +154,12 @@ def place(path: Path, text: str, *, internal: bool = False) -> None:
 
 
 class World:
-    """Two roots with bundles, their repository, and a server that has loaded it."""
+    """Two roots with bundles, their repository, and a server that has loaded the repository."""
 
     def __init__(
         self, folder: Path, bundles: Mapping[str, Mapping[str, str]], *, lifecycle: str = ""
     ) -> None:
-        """`bundles`: root -> name -> text of the modules."""
+        """`bundles` has the text of the modules by root and name."""
         self.roots = {root: folder / root for root in bundles}
         for root, held in bundles.items():
             self.roots[root].mkdir()
@@ -169,7 +169,7 @@ class World:
         config = folder / "settings.yaml"
         places = [str(path) for path in self.roots.values()]
         config.write_text(f"lifecycle: {{poll_s: 1, bundles: {places}{lifecycle and ', ' + lifecycle}}}\n")
-        # The bundles' modules are text, which no exporter writes.
+        # The modules of these bundles are plain text, which jaxlib would refuse.
         with patch("rsrv_gen.run.find_spec", return_value=None):
             rsrv_gen([*places, "-o", str(self.repository), "--config", str(config)])
         self.settings = load_settings(config.read_text())

@@ -1,4 +1,4 @@
-"""Check the queries of Prometheus against the metrics that rsrv serves."""
+"""Check PromQL queries against the metrics that rsrv serves."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ TARGET = {"instance", "job", "namespace", "pod", "app_kubernetes_io_instance"}
 
 
 def labels(query: str) -> set[str]:
-    """Return the labels that the answer to a query may have.
+    """Return the labels that the result of a query may have.
 
-    Raises ValueError if it is not a query, or uses an unknown metric or label.
+    Raises ValueError if the text is not a query, or uses an unknown metric or label.
     """
     return _labels(promql_parser.parse(query))
 
 
 @cache
 def served() -> Mapping[str, frozenset[str]]:
-    """Return the name of each sample -> its labels."""
-    # Prometheus's own metrics of each target.
+    """Return the labels of each sample by its name."""
+    # Prometheus adds this metric to each target.
     found: dict[str, frozenset[str]] = {"up": frozenset()}
     for family in FAMILIES:
-        # A gateway adds the server's label.
+        # A gateway adds the label `worker` to the samples of servers.
         own = {*family.labels, "worker"}
         if family.kind == "histogram":
             found[f"{family.name}_bucket"] = frozenset(own | {"le"})
@@ -48,7 +48,7 @@ def served() -> Mapping[str, frozenset[str]]:
 
 
 def _of_a_gateway() -> Iterator[tuple[str, frozenset[str]]]:
-    """Return the metrics of a gateway with a value for each."""
+    """Yield each sample of a gateway with its labels. The gateway has a value for each metric."""
     counts = TrafficCounts(
         requests={("m", "w", "OK"): 1},
         items={"m": 1},
@@ -125,13 +125,13 @@ def _selected(selector: Any) -> set[str]:
 
 
 def _values(name: str, label: str) -> set[str] | None:
-    """Return the values that the label may have; None means any."""
+    """Return the values that the label may have, or None for any value."""
     if label == "status":
         return {status.name.lower() for status in Status}
     family = next((one for one in FAMILIES if re.fullmatch(rf"{one.name}(_bucket|_sum|_count)?", name)), None)
     if family is None or label == "model" or label not in family.labels:
         return None
-    # A family's help lists all of them.
+    # The help text of a metric lists all values of its label.
     return set(re.findall(r"\w+", family.help))
 
 

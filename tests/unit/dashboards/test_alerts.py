@@ -1,4 +1,4 @@
-"""The alerts: each can fire, and says what to do."""
+"""The alerts: each can fire, and each says what to do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RULES: list[dict[str, Any]] = [
     for group in document["groups"]
     for rule in group["rules"]
 ]
-#: alerts that watch the figures of a finding themselves, with thresholds that an operator can change
+#: Alerts that watch the figures of a finding directly, by finding. An operator can change their thresholds.
 OWN_ALERTS = {
     "bundle_refused": "RsrvReloadFailed",
     "deadlines_arrival": "RsrvDeadlinesMissed",
@@ -37,21 +37,21 @@ OWN_ALERTS = {
     "runtime_down": "RsrvServerDown",
     "runtime_restarts": "RsrvRuntimeRestarts",
 }
-#: an operator's own doing
+#: Findings that follow from an operator's own command.
 WITHOUT_ALERT = {"paused"}
 each_rule = pytest.mark.parametrize("rule", RULES, ids=[rule["alert"] for rule in RULES])
 
 
 @each_rule
 def test_an_alert_asks_for_what_is_there(rule: dict[str, Any]) -> None:
-    """The metrics and labels of an alert exist, and its text uses labels of its result."""
+    """The metrics and labels of an alert exist, and its text uses only labels of its result."""
     shown = {name for text in rule["annotations"].values() for name in re.findall(r"\$labels\.(\w+)", text)}
     assert shown <= labels(rule["expr"])
 
 
 @each_rule
 def test_an_alert_says_what_to_do(rule: dict[str, Any]) -> None:
-    """An alert waits, has a severity, and has a sentence, advice and an existing section of the docs."""
+    """An alert has a waiting time, a severity, a sentence, advice, and an existing section of the docs."""
     assert rule.keys() == {"alert", "expr", "for", "labels", "annotations"}
     assert re.fullmatch(r"[1-9]\d*m", rule["for"])
     assert rule["labels"].keys() == {"severity"}
@@ -73,7 +73,7 @@ def test_names_are_the_servers_and_each_ones_own() -> None:
 
 
 def test_each_urgent_finding_has_an_alert() -> None:
-    """A finding that can be a warning or critical has an alert of its own, or is in RsrvFinding; and only such findings."""
+    """Each finding that can be a warning or critical has its own alert or is in RsrvFinding. Other findings have no alert."""
     catalogue = next(family.help for family in FAMILIES if family.name == "rsrv_findings")
     known = {*re.findall(r"\w+", catalogue.partition("and name:")[2])}
     urgent = known - only_notes()
@@ -93,7 +93,7 @@ def only_notes() -> set[str]:
 
 
 def _raised() -> Iterator[tuple[str, set[str]]]:
-    """Yield the name and the severities of each finding that the rules' source makes with a fixed name."""
+    """Yield the name and the severities of each finding that the source code creates with a constant name."""
     for module in (model_findings, server_findings):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             match node:
@@ -103,14 +103,14 @@ def _raised() -> Iterator[tuple[str, set[str]]]:
 
 
 def test_promtool_is_told_when_each_fires() -> None:
-    """alerts.yml, the input of `promtool test rules`, has every alert."""
+    """alerts.yml, the input of `promtool test rules`, has a test for every alert."""
     text = Path(__file__).with_name("alerts.yml").read_text(encoding="utf-8")
     assert {*re.findall(r'alertname="(\w+)"', text)} == {rule["alert"] for rule in RULES}
 
 
 @pytest.mark.parametrize("kind", ["keda", "hpa"])
 def test_what_pods_are_scaled_by_is_there(kind: str) -> None:
-    """The metrics in KEDA's queries and those of prometheus-adapter exist."""
+    """The metrics in the queries of KEDA and prometheus-adapter exist."""
     if kind == "keda":
         (scaler,) = [m for m in render({"autoscaling": {"kind": kind}}) if m["kind"] == "ScaledObject"]
         queries = [trigger["metadata"]["query"] for trigger in scaler["spec"]["triggers"]]

@@ -32,7 +32,7 @@ def variables(board: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("board", "target"), list(targets()))
 def test_a_query_asks_for_what_is_there(board: Any, target: Any) -> None:
-    """The metrics and labels of a query, its legend's labels and its variables exist."""
+    """All metrics, labels and variables of a query exist, and also the labels of its legend."""
     query = target["expr"]
     for variable, value in STANDS_FOR.items():
         query = query.replace(variable, value)
@@ -43,7 +43,7 @@ def test_a_query_asks_for_what_is_there(board: Any, target: Any) -> None:
 
 @pytest.mark.parametrize("board", list(BOARDS.values()), ids=list(BOARDS))
 def test_choices_ask_for_what_is_there(board: Any) -> None:
-    """The values of a variable come from an existing label, and all servers are chosen at first."""
+    """The values of a variable are those of an existing label. At first, all servers are chosen."""
     for variable in variables(board).values():
         if variable["type"] == "query":
             query = variable["query"]

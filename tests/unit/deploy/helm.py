@@ -1,6 +1,6 @@
-"""Run Helm's engine in a process of its own, because Go's runtime takes over the process's signals.
+"""Run Helm's engine in a separate process, because Go's runtime takes over the process's signals.
 
-Each line of its input is a request, and each line of its output the answer to one:
+Each line of the input is a request, and each line of the output is the answer to a request:
 
     {"do": "render", "chart": ..., "values": ..., "release": ...}    {"answer": the rendered templates}
     {"do": "lint", "chart": ...}                                     {"answer": the linter's messages}

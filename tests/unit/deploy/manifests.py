@@ -20,13 +20,13 @@ from kubernetes_validate import utils
 ROOT = Path(__file__).resolve().parents[3]
 CHART = ROOT / "deploy" / "helm" / "rsrv"
 BUNDLES = {"persistentVolumeClaim": {"claimName": "bundles", "readOnly": True}}
-#: The oldest version that Chart.yaml allows, and the newest that the schemas' package has.
+#: The oldest version that Chart.yaml allows, and the newest version in the package of schemas.
 KUBERNETES = ("1.25", "1.37")
 
 Manifest = dict[str, Any]
 
-#: Of kinds that come from operators: the fields that each must have and the ones that are used here, as the custom
-#: resource definitions have them (prometheus-operator 0.8x, KEDA 2.18, KServe 0.16). No package brings their schemas.
+#: Schemas of kinds that operators define, because no package has them. They have the required fields and the fields that the chart
+#: uses, as in the custom resource definitions of prometheus-operator 0.8x, KEDA 2.18 and KServe 0.16.
 _TEXT: Manifest = {"type": "string", "minLength": 1}
 _LABELS: Manifest = {"type": "object", "additionalProperties": {"type": "string"}}
 
@@ -155,12 +155,12 @@ OPERATORS: dict[tuple[str, str], Manifest] = {
 }
 
 
-# The package parses megabytes of schemas for each manifest.
+# Without a cache, the package would parse megabytes of schemas for each manifest.
 utils.schema_contents = cache(utils.schema_contents)
 
 
 def read(text: str) -> list[Manifest]:
-    """Return all documents of a text, as Kubernetes reads YAML (1.1: 0440 is octal)."""
+    """Return all documents of a text. They are read as YAML 1.1, as Kubernetes does: 0440 is octal."""
     return deepcopy(_documents(text))
 
 
@@ -174,7 +174,7 @@ class ChartError(Exception):
 
 
 def render(values: Mapping[str, Any] | None = None, *, release: str = "demo") -> list[Manifest]:
-    """Return what `helm install` would create with these values and, by default, some bundles and four GPUs a pod.
+    """Return the manifests that `helm install` would create with these values. By default, there are bundles, and four GPUs per pod.
 
     Raises ChartError.
     """
@@ -219,7 +219,7 @@ def _engine() -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, helm], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    # The end of its input ends it.
+    # The process ends at the end of its input.
     atexit.register(process.communicate)
     return process
 
@@ -230,7 +230,7 @@ def one(manifests: list[Manifest], kind: str, name: str) -> Manifest:
 
 
 def check(manifest: Manifest) -> None:
-    """Raise if a cluster would refuse the manifest."""
+    """Raise an error if a cluster would refuse the manifest."""
     key = manifest["apiVersion"], manifest["kind"]
     if key in OPERATORS:
         assert set(manifest) == {"apiVersion", "kind", "metadata", "spec"}

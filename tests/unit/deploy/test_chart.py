@@ -1,4 +1,4 @@
-"""The Helm chart: clusters accept what it renders, and its parts agree with each other."""
+"""The Helm chart: clusters accept its manifests, and its parts agree with each other."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["versi
 
 
 def with_gateway(**values: Any) -> dict[str, Any]:
-    """Return values of a release with a gateway, which has these values of its own."""
+    """Return values of a release with a gateway. The arguments are values of the gateway."""
     return {"gateway": {"enabled": True, **values}}
 
 
 GATEWAY = with_gateway()
-#: The default.
+#: Values without a gateway, the default.
 ALONE: dict[str, Any] = {}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -104,7 +104,7 @@ def environment(manifests: list[Manifest]) -> dict[str, str]:
 
 
 def command(manifests: list[Manifest]) -> tuple[list[str], list[str]]:
-    """Return the command of the servers' container, and the flags that it passes on to tritonserver."""
+    """Return the command of the servers' container, and the flags that it passes to tritonserver."""
     words = server(manifests)["containers"][0]["args"]
     cut = words.index("--")
     return words[:cut], words[cut + 1 :]
@@ -112,7 +112,7 @@ def command(manifests: list[Manifest]) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
 def test_every_variant_is_accepted(values: dict[str, Any]) -> None:
-    """With any options, all manifests fit the oldest and newest Kubernetes, and names are unique."""
+    """With any options, the oldest and the newest Kubernetes accept all manifests, and names are unique."""
     manifests = render(values)
     for manifest in manifests:
         check(manifest)
@@ -122,7 +122,7 @@ def test_every_variant_is_accepted(values: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
 def test_what_is_named_is_there(values: dict[str, Any]) -> None:
-    """Selectors find pods, named ports exist, and so do the mounted volumes, ConfigMaps and Secrets."""
+    """Selectors find pods. Named ports, mounted volumes, ConfigMaps and Secrets exist."""
     manifests = render(values)
     labels = [pod["metadata"]["labels"] for pod in pods(manifests)]
     made = {(m["kind"], m["metadata"]["name"]) for m in manifests}
@@ -156,7 +156,7 @@ def test_what_is_named_is_there(values: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
 def test_no_pod_may_do_more_than_it_must(values: dict[str, Any]) -> None:
-    """Every pod runs as uid 1000 with a read-only root, no capabilities, no token, and writable places."""
+    """Every pod runs as uid 1000 with a read-only root, writable places, no capabilities and no token."""
     for pod in pods(render(values)):
         spec = pod["spec"]
         assert spec["securityContext"]["runAsUser"] == 1000
@@ -174,7 +174,7 @@ def test_no_pod_may_do_more_than_it_must(values: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
 def test_settings_are_ones_that_rsrv_takes(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rendered settings and environment load, and have the values' content."""
+    """rsrv loads the rendered settings and environment, and they have the content of the values."""
     manifests = render(values)
     for name, value in environment(manifests).items():
         if name.startswith("RSRV_") and name != "RSRV_RESTRICT_KEY":
@@ -196,7 +196,7 @@ def test_settings_are_ones_that_rsrv_takes(values: dict[str, Any], monkeypatch: 
 
 
 def test_the_documented_command_makes_pods_of_the_named_image() -> None:
-    """The page sets one image; all pods have it, and the clients' Service leads to pods that it can start."""
+    """The command on the page sets one image. All pods have it, and the clients' Service selects pods that the image can start."""
     page = (ROOT / "docs" / "kubernetes.md").read_text()
     (line,) = [part for part in page.split("```") if "helm install demo" in part]
     words = shlex.split(line[line.index("helm install") :].replace("\\\n", ""))
@@ -221,7 +221,7 @@ def test_the_documented_command_makes_pods_of_the_named_image() -> None:
 
 
 def test_a_gateway_may_have_a_smaller_image() -> None:
-    """Its tag is the servers', unless it has its own; the command is the same in both images."""
+    """A gateway may have its own image. By default, its tag is the servers' tag. The command is the same in both images."""
     for image, expected in (({"repository": "small"}, f"small:{VERSION}"), ({"tag": "2"}, "rsrv:2")):
         manifests = render(with_gateway(image=image))
         container = one(manifests, "Deployment", "demo-rsrv-gateway")["spec"]["template"]["spec"][
@@ -231,7 +231,7 @@ def test_a_gateway_may_have_a_smaller_image() -> None:
 
 
 def test_a_gateway_finds_the_servers_and_their_control_services() -> None:
-    """The gateway's settings name the headless Service, the control port and the servers' token."""
+    """The gateway's settings have the headless Service, the control port and the servers' token."""
     manifests = render(GATEWAY)
     settings = load_settings(one(manifests, "ConfigMap", "demo-rsrv-gateway")["data"]["rsrv.yaml"]).gateway
     assert settings.mode == "lpt_packing"
@@ -248,7 +248,10 @@ def test_a_gateway_finds_the_servers_and_their_control_services() -> None:
 
 
 def test_a_gateway_that_packs_has_the_servers_placement() -> None:
-    """The gateway has the servers' settings of placement and models; servers follow a single one's placement unless told otherwise."""
+    """A gateway has the servers' settings of placement and models.
+
+    Servers follow the placement of a gateway only if it has one replica and packs, and if no value says otherwise.
+    """
     shared = {"placement": {"replicas": 2}, "models": {"cats": {"replicas": "all"}}}
     manifests = render({"settings": shared, **with_gateway(replicas=1)})
     settings = load_settings(one(manifests, "ConfigMap", "demo-rsrv-gateway")["data"]["rsrv.yaml"])
@@ -266,7 +269,7 @@ def test_a_gateway_that_packs_has_the_servers_placement() -> None:
 
 
 def test_clients_go_to_the_gateway_if_there_is_one() -> None:
-    """The Service for clients selects the gateway's pods if there is a gateway, and else the servers'."""
+    """If there is a gateway, the clients' Service selects its pods. Without one, it selects the servers' pods."""
     for values, component in (
         (GATEWAY, "gateway"),
         (ALONE, "server"),
@@ -277,7 +280,7 @@ def test_clients_go_to_the_gateway_if_there_is_one() -> None:
 
 
 def test_a_gateway_mounts_the_files_that_its_settings_name() -> None:
-    """TLS and the clients' token are entries of Secrets, at the paths of the gateway's settings; the token is private."""
+    """TLS files and the clients' token are entries of Secrets, at the paths in the gateway's settings. The token's file is private."""
     manifests = render(VARIANTS["tls-and-token"])
     settings = load_settings(one(manifests, "ConfigMap", "demo-rsrv-gateway")["data"]["rsrv.yaml"]).gateway
     pod = one(manifests, "Deployment", "demo-rsrv-gateway")["spec"]["template"]["spec"]
@@ -303,7 +306,7 @@ def test_a_gateway_mounts_the_files_that_its_settings_name() -> None:
 
 
 def test_a_picker_is_reached_by_envoy_which_reaches_the_servers() -> None:
-    """The picker has a Service of its own and no client ports; clients' peers may connect to both."""
+    """The picker has its own Service and no ports for clients. The network policies let Envoy connect to the picker and the servers."""
     manifests = render(VARIANTS["picker"])
     container = one(manifests, "Deployment", "demo-rsrv-gateway")["spec"]["template"]["spec"]["containers"][0]
     assert container["args"][-2:] == ["--picker", "0.0.0.0:9002"]
@@ -317,7 +320,7 @@ def test_a_picker_is_reached_by_envoy_which_reaches_the_servers() -> None:
 
 
 def test_a_gateways_memory_holds_its_buffers() -> None:
-    """The default limit is enough for the default message; a larger message needs more."""
+    """The default memory limit is enough for the default message size. A larger message size needs more memory."""
     (limit,) = one(render(GATEWAY), "Deployment", "demo-rsrv-gateway")["spec"]["template"]["spec"][
         "containers"
     ][0]["resources"]["limits"].values()
@@ -326,7 +329,7 @@ def test_a_gateways_memory_holds_its_buffers() -> None:
 
 
 def test_what_only_operators_may_ask_wants_a_key() -> None:
-    """Triton's dangerous calls need the key of a Secret."""
+    """Triton's dangerous APIs need a key, which is in a Secret."""
     manifests = render()
     closed = "shared-memory,model-repository,logging,trace"
     assert command(manifests)[1] == [
@@ -339,7 +342,10 @@ def test_what_only_operators_may_ask_wants_a_key() -> None:
 
 @pytest.mark.parametrize("apis", [["model-repository"], ["model-repository", "shared-memory"]])
 def test_clients_share_memory_only_if_the_values_say_so(apis: list[str]) -> None:
-    """`rsrv serve` closes the APIs that the chart does not, but for shared memory if it is not listed."""
+    """The chart restricts the listed APIs, and `rsrv serve` restricts the others.
+
+    Clients may register shared memory only if this API is not listed.
+    """
     words, flags = command(render({"restrict": {"apis": apis}}))
     options = parser().parse(words[1:])
 
@@ -348,7 +354,7 @@ def test_clients_share_memory_only_if_the_values_say_so(apis: list[str]) -> None
 
 
 def test_a_gateway_has_the_key() -> None:
-    """The gateway has the key's name, and its value in a private file from the Secret."""
+    """The gateway has the key's name, and the key's value in a private file from the Secret."""
     manifests = render(GATEWAY)
     text = one(manifests, "ConfigMap", "demo-rsrv-gateway")["data"]["rsrv.yaml"]
     own = yaml12.parse(text)["gateway"]
@@ -363,7 +369,7 @@ def test_a_gateway_has_the_key() -> None:
 
 
 def test_a_pod_has_time_to_drain() -> None:
-    """The grace period of a pod covers the pause for endpoints, the requests in flight and ten seconds."""
+    """A pod's grace period is long enough for the pause for endpoints, the requests in flight and ten seconds more."""
     manifests = render({"drain": {"endpoints": 7, "requests": 20}})
     spec = server(manifests)
     assert spec["terminationGracePeriodSeconds"] == 7 + 20 + 10
@@ -373,7 +379,7 @@ def test_a_pod_has_time_to_drain() -> None:
 
 
 def test_the_first_start_may_take_its_time() -> None:
-    """The startup probe allows startupSeconds, and the other probes wait for it."""
+    """The startup probe allows startupSeconds. The other probes begin after it."""
     container = server(render({"startupSeconds": 601}))["containers"][0]
     probe = container["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] >= 601
@@ -391,7 +397,7 @@ def test_shared_memory_is_memory_of_the_right_size() -> None:
 
 
 def test_the_cache_is_left_to_its_owner() -> None:
-    """The cache's volume changes its group once, because rsrv refuses a cache that others may write."""
+    """The group of the cache's volume changes only once, because rsrv refuses a cache that other users can write."""
     spec = server(render(VARIANTS["cache-kept"]))
     assert spec["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
     mounts = {m["name"]: m["mountPath"] for m in spec["containers"][0]["volumeMounts"]}
@@ -402,7 +408,10 @@ def test_the_cache_is_left_to_its_owner() -> None:
 
 @pytest.mark.parametrize("gpus", [0, 1, 4])
 def test_a_pod_asks_for_all_gpus_of_its_machine_and_serves_from_no_cpu_in_their_place(gpus: int) -> None:
-    """Without its GPUs a server would answer slowly for hours; on the CPU it serves only if the values say so."""
+    """A pod requests its GPUs, and its platform is cuda: without GPUs, it would otherwise answer slowly on the CPU for hours.
+
+    A pod serves from the CPU only if the values ask for no GPU.
+    """
     manifests = render({"gpu": {"perPod": gpus}, "podMonitor": {"enabled": True}})
     limits = server(manifests)["containers"][0]["resources"]["limits"]
     assert limits.get("nvidia.com/gpu") == (str(gpus) if gpus else None)
@@ -414,7 +423,7 @@ def test_a_pod_asks_for_all_gpus_of_its_machine_and_serves_from_no_cpu_in_their_
 
 @pytest.mark.parametrize("kind", ["none", "keda", "hpa"])
 def test_one_alone_says_how_many_pods_there_are(kind: str) -> None:
-    """An autoscaled Deployment has no replica count, which an upgrade would reset; a fixed one has."""
+    """A Deployment with an autoscaler has no replica count, because an upgrade would reset it. One without an autoscaler has a count."""
     manifests = render({"autoscaling": {"kind": kind}, "replicas": 3})
     deployment = one(manifests, "Deployment", "demo-rsrv-server")
     assert deployment["spec"].get("replicas") == (3 if kind == "none" else None)
@@ -423,7 +432,7 @@ def test_one_alone_says_how_many_pods_there_are(kind: str) -> None:
 
 
 def test_queries_are_promql_about_these_pods() -> None:
-    """KEDA's queries parse, and select this Deployment's pods only."""
+    """KEDA's queries are PromQL, and select only pods of this Deployment."""
     manifests = render({"autoscaling": {"kind": "keda"}}, release="x")
     (scaler,) = [m for m in manifests if m["kind"] == "ScaledObject"]
     queries = [trigger["metadata"]["query"] for trigger in scaler["spec"]["triggers"]]
@@ -434,7 +443,7 @@ def test_queries_are_promql_about_these_pods() -> None:
 
 
 def test_the_adapters_metric_is_the_one_that_is_scaled_on() -> None:
-    """prometheus-adapter's rule makes the metric of the HorizontalPodAutoscaler, for this release only."""
+    """prometheus-adapter's rule makes the metric that the HorizontalPodAutoscaler reads, for this release only."""
     (values,) = read((ROOT / "deploy" / "prometheus-adapter.yaml").read_text())
     (rule,) = values["rules"]["external"]
     (scaler,) = [m for m in render(VARIANTS["hpa"]) if m["kind"] == "HorizontalPodAutoscaler"]
@@ -453,7 +462,7 @@ def test_the_adapters_metric_is_the_one_that_is_scaled_on() -> None:
 
 
 def test_the_operator_gets_the_same_alerts() -> None:
-    """The PrometheusRule equals the rules file, braces included, under the requested labels."""
+    """The PrometheusRule has the rules file without a change, braces included, and the requested labels."""
     rule = one(render(VARIANTS["alerts-and-dashboards"]), "PrometheusRule", "demo-rsrv")
     assert rule["metadata"]["labels"]["release"] == "monitoring"
     (rules,) = read((CHART / "files" / "rules" / "rsrv.yml").read_text())
@@ -461,7 +470,7 @@ def test_the_operator_gets_the_same_alerts() -> None:
 
 
 def test_grafanas_sidecar_gets_the_same_dashboards() -> None:
-    """The ConfigMap has the sidecar's label and each dashboard's file, and fits into Kubernetes' limit."""
+    """The ConfigMap has the sidecar's label and each dashboard's file, and is below Kubernetes' limit."""
     boards = one(render(VARIANTS["alerts-and-dashboards"]), "ConfigMap", "demo-rsrv-dashboards")
     assert boards["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert boards["metadata"]["annotations"] == {"grafana_folder": "rsrv"}
@@ -474,7 +483,7 @@ def test_grafanas_sidecar_gets_the_same_dashboards() -> None:
 
 
 def test_servers_connect_to_no_other_host() -> None:
-    """The servers' network policy allows no egress, and only the gateway may send requests to them."""
+    """The servers' network policy allows no egress. Only the gateway may send requests to the servers."""
     policy = one(render(GATEWAY), "NetworkPolicy", "demo-rsrv-server")["spec"]
     assert policy["policyTypes"] == ["Ingress", "Egress"]
     assert policy["egress"] == []
@@ -485,7 +494,7 @@ def test_servers_connect_to_no_other_host() -> None:
 
 
 def test_bundles_have_to_be_somewhere() -> None:
-    """Without a volume for the bundles, rendering fails with an error that says so."""
+    """Without a volume for the bundles, rendering fails, and the error says so."""
     with pytest.raises(ChartError, match=r"bundles\.volume: name the volume"):
         render({"bundles": {}})
 
@@ -520,7 +529,7 @@ def test_bundles_have_to_be_somewhere() -> None:
     ids=str,
 )
 def test_what_cannot_work_is_not_rendered(values: dict[str, Any], message: str) -> None:
-    """Values that a pod would fail on are an error of `helm install`, with what to write instead."""
+    """Values with which a pod would fail are an error of `helm install`. The error says what to write."""
     with pytest.raises(ChartError, match=message):
         render(values)
 
@@ -565,7 +574,7 @@ def test_values_that_mean_nothing_are_refused(values: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("value", ["123", "true", "1e3", "null", "it's", 'a"b'])
 def test_texts_stay_texts(value: str) -> None:
-    """Text that YAML would read as a number or boolean, or with quotes, is rendered unchanged."""
+    """Texts that YAML would read as a number or a boolean, and texts with quotes, are rendered unchanged."""
     flag = f"--trace-config={value}"
     manifests = render(
         {
@@ -589,14 +598,14 @@ def test_texts_stay_texts(value: str) -> None:
 
 
 def test_a_release_may_be_called_like_a_number() -> None:
-    """A release may be called like a number: its labels and names stay text."""
+    """If the name of a release is a number, its labels and names are still text."""
     for manifest in render({**GATEWAY, "fullnameOverride": "true"}, release="123"):
         check(manifest)
         assert manifest["metadata"]["labels"]["app.kubernetes.io/instance"] == "123"
 
 
 def test_pods_are_replaced_with_their_keys() -> None:
-    """The checksums of pods cover the chart's own Secrets, which are new with each rendering."""
+    """The checksums of pods include the chart's own Secrets, which are new with each rendering. So new keys replace the pods."""
     first, second = (render(GATEWAY, release=name) for name in ("one", "two"))
     for release, manifests in (("one", first), ("two", second)):
         data = one(manifests, "Secret", f"{release}-rsrv-restrict")["data"]
@@ -615,7 +624,7 @@ def test_pods_are_replaced_with_their_keys() -> None:
 
 
 def test_the_notes_say_what_scaling_lacks() -> None:
-    """The notes warn if an autoscaler is enabled without the PodMonitor, and only then."""
+    """If there is an autoscaler and no PodMonitor, the notes warn. Otherwise they do not."""
     for kind, monitored, warned in (("keda", False, True), ("hpa", False, True), ("keda", True, False)):
         said = notes({"autoscaling": {"kind": kind}, "podMonitor": {"enabled": monitored}})
         assert ("podMonitor is not enabled" in said) is warned

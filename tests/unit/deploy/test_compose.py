@@ -28,7 +28,7 @@ def services(*profiles: str) -> dict[str, Any]:
 
 
 def test_it_is_what_the_specification_says() -> None:
-    """The file fits the schema of the Compose specification."""
+    """compose.yaml fits the schema of the Compose specification."""
     jsonschema.validate(compose(), get_builtin_schema("vendor.compose-spec"))
 
 
@@ -69,7 +69,7 @@ def test_everything_that_is_mounted_is_there() -> None:
 
 
 def test_all_ports_are_published_to_this_machine_only() -> None:
-    """Those of the image, the live page's among them, are published on 127.0.0.1, and containers have no capabilities."""
+    """The ports that the image exposes are published. All ports are published on 127.0.0.1 only, and containers have no capabilities."""
     exposed = re.findall(r"^EXPOSE (.*)$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE)[-1].split()
     for name in ("rsrv", "rsrv-cpu"):
         published = compose()["services"][name]["ports"]
@@ -81,7 +81,7 @@ def test_all_ports_are_published_to_this_machine_only() -> None:
 
 
 def test_the_servers_have_what_they_need_of_a_container() -> None:
-    """Each server has shared memory, an init process, time to stop, and writable places."""
+    """Each server's container has shared memory, an init process, time to stop, and writable places."""
     image = (DOCKER / "Dockerfile").read_text()
     for service in (compose()["services"][name] for name in ("rsrv", "rsrv-cpu")):
         assert service["init"] is True
@@ -94,13 +94,13 @@ def test_the_servers_have_what_they_need_of_a_container() -> None:
 
 
 def test_images_of_others_are_pinned() -> None:
-    """Prometheus and Grafana have one version each."""
+    """The images of Prometheus and Grafana have a fixed version."""
     for name, service in services().items():
         assert re.search(r":v?\d+\.\d+\.\d+$", service["image"]), name
 
 
 def test_prometheus_asks_the_servers_where_they_are() -> None:
-    """Each target of Prometheus is a service's name with an exposed port, and the rules are mounted."""
+    """Each target of Prometheus is the name of a service with an exposed port. The rules are mounted."""
     (config,) = read((DOCKER / "prometheus.yml").read_text())
     names = {
         a
@@ -123,7 +123,7 @@ def test_prometheus_asks_the_servers_where_they_are() -> None:
 
 
 def test_grafana_finds_prometheus_and_the_dashboards() -> None:
-    """The provisioned source is this file's Prometheus, and the dashboards' folder is mounted."""
+    """The provisioned data source is the Prometheus of this file, and the dashboards' folder is mounted."""
     (sources,) = read((DOCKER / "grafana/provisioning/datasources/prometheus.yaml").read_text())
     (source,) = sources["datasources"]
     (port,) = compose()["services"]["prometheus"]["ports"]

@@ -25,7 +25,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def stages() -> list[list[tuple[str, str]]]:
-    """Return the instructions of each stage; those before the first one hold for all."""
+    """Return the instructions of each stage. The first list has the instructions before the first stage."""
     with DOCKERFILE.open("rb") as file:
         found: list[list[tuple[str, str]]] = [[]]
         for line in DockerfileParser(fileobj=file).structure:
@@ -46,7 +46,7 @@ def named(name: str) -> list[tuple[str, str]]:
 
 
 def locked(file: str) -> dict[str, Version]:
-    """Return the packages in a locked file, by canonical name; all have hashes."""
+    """Return the packages in a lock file, by canonical name. All packages have hashes."""
     text = (ROOT / "docker" / file).read_text()
     lines = re.findall(r"^([\w.-]+)==([^\s\\]+)", text, re.MULTILINE)
     blocks = re.split(r"\n(?=[a-z])", text)[1:]
@@ -56,7 +56,7 @@ def locked(file: str) -> dict[str, Version]:
 
 
 def wanted(extra: str) -> list[Requirement]:
-    """Return the requirements of an extra, with those of the extras that it includes."""
+    """Return the requirements of an extra, including those of other extras that it names."""
     project = PROJECT["project"]
     found = [Requirement(text) for text in project["dependencies"]]
     for text in project["optional-dependencies"][extra]:
@@ -76,7 +76,7 @@ def test_a_linter_has_nothing_to_say() -> None:
 
 
 def test_all_that_is_copied_is_there() -> None:
-    """Copied files exist in the repository, and copied stages come earlier."""
+    """Copied files exist in the repository, and a stage is copied only after its definition."""
     before: list[str] = []
     for stage in stages():
         for value in values(stage, "COPY"):
@@ -90,7 +90,7 @@ def test_all_that_is_copied_is_there() -> None:
 
 
 def test_the_wheel_is_built_of_all_its_packages() -> None:
-    """The stage that builds the wheel gets every package folder, and the files that pyproject.toml names."""
+    """The stage that builds the wheel has every package's folder, and the files that pyproject.toml names."""
     copied = [Path(s) for v in values(named("wheel"), "COPY") for s in v.split()[:-1]]
     project = PROJECT["project"]
     needed = [
@@ -107,7 +107,7 @@ def test_the_wheel_is_built_of_all_its_packages() -> None:
 
 
 def test_the_native_front_is_built_before_the_wheel() -> None:
-    """The stage that builds the wheel has the compiler of tools/native_front.py, and runs that first."""
+    """The stage that builds the wheel installs the compiler of tools/native_front.py, and runs this script before the build."""
     stage = named("wheel")
     arguments = dict(value.split("=", 1) for value in values(stages()[0], "ARG"))
     assert arguments["ZIG"] == native_front.ZIG_VERSION
@@ -118,7 +118,7 @@ def test_the_native_front_is_built_before_the_wheel() -> None:
 
 
 def test_what_is_installed_is_what_the_project_wants() -> None:
-    """The locked versions fit the extras of a server with a GPU, among which is the gateway's, and have hashes."""
+    """The locked versions have hashes, and fit the extras of a server with a GPU. These include the gateway's extra."""
     versions = locked("requirements.txt")
     for requirement in wanted("serve") + wanted("cuda13"):
         assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), requirement
@@ -126,7 +126,7 @@ def test_what_is_installed_is_what_the_project_wants() -> None:
 
 
 def test_the_stubs_python_gets_what_hooks_need_and_keeps_its_numpy() -> None:
-    """The hooks' packages are locked without dependencies, which would bring another numpy."""
+    """The hooks' packages are locked without their dependencies, which would install another numpy."""
     versions = locked("requirements-hooks.txt")
     requirements = [Requirement(text) for text in PROJECT["project"]["optional-dependencies"]["hooks"]]
     assert versions.keys() == {canonicalize_name(requirement.name) for requirement in requirements}
@@ -137,14 +137,14 @@ def test_the_stubs_python_gets_what_hooks_need_and_keeps_its_numpy() -> None:
 
 
 def test_the_extra_of_the_gateways_image_exists() -> None:
-    """The extra that the Dockerfile installs for the gateway exists."""
+    """The extra that the Dockerfile installs for the gateway exists in pyproject.toml."""
     extras = re.findall(r"\.whl\)\[(\w+)\]", DOCKERFILE.read_text())
     assert extras == ["gateway"]
     assert set(extras) <= set(PROJECT["project"]["optional-dependencies"])
 
 
 def test_bases_are_pinned() -> None:
-    """Every base image has one version."""
+    """Every base image has a fixed version."""
     arguments = dict(value.split("=", 1) for value in values(stages()[0], "ARG"))
     assert arguments["TRITON"] == "nvcr.io/nvidia/tritonserver:26.11-py3"
     for stage in stages()[1:]:
@@ -154,7 +154,7 @@ def test_bases_are_pinned() -> None:
 
 
 def test_both_images_run_as_a_user_and_say_how_they_are() -> None:
-    """Both images run as uid 1000 without a shell, and their health check asks the exposed port."""
+    """Both images run as uid 1000 without a shell. Their health check uses an exposed port."""
     for name in ("server", "gateway"):
         stage = named(name)
         assert values(stage, "USER") == ["1000:1000"]
@@ -169,7 +169,7 @@ def test_both_images_run_as_a_user_and_say_how_they_are() -> None:
 
 
 def test_both_images_open_their_ports() -> None:
-    """A container's addresses are not this machine's: clients, metrics, live page and probes come from other containers."""
+    """In both images, the ports are open for other machines, because clients, Prometheus and probes run in other containers."""
     for name, file in (("server", "rsrv.yaml"), ("gateway", "gateway.yaml")):
         settings = load_settings((ROOT / "docker" / file).read_text())
         opened = settings.metrics.listen if name == "server" else settings.gateway.admin
@@ -188,12 +188,12 @@ def test_both_images_open_their_ports() -> None:
 
 
 def test_the_build_fails_if_rsrv_does_not_work_with_the_release() -> None:
-    """The check runs after everything is installed, as the user of the container."""
+    """During the build, the check of the release runs after all installations, as the user of the container."""
     instructions = [name for name, _ in named("server")]
     assert values(named("server"), "RUN")[-1] == "rsrv check-triton"
     assert instructions[instructions.index("USER") + 1] == "RUN"
 
 
 def test_the_last_stage_is_the_server() -> None:
-    """The last stage, which a build without a target takes, is the server."""
+    """The last stage is the server, because a build without a target builds the last stage."""
     assert stages()[-1] == named("server")

@@ -1,4 +1,4 @@
-"""KServe: the runtime and the example fit each other, and clusters accept their pods."""
+"""KServe: the runtime and the example agree, and clusters accept their pods."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def manifest(name: str) -> Manifest:
 
 @pytest.mark.parametrize("name", ["clusterservingruntime", "inferenceservice"])
 def test_it_has_the_fields_of_its_kind(name: str) -> None:
-    """Both resources have the required fields of KServe's kinds, and no unknown ones."""
+    """Both resources have the required fields of KServe's kinds and no unknown fields."""
     check(manifest(name))
 
 
 def test_the_two_make_a_pod() -> None:
-    """The pod that KServe makes of runtime and service fits every supported Kubernetes."""
+    """The pod that KServe makes from the runtime and the service fits every supported Kubernetes."""
     runtime, predictor = (
         manifest("clusterservingruntime")["spec"],
         manifest("inferenceservice")["spec"]["predictor"],
@@ -36,7 +36,7 @@ def test_the_two_make_a_pod() -> None:
 
 
 def test_the_service_is_for_the_runtime() -> None:
-    """The example names the runtime, with a format and a protocol that it supports."""
+    """The example names the runtime, and a format and a protocol that the runtime supports."""
     runtime, model = (
         manifest("clusterservingruntime"),
         manifest("inferenceservice")["spec"]["predictor"]["model"],
@@ -47,7 +47,7 @@ def test_the_service_is_for_the_runtime() -> None:
 
 
 def test_ports_are_those_that_kserve_expects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The container listens on KServe's ports: 8080 for HTTP and probes, 9000 for gRPC, and Prometheus's."""
+    """The container listens on KServe's ports: 8080 for HTTP and probes, 9000 for gRPC, and the annotated port for Prometheus."""
     spec = manifest("clusterservingruntime")["spec"]
     (container,) = spec["containers"]
     for each in container["env"]:
@@ -57,7 +57,7 @@ def test_ports_are_those_that_kserve_expects(monkeypatch: pytest.MonkeyPatch) ->
     assert options.host == "0.0.0.0"
     port = spec["annotations"]["prometheus.kserve.io/port"]
     assert load_settings().metrics.listen == f"0.0.0.0:{port}"
-    # KServe sends what a protocol needs to this port.
+    # KServe sends requests of all protocols to the container's one port.
     assert [port["containerPort"] for port in container["ports"]] == [8080]
     assert spec["protocolVersions"] == ["v2"]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):

@@ -1,4 +1,4 @@
-"""A front without effects: its instructions are noted, and the test decides how they end."""
+"""A driver of a front without effects: it records the front's instructions, and the test decides how they end."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ class Driver:
     now: float = 100.0
     #: Attempts under way, by device.
     attempts: dict[int, Connect] = field(default_factory=dict)
-    #: Requests that a runtime has.
+    #: Requests that are submitted to a runtime and have no answer yet.
     submitted: list[Request] = field(default_factory=list)
     reports: list[str] = field(default_factory=list)
     leaves: list[int] = field(default_factory=list)
     given_up: list[str] = field(default_factory=list)
     demand: dict[str, int] = field(default_factory=dict)
     runs: list[Instruction] = field(default_factory=list)
-    #: No runtime takes requests at the moment.
+    #: True while no runtime accepts requests.
     takes_none: bool = False
     log: deque[str] = field(default_factory=lambda: deque(maxlen=60))
 
@@ -121,7 +121,7 @@ class Driver:
         self.send(event, after)
 
     def register(self, device: int = 0, retry_s: float = 10.0) -> None:
-        """The runtime of a device has the model ready."""
+        """End the attempt of a device: its runtime has the model ready."""
         self.end_attempt(Registered(device, self.devices, retry_s))
 
     def arrive(self, **facts: object) -> Request:
@@ -130,7 +130,7 @@ class Driver:
         return request
 
     def tick(self, after: float = 0.0) -> None:
-        """Pass the time in steps, with a tick at each time that the front names."""
+        """Let the time pass in steps, with a TimePassed event at each time that the front names."""
         until = self.now + after
         while (at := max(self.front.next_at, self.now + 1e-6)) < until:
             self.now = at
@@ -139,7 +139,7 @@ class Driver:
         self.send(TimePassed())
 
     def answer(self, number: int = 0) -> Request:
-        """Answer a request that a runtime has."""
+        """Answer a request that is submitted to a runtime."""
         request = self.submitted.pop(number)
         assert request.status is None
         request.status = Status.OK
@@ -150,7 +150,7 @@ class Driver:
     # --- invariants
 
     def check(self) -> None:
-        """Check what holds after each event."""
+        """Check the invariants that hold after each event."""
         front, views = self.front, self.front.snapshot().devices
         states = {view.state for view in views.values()}
         waiting = front.waiting
@@ -173,7 +173,7 @@ class Driver:
         assert attempting == {*self.attempts}, self.story("the attempts are others")
 
     def check_bounds(self, longest_s: float) -> None:
-        """Check after a tick that nothing waits longer than it may."""
+        """Check, after a tick, that no request waits longer than its limits allow."""
         serves = any(view.state is ServingState.READY for view in self.front.snapshot().devices.values())
         for request in self.front.waiting:
             if serves and (request.deaths or not self.takes_none):

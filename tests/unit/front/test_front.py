@@ -1,4 +1,4 @@
-"""What becomes of a request that arrives while its model has no runtime."""
+"""Requests that arrive while their model has no runtime: whether they wait, start the model, or are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HOME, SECOND, THIRD = by_preference("m", 3)
 
 
 def ready(devices: int = 1) -> Driver:
-    """Return a model that its runtimes serve."""
+    """Return a driver whose model is ready on all devices."""
     driver = Driver(devices=devices)
     driver.send(LoadAsked(0))
     driver.register(0)
@@ -45,14 +45,14 @@ def ready(devices: int = 1) -> Driver:
 
 
 def down() -> Driver:
-    """Return a model whose runtime has died a moment ago."""
+    """Return a driver whose model has just lost its runtime."""
     driver = ready()
     driver.send(RuntimeLost(0))
     return driver
 
 
 def cold(devices: int = 1, mask: int = 0) -> Driver:
-    """Return a model that has not started."""
+    """Return a driver whose model has not started."""
     driver = Driver(devices=devices, mask=mask)
     driver.send(LoadAsked(0))
     driver.send(StartTimeoutKnown(60.0))
@@ -61,7 +61,7 @@ def cold(devices: int = 1, mask: int = 0) -> Driver:
 
 
 def started(devices: int) -> Driver:
-    """Return a cold model that a request has started on its home. It is cold on the other devices."""
+    """Return a driver whose model was cold until a request started it on its home. It is cold on the other devices."""
     driver = cold(devices)
     driver.arrive()
     driver.register(by_preference("m", devices)[0])
@@ -89,12 +89,12 @@ def test_requests_wait_for_the_next_runtime_in_their_order() -> None:
 
 
 def test_the_next_runtime_has_the_model_ready_before_a_request_comes() -> None:
-    """The attempt begins at once, and says that the model was ready."""
+    """After a death, the front connects again at once, and tells the next runtime that the model was started before."""
     assert down().attempts == {0: Connect(0, started=True, asked=False)}
 
 
 def test_attempts_become_rarer() -> None:
-    """The pause doubles up to five seconds, or up to a minute while runtimes reject the model."""
+    """The pause between attempts doubles up to five seconds, or up to a minute while runtimes reject the model."""
     driver, pauses = down(), []
     ends: list[Unreached | ModelRejected] = [Unreached(0, "no Python")] * 9
     ends += [*[ModelRejected(0, "no device")] * 5, Unreached(0, "it ended", ended=True)]
@@ -107,7 +107,7 @@ def test_attempts_become_rarer() -> None:
 
 
 def test_a_request_waits_no_longer_than_it_may() -> None:
-    """A request is refused after the limit, even if it has waited several times with pauses between."""
+    """A request is refused at its limit, even if it has waited several times with pauses in between."""
     driver = down()
     request = driver.arrive()
     driver.tick(after=9.9)
@@ -130,12 +130,15 @@ def announce(
     limit_s: float = 60.0,
     least_s: float = 0.0,
 ) -> None:
-    """The device's runtime announces a step of the model's start."""
+    """Announce a step of the model's start, as a device's runtime does."""
     driver.send(StepAnnounced(device, StartProgress(text, limit_s, least_s)), after=after)
 
 
 def test_a_model_that_the_next_runtime_builds_is_waited_for_as_one_that_starts() -> None:
-    """The limit after a death ends with the first step; if the runtime dies again, that limit holds again."""
+    """The first step of a start replaces the limit that holds after a death.
+
+    If the runtime dies again, the limit after a death is used again.
+    """
     driver = down()
     request = driver.arrive()
     announce(driver, "it waits for its turn", after=5.0)
@@ -155,7 +158,7 @@ def test_a_model_that_the_next_runtime_builds_is_waited_for_as_one_that_starts()
 
 
 def test_a_request_outlives_a_start_that_ends_in_a_death() -> None:
-    """The request waits for the next runtime for as long as it could have waited for the start."""
+    """If the start of the model ends in a death, a waiting request still has the time that it could have waited for the start."""
     driver = down()
     request = driver.arrive()
     announce(driver, after=5.0)
@@ -170,7 +173,10 @@ def test_a_request_outlives_a_start_that_ends_in_a_death() -> None:
 
 
 def test_a_process_that_no_runtime_understands_is_replaced() -> None:
-    """The next process may serve, or its load fails visibly. Without the replacement, this process would try forever."""
+    """A process that its runtime cannot understand is replaced after five attempts.
+
+    Without this, it would try to connect forever.
+    """
     driver = down()
     for _ in range(5):
         assert not driver.given_up
@@ -183,7 +189,7 @@ def test_a_process_that_no_runtime_understands_is_replaced() -> None:
 
 
 def test_a_process_without_descriptors_is_replaced_at_once() -> None:
-    """A process cannot connect to any runtime as long as its hooks hold all descriptors."""
+    """A process without free descriptors is replaced at its first failure, because it cannot connect to any runtime."""
     driver = down()
     driver.end_attempt(Unreached(0, "[Errno 24] Too many open files", final=True))
     assert len(driver.given_up) == 1
@@ -195,7 +201,10 @@ def test_a_process_without_descriptors_is_replaced_at_once() -> None:
     ids=["for crashes", "for another reason"],
 )
 def test_a_model_that_the_next_runtime_rejects_is_not_waited_for(client: str, text: str) -> None:
-    """Requests get the reason at once, until the next attempt."""
+    """After a rejection, waiting and new requests get the reason at once.
+
+    New requests wait again when the next attempt begins.
+    """
     driver = down()
     waiting = driver.arrive()
     driver.end_attempt(ModelRejected(0, "the log's reason", client, barred=bool(client)))
@@ -207,7 +216,10 @@ def test_a_model_that_the_next_runtime_rejects_is_not_waited_for(client: str, te
 
 
 def test_requests_wait_while_one_device_may_come_back() -> None:
-    """A model that one device rejects waits for the other device, and is refused when both reject it."""
+    """While one device rejects the model, requests wait for the other device.
+
+    They are refused when both devices reject it.
+    """
     driver = ready(2)
     driver.send(RuntimeLost(0))
     driver.send(RuntimeLost(1))
@@ -224,13 +236,13 @@ def test_requests_wait_while_one_device_may_come_back() -> None:
 
 
 def submitted_after(driver: Driver) -> list[int]:
-    """Bring the runtime back; return the deaths of the submitted requests."""
+    """Let the runtime register again, and return the number of deaths of each submitted request."""
     driver.register()
     return [one.deaths for one in driver.submitted]
 
 
 def test_suspects_are_executed_one_after_another() -> None:
-    """A request that was executing at a death goes alone; a request that was not goes at once."""
+    """Requests that were executing at a death are submitted one after another. All other requests are submitted at once."""
     driver = down()
     for deaths in (1, 1, 1, 0):
         driver.arrive(deaths=deaths)
@@ -243,7 +255,10 @@ def test_suspects_are_executed_one_after_another() -> None:
 
 
 def test_suspects_wait_for_their_turn_beyond_the_limit() -> None:
-    """Long executions of the suspects before it end no suspect; another outage does."""
+    """A suspect waits as long as the suspects before it execute, even beyond its limit.
+
+    If the runtime dies again, this limit ends it.
+    """
     driver = down()
     _, _, last = (driver.arrive(deaths=1) for _ in range(3))
     driver.register()
@@ -257,7 +272,10 @@ def test_suspects_wait_for_their_turn_beyond_the_limit() -> None:
 
 
 def test_a_suspect_whose_next_runtime_dies_before_it_is_executed_goes_on() -> None:
-    """The suspect waits again, is not a suspect of the second death, and delays no other suspect."""
+    """A suspect that had not executed when its runtime died waits again.
+
+    The death does not count against it, and it delays no other suspect.
+    """
     driver = down()
     for _ in range(2):
         driver.arrive(deaths=1)
@@ -274,7 +292,7 @@ def test_a_suspect_whose_next_runtime_dies_before_it_is_executed_goes_on() -> No
 
 
 def test_requests_that_no_runtime_takes_keep_their_order() -> None:
-    """The requests are tried again at the next tick, and the same suspect goes first."""
+    """If the runtime accepts no requests, they are submitted in the same order at the next tick, with the same suspect first."""
     driver = down()
     requests = [driver.arrive(deaths=deaths) for deaths in (1, 0, 1, 0)]
     driver.takes_none = True
@@ -288,7 +306,10 @@ def test_requests_that_no_runtime_takes_keep_their_order() -> None:
 
 
 def test_a_request_ends_two_runtimes_at_most() -> None:
-    """Only this request fails, even if no more requests may wait, because its client must not send it again."""
+    """A request that has ended two runtimes fails with a code that forbids a retry, even if the queue is full.
+
+    Other requests wait on.
+    """
     driver = down()
     others = [driver.arrive(nbytes=0) for _ in range(rules.MAX_REQUESTS)]
 
@@ -302,7 +323,7 @@ def test_a_request_ends_two_runtimes_at_most() -> None:
 
 
 def test_waiting_requests_are_bounded() -> None:
-    """Neither the number of waiting requests nor the bytes of their inputs exceed the limits."""
+    """Requests beyond the limit are refused. There is a limit of their number and one of the bytes of their inputs."""
     driver = down()
     for _ in range(2):
         assert waits(driver.arrive(nbytes=rules.MAX_REQUEST_BYTES // 2))
@@ -317,7 +338,7 @@ def test_waiting_requests_are_bounded() -> None:
 
 
 def test_the_bytes_of_requests_that_no_runtime_took_count_on() -> None:
-    """A request that comes back to the queue takes its room there again."""
+    """A request that no runtime accepted is queued again, and its bytes still fill the queue after the runtime's death."""
     driver = down()
     request = driver.arrive(nbytes=rules.MAX_REQUEST_BYTES)
     driver.takes_none = True
@@ -329,7 +350,7 @@ def test_the_bytes_of_requests_that_no_runtime_took_count_on() -> None:
 
 
 def test_cancelled_requests_take_no_room() -> None:
-    """Any number of requests may wait and be cancelled before others wait."""
+    """Cancelled requests free their room in the queue for other requests."""
     driver = down()
     for _ in range(2):
         driver.send(RequestCancelled(driver.arrive(nbytes=rules.MAX_REQUEST_BYTES)))
@@ -338,7 +359,10 @@ def test_cancelled_requests_take_no_room() -> None:
 
 
 def test_a_start_that_too_many_wait_for_is_the_reason_of_those_beyond() -> None:
-    """No runtime restarts, so the refusal does not say that one does."""
+    """If too many requests wait for a start, further ones are refused.
+
+    The text does not say that a runtime restarts, because none does.
+    """
     driver = cold()
     for _ in range(rules.MAX_REQUESTS):
         driver.arrive(nbytes=0)
@@ -349,7 +373,7 @@ def test_a_start_that_too_many_wait_for_is_the_reason_of_those_beyond() -> None:
 
 
 def test_a_cancelled_request_ends_at_once() -> None:
-    """Other requests continue to wait, and the start that the cancelled request began continues."""
+    """A cancelled request ends at once. Other requests wait on, and so does the start that the cancelled request caused."""
     driver = cold()
     request, other = driver.arrive(), driver.arrive()
 
@@ -361,7 +385,7 @@ def test_a_cancelled_request_ends_at_once() -> None:
 
 
 def test_an_unload_ends_all_waiting_requests() -> None:
-    """Each waiting request ends once, and so does a request that arrives after the unload."""
+    """An unload ends each waiting request once, and a request that arrives later ends at once."""
     driver = down()
     waiting = driver.arrive()
 
@@ -373,7 +397,10 @@ def test_an_unload_ends_all_waiting_requests() -> None:
 
 
 def test_a_sub_call_waits_for_a_start_and_not_for_the_next_runtime() -> None:
-    """The runtime that starts the callee knows the run; after a death only its meta model can repeat the call."""
+    """A sub-call waits for the start of a cold model.
+
+    It does not wait after a death, because only its meta model can repeat the call.
+    """
     assert waits(cold().arrive(is_sub_call=True))
     assert down().arrive(is_sub_call=True).text == rules.DOWN
 
@@ -382,7 +409,7 @@ def test_a_sub_call_waits_for_a_start_and_not_for_the_next_runtime() -> None:
 
 
 def test_the_first_request_starts_a_cold_model() -> None:
-    """Requests that come meanwhile share its start, and wait for it."""
+    """The first request starts a cold model. Later requests wait for the same start."""
     driver = cold()
     assert not driver.attempts
     requests = [driver.arrive() for _ in range(3)]
@@ -394,7 +421,7 @@ def test_the_first_request_starts_a_cold_model() -> None:
 
 
 def test_a_start_that_advances_is_waited_for() -> None:
-    """Each step begins the limit anew; the answer says how far the start has come."""
+    """Each step of a start begins the limit of waiting again. The refusal says how far the start has come."""
     driver = cold()
     request = driver.arrive()
     for done in range(1, 4):
@@ -412,7 +439,10 @@ def test_a_start_that_advances_is_waited_for() -> None:
 
 
 def test_a_shorter_limit_of_a_step_holds_for_waiting_requests() -> None:
-    """An operator may shorten `runtime.start_timeout_s` while a model starts. The refusal names the limit that held."""
+    """An operator may shorten `runtime.start_timeout_s` while a model starts.
+
+    The next step has the shorter limit, and the refusal names it.
+    """
     for driver in (cold(), down()):
         request = driver.arrive()
         announce(driver)
@@ -427,7 +457,7 @@ def test_a_shorter_limit_of_a_step_holds_for_waiting_requests() -> None:
 
 
 def test_a_start_that_advances_for_ever_is_not_waited_for() -> None:
-    """A request waits ten times as long as for one step at most."""
+    """A request waits for at most ten times the limit of one step, even if the start makes progress all the time."""
     driver = cold()
     request = driver.arrive()
     for _ in range(13):
@@ -440,7 +470,10 @@ def test_a_start_that_advances_for_ever_is_not_waited_for() -> None:
 
 
 def test_a_request_whose_deadline_is_before_the_end_of_the_start_is_refused_at_once() -> None:
-    """The runtime knows how long the start takes at least; requests with later deadlines, and without one, wait."""
+    """The runtime announces how long the start takes at least.
+
+    Requests with an earlier deadline are refused at once, and the others wait.
+    """
     driver = cold()
     patient, later, early = driver.arrive(), driver.arrive(deadline_s=107.0), driver.arrive(deadline_s=103.0)
 
@@ -456,7 +489,7 @@ def test_a_request_whose_deadline_is_before_the_end_of_the_start_is_refused_at_o
 
 
 def test_a_deadline_that_passes_during_a_start_is_kept() -> None:
-    """The request is refused, and others wait on."""
+    """A request whose deadline passes during a start is refused at its deadline. The other requests wait on."""
     driver = cold()
     patient, hurried = driver.arrive(), driver.arrive(deadline_s=102.0)
 
@@ -467,7 +500,10 @@ def test_a_deadline_that_passes_during_a_start_is_kept() -> None:
 
 
 def test_a_failed_start_is_a_reason_and_a_pause() -> None:
-    """Until the pause is over, requests get the reason at once; the next request after it starts the model again."""
+    """After a failed start, requests get the reason at once until a pause is over.
+
+    Then the next request starts the model again.
+    """
     driver = cold()
     first = driver.arrive()
     driver.end_attempt(ModelRejected(0, "its bundle is gone"))
@@ -482,7 +518,7 @@ def test_a_failed_start_is_a_reason_and_a_pause() -> None:
 
 
 def test_a_model_that_fell_back_starts_again() -> None:
-    """The runtime asks an idle model to leave. Requests that wait start it, and have the limits of a start."""
+    """The runtime dismisses an idle model. The next request starts it again, and may wait as long as a start may take."""
     driver = ready()
     driver.send(Dismissed(0))
     assert driver.leaves == [0]
@@ -497,7 +533,7 @@ def test_a_model_that_fell_back_starts_again() -> None:
 
 
 def test_a_request_that_waits_wakes_a_device_that_fell_asleep() -> None:
-    """The limit of the request's wait becomes the limit of a start."""
+    """A request on a device that fell asleep starts the model again, and may wait as long as a start may take."""
     driver = ready()
     driver.send(StartTimeoutKnown(60.0))
     request = Request()
@@ -511,7 +547,10 @@ def test_a_request_that_waits_wakes_a_device_that_fell_asleep() -> None:
 
 
 def test_the_demand_names_the_earliest_deadline_until_nothing_waits() -> None:
-    """The runtime that starts the model knows that requests wait, and until when the first of them does."""
+    """The front tells the runtime that requests wait, and the earliest of their deadlines.
+
+    When no request waits, the demand is empty.
+    """
     driver = cold()
     requests = [driver.arrive(deadline_s=deadline) for deadline in (0.0, 160.0, 130.0)]
     driver.tick()
@@ -528,7 +567,10 @@ def test_the_demand_names_the_earliest_deadline_until_nothing_waits() -> None:
 
 
 def test_the_devices_join_the_first_one_that_serves() -> None:
-    """The first device is alone at first: the others then find the compiled modules."""
+    """At first, only one device loads the model.
+
+    The other devices connect when it serves, and so find the compiled modules.
+    """
     driver = Driver(devices=3)
     driver.send(LoadAsked(0))
     assert [*driver.attempts] == [0]
@@ -541,7 +583,7 @@ def test_the_devices_join_the_first_one_that_serves() -> None:
 
 @pytest.mark.parametrize("end", [ModelRejected(1, "no device"), Unreached(1, "a fault")])
 def test_a_further_device_that_fails_is_tried_again(end: ModelRejected | Unreached) -> None:
-    """The other devices serve the model meanwhile. The failed device's pauses double up to a minute."""
+    """While one device serves the model, another one that fails is tried again. Its pauses double up to a minute."""
     driver, pauses = Driver(devices=2), []
     driver.send(LoadAsked(0))
     driver.register(0)
@@ -554,7 +596,10 @@ def test_a_further_device_that_fails_is_tried_again(end: ModelRejected | Unreach
 
 
 def test_a_cold_model_starts_on_its_home_alone() -> None:
-    """The other devices are asked when it is ready, and stay cold."""
+    """A request starts a cold model on the model's home only.
+
+    When it serves, the other devices connect without a demand, so they stay cold.
+    """
     driver = cold(3)
     driver.arrive()
     assert [*driver.attempts] == [HOME]
@@ -565,7 +610,10 @@ def test_a_cold_model_starts_on_its_home_alone() -> None:
 
 
 def test_a_cold_model_starts_where_the_table_says_and_spreads_with_it() -> None:
-    """A new table that names another device starts it there, too, while it serves."""
+    """A cold model starts on the device of the placement table.
+
+    If a new table adds a device, the model is started there, too.
+    """
     driver = cold(3, mask=1 << THIRD)
     driver.arrive()
     assert [*driver.attempts] == [THIRD]
@@ -579,7 +627,7 @@ def test_a_cold_model_starts_where_the_table_says_and_spreads_with_it() -> None:
 
 
 def test_a_device_of_the_table_that_rejects_the_model_is_tried_again() -> None:
-    """The same table starts the model there after the pause."""
+    """If a device of the table rejects the model, the front tries it again after a pause, without a new table."""
     driver = started(2)
     home, other = by_preference("m", 2)
     driver.send(PlacementChanged(1 << home | 1 << other))
@@ -591,7 +639,7 @@ def test_a_device_of_the_table_that_rejects_the_model_is_tried_again() -> None:
 
 
 def test_a_model_whose_runtime_stays_down_starts_on_another_device() -> None:
-    """The next runtime gets a few seconds; then requests that wait start the model on one device where it is cold."""
+    """If the runtime of a model stays down for three seconds, waiting requests start the model on one of the devices where it is cold."""
     driver = started(3)
     driver.send(RuntimeLost(HOME))
     driver.arrive()
@@ -606,7 +654,10 @@ def test_a_model_whose_runtime_stays_down_starts_on_another_device() -> None:
 
 
 def test_a_start_goes_on_elsewhere_if_the_home_has_no_runtime() -> None:
-    """An attempt that ends with its runtime is repeated on the same device, because the model may be the cause."""
+    """If the runtime ends during an attempt, the same device is tried again, as the model may be the cause.
+
+    If there is no runtime, another device starts the model.
+    """
     driver = cold(2)
     home, other = by_preference("m", 2)
     driver.arrive()
@@ -621,7 +672,10 @@ def test_a_start_goes_on_elsewhere_if_the_home_has_no_runtime() -> None:
 
 @pytest.mark.parametrize("barred", [False, True])
 def test_a_model_that_its_home_rejects_starts_on_another_device(barred: bool) -> None:
-    """A model that has ended runtimes starts on no other device: requests get the reason."""
+    """If its home rejects a model, another device starts it.
+
+    If the reason is that it has ended runtimes, no other device does, and requests get the reason.
+    """
     driver = cold(2)
     home, other = by_preference("m", 2)
     request = driver.arrive()
@@ -633,7 +687,10 @@ def test_a_model_that_its_home_rejects_starts_on_another_device(barred: bool) ->
 
 
 def test_a_further_device_that_rejects_the_model_for_crashes_is_the_last_one() -> None:
-    """A third device does not start the model, also if the second one's runtime ends then."""
+    """If a second device rejects the model because it has crashed, no third device starts it.
+
+    This holds even if the second device's runtime ends later.
+    """
     driver = cold(3)
     driver.arrive()
     driver.end_attempt(ModelRejected(HOME, "no room"))
@@ -650,7 +707,10 @@ def test_a_further_device_that_rejects_the_model_for_crashes_is_the_last_one() -
 
 
 def test_a_sub_call_starts_a_cold_model_on_the_device_of_its_run() -> None:
-    """Only the runtime there knows the run. A device that is not cold is left alone."""
+    """A sub-call starts a cold model on the device of its run, because only that runtime knows the run.
+
+    If the start is under way, nothing happens.
+    """
     driver = started(2)
     _, other = by_preference("m", 2)
 
@@ -664,7 +724,10 @@ def test_a_sub_call_starts_a_cold_model_on_the_device_of_its_run() -> None:
 
 
 def test_a_run_looks_for_another_runtime_until_its_limit() -> None:
-    """A run keeps its thread, so it is not a waiting request. A run that may have ended the runtime goes alone."""
+    """A run that lost its runtime looks for another one until its limit.
+
+    Only one run that may have ended the runtime proceeds at a time.
+    """
     driver = down()
     run, suspect, other = Request(), Request(deaths=1), Request(deaths=1)
     for request in (run, suspect, other):
@@ -677,14 +740,17 @@ def test_a_run_looks_for_another_runtime_until_its_limit() -> None:
 
 
 def test_a_run_starts_a_cold_model() -> None:
-    """The run's request has a thread, so it does not count as waiting."""
+    """A run starts a cold model, although it is not among the waiting requests, because it keeps its own thread."""
     driver = cold()
     driver.send(RunAsks(Request()))
     assert driver.attempts == {0: Connect(0, started=False, asked=True)}
 
 
 def test_an_event_that_a_state_does_not_allow_shows_the_history() -> None:
-    """Such an event is a fault of the front's owner."""
+    """An event that the state of a device does not allow raises an error with the device's history.
+
+    The caller of the front is at fault.
+    """
     driver = down()
     with pytest.raises(
         FrontError, match=r"device 0: untried [+] connect, connecting [+] registered, ready [+] lost"

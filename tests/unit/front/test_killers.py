@@ -1,4 +1,4 @@
-"""Inputs that were executing when runtimes died: how long they count, and which are kept."""
+"""Inputs that were executing when runtimes died: how long they are kept, and which ones are dropped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rsrv.front.rules import MAX_DEATHS
 
 
 def test_inputs_count_for_as_long_as_a_crash_counts() -> None:
-    """After an hour nothing needs to be hashed any more."""
+    """Inputs are kept for an hour after a crash. After that, no request's inputs need to be hashed."""
     killers = Killers()
     assert not may_have_killers(killers.table, 0.0)
     killers.record(b"hostile", MAX_DEATHS, 100.0)
@@ -20,7 +20,10 @@ def test_inputs_count_for_as_long_as_a_crash_counts() -> None:
 
 
 def test_inputs_count_until_a_request_with_them_is_answered() -> None:
-    """Many inputs that saw one death push out no hostile ones."""
+    """Inputs are kept until a request with equal inputs is answered.
+
+    Many inputs with one death do not replace inputs with more deaths.
+    """
     killers = Killers()
     killers.record(b"hostile", MAX_DEATHS, 0.0)
     for number in range(100):

@@ -1,4 +1,4 @@
-"""The parts of a large request: which are submitted when, and with which of them the request ends."""
+"""The parts of a large request: when each one is submitted, and which one ends the request."""
 
 from random import Random
 
@@ -9,12 +9,12 @@ from rsrv.front.rules import MAX_PARTS
 
 
 def test_the_parts_cover_the_rows_in_order() -> None:
-    """Each part has as many rows as the largest compiled size, and the last one has the rest."""
+    """Each part has as many rows as the largest compiled size, and the last part has the rest."""
     assert Parts(21, 8).take() == [RowRange(0, 8), RowRange(8, 8), RowRange(16, 5)]
 
 
 def test_only_some_parts_are_submitted_at_a_time() -> None:
-    """Each answer lets one more part follow."""
+    """A limited number of parts is submitted at a time. Each answer lets one more part follow."""
     parts = Parts(100, 8)
     assert len(parts.take()) == MAX_PARTS
     assert not parts.take()
@@ -23,7 +23,7 @@ def test_only_some_parts_are_submitted_at_a_time() -> None:
 
 
 def test_the_first_failure_ends_the_request_and_submits_no_further_part() -> None:
-    """What becomes of the other parts changes nothing."""
+    """The first failure ends the request, and no further part is submitted. The ends of the other parts change nothing."""
     parts = Parts(100, 8)
     parts.take()
     assert parts.end(answered=False)
@@ -34,7 +34,7 @@ def test_the_first_failure_ends_the_request_and_submits_no_further_part() -> Non
 
 @pytest.mark.parametrize("seed", range(20))
 def test_each_row_is_submitted_once_and_the_request_ends_once(seed: int) -> None:
-    """This holds for any numbers of rows, and any order of answers and failures."""
+    """Each row is submitted once and the request ends once, for any number of rows and any order of answers and failures."""
     random = Random(seed)
     rows, largest = random.randrange(1, 300), random.randrange(1, 40)
     parts, submitted, seen, ends = Parts(rows, largest), list[RowRange](), list[RowRange](), 0

@@ -1,4 +1,4 @@
-"""A front's invariants for any events in any order."""
+"""A front keeps its invariants, whatever events it gets in whatever order."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from rsrv.placement.device_choice import PINNED
 from rsrv.wire.frames import StartProgress
 from tests.unit.front.driver import Driver, Request
 
-#: Seconds that requests wait for a runtime, and for a step of a start, at most.
+#: Longest time in seconds that a request waits for a runtime, and for one step of a start.
 RETRY_S, LIMIT_S = 10.0, 60.0
 
 
 class Life:
-    """One life of a model with random events, which an environment could send in its state."""
+    """One life of a model with random events. Each event is one that is possible in the current state."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
@@ -49,7 +49,7 @@ class Life:
         self.driver.send(LoadAsked(0))
 
     def step(self) -> None:
-        """Send one event. The environment's next act depends on chance and on what the front asked for."""
+        """Send one event. It depends on chance and on the instructions of the front."""
         random, driver = self.random, self.driver
         acts = [
             self._ask,
@@ -109,7 +109,7 @@ class Life:
         self.driver.answer(self.random.randrange(len(self.driver.submitted)))
 
     def _lose(self) -> None:
-        """A runtime dies with some of the requests."""
+        """Let a runtime die with some of the submitted requests."""
         random, driver = self.random, self.driver
         count = random.randint(0, len(driver.submitted))
         device, lost = random.choice(self.ready), random.sample(driver.submitted, count)
@@ -134,11 +134,11 @@ class Life:
         self.driver.send(PlacementChanged(self.random.choice([0, 1, 2, 4, 7, PINNED | 2])))
 
     def _ask(self) -> None:
-        """A sub-call is for the device of its run."""
+        """Ask for a start on the device of a sub-call's run."""
         self.driver.send(StartAsked(self.random.randrange(len(self.driver.front.snapshot().devices))))
 
     def _cancel(self) -> None:
-        """A client cancels, or has its answer because its deadline has passed long ago."""
+        """Let a client cancel a waiting request, or let the request be answered because its deadline has passed."""
         waiting = self.driver.front.waiting
         if waiting:
             request = self.random.choice(waiting)
@@ -146,7 +146,7 @@ class Life:
             self.driver.send(RequestCancelled(request) if is_cancelled else RequestAnswered(request))
 
     def _run(self) -> None:
-        """A run of a meta model asks whether it may go on; its answer comes at once."""
+        """Let a run of a meta model ask whether it may proceed. It must get its answer at once."""
         request = Request(deaths=self.random.choice([0, 0, 1, MAX_DEATHS]))
         self.driver.runs.clear()
         self.driver.send(RunAsks(request))
@@ -156,14 +156,14 @@ class Life:
             self.driver.send(RequestAnswered(request))
 
     def end(self) -> None:
-        """Unload the model: each request has ended, or a runtime has it."""
+        """Unload the model. Then each request has ended, or is submitted to a runtime."""
         self.driver.send(Unloaded())
         for request in self.requests:
             assert (request.status is not None) != (request in self.driver.submitted)
 
 
 def live(seed: int, events: int) -> None:
-    """Let a model live for some events, and unload it."""
+    """Run one life of a model with this number of events, and unload the model."""
     life = Life(Random(seed))
     for _ in range(events):
         life.step()
@@ -172,12 +172,12 @@ def live(seed: int, events: int) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_events_break_no_invariant(seed: int) -> None:
-    """Each request ends once, nothing waits beyond its bounds, and one suspect at most is under way."""
+    """Each request ends once, no request waits beyond its limits, and at most one suspect is under way."""
     live(seed, 250)
 
 
 @pytest.mark.long
 def test_a_million_random_events_break_no_invariant() -> None:
-    """The same, for many lives of models."""
+    """The invariants hold in the long test, too, with a thousand lives of a thousand events."""
     for seed in range(1000, 2000):
         live(seed, 1000)

@@ -1,10 +1,10 @@
-"""Conformance vectors: lives of a model, which the Python machine and the native front must follow alike.
+"""Conformance vectors: lives of a model, which the Python front and the native front must follow alike.
 
-    python -m tests.unit.front.vectors     # writes vectors.json again, after a change of a rule
+    python -m tests.unit.front.vectors     # writes vectors.json again, after a rule has changed
 
-A vector is a list of events, and of the instructions that follow from each. The tests of the machine give one each: they tell
-cases and faults of the past. Random lives add what no vector before has shown. The native front has no runs of meta models,
-and other events for a runtime that does not read, or that asks it to leave: vectors have none of these.
+A vector is a list of events, each with the instructions that follow from it. Each test of the Python front gives one
+vector. Random lives give further vectors, as far as they show something new. The vectors have no events that the native
+front does not have: runs of meta models, runtimes that do not read, and runtimes that ask the front to leave.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from rsrv.wire.frames import StartProgress
 from tests.unit.front import test_front, test_random_events
 from tests.unit.front.driver import Driver, Request
 
-#: Characters of a client's text in a vector. The end of longer ones has no fields.
+#: Number of characters of a client's text that a vector keeps. Longer texts have no fields after this position.
 TEXT = 150
 PATH = Path(__file__).with_name("vectors.json")
 
-#: Lives that are tried, events of each, and steps of a vector at most.
+#: Number of random lives, number of events of each, and the largest number of steps of a vector.
 _RANDOM_LIVES, _RANDOM_EVENTS, _MOST_STEPS = 1000, 40, 100
 
-#: A time, an event, and the instructions that follow from the passage of time until then and from the event, in any order.
+#: A time, an event, and the instructions in any order. They follow from the time that has passed since the last step,
+#: and from the event.
 Step = tuple[float, list[Any], list[list[Any]]]
 
 
@@ -56,7 +57,7 @@ def read() -> list[Vector]:
 
 
 class Requests:
-    """The requests of a life, by number."""
+    """Requests of a life by number."""
 
     def __init__(self) -> None:
         self._all: list[Request] = []
@@ -101,7 +102,7 @@ def unpack_event(packed: Sequence[Any], requests: Requests) -> Event:
 
 
 def pack_instructions(instructions: Sequence[Instruction], requests: Requests) -> list[list[Any]]:
-    """Return the attempts, and what becomes of requests."""
+    """Return the instructions of attempts, submissions and refusals in the form of a vector."""
     packed: list[list[Any]] = []
     for one in instructions:
         match one:
@@ -118,7 +119,7 @@ def pack_instructions(instructions: Sequence[Instruction], requests: Requests) -
 
 
 class _Recorder:
-    """Records what all fronts are told, and what they answer."""
+    """Recorder of the events that all fronts get, and of the instructions that they return."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.vectors: list[Vector] = []
@@ -144,7 +145,10 @@ class _Recorder:
         patch.setattr(Front, "handle", handle_recorded)
 
     def keep(self, name: str, *, always: bool) -> None:
-        """Keep the new lives, as far as the native front can have them; unless `always`, as far as they show something new."""
+        """Keep the new lives as far as the native front can follow them.
+
+        Unless `always`, cut each life after its last new feature.
+        """
         for number, (vector, _) in enumerate(self._lives.values()):
             vector.name = f"{name} {number}" if number else name
             _cut(vector)
@@ -159,7 +163,10 @@ class _Recorder:
 
 
 def _cut(vector: Vector) -> None:
-    """Leave out what the native front does not have, or the whole life if it cannot go on without that."""
+    """Remove the events that the native front does not have.
+
+    If it cannot follow a life without them, remove all steps of this life.
+    """
     names = [event[0] for _, event, _ in vector.steps]
     end = names.index("Unloaded") if "Unloaded" in names else len(names)
     grows = any(event[0] == "Registered" and event[2] > vector.devices for _, event, _ in vector.steps)
@@ -169,7 +176,7 @@ def _cut(vector: Vector) -> None:
 
 
 def _features(vector: Vector) -> Iterator[tuple[int, tuple[object, ...]]]:
-    """Yield for each step its event with what follows from it, and with the event before."""
+    """Yield the features of each step: its event with the resulting instructions, and also the event before it."""
     for at, (_, event, instructions) in enumerate(vector.steps):
         kinds = sorted({one[0] if one[0] != "Refuse" else f"{one[2]} {one[3][:40]}" for one in instructions})
         yield at, (event[0], *kinds)
@@ -178,7 +185,7 @@ def _features(vector: Vector) -> Iterator[tuple[int, tuple[object, ...]]]:
 
 
 class _Life(test_random_events.Life):
-    """A random life of a model that the native front can have."""
+    """A random life of a model that the native front can follow."""
 
     def _tick(self) -> None:
         self.driver.tick(self.random.choice([0.0, 0.02, 1.0, 30.0]))
@@ -199,7 +206,7 @@ class _Life(test_random_events.Life):
 
 
 class _Driver(Driver):
-    """Passes the time before each event, as the threads of the native front do."""
+    """A driver that lets the time pass before each event, as the threads of the native front do."""
 
     def send(self, event: Event, after: float = 0.0) -> None:
         if isinstance(event, Registered):

@@ -1,4 +1,4 @@
-"""The number of calls that a piece of work makes: a measure of its time that is the same on every machine."""
+"""The number of function calls in a piece of work: a measure of time that is the same on every machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def calls_of(work: Callable[[], Any], owner: object = None) -> int:
-    """Return how many functions `work` calls, in Python and in C; with `owner`, only C methods of this object."""
+    """Return how many functions `work` calls, in Python and in C. With `owner`, count only C methods of this object."""
     count = 0
 
     def note(_: Any, event: str, called: Any) -> None:

@@ -1,4 +1,4 @@
-"""A client and a server that send what gRPC's own would not: one call per connection, written by hand."""
+"""A client and a server that send data which gRPC's own would not send: one call per connection, frame by frame."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _END_STREAM, _END_HEADERS = 1, 4
 async def status(
     where: int | Path, method: bytes, message: bytes = b"", headers: Iterable[tuple[bytes, bytes]] = ()
 ) -> int | None:
-    """Return the gRPC status of a call, or None if the connection ended without one.
+    """Return the gRPC status of a call, or None if the connection ended without a status.
 
-    `where`: a port of 127.0.0.1, or a Unix socket. The headers must be smaller than 16 kB.
+    `where` is a port of 127.0.0.1, or the path of a Unix socket. The headers must be smaller than 16 kB.
     """
     reader, writer = await _connect(where)
     every = [
@@ -36,7 +36,7 @@ async def status(
     writer.write(_frame(_HEADERS, _END_HEADERS, 1, _block(every)) + _frame(_DATA, _END_STREAM, 1, body))
     got = b""
     try:
-        # gRPC's server writes the name and the value literally, with the name on first use.
+        # gRPC's server does not compress the value, nor the name in its first use on a connection.
         while not (found := re.search(rb"grpc-status[\x01\x02](\d+)", got)):
             data = await reader.read(65536)
             if not data:
@@ -48,7 +48,7 @@ async def status(
 
 
 async def _connect(where: int | Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect with retries, as clients do: while a server is replaced, its port is closed for a moment."""
+    """Connect with retries, as clients do, because a port is closed for a moment while its server is replaced."""
     while True:
         try:
             if isinstance(where, Path):
@@ -84,7 +84,7 @@ async def refusing(code: int, message: bytes, trailers: Iterable[tuple[bytes, by
     try:
         yield server.sockets[0].getsockname()[1]
     finally:
-        # An open connection at the end of the loop becomes a warning in a later test.
+        # A connection that is open at the end of the loop would cause a warning in a later test.
         server.close()
         for writer in connections:
             writer.close()

@@ -1,4 +1,4 @@
-"""The proxy's HTTP front before workers that a test controls, all on the test's own event loop."""
+"""The proxy's HTTP front in front of workers that a test controls. All run on the test's own event loop."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Got:
 
 
 class FakeHttpWorker:
-    """Handles each request by the entry of `does` for its path, or by the default one, and records it."""
+    """Calls the handler of a request's path in `does`, or the default handler, which records the request."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        #: Handlers by path; "" is the default.
+        #: Handlers by path. The key "" has the default handler.
         self.does: dict[str, Handler] = {"": self.echo}
         self.got: list[Got] = []
         #: Client ports of the requests.
@@ -58,7 +58,7 @@ class FakeHttpWorker:
         self.port = self._runner.addresses[0][1]
 
     async def kill(self) -> None:
-        """Break off all requests in progress."""
+        """Break all requests in progress, and close the port."""
         assert self._runner is not None
         await self._runner.cleanup()
 
@@ -79,13 +79,13 @@ class FakeHttpWorker:
         return body
 
     async def echo(self, request: Any) -> web.StreamResponse:
-        """Answer with the same body and type, and the worker's name."""
+        """Answer with the request's body and content type, and with the worker's name in a header."""
         body = await self.read(request)
         headers = {"X-Worker": self.name, "Content-Type": request.headers.get("Content-Type", "text/plain")}
         return web.Response(body=body, headers=headers)
 
     def says(self, status: int, body: Any, headers: Mapping[str, str] | None = None) -> Handler:
-        """Return a handler that answers `body`: bytes, or an object for JSON."""
+        """Return a handler that answers with `body`, which is bytes or an object for JSON."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
 
         async def say(request: Any) -> web.StreamResponse:
@@ -97,7 +97,7 @@ class FakeHttpWorker:
         return say
 
     def holds(self) -> asyncio.Event:
-        """Never answer from now on; the returned event is set when a request was cancelled."""
+        """Let the worker never answer from now on. The returned event is set when a request is cancelled."""
         cancelled = asyncio.Event()
 
         async def hold(request: Any) -> web.StreamResponse:
@@ -129,14 +129,14 @@ class Answer:
 
 @dataclass
 class House:
-    """A proxy, its workers `a`, `b` ..., and a client."""
+    """A proxy, its workers `a`, `b` and so on, and a client."""
 
     proxy: Proxy
     brain: FakeBrain
     workers: list[FakeHttpWorker]
     client: ClientSession
     scheme: str = "http"
-    #: Headers of the client's every request.
+    #: TLS settings of the client's requests, or None.
     tls: ssl.SSLContext | None = field(default=None)
 
     async def apply(self, table: Mapping[str, Routes], workers: list[FakeHttpWorker] | None = None) -> None:
@@ -158,7 +158,7 @@ class House:
             return Answer(response.status, CIMultiDict(response.headers), await response.read())
 
     async def infer(self, body: Any = b"{}", path: str = INFER, **options: Any) -> Answer:
-        """Send a request with `body`: bytes, or an object for JSON."""
+        """Send a request with `body`, which is bytes or an object for JSON."""
         data = json.dumps(body).encode() if isinstance(body, dict) else body
         return await self.ask("POST", path, data=data, **options)
 

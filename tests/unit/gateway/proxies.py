@@ -1,4 +1,4 @@
-"""A proxy before workers that a test controls, all on the test's own event loop."""
+"""A proxy in front of workers that a test controls. All run on the test's own event loop."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Infer: Any = service_pb2.ModelInferRequest
 
 
 class FakeWorker:
-    """Handles each call by the entry of `does` for its method, and records it.
+    """Handles each call by the function in `does` for its method, and records the call.
 
-    A handler gets the request and the context; that of ModelStreamInfer gets the requests as an asynchronous
-    iterator.
+    A handler gets the request and the context. The handler of ModelStreamInfer gets an asynchronous iterator of
+    requests.
     """
 
     def __init__(self, name: str) -> None:
@@ -60,7 +60,7 @@ class FakeWorker:
         await self._server.start()
 
     async def kill(self) -> None:
-        """Break off all calls in progress."""
+        """Break all calls in progress, and close the port."""
         await self._server.stop(None)
 
     @property
@@ -89,7 +89,7 @@ class FakeWorker:
 
 
 class _Any(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """All methods of a worker."""
+    """A gRPC handler for all methods of a worker."""
 
     def __init__(self, worker: FakeWorker) -> None:
         self._worker = worker
@@ -133,7 +133,7 @@ class FakeBrain:
         self.dead: set[str] = set()
         #: Outputs with strings, by worker.
         self.strings: dict[str, frozenset[str] | Refusal] = {}
-        #: Workers that were asked for them.
+        #: Workers that were asked for their outputs with strings.
         self.asked: list[str] = []
         #: Called with each refresh.
         self.on_refresh: Callable[[], Awaitable[None]] | None = None
@@ -155,7 +155,7 @@ class FakeBrain:
 
 
 class House:
-    """A proxy, its workers `a`, `b` ..., and a client."""
+    """A proxy, its workers `a`, `b` and so on, and a client."""
 
     def __init__(self, proxy: Proxy, brain: FakeBrain, workers: list[FakeWorker], client: Any) -> None:
         self.proxy = proxy
@@ -168,7 +168,7 @@ class House:
         await self.proxy.apply({worker.name: worker.worker for worker in known}, table)
 
     def call(self, method: str, request: Any = None, **options: Any) -> Any:
-        """Return an answer to be awaited; it raises AioRpcError."""
+        """Start a call. Awaiting it returns the answer or raises AioRpcError."""
         asked, answered = types(method)
         callee = self.client.unary_unary(SERVICE + method, asked.SerializeToString, answered.FromString)
         return callee(asked() if request is None else request, **options)
@@ -184,7 +184,7 @@ class House:
 
 
 def types(method: str) -> tuple[Any, Any]:
-    """Return the types of the request and the response."""
+    """Return the types of a method's request and response."""
     if method == "ModelStreamInfer":
         return service_pb2.ModelInferRequest, service_pb2.ModelStreamInferResponse
     return getattr(service_pb2, method + "Request"), getattr(service_pb2, method + "Response")
@@ -215,7 +215,7 @@ async def serving(
 def refusing(code: grpc.StatusCode, message: str, trailing: tuple[tuple[str, str], ...] = ()) -> Handler:
     async def refuse(request: Any, context: Any) -> None:
         if hasattr(request, "__anext__"):
-            # gRPC reports a stream that ends while its first message is written as an error of its own.
+            # If a stream ended while the client writes its first message, gRPC would report its own error.
             await anext(request)
         await context.abort(code, message, trailing)
 
@@ -223,7 +223,7 @@ def refusing(code: grpc.StatusCode, message: str, trailing: tuple[tuple[str, str
 
 
 async def refusal(call: Awaitable[Any]) -> tuple[str, str]:
-    """Return the code and the message of a call that must be refused."""
+    """Return the code and the message with which a call is refused."""
     try:
         answer = await call
     except grpc.aio.AioRpcError as error:

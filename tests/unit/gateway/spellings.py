@@ -1,4 +1,4 @@
-"""Ways to write a request in JSON that tritonserver takes."""
+"""Different spellings of a JSON request, all of which tritonserver accepts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def _gzip(body: bytes) -> tuple[bytes, str]:
     return gzip.compress(body), "gzip"
 
 
-#: Ways to write a request, which return the body and its Content-Encoding.
+#: Functions that spell a request in another way. They return the body and its Content-Encoding.
 SPELLINGS: Mapping[str, Callable[[bytes], tuple[bytes, str | None]]] = {
     "plain": lambda body: (body, None),
     "identity": lambda body: (body, "identity"),
@@ -25,5 +25,5 @@ SPELLINGS: Mapping[str, Callable[[bytes], tuple[bytes, str | None]]] = {
 
 
 def _late(body: bytes, size: int) -> bytes:
-    """Put a long text before all else."""
+    """Put a long text at the beginning of the object."""
     return b'{"id": "' + b"i" * size + b'", ' + body[1:]

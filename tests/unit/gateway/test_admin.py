@@ -41,7 +41,7 @@ nv_latencies{model="m",quantile="0.5"} 3
 
 
 def test_several_texts_become_one() -> None:
-    """Several workers' texts are merged into one, with one HELP and TYPE a family and a worker label."""
+    """The metrics of several workers are merged. Each metric has one HELP and TYPE, and each sample a worker label."""
     other = TRITON.replace("} 7", "} 8").replace("rate", "share")
     text = merge("# TYPE own gauge\nown 1\nbare 2\n", [("a", TRITON), ('we"ird', other)])
 
@@ -86,7 +86,7 @@ def test_several_texts_become_one() -> None:
     ],
 )
 def test_each_kind_of_line_gets_its_label(line: str, merged: str | None) -> None:
-    """Each kind of sample gets the label; lines that are not samples are left out."""
+    """Each kind of sample gets the label. Lines that are not samples are left out."""
     assert merge("", [("w", line)]) == ("" if merged is None else merged + "\n")
 
 
@@ -105,7 +105,7 @@ _LINES = st.sampled_from(
 
 @st.composite
 def _spoilt(draw: st.DrawFn) -> str:
-    """Return lines of the format with errors inserted."""
+    """Draw lines in the format of metrics with inserted errors."""
     lines = []
     for line in draw(st.lists(_LINES, max_size=5)):
         at = draw(st.integers(0, len(line)))
@@ -116,7 +116,7 @@ def _spoilt(draw: st.DrawFn) -> str:
 @pytest.mark.long
 @given(st.just("own 1\n"), st.lists(st.tuples(st.text(), st.one_of(st.text(), _ODD, _spoilt())), max_size=5))
 def test_whatever_workers_say_can_be_read(own: str, texts: list[tuple[str, str]]) -> None:
-    """For any text of workers, the merged result parses, and each sample names its worker."""
+    """For any texts of workers, the merged text can be parsed, and each sample of a worker names this worker."""
     for family in text_string_to_metric_families(merge(own, texts)):
         whose = {sample.labels.get("worker", "") for sample in family.samples}
         assert whose <= {"", *(name for name, _ in texts)}
@@ -128,7 +128,7 @@ def test_whatever_workers_say_can_be_read(own: str, texts: list[tuple[str, str]]
     st.text(),
 )
 def test_what_is_right_is_kept(values: dict[tuple[str, str], float], help: str, worker: str) -> None:
-    """Valid samples are kept with any label, value and help, as prometheus_client writes them."""
+    """Valid samples with any labels, values and help texts are kept, as prometheus_client writes them."""
     registry = CollectorRegistry()
     gauge = Gauge("g", help.replace("\0", ""), ["x", "y"], registry=registry)
     wanted = {}
@@ -145,7 +145,7 @@ def test_what_is_right_is_kept(values: dict[tuple[str, str], float], help: str, 
 
 @asynccontextmanager
 async def triton(text: str | None, kind: str = "text/plain") -> AsyncIterator[int]:
-    """Yield the port of a metrics server; with None as its text, it never answers."""
+    """Yield the port of a metrics server. If `text` is None, the server never answers."""
 
     async def answer(_: web.Request) -> web.Response:
         if text is None:
@@ -179,7 +179,7 @@ async def get(url: str) -> tuple[int, str]:
 
 @looped
 async def test_one_scrape_has_the_gateway_and_all_workers() -> None:
-    """One scrape has the metrics of gateway and workers; a late or invalid worker is left out and counted."""
+    """A scrape has the metrics of the gateway and of all workers. A late or invalid worker is left out and counted."""
     model = ModelView(400, WeightsView.RESIDENT)
     view = WorkerView(True, frozenset({"m"}), "1", backlog_s=0.5, models={"m": model})
     async with triton(TRITON) as one, triton(None) as two, triton("away 5", "text/html") as three:
@@ -205,7 +205,7 @@ async def test_one_scrape_has_the_gateway_and_all_workers() -> None:
         )
         async with world.running(), watched(world) as url:
             status, text = await get(f"{url}/metrics")
-            # On a busy machine, each worker may be late.
+            # On a busy machine, any worker may be late in some scrapes.
             while 'rsrv_gateway_worker_metrics_up{worker="one"} 1.0' not in text:
                 status, text = await get(f"{url}/metrics")
     assert status == 200
@@ -232,7 +232,7 @@ async def test_one_scrape_has_the_gateway_and_all_workers() -> None:
 
 
 def test_a_gateway_that_knows_no_server_says_so() -> None:
-    """The numbers of servers are exposed also when all are 0, so that an alert can see it."""
+    """The number of servers is exposed even if it is 0, so that an alert can use it."""
     nobody = expose(TrafficCounts(), {}, None, {})
     assert 'rsrv_gateway_workers{state="up"} 0.0' in nobody.splitlines()
     three = {"a": WorkerView(True), "b": WorkerView(False), "c": WorkerView(True)}
@@ -242,7 +242,7 @@ def test_a_gateway_that_knows_no_server_says_so() -> None:
 
 
 def test_a_departed_worker_is_forgotten_after_a_while() -> None:
-    """Counters of a departed worker are left out after ten minutes, and continue if it returns."""
+    """The counters of a departed worker are left out after ten minutes. If the worker returns, they continue."""
     leavers = DepartedWorkers()
     counts = TrafficCounts(
         {("m", "a", "OK"): 3, ("m", "b", "OK"): 5, ("", "", "NOT_FOUND"): 1},
@@ -270,7 +270,7 @@ def test_a_departed_worker_is_forgotten_after_a_while() -> None:
 
 @looped
 async def test_ready_with_a_worker_and_healthy_without() -> None:
-    """The gateway is healthy while it runs, and ready while it accepts requests and has workers."""
+    """The gateway is healthy while it runs. It is ready while it accepts requests and a worker answers."""
     world = World(a="m")
     async with watched(world) as url:
         assert await get(f"{url}/readyz") == (503, "the gateway is starting or ending\n")
@@ -288,7 +288,7 @@ async def test_ready_with_a_worker_and_healthy_without() -> None:
 @pytest.mark.parametrize("token", [None, b"s3cret"])
 @looped
 async def test_the_live_page_of_all_workers_is_there(token: bytes | None) -> None:
-    """The live page shows each worker; commands need a configured token."""
+    """The live page shows each worker. Commands need the configured token."""
     world = World(a="m")
     async with world.running(), watched(world, token) as url, ClientSession() as client:
         status, page = await get(f"{url}/")
@@ -331,7 +331,7 @@ async def test_the_end_of_certificates_and_failed_renewals_are_metrics(tmp_path:
 
 @looped
 async def test_pages_of_other_sites_read_nothing() -> None:
-    """Metrics, live page and traces are refused under another site's name; health is answered under any name."""
+    """Metrics, live page and traces are refused if the Host is another site's name. Health is answered for any Host."""
     world = World(a="m")
     async with world.running(), watched(world) as url, ClientSession() as session:
         for path, status in (
@@ -347,7 +347,7 @@ async def test_pages_of_other_sites_read_nothing() -> None:
 
 @looped
 async def test_a_port_that_is_taken_is_named() -> None:
-    """If the port is taken or the address invalid, the error names `gateway.admin`."""
+    """If the port is taken or the address is invalid, the error names `gateway.admin`."""
     world = World(a="m")
     async with watched(world) as url:
         for address in (url.removeprefix("http://"), "127.0.0.1:x"):

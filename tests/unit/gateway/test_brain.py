@@ -1,4 +1,4 @@
-"""The gateway's loop: from the views of the workers to the proxy's routing table."""
+"""The gateway's loop, which turns the views of the workers into the proxy's routing table."""
 
 import asyncio
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from tests.waiting import looped
 
 
 def test_it_serves_when_it_knows_where_and_ends_in_order() -> None:
-    """The table is applied before the proxy starts; at the end the proxy drains, and all is closed."""
+    """The table is applied before the proxy starts. At the end, the proxy drains, and all is closed."""
 
     async def main() -> None:
         world = World(a="m n", b="m")
@@ -57,7 +57,7 @@ def test_workers_that_join_leave_and_die_change_the_table() -> None:
 
 
 def test_an_unchanged_table_is_not_applied_again() -> None:
-    """While nothing changes, the planner continues to plan, and the proxy gets no new table."""
+    """While nothing changes, the planner continues to plan, but the proxy gets no new table."""
 
     async def main() -> None:
         world = World(a="m")
@@ -84,7 +84,7 @@ def test_traffic_that_fails_changes_the_table_at_once() -> None:
 
 
 def test_a_request_for_an_unknown_model_probes_all_workers_at_once() -> None:
-    """Requests for an unknown model trigger one probe of all workers, at most once a second."""
+    """A request for an unknown model starts a probe of all workers, at most once a second."""
 
     async def main() -> None:
         world = World(a="m", b="m")
@@ -103,7 +103,7 @@ def test_a_request_for_an_unknown_model_probes_all_workers_at_once() -> None:
 
 
 def test_a_request_that_gives_up_leaves_the_others_their_refresh() -> None:
-    """A cancelled request does not cancel the refresh that others wait for."""
+    """If one of several waiting requests is cancelled, the refresh continues for the others."""
 
     async def main() -> None:
         world = World(a="m")
@@ -121,7 +121,7 @@ def test_a_request_that_gives_up_leaves_the_others_their_refresh() -> None:
 
 
 def test_steps_are_done_once_and_a_plan_that_cannot_be_made_changes_nothing() -> None:
-    """Steps of a plan are done once; a failed plan or refused table changes nothing and is retried."""
+    """The steps of a plan are done once. A failed plan or a refused table changes nothing, and is retried."""
 
     async def main() -> None:
         world = World(a="m")
@@ -159,7 +159,7 @@ def test_a_port_that_is_taken_ends_the_gateway() -> None:
 
 
 def test_it_ends_at_once_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gateway that is stopped while its list of workers is still being read does not wait for the list."""
+    """A gateway that is stopped while it reads its list of workers does not wait for the list."""
 
     async def main() -> None:
         world = World(a="m")
@@ -196,11 +196,11 @@ def test_without_any_worker_it_serves_and_is_not_ready() -> None:
 
 @looped
 async def test_requests_are_answered_while_the_planner_plans() -> None:
-    """Requests are answered while the planner takes long, and its plan applies afterwards."""
+    """While the planner takes long, requests are answered. Its plan is applied afterwards."""
     worker = FakeWorker("a")
 
     class Moved(Proxy):
-        """A proxy whose table has only this one worker."""
+        """A proxy that sends all requests to this one worker."""
 
         async def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
             here = {name: replace(one, grpc=worker.worker.grpc) for name, one in workers.items()}
@@ -226,7 +226,7 @@ async def test_requests_are_answered_while_the_planner_plans() -> None:
 
 @looped
 async def test_plans_are_made_one_after_the_other() -> None:
-    """Plans are made one after the other, also if the first caller has been cancelled."""
+    """Only one plan is made at a time, even if the caller of the first one is cancelled."""
     world = World(a="m")
     async with world.running():
         given_up = await start_planning(world)
@@ -248,7 +248,7 @@ async def test_plans_are_made_one_after_the_other() -> None:
 
 @looped
 async def test_a_refresh_after_a_change_does_not_rely_on_an_earlier_one() -> None:
-    """A refresh that is running may have asked the workers before the change, so another one follows it."""
+    """After a change, a refresh does not rely on a refresh in progress, which may have asked the workers before the change."""
     world = World(a="m")
     async with world.running():
         world.planner.gate.clear()
@@ -267,7 +267,7 @@ async def test_a_refresh_after_a_change_does_not_rely_on_an_earlier_one() -> Non
 
 @looped
 async def test_settings_change_between_two_plans() -> None:
-    """Settings that change while a plan is made apply from the next plan on."""
+    """Settings that change while a plan is made are used from the next plan on."""
     world = World(a="m")
     async with world.running():
         planning = await start_planning(world)
@@ -282,7 +282,7 @@ async def test_settings_change_between_two_plans() -> None:
 
 @looped
 async def test_it_ends_in_the_middle_of_a_plan() -> None:
-    """If the gateway ends while a plan is made, it closes all after it."""
+    """A gateway that ends while a plan is made still closes all."""
     world = World(a="m")
     async with world.running():
         await start_planning(world)
@@ -297,7 +297,7 @@ async def turns() -> None:
 
 
 async def start_planning(world: World) -> asyncio.Task[None]:
-    """Start a round whose plan is made only when the planner's gate is opened."""
+    """Start a round. Its plan is made only when the planner's gate opens."""
     world.planner.gate.clear()
     plans = world.planner.plans
     task = asyncio.create_task(world.gateway.round())

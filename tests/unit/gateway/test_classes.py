@@ -1,4 +1,4 @@
-"""Classes of outputs with strings, which end tritonserver: no worker may get a request for them."""
+"""Classes of outputs with strings would end tritonserver, so no worker may get a request for them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def json_request(output: str, classes: object = 1) -> dict[str, Any]:
 @pytest.mark.parametrize("padding", [0, 100_000])
 @looped
 async def test_over_grpc_classes_of_strings_reach_no_worker(padding: int) -> None:
-    """Classes of strings are INVALID_ARGUMENT, in small and large requests; classes of numbers, and none, pass."""
+    """A request for classes of strings is INVALID_ARGUMENT, whether it is small or large. Other requests pass."""
     async with proxies.serving(2) as house:
         house.brain.strings = dict.fromkeys("ab", STRINGS)
         for output in ("text", "text\0z"):
@@ -43,13 +43,13 @@ async def test_over_grpc_classes_of_strings_reach_no_worker(padding: int) -> Non
         assert all(not worker.got for worker in house.workers)
         await house.call("ModelInfer", request("numbers", padding=padding))
         await house.call("ModelInfer", request("text", classes=0, padding=padding))
-        # The outputs are asked for once a second and worker.
+        # Each worker is asked for its outputs once a second.
         assert house.brain.asked == ["a", "b"]
 
 
 @looped
 async def test_over_http_classes_of_strings_reach_no_worker() -> None:
-    """Classes of strings are 400, whatever ends the output's name for Triton; classes of numbers, and none, pass."""
+    """A request for classes of strings is refused with 400, even if a NUL ends the output's name for Triton. Other requests pass."""
     async with http_proxies.serving(2) as house:
         house.brain.strings = dict.fromkeys("ab", STRINGS)
         for output in ("text", "text\0z"):
@@ -63,7 +63,7 @@ async def test_over_http_classes_of_strings_reach_no_worker() -> None:
 
 @looped
 async def test_each_worker_of_a_failover_is_asked_for_its_outputs() -> None:
-    """Another worker, whose model of that name has strings, gets no request for classes after the first one refused."""
+    """After the first worker refused a request for classes, a worker whose model has strings does not get it."""
     async with http_proxies.serving(2) as house:
         house.brain.strings = {"b": STRINGS}
         house.workers[0].does[""] = house.workers[0].says(503, {"error": "not now"})
@@ -73,7 +73,7 @@ async def test_each_worker_of_a_failover_is_asked_for_its_outputs() -> None:
 
 @looped
 async def test_each_version_of_a_model_has_its_own_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strings of one version do not have requests for classes of another version refused, nor the reverse."""
+    """If one version of a model has strings, only requests for classes of this version are refused."""
 
     async def string_outputs(worker: str, model: str, version: str) -> frozenset[str]:
         return STRINGS if version == "2" else frozenset()
@@ -91,7 +91,7 @@ async def test_each_version_of_a_model_has_its_own_outputs(monkeypatch: pytest.M
 
 @looped
 async def test_classes_of_unknown_outputs_are_refused_as_the_worker_says() -> None:
-    """If a worker does not tell a model's outputs, a request for classes is asked of the next one."""
+    """If a worker does not report a model's outputs, the next worker gets the request for classes."""
     async with http_proxies.serving(2) as house:
         house.brain.strings = {"a": Refusal(StatusCode.UNAVAILABLE, "later")}
         assert (await house.infer(json_request("text"))).headers["X-Worker"] == "b"
@@ -100,7 +100,7 @@ async def test_classes_of_unknown_outputs_are_refused_as_the_worker_says() -> No
 
 @looped
 async def test_messages_of_a_stream_are_checked() -> None:
-    """A message for classes of strings is answered with an error, and later ones of the stream are served."""
+    """A message for classes of strings is answered with an error. Later messages of the stream are served."""
     async with proxies.serving(1) as house:
         house.brain.strings = {"a": STRINGS}
         stream = house.stream()
@@ -117,7 +117,7 @@ async def test_messages_of_a_stream_are_checked() -> None:
 
 @looped
 async def test_a_client_that_leaves_during_the_check_leaves_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message of a stream counts as in flight while its worker is asked for its outputs, and no longer than its stream."""
+    """A stream's message is in flight while its worker is asked for its outputs. If the client leaves, it is not in flight any more."""
     async with proxies.serving(1) as house:
         asked, answered = asyncio.Event(), asyncio.Event()
 
@@ -140,7 +140,7 @@ async def test_a_client_that_leaves_during_the_check_leaves_no_load(monkeypatch:
 
 @looped
 async def test_a_worker_tells_its_outputs_with_strings() -> None:
-    """The prober reads a model's metadata, and passes a refusal on."""
+    """The prober reads a model's metadata, and returns a refusal of the worker."""
     async with proxies.serving(1) as house:
         (worker,) = house.workers
 

@@ -1,4 +1,4 @@
-"""Models are placed on the devices of servers, and requests go to servers."""
+"""Models are placed on devices, and requests are sent to servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODELS = ("m", "n")
 
 
 def device(number: int, *, alive: bool = True, **models: float) -> WorkerView:
-    """Return the view of a device with room for one model; `models` have executed for so many seconds."""
+    """Return the view of a device with room for one model. `models` has the seconds that each resident model has executed."""
     views = {
         name: ModelView(
             100,
@@ -33,7 +33,7 @@ def device(number: int, *, alive: bool = True, **models: float) -> WorkerView:
 
 
 def test_a_server_is_named_once_for_all_its_devices() -> None:
-    """The proxy sends requests to servers, which choose among their devices themselves."""
+    """The proxy sends requests to a server, and the server chooses one of its devices."""
     places = devices_of({"one": (device(0),), "two": (device(0), device(1))})
     assert places == {
         "one": ServerDevice("one", None),
@@ -50,7 +50,7 @@ def test_a_server_is_named_once_for_all_its_devices() -> None:
 
 
 def test_a_server_counts_by_its_replicas_and_devices() -> None:
-    """Two of three replicas on one server get two thirds; where all servers are of one size, none is named twice."""
+    """A server with two of three replicas gets two thirds of the requests. If all servers have one size, each is named once."""
     places = devices_of({"one": (device(0),), "two": (device(0), device(1))})
     table = {"m": Routes(("one", "two/0", "two/1"), ("one", "two/0", "two/1"))}
     assert routes_to_servers(table, places)["m"].placed == ("one", "two", "two")
@@ -61,7 +61,7 @@ def test_a_server_counts_by_its_replicas_and_devices() -> None:
 
 
 def test_a_server_without_its_control_service_keeps_its_size() -> None:
-    """Servers that place models themselves get requests by their devices, also while one does not tell its own."""
+    """Servers that place models themselves get requests by their number of devices, even while a server does not report it."""
     eight = replace(device(0), devices=8)
     silent = (WorkerView(True, eight.ready),)
     places = devices_of({"one": (eight,), "two": taken_over((eight,), silent)})
@@ -70,7 +70,7 @@ def test_a_server_without_its_control_service_keeps_its_size() -> None:
 
 @given(st.data())
 def test_what_has_not_changed_is_not_summed_again(drawn: st.DataObject) -> None:
-    """Step by step, a server's view is the one that its devices give at once; without a change its models are the same object."""
+    """A server's view that is updated step by step equals a new sum of its devices. An unchanged server keeps the same object."""
     names = st.dictionaries(st.sampled_from("abcd"), st.floats(0, 9), max_size=4)
     views = [device(number) for number in range(3)]
     last: tuple[tuple[WorkerView, ...], WorkerView] | None = None
@@ -89,7 +89,7 @@ def test_what_has_not_changed_is_not_summed_again(drawn: st.DataObject) -> None:
 
 
 def test_models_are_packed_onto_the_devices_of_all_servers() -> None:
-    """Two models that fill a device each are placed on one server with two devices; a step names the device."""
+    """Two models that each fill a device are placed on one server with two devices. A step names the device."""
 
     async def main() -> None:
         world = World({"mode": "lpt_packing"}, a=(device(0, m=1.0), device(1, n=1.0)))
@@ -116,7 +116,7 @@ def test_models_are_packed_onto_the_devices_of_all_servers() -> None:
 
 
 def test_a_device_that_is_lost_leaves_its_models_to_another_server() -> None:
-    """While its runtime is gone, the other device of its server keeps what it has."""
+    """If a device loses its runtime, its models move to another server. The server's other device keeps its models."""
 
     async def main() -> None:
         world = World({"mode": "lpt_packing"}, a=(device(0, m=1.0), device(1, n=1.0)), b=(device(0),))

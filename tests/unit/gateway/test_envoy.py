@@ -1,4 +1,4 @@
-"""A real Envoy with deploy/envoy.yaml, which a picker tells where each request goes."""
+"""A real Envoy with deploy/envoy.yaml. A picker chooses the server of each request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_l
 
 
 class Street:
-    """Clients' side of an Envoy, and the parties behind it: a picker, and workers `a`, `b` and `c` with both protocols."""
+    """The clients' side of an Envoy, and the parties behind it: a picker, and workers `a`, `b` and `c` with both protocols."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Street:
         self.picker = picker
         self.workers = workers
         self.http = http
-        #: Connections of gRPC, which break when a test cuts them.
+        #: Relays of the gRPC connections, by worker. A test can cut them.
         self.relays = relays
         self.url = ""
         self.client: Any = None
@@ -73,13 +73,13 @@ class Street:
         return call(timeout=PATIENCE_S)
 
     async def post(self, model: str, body: bytes = b"{}", **headers: str) -> tuple[int, str, bytes]:
-        """Return the status, the worker's name, and the body of an answer over HTTP."""
+        """Send a request over HTTP. Return the answer's status, the worker's name, and the body."""
         url = f"http://{self.url}/v2/models/{model}/infer"
         async with self.session.post(url, data=BytesIO(body), headers=headers) as answer:
             return answer.status, answer.headers.get("X-Worker", ""), await answer.read()
 
     async def idle(self) -> None:
-        """Return when no request is in flight."""
+        """Wait until no request is in flight."""
         while self.picker.counts().outstanding:
             await asyncio.sleep(0)
 
@@ -88,7 +88,7 @@ class Street:
 async def street(
     tmp_path: Path, change: Change = lambda _: None, token: Path | None = None
 ) -> AsyncIterator[Street]:
-    """Serve model `m` at worker b, and at c if b fails."""
+    """Serve model `m` by worker b, or by worker c if b fails."""
     async with AsyncExitStack() as ends:
         workers = {name: FakeWorker(name) for name in "abc"}
         http = {name: FakeHttpWorker(name) for name in "abc"}
@@ -108,11 +108,11 @@ async def street(
         ports = [relay.port for relay in relays.values()], [worker.port for worker in http.values()]
 
         def patient(config: Any) -> None:
-            # One event loop plays all parties: where the machine is busy, the picker would be late, and Envoy ask any server.
+            # All parties share one event loop. On a busy machine, the picker would be late, and Envoy would use any server.
             ext_proc(config)["message_timeout"] = "60s"
             change(config)
 
-        # In a thread, because it waits.
+        # Started in a thread, because the start waits for Envoy.
         running = running_envoy(tmp_path, picker.port, *ports, change=patient)
         envoy = await asyncio.to_thread(running.__enter__)
         ends.callback(running.__exit__, None, None, None)
@@ -124,7 +124,7 @@ async def street(
 
 @looped
 async def test_requests_of_all_sizes_go_where_the_picker_says(tmp_path: Path) -> None:
-    """Requests of 1 kB to 10 MB over both protocols, and streams, reach the model's worker, and count until their end."""
+    """Requests of 1 kB to 10 MB over both protocols, and streams, reach the model's worker. They are in flight until their end."""
     async with street(tmp_path) as town:
         for size in (1000, 100_000, 1_000_000, 10_000_000):
             assert (await town.infer("m", size)).model_version == "b"
@@ -145,7 +145,7 @@ async def test_requests_of_all_sizes_go_where_the_picker_says(tmp_path: Path) ->
 
 @looped
 async def test_requests_in_flight_are_counted_until_their_answer(tmp_path: Path) -> None:
-    """A request that a worker holds is in flight at this worker, also after the client has sent all; a cancelled one is not."""
+    """A request is in flight until its worker answers, even after the client has sent all of it. A cancelled one is not."""
     async with street(tmp_path) as town:
         gate, arrived = asyncio.Event(), asyncio.Event()
 
@@ -180,7 +180,7 @@ async def test_requests_in_flight_are_counted_until_their_answer(tmp_path: Path)
 
 
 def _hurry(config: Any) -> None:
-    """Shorten all time limits of the routes."""
+    """Shorten all time limits of Envoy's routes."""
     (host,) = manager(config)["route_config"]["virtual_hosts"]
     for one in host["routes"]:
         route = one["route"]
@@ -191,7 +191,7 @@ def _hurry(config: Any) -> None:
 
 @looped
 async def test_large_requests_without_raw_tensors_reach_the_worker(tmp_path: Path) -> None:
-    """Tensors inside a call's message that are longer than several windows of Envoy arrive."""
+    """Tensors inside a call's message arrive, even if they are longer than several windows of Envoy."""
     async with street(tmp_path) as town:
         contents = service_pb2.InferTensorContents(int64_contents=[2**62] * 400_000)
         inputs = [Infer.InferInputTensor(name="X", shape=[400_000], contents=contents)]
@@ -203,7 +203,7 @@ async def test_large_requests_without_raw_tensors_reach_the_worker(tmp_path: Pat
 
 @looped
 async def test_no_worker_gets_the_end_of_a_request_that_would_end_it(tmp_path: Path) -> None:
-    """Huge shapes reach no worker through Envoy as whole requests, at any place, compressed or not; nor does a late sequence."""
+    """No worker gets a whole request with a huge shape, wherever the shape is, compressed or not. A late sequence id is also refused."""
     claim = b'"inputs": [{"name": "X", "datatype": "FP32", "shape": [2147483648, 64], "data": [1]}]}'
     async with street(tmp_path) as town:
         for size in (0, 20_000, 40_000, 1_000_000, 3_000_000):
@@ -227,7 +227,7 @@ async def test_no_worker_gets_the_end_of_a_request_that_would_end_it(tmp_path: P
 
 @looped
 async def test_every_request_ends_at_the_limit_of_its_route(tmp_path: Path) -> None:
-    """A call, a stream and a request over HTTP without an answer end, and so does a request whose body stops arriving."""
+    """Calls, streams and HTTP requests without an answer end at their route's limit, and so does a request whose body stops arriving."""
     async with street(tmp_path, _hurry) as town:
 
         async def hold(_: Any, __: Any) -> Any:
@@ -256,7 +256,7 @@ async def test_every_request_ends_at_the_limit_of_its_route(tmp_path: Path) -> N
 
 @looped
 async def test_a_call_may_take_as_long_as_its_client_allows(tmp_path: Path) -> None:
-    """A client's deadline replaces the limit of calls: a call with one outlives a later call without."""
+    """A client's deadline replaces the route's limit for calls: a call with a deadline outlives a later call without one."""
     async with street(tmp_path, _hurry) as town:
         gate, arrived = asyncio.Event(), asyncio.Event()
 
@@ -275,7 +275,7 @@ async def test_a_call_may_take_as_long_as_its_client_allows(tmp_path: Path) -> N
 
 @looped
 async def test_no_request_goes_astray(tmp_path: Path) -> None:
-    """Of 600 requests of 16 clients for 40 models, each at one worker of three, none reaches another worker."""
+    """600 requests of 16 clients are for 40 models, each on one of three workers. Each request reaches its model's worker."""
     async with street(tmp_path) as town:
         homes = {f"model-{number}": "abc"[number % 3] for number in range(40)}
         await town.apply(
@@ -300,7 +300,7 @@ async def test_no_request_goes_astray(tmp_path: Path) -> None:
 
 @looped
 async def test_errors_reach_clients_in_their_protocol(tmp_path: Path) -> None:
-    """A wrong model is NOT_FOUND, one that no server has is UNAVAILABLE; the text says which model."""
+    """An unknown model is NOT_FOUND, and a model without a server is UNAVAILABLE. Both errors name the model, over both protocols."""
     async with street(tmp_path) as town:
         code, text = await refusal(town.infer("wrong"))
         assert (code, text) == ("NOT_FOUND", "Request for unknown model: 'wrong' is not found")
@@ -316,7 +316,7 @@ async def test_errors_reach_clients_in_their_protocol(tmp_path: Path) -> None:
 
 @looped
 async def test_when_a_server_dies_envoy_asks_the_next_one_named(tmp_path: Path) -> None:
-    """Requests for a dead server, and those that it has not answered, go to the model's next server, over both protocols."""
+    """Over both protocols, requests to a dead server, or without an answer from it, are sent to the model's next server."""
     async with street(tmp_path) as town:
         assert (await town.infer("m")).model_version == "b"
         arrived = asyncio.Event()
@@ -336,7 +336,10 @@ async def test_when_a_server_dies_envoy_asks_the_next_one_named(tmp_path: Path) 
 
 @looped
 async def test_when_the_picker_dies_envoy_asks_any_server(tmp_path: Path) -> None:
-    """Requests in flight end well, new ones go to any server; a client cannot choose the server by the picker's header."""
+    """Without a picker, requests in flight end well, and Envoy sends new ones to any server.
+
+    A client cannot choose the server with the picker's header.
+    """
     async with street(tmp_path) as town:
         gate, arrived = asyncio.Event(), asyncio.Event()
 
@@ -359,7 +362,7 @@ async def test_when_the_picker_dies_envoy_asks_any_server(tmp_path: Path) -> Non
 
 @looped
 async def test_an_orderly_end_of_the_picker_costs_no_request(tmp_path: Path) -> None:
-    """Though Envoy must not go on without a picker, a request that was given its server before the end is answered."""
+    """If the picker ends in order, requests that it has routed are answered, even if Envoy must not go on without a picker."""
 
     def strict(config: Any) -> None:
         ext_proc(config)["failure_mode_allow"] = False
@@ -384,7 +387,10 @@ async def test_an_orderly_end_of_the_picker_costs_no_request(tmp_path: Path) -> 
 
 @looped
 async def test_the_token_holds_if_envoy_does_not_go_on_without_the_picker(tmp_path: Path) -> None:
-    """The picker refuses clients without the token; with failure_mode_allow false, so does Envoy when the picker is dead."""
+    """The picker refuses clients without the token.
+
+    If failure_mode_allow is false, Envoy also refuses them when the picker is dead.
+    """
     file = tmp_path / "token"
     file.write_text("sesame")
     file.chmod(0o600)
@@ -415,7 +421,7 @@ async def test_the_token_holds_if_envoy_does_not_go_on_without_the_picker(tmp_pa
 async def test_a_filter_that_does_not_show_enough_is_named_to_the_client(
     tmp_path: Path, key: str, mode: str, named: str
 ) -> None:
-    """A request fails with the name of the setting, and does not go to any server."""
+    """If Envoy's filter shows too little of a request, the request fails with the setting's name and reaches no server."""
 
     def hide(config: Any) -> None:
         ext_proc(config)["processing_mode"][key] = mode
@@ -427,7 +433,7 @@ async def test_a_filter_that_does_not_show_enough_is_named_to_the_client(
 
 @looped
 async def test_a_fleet_behind_the_gateway_api_may_send_whole_bodies(tmp_path: Path) -> None:
-    """In the mode FULL_DUPLEX_STREAMED, which the Gateway API prescribes, bodies of 1 kB to 10 MB arrive unchanged."""
+    """In the mode FULL_DUPLEX_STREAMED, as the Gateway API requires it, bodies of 1 kB to 10 MB arrive unchanged."""
 
     def duplex(config: Any) -> None:
         ext_proc(config)["processing_mode"] = {

@@ -18,7 +18,7 @@ BAD = Refusal(StatusCode.INTERNAL, "disk full")
 
 
 def index(**models: str) -> Any:
-    """Return an index answer of entries `name="version STATE"`."""
+    """Return an index answer with entries of the form `name="version STATE"`."""
     response = pb.RepositoryIndexResponse()
     for name, entry in models.items():
         version, _, state = entry.rpartition(" ")
@@ -41,7 +41,7 @@ def statistics(number: int, batch_sizes: tuple[int, ...] = (1,), model: str = "m
 
 @given(st.lists(st.tuples(st.integers(0, 2**40), st.sets(st.integers(1, 4))), min_size=1, max_size=5))
 def test_statistics_are_sums(workers: list[tuple[int, set[int]]]) -> None:
-    """All counts and times of a model are summed, by batch size; the last inference is the latest one."""
+    """All counts and times of a model are summed, also by batch size. The time of the last inference is the latest one."""
     answers = {f"w{at}": statistics(number, tuple(sizes)) for at, (number, sizes) in enumerate(workers)}
     total = sum(number for number, _ in workers)
 
@@ -59,7 +59,7 @@ def test_statistics_are_sums(workers: list[tuple[int, set[int]]]) -> None:
 
 
 def test_statistics_of_those_that_know() -> None:
-    """Workers that fail or lack the model are left out, unless all of them do."""
+    """Workers that fail or do not have the model are left out, unless all workers do."""
     merged: Any = fanout.merge_statistics(
         {"a": MISSING, "b": statistics(3), "c": GONE, "d": statistics(4, model="n")}
     )
@@ -72,7 +72,7 @@ def test_statistics_of_those_that_know() -> None:
 
 
 def test_ready_anywhere_is_ready() -> None:
-    """A model is ready if it is ready on one worker, or else in the furthest state of any."""
+    """A model is ready if one worker has it ready. Otherwise its state is the furthest one of all workers."""
     merged: Any = fanout.merge_index(
         {
             "a": index(m="1 UNAVAILABLE", n="1 LOADING", o=" UNAVAILABLE", p=" "),
@@ -90,7 +90,7 @@ def test_ready_anywhere_is_ready() -> None:
 
 
 def test_with_one_voice() -> None:
-    """An answer of one worker alone, or the same from all, is passed on unchanged."""
+    """If there is only one answer, or all workers give the same answer, this answer is returned unchanged."""
     assert fanout.all_succeeded({"a": BAD}) is BAD
     assert fanout.all_succeeded({"a": BAD, "b": BAD}) is BAD
     assert fanout.merge_index({"a": GONE}) is GONE

@@ -1,4 +1,4 @@
-"""ModelInfer through the gateway: the choice of the worker, and the client's answer."""
+"""ModelInfer through the gateway: the choice of the worker, and the answer to the client."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Code = grpc.StatusCode
 
 @looped
 async def test_bytes_pass_through() -> None:
-    """Requests and answers pass byte for byte, also with unknown fields."""
+    """Requests and answers pass byte for byte, including unknown fields."""
     sent = (
         Infer(model_name="m", id="7", raw_input_contents=[b"\0" * 100_000]).SerializeToString()
         + b"\xf8\x06\x01"
@@ -40,7 +40,7 @@ async def test_bytes_pass_through() -> None:
 
 @looped
 async def test_items_are_read_where_they_count() -> None:
-    """A request counts as the extent of its model's batch axis."""
+    """The number of items of a request is the extent of its model's batch axis, or one if the request lacks this input."""
     table = {"m": Routes(ready=("a",), batch_input=("X", 0))}
 
     async with serving(1, table) as house:
@@ -65,7 +65,7 @@ async def test_items_are_read_where_they_count() -> None:
 )
 @looped
 async def test_what_is_not_tried_again(said: grpc.StatusCode, message: str, got: str) -> None:
-    """A final refusal of a worker goes to the client, and no other worker is asked."""
+    """If a worker's refusal is final, the client gets it, and no other worker is asked."""
     async with serving(2) as house:
         house.workers[0].does["ModelInfer"] = refusing(said, message)
 
@@ -76,7 +76,7 @@ async def test_what_is_not_tried_again(said: grpc.StatusCode, message: str, got:
 
 @looped
 async def test_metadata() -> None:
-    """Metadata passes to the worker, and trailing metadata to the client, in success and failure."""
+    """Metadata of the client is sent to the worker. Trailing metadata is sent to the client, after success and failure."""
 
     async def with_trailer(request: Any, context: Any) -> Any:
         context.set_trailing_metadata((("took", "3"),))
@@ -98,7 +98,7 @@ async def test_metadata() -> None:
 
 @looped
 async def test_what_is_no_request() -> None:
-    """Bytes that are not a request are refused without a worker."""
+    """Bytes that are not a request are refused, and no worker gets them."""
     async with serving(1) as house:
         infer = house.client.unary_unary(SERVICE + "ModelInfer", None, None)
 
@@ -109,7 +109,7 @@ async def test_what_is_no_request() -> None:
 
 @looped
 async def test_the_client_leaves_as_the_worker_fails() -> None:
-    """A cancelled wait for the worker may end with the worker's failure, which no other worker makes good then."""
+    """If the client leaves while its worker fails, the request ends as cancelled, and no other worker gets it."""
     nothing, asked = grpc.aio.Metadata(), asyncio.Event()
 
     async def fail() -> bytes:
@@ -128,7 +128,7 @@ async def test_the_client_leaves_as_the_worker_fails() -> None:
 
 @looped
 async def test_deadlines() -> None:
-    """The worker gets the rest of the client's deadline or of the limit, and the call is cancelled then."""
+    """The worker gets the rest of the client's deadline, or of the gateway's limit. After this time, the call is cancelled."""
     left: list[float] = []
 
     async def note(request: Any, context: Any) -> Any:
@@ -141,7 +141,7 @@ async def test_deadlines() -> None:
         await house.infer()
         await house.call("ModelInfer", Infer(model_name="m"), timeout=200)
         assert 500 < left[0] < 1020
-        assert 0 < left[1] < 210  # gRPC rounds up.
+        assert 0 < left[1] < 210  # gRPC rounds the time up.
 
         cancelled = hold(worker)
         for limit in LIMITS_S:
@@ -154,7 +154,7 @@ async def test_deadlines() -> None:
 
 @looped
 async def test_a_deadline_is_told_to_models() -> None:
-    """A worker with a control service gets the client's deadline as the request's timeout by default."""
+    """For a worker with a control service, the client's deadline becomes the request's timeout, unless the request has one."""
     async with serving(1) as house:
         (worker,) = house.workers
         where = worker.worker
@@ -175,7 +175,7 @@ async def test_a_deadline_is_told_to_models() -> None:
 
 @looped
 async def test_a_worker_dies() -> None:
-    """Requests in flight on a worker that dies are answered by another, and the dead one is probed."""
+    """If a worker dies, another worker answers the requests in flight, and the dead worker is probed."""
     async with serving(2) as house:
         first, _ = house.workers
         hold(first)
@@ -193,7 +193,7 @@ async def test_a_worker_dies() -> None:
 
 @looped
 async def test_a_request_that_kills_its_workers() -> None:
-    """A request whose connection broke is tried on one more worker, beside clean refusals."""
+    """After a broken connection, a request is sent to one more worker only. Workers that refuse it are not counted."""
     async with serving(5) as house, AsyncExitStack() as relays:
         where = {}
         for worker in house.workers:
@@ -212,7 +212,7 @@ async def test_a_request_that_kills_its_workers() -> None:
 
 @looped
 async def test_a_worker_comes_back() -> None:
-    """A returned worker is used as soon as the table has it."""
+    """A worker that returns is used as soon as the table has it."""
     async with serving(1) as house:
         (worker,) = house.workers
         await worker.kill()
@@ -226,7 +226,7 @@ async def test_a_worker_comes_back() -> None:
 
 @looped
 async def test_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connections to a worker are used in turn."""
+    """Calls use the connections to a worker in turn."""
     monkeypatch.setattr(grpc_proxy, "CHANNELS_PER_WORKER", 3)
     async with serving(1) as house:
         for _ in range(6):
@@ -237,7 +237,7 @@ async def test_connections(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @looped
 async def test_a_connection_that_is_half_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A half-open connection is replaced after the first deadline that passes on it."""
+    """A half-open connection is replaced after the first call that exceeds its deadline there."""
     monkeypatch.setattr(grpc_proxy, "CHANNELS_PER_WORKER", 1)
     async with serving(1, request_timeout_s=0.3) as house:
         (worker,) = house.workers
@@ -254,7 +254,7 @@ async def test_a_connection_that_is_half_open(monkeypatch: pytest.MonkeyPatch) -
 
 @looped
 async def test_a_worker_is_away_for_one_probe() -> None:
-    """A call with a long deadline survives a short absence of its worker from the table."""
+    """If a worker is missing from the table for a short time, a call in progress with a long deadline still ends well."""
     async with serving(2, request_timeout_s=0.2) as house:
         first, second = house.workers
         go = asyncio.Event()
@@ -269,7 +269,7 @@ async def test_a_worker_is_away_for_one_probe() -> None:
         await house.apply({"m": Routes(ready=("b",))}, house.workers[1:])
         await house.apply({"m": Routes(ready=("b",))})
         hold(second)
-        assert (await refusal(house.infer()))[0] == "DEADLINE_EXCEEDED"  # Longer than a request may take.
+        assert (await refusal(house.infer()))[0] == "DEADLINE_EXCEEDED"  # This exceeds the limit.
         go.set()
 
         assert (await call).model_version == "a"
@@ -278,7 +278,7 @@ async def test_a_worker_is_away_for_one_probe() -> None:
 
 @looped
 async def test_a_connection_ends_with_its_last_call() -> None:
-    """An unused connection is closed when its calls are over."""
+    """A connection that is no longer needed is closed when its last call ends."""
     worker = FakeWorker("a")
     await worker.start()
     channels = WorkerChannels(f"127.0.0.1:{worker.port}", ChannelFactory(GatewaySection()), 1)
@@ -294,8 +294,8 @@ async def test_a_connection_ends_with_its_last_call() -> None:
 
 @looped
 async def test_calls_that_come_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the end, calls that still arrive get answers or UNAVAILABLE, and none is cancelled."""
-    # On a busy machine, gRPC's threads may bring no call for a while although more are under way.
+    """Calls that arrive while the gateway ends get answers or UNAVAILABLE. No call is cancelled."""
+    # On a busy machine, gRPC's threads may deliver no call for a while, although more calls will arrive.
     monkeypatch.setattr(grpc_proxy, "_QUIET_POLL_S", 0.1)
     monkeypatch.setattr(grpc_proxy, "_QUIET_LIMIT_S", 60.0)
     async with serving(1) as house, AsyncExitStack() as ends:
@@ -330,7 +330,7 @@ def killed_by_it(relay: Relay) -> Handler:
 
 
 def hold(worker: Any) -> asyncio.Event:
-    """Never answer from now on; the returned event is set when a call was cancelled."""
+    """Let the worker never answer from now on. The returned event is set when a call is cancelled."""
     cancelled = asyncio.Event()
 
     async def wait(_: Any, __: Any) -> None:

@@ -1,4 +1,4 @@
-"""All gRPC calls except inference through the gateway."""
+"""All gRPC calls through the gateway, except inference."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def saying(answer: Any) -> Handler:
 
 
 def ask_all(house: House, method: str, *answers: Handler) -> None:
-    """Set each worker's answer; a single one is that of all."""
+    """Set the answers of the workers. One answer is used for all workers."""
     for at, worker in enumerate(house.workers):
         worker.does[method] = answers[at % len(answers)]
 
 
 def asked(house: House, method: str) -> list[str]:
-    """Return the workers that got the call."""
+    """Return the workers that received the call."""
     return [worker.name for worker in house.workers if method in worker.got]
 
 
@@ -57,7 +57,7 @@ def test_the_whole_service() -> None:
 
 @looped
 async def test_the_gateway_lives() -> None:
-    """The gateway is live without workers and ready with a ready one, in grpc.health.v1, too."""
+    """The gateway is live without workers, and ready with a ready worker. The same holds for grpc.health.v1."""
     health: Any = "/grpc.health.v1.Health/Check"
     async with serving(2, {}) as house:
         check = house.client.unary_unary(health, None, None)
@@ -78,7 +78,7 @@ async def test_the_gateway_lives() -> None:
 
 @looped
 async def test_a_ready_model_is_a_ready_gateway() -> None:
-    """While a model is ready, the gateway is ready without asking a worker."""
+    """While a model is ready, the gateway is ready, and asks no worker about it."""
     async with serving(2) as house:
         assert (await house.call("ServerReady")).ready
         assert asked(house, "ServerReady") == []
@@ -86,7 +86,7 @@ async def test_a_ready_model_is_a_ready_gateway() -> None:
 
 @looped
 async def test_a_worker_that_has_the_model() -> None:
-    """Questions about a model go to a worker that serves it, or to the next if it is unknown there."""
+    """A question about a model is sent to a worker that serves it. If the model is unknown there, the next worker is asked."""
     async with serving(3, {"m": Routes(ready=("b", "c"))}) as house:
         for method, request, answer in [
             ("ModelMetadata", pb.ModelMetadataRequest(name="m"), pb.ModelMetadataResponse(name="m")),
@@ -100,7 +100,7 @@ async def test_a_worker_that_has_the_model() -> None:
 
 @looped
 async def test_ready_on_any_worker() -> None:
-    """A version of a model is ready if one worker has it ready."""
+    """A version of a model is ready if it is ready on one worker."""
     async with serving(2) as house:
         ask_all(
             house,
@@ -118,7 +118,7 @@ async def test_ready_on_any_worker() -> None:
 
 @looped
 async def test_an_unknown_model() -> None:
-    """After a probe of all workers, a question about an unknown model gets a worker's refusal."""
+    """A question about an unknown model is answered with a worker's refusal, after a probe of all workers."""
     async with serving(2) as house:
         ask_all(
             house, "ModelMetadata", refusing(Code.NOT_FOUND, "Request for unknown model: 'x' is not found")
@@ -133,7 +133,7 @@ async def test_an_unknown_model() -> None:
 
 @looped
 async def test_merged_answers() -> None:
-    """The repository index merges those of all workers."""
+    """The repository index is a merge of all workers' indexes."""
     async with serving(2) as house:
         ask_all(
             house,
@@ -153,7 +153,7 @@ async def test_merged_answers() -> None:
 
 @looped
 async def test_all_load_a_model() -> None:
-    """A model is loaded on all workers and known when the call returns; a failing worker is named."""
+    """A model is loaded on all workers, and is known when the call returns. If a worker fails, the error names it."""
     async with serving(2) as house:
         ask_all(house, "RepositoryModelLoad", saying(pb.RepositoryModelLoadResponse()))
         request = pb.RepositoryModelLoadRequest(model_name="m")
@@ -179,7 +179,7 @@ async def test_all_load_a_model() -> None:
 )
 @looped
 async def test_what_is_a_servers_own(method: str) -> None:
-    """Settings and shared memory of single servers are UNIMPLEMENTED, and no worker is asked."""
+    """Calls about settings and shared memory of one server are UNIMPLEMENTED, and no worker is asked."""
     async with serving(2) as house:
         ask_all(house, method, saying(types(method)[1]()))
         assert await refusal(house.call(method)) == (
@@ -191,7 +191,7 @@ async def test_what_is_a_servers_own(method: str) -> None:
 
 @looped
 async def test_metadata_is_forwarded() -> None:
-    """Metadata that protects a worker's API reaches all workers."""
+    """Metadata for the restricted APIs of workers reaches all workers."""
     async with serving(2) as house:
         ask_all(house, "RepositoryIndex", saying(pb.RepositoryIndexResponse()))
         await house.call("RepositoryIndex", metadata=(("triton-grpc-protocol-key", "secret"),))
@@ -202,7 +202,7 @@ async def test_metadata_is_forwarded() -> None:
 
 @looped
 async def test_a_worker_hangs() -> None:
-    """A call to all workers ends within the time limit although one hangs."""
+    """A call to all workers ends within its time limit, even if one worker hangs."""
     async with serving(2, request_timeout_s=0.2) as house:
 
         async def hang(_: Any, __: Any) -> None:
@@ -215,7 +215,7 @@ async def test_a_worker_hangs() -> None:
 
 @looped
 async def test_what_is_no_request() -> None:
-    """Bytes that are not a request are refused without a worker."""
+    """Bytes that are not a request are refused, and no worker gets them."""
     async with serving(1) as house:
         config = house.client.unary_unary("/inference.GRPCInferenceService/ModelConfig", None, None)
 
@@ -225,7 +225,7 @@ async def test_what_is_no_request() -> None:
 
 
 def test_the_token(tmp_path: Path) -> None:
-    """Every call without the token is refused, and workers do not see the token."""
+    """Every call without the token is refused. Workers do not get the token."""
     secret = tmp_path / "token"
     secret.write_text("sesame\n")
     secret.chmod(0o600)
@@ -250,7 +250,7 @@ def test_the_token(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("contents", ["", "two\nlines", "d\u00fcrfen"])
 def test_a_file_without_a_token(tmp_path: Path, contents: str) -> None:
-    """An empty token file, or one that no client could send, ends the start."""
+    """If the token file is empty, or has a token that no client could send, the gateway does not start."""
     secret = tmp_path / "token"
     secret.write_text(contents)
     secret.chmod(0o600)
@@ -260,7 +260,7 @@ def test_a_file_without_a_token(tmp_path: Path, contents: str) -> None:
 
 
 def test_tls(tmp_path: Path) -> None:
-    """With client authorities set, only clients with their certificates are accepted."""
+    """If authorities of clients are set, only clients with their certificates are accepted."""
     ours, others = trustme.CA(), trustme.CA()
     certificate = ours.issue_cert("localhost")
     (tmp_path / "key.pem").write_bytes(certificate.private_key_pem.bytes())
@@ -292,7 +292,7 @@ def test_tls(tmp_path: Path) -> None:
 
 
 def test_workers_use_tls(tmp_path: Path) -> None:
-    """Requests go only to a worker with a certificate of the right authority, and show one to it."""
+    """Requests are sent only to a worker with a certificate of the right authority. The gateway shows its own certificate."""
     ours, others = trustme.CA(), trustme.CA()
     mine = ours.issue_cert("gateway")
     (tmp_path / "ca.pem").write_bytes(ours.cert_pem.bytes())
@@ -342,7 +342,7 @@ def _issue(folder: Path, authority: trustme.CA, *names: str) -> None:
 
 @looped
 async def test_renewed_certificates_are_used_and_connections_stay(tmp_path: Path) -> None:
-    """After a renewal, new connections get the new certificate and trust the new authority of clients; an open stream goes on."""
+    """After a renewal, new connections use the new certificate and the new authority of clients. An open stream continues."""
     old, new = trustme.CA(), trustme.CA()
     _issue(tmp_path, old, "localhost")
     files: dict[str, Any] = {
@@ -385,7 +385,7 @@ async def test_renewed_certificates_are_used_and_connections_stay(tmp_path: Path
 
 @looped
 async def test_a_renewed_token_replaces_the_old_one(tmp_path: Path) -> None:
-    """After the file's change the new token is admitted and the old one refused; a file without a token changes nothing."""
+    """After a change of the token file, only the new token is accepted. A file without a token changes nothing."""
     secret = tmp_path / "token"
     secret.write_text("old")
     secret.chmod(0o600)
@@ -410,7 +410,7 @@ async def test_a_renewed_token_replaces_the_old_one(tmp_path: Path) -> None:
 
 @looped
 async def test_workers_get_the_gateways_renewed_certificate(tmp_path: Path) -> None:
-    """After a renewal, requests go over new connections, which trust the workers' new authority."""
+    """After a renewal, the gateway uses new connections to workers, which trust the workers' new authority."""
     old, new = trustme.CA(), trustme.CA()
     _issue(tmp_path, old, "gateway")
     files: dict[str, Any] = {
@@ -445,7 +445,7 @@ async def test_workers_get_the_gateways_renewed_certificate(tmp_path: Path) -> N
 @pytest.mark.parametrize("wrong", ["tls_certificate", "tls_key", "tls_client_ca"])
 @pytest.mark.parametrize("contents", ["", "not a PEM"])
 def test_files_for_tls_that_cannot_be_used(tmp_path: Path, wrong: str, contents: str) -> None:
-    """Unusable TLS files end the start, and the message names the settings."""
+    """With unusable TLS files, the gateway does not start, and the message names the settings."""
     authority = trustme.CA()
     pair = authority.issue_cert("localhost")
     files = {key: tmp_path / key for key in ("tls_certificate", "tls_key", "tls_client_ca")}
@@ -470,7 +470,7 @@ def test_files_for_tls_that_cannot_be_used(tmp_path: Path, wrong: str, contents:
 )
 @looped
 async def test_it_cannot_listen(settings: dict[str, Any], said: str) -> None:
-    """If the gateway cannot listen, the message names the setting."""
+    """If the gateway cannot listen at its port, the message names the setting."""
     with pytest.raises((ListenError, CredentialsError, TokenError), match=said):
         async with serving(0, **settings):
             pass
@@ -478,7 +478,10 @@ async def test_it_cannot_listen(settings: dict[str, Any], said: str) -> None:
 
 @looped
 async def test_reflection_lists_the_services_and_has_their_messages(tmp_path: Path) -> None:
-    """A client without the .proto files finds the inference service and its messages, and needs the token for it, if there is one."""
+    """Reflection lists the inference service and its messages for clients without the .proto files.
+
+    If the gateway has a token, reflection needs it.
+    """
     secret = tmp_path / "token"
     secret.write_text("secret")
     secret.chmod(0o600)
@@ -503,6 +506,6 @@ async def test_reflection_lists_the_services_and_has_their_messages(tmp_path: Pa
             files = described.file_descriptor_response.file_descriptor_proto
             assert any(b"ModelInfer" in content for content in files)
             if file is not None:
-                # Without a question: gRPC reports one that is written after the refusal as INTERNAL.
+                # The call writes no question, because gRPC reports a write after the refusal as INTERNAL.
                 refused = await stub.ServerReflectionInfo().code()
                 assert refused == grpc.StatusCode.UNAUTHENTICATED

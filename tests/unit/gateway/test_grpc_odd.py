@@ -1,4 +1,4 @@
-"""Clients and workers that send what gRPC's own implementations would not."""
+"""Clients and workers that send data which gRPC's own implementations would not send."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def test_metadata_that_cannot_be_sent_on(value: bytes) -> None:
 
 @looped
 async def test_a_method_whose_name_is_no_text() -> None:
-    """A method name that is not UTF-8 ends gRPC's server; a new one takes the port, and calls finish."""
+    """A method name that is not UTF-8 ends gRPC's server. A new server takes the port, and calls in progress end well."""
     async with serving(1) as house:
         (worker,) = house.workers
         go = asyncio.Event()
@@ -71,7 +71,7 @@ async def test_what_a_worker_adds_that_cannot_be_sent_on() -> None:
 @pytest.mark.parametrize("seconds", [b"2562047H", b"99999999H", b"99999999S"])
 @looped
 async def test_a_deadline_that_is_none(seconds: bytes) -> None:
-    """The longest expressible deadline, which some clients send for none, is accepted."""
+    """The longest possible deadline, which some clients send for no deadline, is accepted."""
     async with serving(1) as house:
         deadline = [(b"grpc-timeout", seconds)]
         assert await http2.status(house.proxy.grpc.port, INFER, REQUEST, deadline) == 0
@@ -80,7 +80,7 @@ async def test_a_deadline_that_is_none(seconds: bytes) -> None:
 @pytest.mark.parametrize("name", ["", "a\0b", "a\nb", "../m", '"', "%s", "é" * 5000, "x" * 2_000_000])
 @looped
 async def test_odd_names_of_models(name: str) -> None:
-    """Odd names of models are NOT_FOUND, and a long one is cut in the message."""
+    """Unusual names of models are NOT_FOUND. The message cuts a long name."""
     async with serving(1) as house:
         code, message = await refusal(house.infer(name))
         assert code == "NOT_FOUND"

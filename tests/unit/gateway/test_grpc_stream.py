@@ -1,4 +1,4 @@
-"""ModelStreamInfer through the gateway: one stream of a client, for one model."""
+"""ModelStreamInfer through the gateway: a stream of a client is for one model."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ TWO = {"m": Routes(ready=("a", "b")), "n": Routes(ready=("b",)), "away": Routes(
 
 
 async def ask(call: Any, *models: str) -> None:
-    """Send one request for each model; its id has the model and its number."""
+    """Send a request for each of the models. Its id has the model and the request's number."""
     for number, model in enumerate(models):
         await call.write(Infer(model_name=model, id=f"{model}{number}"))
 
 
 async def answers(call: Any) -> list[tuple[str, str, str]]:
-    """Return id, worker and error of all answers until the end of the stream; raises AioRpcError."""
+    """Return id, worker and error of all answers until the end of the stream. Raises AioRpcError."""
     got = []
     while (each := await call.read()) is not grpc.aio.EOF:
         got.append((each.infer_response.id, each.infer_response.model_version, each.error_message))
@@ -37,7 +37,7 @@ async def answers(call: Any) -> list[tuple[str, str, str]]:
 
 
 async def ending(call: Any) -> tuple[str, str]:
-    """Return the code and the message of a stream that breaks off."""
+    """Return the code and the message with which a stream breaks."""
     try:
         await answers(call)
     except grpc.aio.AioRpcError as error:
@@ -52,20 +52,20 @@ async def opened(house: House, *models: str, **options: Any) -> Any:
 
 
 async def counted_at_least(house: House, which: tuple[str, str, str], number: int) -> None:
-    """Return when these counts are reached."""
+    """Wait until this count is reached."""
     while house.proxy.counts().requests.get(which, 0) < number:
         await asyncio.sleep(0)
 
 
 async def counted(house: House, *expected: tuple[str, str, str]) -> None:
-    """Return when all of these were counted, and no request is outstanding."""
+    """Wait until all these requests are counted, and no request is outstanding."""
     while not set(expected) <= set(house.proxy.counts().requests) or house.proxy.counts().outstanding:
         await asyncio.sleep(0)
 
 
 @looped
 async def test_a_model_stays_at_one_worker() -> None:
-    """All messages of a stream go to one worker in order, and each is answered and counted."""
+    """All messages of a stream reach one worker in order. Each message is answered and counted."""
     async with serving(2, TWO) as house:
         call = await opened(house, *["m"] * 5)
         await call.done_writing()
@@ -77,7 +77,7 @@ async def test_a_model_stays_at_one_worker() -> None:
 
 @looped
 async def test_a_stream_belongs_to_its_first_model() -> None:
-    """A message for another model is refused by name, and the stream continues."""
+    """A message for another model is refused, the error names the model, and the stream continues."""
     async with serving(2, TWO) as house:
         call = await opened(house, "m", "n", "m")
         await call.done_writing()
@@ -94,7 +94,7 @@ async def test_a_stream_belongs_to_its_first_model() -> None:
 
 @looped
 async def test_streams_share_the_workers() -> None:
-    """Two streams of one model go to two workers."""
+    """Two streams of one model use two workers."""
     async with serving(2, TWO) as house:
         calls = [await opened(house, "m") for _ in range(2)]
         for call in calls:
@@ -105,7 +105,7 @@ async def test_streams_share_the_workers() -> None:
 
 @looped
 async def test_a_sequence_goes_on_in_a_stream() -> None:
-    """A stream that begins with a request of a sequence goes to the sequence's worker."""
+    """A stream whose first request belongs to a sequence uses the sequence's worker."""
     async with serving(4) as house:
         for number in range(1, 9):
             request = Infer(model_name="m", id="m")
@@ -119,7 +119,7 @@ async def test_a_sequence_goes_on_in_a_stream() -> None:
 
 @looped
 async def test_more_answers_than_requests() -> None:
-    """All answers of a decoupled model arrive, also after the client has closed its side."""
+    """All answers of a decoupled model arrive, even after the client has closed its side."""
 
     async def three(requests: Any, context: Any) -> None:
         async for request in requests:
@@ -143,9 +143,9 @@ async def test_more_answers_than_requests() -> None:
 @pytest.mark.parametrize("decoupled", [True, False, None])
 @looped
 async def test_messages_without_answers(decoupled: bool | None) -> None:
-    """The gateway remembers a limited number of unanswered messages of a decoupled model.
+    """For a decoupled model, the gateway remembers a limited number of messages without an answer.
 
-    Messages of other models stay. A model without a config from any worker counts as decoupled.
+    For other models it remembers all. A model whose config no worker returns is treated as decoupled.
     """
 
     async def swallow(requests: Any, context: Any) -> None:
@@ -172,7 +172,7 @@ async def test_messages_without_answers(decoupled: bool | None) -> None:
 
 @looped
 async def test_errors_are_answers() -> None:
-    """A message that the gateway or the worker refuses is an error in the stream, which continues."""
+    """If the gateway or the worker refuses a message, the stream has an error as its answer, and continues."""
 
     async def refuse(requests: Any, context: Any) -> None:
         async for _ in requests:
@@ -205,7 +205,7 @@ async def test_errors_are_answers() -> None:
 )
 @looped
 async def test_errors_in_answers_are_final(message: str, code: str) -> None:
-    """An error of a worker in a stream goes to the client, and its tag decides how it is counted."""
+    """An error that a worker sends in a stream is sent to the client. Its tag decides how it is counted."""
 
     async def refuse(requests: Any, context: Any) -> None:
         async for _ in requests:
@@ -222,7 +222,7 @@ async def test_errors_in_answers_are_final(message: str, code: str) -> None:
 
 @looped
 async def test_errors_end_the_stream_if_the_client_wants_that() -> None:
-    """With the header triton_grpc_error, the first error ends the stream; workers get the header, too."""
+    """With the header triton_grpc_error, the first error ends the stream. Workers also get the header."""
     header = (("triton_grpc_error", "true"),)
 
     async with serving(1) as house:
@@ -244,7 +244,7 @@ async def test_errors_end_the_stream_if_the_client_wants_that() -> None:
 
 @looped
 async def test_the_worker_cannot_be_reached() -> None:
-    """If a worker cannot be reached, its messages go to another worker of the model."""
+    """If a worker cannot be reached, its messages are sent to another worker of the model."""
     async with serving(2, TWO) as house:
         await house.workers[0].kill()
         call = await opened(house, "m", "m", "m")
@@ -258,7 +258,7 @@ async def test_the_worker_cannot_be_reached() -> None:
 
 @looped
 async def test_later_messages_follow() -> None:
-    """Later messages follow the first ones to the other worker, in order."""
+    """If the first messages move to another worker, later messages follow them in order."""
     async with serving(2, TWO) as house:
         first, second = house.workers
         first.does["ModelStreamInfer"] = refusing(Code.UNAVAILABLE, "starting")
@@ -272,7 +272,7 @@ async def test_later_messages_follow() -> None:
 
 @looped
 async def test_a_worker_dies_that_has_answered() -> None:
-    """If a worker dies after its first answer, the stream ends: only the client knows what it still needs."""
+    """If a worker dies after its first answer, the stream ends, because only the client knows what it still needs."""
     async with serving(2, TWO) as house:
         first, second = house.workers
         call = await opened(house, "m")
@@ -286,7 +286,7 @@ async def test_a_worker_dies_that_has_answered() -> None:
 
 @looped
 async def test_a_message_that_kills_its_workers() -> None:
-    """A message whose worker dies is sent to one more worker only."""
+    """If a message's worker dies, the message is sent to one more worker only."""
     async with serving(4) as house, AsyncExitStack() as relays:
         where = {}
         for worker in house.workers:
@@ -314,7 +314,7 @@ async def test_a_model_on_one_worker_fails_with_it() -> None:
 
 @looped
 async def test_a_worker_refuses_a_stream_while_a_message_is_sent_to_it() -> None:
-    """The client gets the answers before the refusal, and the refusal itself. The worker does not count as failed."""
+    """The client gets the answers before the refusal, and then the refusal. The worker is not taken for dead."""
     failed = asyncio.Event()
 
     async def refuse(requests: Any, context: Any) -> None:
@@ -324,7 +324,7 @@ async def test_a_worker_refuses_a_stream_while_a_message_is_sent_to_it() -> None
         await context.abort(Code.UNAVAILABLE, "[rsrv:QUEUE_FULL] full", (("took", "3"),))
 
     async def write(upstream: streaming._Upstream, data: bytes) -> None:
-        """Write the first message once, and the second one until the stream has ended."""
+        """Write the first message once. Write the second one again and again until the stream has ended."""
         with suppress(grpc.aio.AioRpcError):
             await upstream.call.write(data)
             while b"m1" in data:
@@ -354,7 +354,7 @@ async def test_a_worker_refuses_a_stream_while_a_message_is_sent_to_it() -> None
 
 
 class Ending:
-    """A call to a worker that ends with two statuses, one after another, as grpc.aio sets them."""
+    """A call to a worker that ends with several statuses one after another, as grpc.aio sets them."""
 
     def __init__(self, *statuses: grpc.aio.AioRpcError | None) -> None:
         self._statuses = list(statuses)
@@ -363,7 +363,7 @@ class Ending:
         callback(self)
 
     async def read(self) -> Any:
-        """Raise the current status, and leave the last one for all later calls."""
+        """Raise the current status, and go on to the next one. The last status stays for all later calls."""
         status = self._statuses[0] if len(self._statuses) == 1 else self._statuses.pop(0)
         if status is not None:
             raise status
@@ -377,7 +377,7 @@ def status(code: grpc.StatusCode, message: str) -> grpc.aio.AioRpcError:
 @looped
 @pytest.mark.parametrize("is_first", [False, True])
 async def test_a_status_of_grpc_stands_before_or_after_that_of_the_worker(is_first: bool) -> None:
-    """The worker's status counts, also if it is OK."""
+    """The worker's status is used, even if it is OK, whether gRPC's own status is before or after it."""
     own = status(Code.INTERNAL, "Internal error from Core")
     refused = status(Code.UNAVAILABLE, "full")
     for statuses, expected in (((refused, own), "full"), ((None, own), None)):
@@ -388,7 +388,7 @@ async def test_a_status_of_grpc_stands_before_or_after_that_of_the_worker(is_fir
 
 @looped
 async def test_a_worker_ends_a_stream_with_nothing_said() -> None:
-    """If a worker ends its stream without an answer, the message goes to another one."""
+    """If a worker ends its stream without an answer, the message is sent to another worker."""
 
     async def leave(requests: Any, context: Any) -> None:
         async for _ in requests:
@@ -408,7 +408,7 @@ async def only(request: Any) -> AsyncIterator[Any]:
 
 
 class Failing:
-    """A worker's stream that fails with a code once it has a message, or only when the wait for it is `cancelled`."""
+    """A worker's stream that fails with a code when it gets a message. With `cancelled`, it fails when the wait for it is cancelled."""
 
     def __init__(self, code: Any, message: str, *, cancelled: bool = False) -> None:
         nothing = grpc.aio.Metadata()
@@ -444,7 +444,7 @@ class Failing:
 
 @looped
 async def test_a_worker_fails_while_a_message_is_sent_to_it() -> None:
-    """If gRPC has only an error of its own, and never the worker's, another worker answers."""
+    """If gRPC reports only its own error, and never the worker's status, another worker answers."""
     async with serving(2, TWO) as house:
         Failing(Code.INTERNAL, "Internal error from Core").take_place_of(house, "a")
         call = await opened(house, "m")
@@ -456,7 +456,7 @@ async def test_a_worker_fails_while_a_message_is_sent_to_it() -> None:
 
 @looped
 async def test_too_much_to_keep() -> None:
-    """Messages too large to be kept are lost with their worker."""
+    """Messages that are too large to keep are lost if their worker dies."""
     async with serving(2, TWO) as house:
         first, _ = house.workers
         go = asyncio.Event()
@@ -477,7 +477,7 @@ async def test_too_much_to_keep() -> None:
 
 @looped
 async def test_a_worker_is_away_for_one_probe() -> None:
-    """A stream survives a short absence of its worker from the table."""
+    """If a worker is missing from the table for a short time, its streams continue."""
     async with serving(2, TWO, request_timeout_s=0.2) as house:
         first, second = house.workers
         call = await opened(house, "m")
@@ -486,7 +486,7 @@ async def test_a_worker_is_away_for_one_probe() -> None:
         await house.apply(TWO)
         first.does["ModelInfer"] = second.does["ModelInfer"] = never
         with pytest.raises(grpc.aio.AioRpcError):
-            await house.infer()  # Longer than a request may take.
+            await house.infer()  # This exceeds the limit.
         await ask(call, "m")
 
         assert (await call.read()).infer_response.model_version == "a"
@@ -494,7 +494,7 @@ async def test_a_worker_is_away_for_one_probe() -> None:
 
 @looped
 async def test_a_call_is_late_beside_a_busy_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A late call does not condemn a connection on which a stream gets answers."""
+    """A call beyond its deadline does not close its connection if a stream on this connection gets answers."""
     monkeypatch.setattr(grpc_proxy, "CHANNELS_PER_WORKER", 1)
     async with serving(1, {"m": Routes(ready=("a",))}) as house:
         (worker,) = house.workers
@@ -534,7 +534,7 @@ async def test_the_client_leaves() -> None:
 
 @looped
 async def test_the_client_leaves_as_the_worker_fails() -> None:
-    """A cancelled wait for the worker may end with the worker's failure, and no other worker gets the request then."""
+    """If the client leaves while its worker fails, the stream ends as cancelled, and no other worker gets the request."""
     async with serving(2, TWO) as house:
         failing = Failing(Code.UNAVAILABLE, "ending", cancelled=True)
         failing.take_place_of(house, "a")
@@ -547,7 +547,7 @@ async def test_the_client_leaves_as_the_worker_fails() -> None:
 
 @looped
 async def test_a_deadline() -> None:
-    """The deadline of a stream applies at the worker, and the client gets DEADLINE_EXCEEDED."""
+    """The deadline of a stream also holds for the worker. After it, the client gets DEADLINE_EXCEEDED."""
     async with serving(1) as house:
         (worker,) = house.workers
         gone = hold(worker)
@@ -575,7 +575,7 @@ async def test_what_is_no_request() -> None:
 
 @looped
 async def test_a_stream_is_refused_while_its_first_answer_is_written() -> None:
-    """The client gets the answer, however late it takes it, and then the reason for the end."""
+    """The client gets the first answer, however late it reads it, and then the reason for which the stream ends."""
     async with AsyncExitStack() as ends:
         house = await ends.enter_async_context(serving(1))
         (worker,), size, gone = house.workers, 32 << 20, asyncio.Event()
@@ -605,7 +605,7 @@ async def test_a_stream_is_refused_while_its_first_answer_is_written() -> None:
 
 @looped
 async def test_nothing_is_said() -> None:
-    """A stream without messages ends with its client, and no worker is asked."""
+    """A stream without messages ends when its client ends it, and no worker is asked."""
     async with serving(1) as house:
         call = house.stream()
         await call.done_writing()
@@ -627,7 +627,7 @@ async def never(_: Any, __: Any) -> None:
 
 
 def hold(worker: FakeWorker) -> asyncio.Event:
-    """Never answer streams from now on; the returned event is set when one was cancelled."""
+    """Let the worker never answer streams from now on. The returned event is set when a stream is cancelled."""
     gone = asyncio.Event()
 
     async def wait(requests: Any, _: Any) -> None:

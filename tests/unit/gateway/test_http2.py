@@ -1,4 +1,4 @@
-"""The picker's HTTP/2, frame by frame, as any peer might send it."""
+"""The picker's HTTP/2, frame by frame, with all that a peer might send."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ END_STREAM, END_HEADERS, PADDED, ACK = 1, 4, 8, 1
 
 
 class Echo:
-    """Answers a message with itself, but `quiet`; `bye` is the last, `soon` answered later, `bad` no message, `bug` a fault."""
+    """Answers a message with the message itself.
+
+    Exceptions: `quiet` gets no answer, `bye` is the last message, `soon` is answered later, `bad` is not a message, and `bug` makes
+    the exchange fail.
+    """
 
     def __init__(self) -> None:
         self.done = False
@@ -102,7 +106,7 @@ class Peer:
         return self.exchanges[-1]
 
     def say(self, *messages: bytes, number: int = 1, flags: int = 0) -> None:
-        """Send messages in frames of at most 16 KiB; `flags` are of the last one."""
+        """Send messages in frames of at most 16 KiB. `flags` are the flags of the last frame."""
         data = b"".join(map(framed, messages))
         while len(data) > 1 << 14:
             self.send(frame(DATA, 0, number, data[: 1 << 14]))
@@ -110,7 +114,7 @@ class Peer:
         self.send(frame(DATA, flags, number, data))
 
     def frames(self) -> list[tuple[int, int, int, bytes]]:
-        """Return the frames since the last call: kind, flags, stream, payload."""
+        """Return the frames since the last call. Each has a kind, flags, a stream and a payload."""
         found, data = [], bytes(self._written)
         self._written.clear()
         while data:
@@ -120,7 +124,7 @@ class Peer:
         return found
 
     def said(self) -> tuple[bytes, str]:
-        """Return the bytes of the answers since the last call, and the status that ended their stream."""
+        """Return the bytes of all answers since the last call, and the status that ended the stream."""
         data, status = b"", ""
         for kind, flags, _, payload in self.frames():
             if kind == DATA:
@@ -139,7 +143,7 @@ def framed(message: bytes) -> bytes:
 
 
 def test_a_call_is_answered_and_ends_with_its_client() -> None:
-    """Each message has its answer, in one stream of headers, data and trailers."""
+    """Each message gets its answer. The stream has headers, data and trailers, and ends when the client ends it."""
     peer = Peer()
     echo = peer.open()
     peer.say(b"one", b"two")
@@ -156,7 +160,7 @@ def test_a_call_is_answered_and_ends_with_its_client() -> None:
 
 @given(st.lists(st.integers(1, 40), max_size=30))
 def test_bytes_may_arrive_in_any_pieces(cuts: list[int]) -> None:
-    """Frames and messages that arrive piece by piece, or padded, are read alike."""
+    """Frames and messages are read the same way if they arrive in pieces or with padding."""
     message = framed(b"hello") + framed(b"")
     data = frame(HEADERS, END_HEADERS, 1, b"\x83") + frame(9, END_HEADERS, 1, b"\x83")
     data += frame(DATA, PADDED, 1, b"\x03" + message[:7] + b"\0\0\0") + frame(
@@ -176,7 +180,7 @@ def test_bytes_may_arrive_in_any_pieces(cuts: list[int]) -> None:
     ids=["compressed", "too long", "no message", "a fault"],
 )
 def test_a_wrong_message_ends_its_stream_only(payload: bytes, status: str) -> None:
-    """The stream ends with a status, and others on the connection go on."""
+    """A wrong message ends its stream with a status. Other streams of the connection continue."""
     peer = Peer()
     peer.open()
     other = peer.open(3)
@@ -190,7 +194,7 @@ def test_a_wrong_message_ends_its_stream_only(payload: bytes, status: str) -> No
 
 
 def test_answers_wait_for_the_peers_windows() -> None:
-    """No more is sent than stream and connection allow; the rest and the end follow when windows open."""
+    """No more bytes are sent than the windows of stream and connection allow. The rest and the end follow when the windows open."""
     peer = Peer(window=10)
     peer.open()
     peer.say(b"x" * 20, flags=END_STREAM)
@@ -201,7 +205,7 @@ def test_answers_wait_for_the_peers_windows() -> None:
     peer.send(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 100)))
     more, status = peer.said()
     assert (data + more, status) == (framed(b"x" * 20), "0")
-    # 65,535 bytes for all streams of the connection.
+    # The window of the connection has 65,535 bytes for all its streams.
     peer = Peer(window=1 << 30)
     for number in (1, 3):
         peer.open(number)
@@ -212,7 +216,7 @@ def test_answers_wait_for_the_peers_windows() -> None:
 
 
 def test_windows_are_given_back_before_they_close() -> None:
-    """After 16 MiB on one stream, its window and the connection's are as wide as before."""
+    """After 16 MiB on one stream, the windows of the stream and the connection are as large as before."""
     peer = Peer()
     peer.open()
     for _ in range(16):
@@ -226,7 +230,10 @@ def test_windows_are_given_back_before_they_close() -> None:
 
 @looped
 async def test_a_stream_that_waits_holds_little() -> None:
-    """While an answer waits, no window is given back, and who sends more than it allows is left; then all goes on."""
+    """While an answer waits, the window is not enlarged. A peer that sends more than the window allows is disconnected.
+
+    After the answer, the stream continues.
+    """
     peer = Peer()
     echo = peer.open()
     peer.say(b"soon", *[b"quiet" + b"z" * 3_000_000] * 2)
@@ -245,7 +252,10 @@ async def test_a_stream_that_waits_holds_little() -> None:
 
 
 def test_a_peer_that_takes_no_answers_is_held_back() -> None:
-    """While answers do not fit the peer's window, no more messages are answered; then all are, in order."""
+    """While answers do not fit into the peer's window, no further messages are answered. Later, all are answered in order.
+
+    A peer that sends more messages than the window allows is disconnected.
+    """
     peer = Peer(window=10)
     peer.open()
     messages = [bytes([n]) * 1_500_000 for n in range(4)]
@@ -263,7 +273,7 @@ def test_a_peer_that_takes_no_answers_is_held_back() -> None:
 
 
 def test_a_peer_that_reads_nothing_is_not_read() -> None:
-    """While the transport's buffer is full of answers, to pings for example, nothing more is read."""
+    """While the transport's buffer is full of answers, for example to pings, nothing more is read from the peer."""
     peer = Peer()
     peer.connection.pause_writing()
     assert peer.paused
@@ -272,7 +282,7 @@ def test_a_peer_that_reads_nothing_is_not_read() -> None:
 
 
 def test_more_streams_than_a_connection_may_have_are_refused() -> None:
-    """A stream above the limit is refused in a way that lets Envoy try again; when one has ended, another may come."""
+    """A stream above the limit is refused so that Envoy may try again. When another stream has ended, a new one is accepted."""
     peer = Peer()
     for number in range(STREAMS_MAX):
         peer.open(2 * number + 1)
@@ -285,7 +295,7 @@ def test_more_streams_than_a_connection_may_have_are_refused() -> None:
 
 
 def test_a_reset_or_lost_stream_ends_at_once() -> None:
-    """A reset ends the exchange without an answer; later frames of the stream are ignored."""
+    """A reset ends the exchange without an answer. Later frames of the stream are ignored."""
     peer = Peer()
     echo = peer.open()
     peer.send(frame(RST_STREAM, 0, 1, struct.pack(">I", 8)))
@@ -297,7 +307,7 @@ def test_a_reset_or_lost_stream_ends_at_once() -> None:
 
 @looped
 async def test_an_answer_may_come_later() -> None:
-    """An answer that waits is sent when it is there; a stream that has ended meanwhile gets none."""
+    """If an answer is not ready at once, it is sent when it is ready. If its stream has ended by then, nothing is sent."""
     peer = Peer()
     first, second = peer.open(), peer.open(3)
     peer.say(b"soon")
@@ -312,7 +322,7 @@ async def test_an_answer_may_come_later() -> None:
 
 
 def test_a_stream_may_be_reset_before_its_late_answer_is_awaited(recwarn: pytest.WarningsRecorder) -> None:
-    """Envoy may reset a stream at once; Python then warns of no wait that never began."""
+    """If Envoy resets a stream before the wait for its answer begins, Python does not warn about a coroutine that was never awaited."""
 
     async def main() -> None:
         peer = Peer()
@@ -320,7 +330,7 @@ def test_a_stream_may_be_reset_before_its_late_answer_is_awaited(recwarn: pytest
         peer.say(b"soon")
         peer.send(frame(RST_STREAM, 0, 1, struct.pack(">I", 8)))
 
-    # Earlier tests may have left objects whose end is a warning.
+    # Earlier tests may have left objects that cause a warning when they are collected.
     gc.collect()
     recwarn.clear()
     asyncio.run(main())
@@ -330,7 +340,7 @@ def test_a_stream_may_be_reset_before_its_late_answer_is_awaited(recwarn: pytest
 
 @looped
 async def test_a_late_answer_that_fails_ends_its_stream() -> None:
-    """A fault while an answer waits ends the stream with INTERNAL, and no other one."""
+    """If an exchange fails while its answer waits, its stream ends with INTERNAL. Other streams are not affected."""
     peer = Peer()
     echo = peer.open()
     peer.say(b"soon a bug")
@@ -345,7 +355,10 @@ async def test_a_late_answer_that_fails_ends_its_stream() -> None:
 
 @pytest.mark.parametrize(("tls", "closed"), [(False, "half"), (True, "closed")])
 def test_at_the_end_streams_end_well(tls: bool, closed: str) -> None:
-    """The connection says that it ends, ends each stream with OK, and sends nothing more; the peer closes a plain one."""
+    """At the end, the connection announces its end, ends each stream with OK, and sends nothing more.
+
+    Without TLS, the peer closes the connection.
+    """
     peer = Peer(tls=tls)
     peer.open()
     peer.open(3)
@@ -365,7 +378,7 @@ def test_at_the_end_streams_end_well(tls: bool, closed: str) -> None:
 
 
 def test_the_connection_answers_pings_and_settings() -> None:
-    """Pings and settings are acknowledged, acknowledgements are not."""
+    """Pings and settings are acknowledged. Acknowledgements are not."""
     peer = Peer()
     peer.send(
         frame(PING, 0, 0, b"12345678") + frame(PING, ACK, 0, b"12345678") + frame(SETTINGS, ACK, 0, b"")
@@ -387,7 +400,7 @@ def test_the_connection_answers_pings_and_settings() -> None:
     ids=["a frame too long", "an even stream", "settings", "an update", "a window too wide", "padding"],
 )
 def test_a_peer_that_breaks_the_protocol_is_told_and_left(data: bytes) -> None:
-    """The connection says goodbye with an error and closes."""
+    """If a peer breaks the protocol, the connection sends GOAWAY with an error and closes."""
     peer = Peer()
     peer.send(data)
     assert [kind for kind, *_ in peer.frames()][-1] == GOAWAY
@@ -395,7 +408,7 @@ def test_a_peer_that_breaks_the_protocol_is_told_and_left(data: bytes) -> None:
 
 
 def test_a_peer_that_speaks_something_else_is_left() -> None:
-    """Whatever is not HTTP/2 ends the connection without a word."""
+    """If a peer does not speak HTTP/2, the connection closes without an answer."""
     peer = Peer()
     peer.connection = EnvoyConnection(peer._accept, peer.known)
     peer.connection.connection_made(peer)
@@ -413,7 +426,7 @@ def test_a_peer_that_speaks_something_else_is_left() -> None:
     )
 )
 def test_no_frames_break_the_connections_state(sent: list[tuple[int, int, int, bytes]]) -> None:
-    """Whatever frames arrive, the connection is closed or serves a new stream, and each exchange ends exactly once."""
+    """After any frames, the connection is closed or can serve a new stream. Each exchange ends exactly once."""
     peer = Peer()
     for one in sent:
         if not peer.closed:

@@ -1,4 +1,4 @@
-"""Reading the head of a request over HTTP, compared with what was written."""
+"""Reading the head of an HTTP request, compared with the request that a test wrote."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from rsrv_gateway.http_head import HttpHead, InferenceHead, Inflater
 from rsrv_gateway.peek import Malformed
 from tests.unit.gateway.calls import calls_of
 
-#: Members of an object in the order in which they are written; equal keys are allowed.
+#: Members of an object, in the order in which they are written. Equal keys are allowed.
 Pairs = list[tuple[str, Any]]
 
 
 class Object(Pairs):
-    """An object of JSON, which a list is not."""
+    """An object of JSON, as opposed to a list of JSON."""
 
 
 scalars = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8)
@@ -43,7 +43,7 @@ sequence_ids: st.SearchStrategy[Any] = (
 
 
 def objects(members: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[Object]:
-    """Return objects with some of these members and some others, in any order, also twice."""
+    """Return objects with some of these members and some other members, in any order. A member may occur twice."""
     pairs = [st.tuples(st.just(name), value) for name, value in members.items()]
     others = st.tuples(st.text(max_size=8) | st.sampled_from([f"{name}\0" for name in members]), junk)
     return st.lists(st.one_of(*pairs, others), max_size=8).map(Object)
@@ -71,7 +71,7 @@ requests = objects(
 
 
 def written(value: Any, rng: Random) -> str:
-    """Write JSON, in one of all ways that rapidjson takes."""
+    """Write a value as JSON, in any spelling that rapidjson accepts."""
 
     def blank() -> str:
         return rng.choice(("", "", "", " ", "\n\t", "\r"))
@@ -93,7 +93,7 @@ def written(value: Any, rng: Random) -> str:
 
 
 def text(value: str, rng: Random) -> str:
-    """Write a string; any of its characters may be escaped."""
+    """Write a string. Any of its characters may be escaped."""
     escapes = {'"': '\\"', "\\": "\\\\", "/": rng.choice(("/", "\\/")), "\n": "\\n", "\t": "\\t"}
     found = []
     for character in value:
@@ -106,7 +106,7 @@ def text(value: str, rng: Random) -> str:
 
 
 def first(value: Any, key: str, kind: type) -> Any:
-    """Return the first member of this name if it has this kind, or nothing of it."""
+    """Return the first member of this name. If it has another kind, return an empty value of this kind."""
     for name, inner in value if isinstance(value, Object) else ():
         if name == key:
             same = isinstance(inner, kind) and isinstance(inner, Object) == (kind is Object)
@@ -122,7 +122,7 @@ def sequence(value: Any) -> int | str | None:
 
 
 def expected(request: Object) -> InferenceHead:
-    """Return what Triton sees, by the source of its HTTP server."""
+    """Return the head of a request as Triton reads it, according to the source code of Triton's HTTP server."""
     inputs = []
     for tensor in first(request, "inputs", list):
         shape, name = first(tensor, "shape", list), first(tensor, "name", str)
@@ -143,7 +143,7 @@ def expected(request: Object) -> InferenceHead:
 
 
 def read(body: bytes, rng: Random, encoding: str | None = None, length: str | None = None) -> InferenceHead:
-    """Read a body that comes in pieces of any sizes."""
+    """Read a body in pieces of random sizes."""
     head = HttpHead("infer", encoding, length, 1 << 30)
     at = 0
     while head.head is None:
@@ -155,11 +155,11 @@ def read(body: bytes, rng: Random, encoding: str | None = None, length: str | No
 
 @given(requests, st.integers(0))
 def test_a_request_is_read_as_triton_does_however_it_is_written(request: Object, seed: int) -> None:
-    """The sequence, the shapes and the classes are the written ones, in any spelling, encoding and pieces."""
+    """The sequence, shapes and classes of a request are read correctly, in any spelling, encoding and pieces."""
     rng = Random(seed)
     body = written(request, rng).encode(errors="surrogatepass")
     if rng.random() < 0.3:
-        # The library reads small documents in one piece, and this reader all others.
+        # The library reads a small document in one piece. This makes the document large, so that the gateway's own reader reads it.
         body = body[: body.index(b"{") + 1] + b" " * 5000 + body[body.index(b"{") + 1 :]
     body = rng.choice((b"", b"\xef\xbb\xbf")) + body
     tail = rng.choice((b"", b"\0rubbish", bytes(40)))
@@ -180,14 +180,14 @@ def test_a_request_is_read_as_triton_does_however_it_is_written(request: Object,
 @given(st.binary(max_size=60) | st.text('{}[]",:\\u0 a1', max_size=60).map(str.encode), st.integers(0))
 @example(b'{"inputs":[{"shape":[1,[2]]},3,"x"],"parameters":7}', 0)
 def test_any_bytes_are_read_or_refused(data: bytes, seed: int) -> None:
-    """Any bytes are a request or refused, in whichever pieces they come."""
+    """Any bytes are read as a request or refused, in any pieces."""
     for encoding in (None, "gzip"):
         with suppress(Malformed):
             read(data, Random(seed), encoding)
 
 
 def test_only_the_pattern_is_stored() -> None:
-    """A text of 100 MB before the sequence id is skipped in constant memory, with a few calls for each piece."""
+    """A text of 100 MB before the sequence id is skipped in constant memory, with a few function calls for each piece."""
     head = HttpHead("infer", None, None, 1 << 30)
     piece = b'\\"x' * (1 << 16)
     head.feed(b'{"a": "', last=False)
@@ -222,7 +222,7 @@ def test_only_the_pattern_is_stored() -> None:
     ids=["numbers", "rows", "nested", "texts", "escaped", "long"],
 )
 def test_data_are_skipped_fast(data: Any) -> None:
-    """Tensors before the id are skipped in C, many values with each call, in pieces of a connection."""
+    """Tensors before the id are skipped in C, many values with each call, when the body arrives in a connection's pieces."""
     document = {"inputs": [{"name": "X", "shape": [1], "data": data}], "parameters": {"sequence_id": "s"}}
     body = json.dumps(document).encode()
     head = HttpHead("infer", None, None, 1 << 30)
@@ -231,13 +231,16 @@ def test_data_are_skipped_fast(data: Any) -> None:
         for at in range(0, len(body), 1 << 16):
             head.feed(body[at : at + (1 << 16)], at + (1 << 16) >= len(body))
 
-    # Five times what it takes.
+    # The limit is five times the usual number.
     assert calls_of(skip) < len(body) / 200
     assert head.head == InferenceHead("s", (("X", (1,)),))
 
 
 def test_deep_values_are_skipped_fast() -> None:
-    """A hundred kilobytes of deep objects, in the pieces of a decompressed body, is read bracket by bracket: the pattern for tensors fails."""
+    """A hundred kilobytes of deep objects are read in a bounded number of calls, in the pieces of a decompressed body.
+
+    The pattern for tensors does not match there, so the reader goes from bracket to bracket.
+    """
     deep = b"{" * 900 + b"}" * 900
     body = b'{"x":[' + b",".join([deep] * 58) + b'],"parameters":{"sequence_id":3}}'
 
@@ -253,7 +256,7 @@ def test_deep_values_are_skipped_fast() -> None:
 
 
 def test_bytes_behind_the_end_of_a_compressed_body_are_not_kept() -> None:
-    """What follows the end of a compressed message takes no memory and no time, however much of it there is."""
+    """Bytes after the end of a compressed message take no memory and no time, however many there are."""
     inflater = Inflater("deflate")
     assert b"".join(inflater.slices(zlib.compress(b"content") + b"more")) == b"content"
     for _ in range(3):
@@ -262,7 +265,7 @@ def test_bytes_behind_the_end_of_a_compressed_body_are_not_kept() -> None:
 
 
 def test_many_fields_and_long_names_are_refused() -> None:
-    """Members without end, texts without end and shapes without end are refused."""
+    """Too many members, too long texts and too long shapes are refused."""
     for body, words in (
         ('{"parameters": {' + ",".join(f'"p{number}": 1' for number in range(10_001)) + "}}", "10000 fields"),
         ('{"parameters": {"sequence_id": "' + "s" * 20_000 + '"}}', "16384 bytes"),
@@ -274,7 +277,7 @@ def test_many_fields_and_long_names_are_refused() -> None:
 
 
 def test_a_generation_has_its_sequence_among_its_inputs() -> None:
-    """Both places of a generation's parameters count, and no header says how long its JSON is."""
+    """A generation's sequence id is found among its inputs and its parameters. A header with the length of the JSON is ignored."""
     for body in (b'{"text": "x", "sequence_id": 4}', b'{"parameters": {"sequence_id": 4}}'):
         head = HttpHead("generate", None, "3", 100)
         head.feed(body, last=True)
@@ -282,7 +285,7 @@ def test_a_generation_has_its_sequence_among_its_inputs() -> None:
 
 
 def test_a_generation_may_say_whether_it_streams() -> None:
-    """Both places of a generation's parameters count, and an escaped key."""
+    """A generation's `stream` is found among its inputs and its parameters, even with an escaped key."""
     for body, has_stream in (
         (b'{"text": "stream"}', False),
         (b'{"text": "x", "stream": false}', True),
@@ -295,7 +298,7 @@ def test_a_generation_may_say_whether_it_streams() -> None:
 
 
 def test_a_body_larger_than_the_setting_is_refused_after_decompression() -> None:
-    """max_message_bytes bounds what a compressed body becomes."""
+    """max_message_bytes also limits the decompressed size of a body."""
     body = json.dumps({"id": Random(0).randbytes(4000).hex()}).encode()
     with pytest.raises(Malformed, match="max_message_bytes"):
         HttpHead("infer", "gzip", None, 5000).feed(gzip.compress(body)[:-1000], last=False)

@@ -1,4 +1,4 @@
-"""Inference over HTTP through the gateway: the choice of the worker, and the client's answer."""
+"""Inference over HTTP through the gateway: the choice of the worker, and the answer to the client."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from tests.unit.gateway.spellings import SPELLINGS
 from tests.unit.gateway.workers import Relay
 from tests.waiting import looped
 
-#: Larger than the part that is buffered before it is sent on.
+#: A body that is larger than the part that the gateway buffers before it sends it to a worker.
 LARGE = b"{}" + bytes(range(256)) * (SMALL_BODY_BYTES // 64)
 
 
 @looped
 async def test_bytes_pass_through() -> None:
-    """Requests and answers pass unchanged with their headers, except those of the connection."""
+    """Requests and answers pass unchanged with their headers, except the headers of the connection."""
     async with serving(1) as house:
         (worker,) = house.workers
         headers = {
@@ -62,7 +62,7 @@ async def test_bytes_pass_through() -> None:
 @pytest.mark.parametrize("chunked", [False, True])
 @looped
 async def test_large_bodies_pass_through(chunked: bool) -> None:
-    """Large bodies pass whole, with and without a known length."""
+    """Large bodies pass completely, with and without a known length."""
 
     async def pieces() -> AsyncIterator[bytes]:
         for start in range(0, len(LARGE), 100_000):
@@ -83,7 +83,7 @@ def sized(data: bytes) -> BytesIO:
 
 @looped
 async def test_a_large_body_is_sent_on_as_it_comes() -> None:
-    """The beginning of a large request reaches the worker before its end is sent."""
+    """The beginning of a large request reaches the worker before the client sends the end."""
     async with serving(1) as house:
         (worker,) = house.workers
 
@@ -101,7 +101,7 @@ async def test_a_large_body_is_sent_on_as_it_comes() -> None:
 @pytest.mark.parametrize("binary", [False, True])
 @looped
 async def test_items_are_read_where_they_count(binary: bool, compressed: bool) -> None:
-    """A request counts as the extent of its model's batch axis, also if it is compressed."""
+    """The number of items of a request is the extent of its model's batch axis, even if the request is compressed."""
     table = {"m": Routes(ready=("a",), batch_input=("X", 0))}
     request = json.dumps({"inputs": [{"name": "Y", "shape": [7]}, {"name": "X", "shape": [5, 2]}]}).encode()
     headers = {"Inference-Header-Content-Length": str(len(request))} if binary else {}
@@ -117,7 +117,7 @@ async def test_items_are_read_where_they_count(binary: bool, compressed: bool) -
 
 @looped
 async def test_a_body_that_inflates_without_end_is_refused() -> None:
-    """A body that becomes a thousand times as large is refused, and takes no more memory than others."""
+    """A body that becomes a thousand times larger is refused. It takes no more memory than other bodies."""
     bomb = gzip.compress(b'{"id": "' + bytes(64 << 20) + b'"}', 1)
 
     async with serving(1) as house:
@@ -135,7 +135,7 @@ async def test_a_body_that_inflates_without_end_is_refused() -> None:
 
 @looped
 async def test_another_worker_gets_a_large_request_from_its_beginning() -> None:
-    """A large request that one worker refused goes whole to another one."""
+    """If a worker refuses a large request, another worker gets all of it."""
     async with serving(2) as house:
         first, _ = house.workers
         first.does[""] = first.says(503, {"error": "[rsrv:RUNTIME_DOWN] wait"})
@@ -148,7 +148,7 @@ async def test_another_worker_gets_a_large_request_from_its_beginning() -> None:
 
 @looped
 async def test_too_much_to_keep() -> None:
-    """A body that exceeds the buffer goes whole to one worker, and to no other if that refuses."""
+    """A body that exceeds the buffer is sent completely to one worker. If this worker refuses, no other worker gets it."""
     async with serving(2) as house:
         first, second = house.workers
         keeping, headers = house.proxy.http.keeping, {"Inference-Header-Content-Length": "2"}
@@ -181,7 +181,7 @@ async def test_too_much_to_keep() -> None:
 async def test_what_is_final(
     status: int, message: str, code: str, http_refusal: int, retry: str | None
 ) -> None:
-    """A final refusal goes to the client with the status of its tag, and no other worker is asked."""
+    """If a worker's refusal is final, the client gets it with the status of its tag, and no other worker is asked."""
     async with serving(2) as house:
         first, second = house.workers
         headers = {"Content-Type": "text/plain", "X-More": "1"}
@@ -197,7 +197,7 @@ async def test_what_is_final(
 
 @looped
 async def test_errors_of_what_is_generated() -> None:
-    """On /generate, where all errors of models are 400, the tag decides the status and the retry."""
+    """On /generate, all errors of models have status 400, so the error's tag decides the status for the client and the retry."""
     async with serving(2) as house:
         first, _ = house.workers
         first.does[""] = first.says(400, b'data: {"error":"[rsrv:RUNTIME_DOWN] wait"}\n\n')
@@ -222,7 +222,10 @@ async def test_errors_of_what_is_generated() -> None:
     ],
 )
 async def test_generate_asks_for_one_response(body: bytes, received: bytes) -> None:
-    """Triton refuses several, with status 200; a request that says it itself, and a stream, pass unchanged."""
+    """A request to /generate gets `"stream":false`, because Triton refuses several responses, but with status 200.
+
+    A request that has `stream` itself, and a request to /generate_stream, pass unchanged.
+    """
     async with serving(1) as house:
         for path, expected in (("generate", received), ("generate_stream", body)):
             await house.infer(body, f"/v2/models/m/{path}")
@@ -231,7 +234,7 @@ async def test_generate_asks_for_one_response(body: bytes, received: bytes) -> N
 
 @looped
 async def test_a_worker_is_gone() -> None:
-    """If a worker's port is closed, the request goes to another one, and the first is probed."""
+    """If a worker's port is closed, another worker gets the request, and the first one is probed."""
     async with serving(2) as house:
         first, _ = house.workers
         await first.kill()
@@ -245,7 +248,7 @@ async def test_a_worker_is_gone() -> None:
 
 @looped
 async def test_a_worker_dies_with_a_request() -> None:
-    """A request in flight on a worker that dies is answered by another."""
+    """If a worker dies with a request in flight, another worker answers the request."""
     async with serving(2) as house:
         first, _ = house.workers
 
@@ -262,7 +265,7 @@ async def test_a_worker_dies_with_a_request() -> None:
 
 @looped
 async def test_the_only_worker_closes_a_connection() -> None:
-    """A request on a connection that closes is sent once more on a new one."""
+    """If a connection closes with a request on it, the request is sent once more on a new connection."""
     async with serving(1) as house:
         (worker,) = house.workers
         closes = 1
@@ -284,7 +287,7 @@ async def test_the_only_worker_closes_a_connection() -> None:
 
 @looped
 async def test_a_worker_dies_with_an_answer() -> None:
-    """A small answer that breaks off is retried on another worker; a large one breaks off at the client."""
+    """If a small answer breaks, another worker gets the request. If a large answer breaks, it also breaks for the client."""
     async with serving(2) as house:
         first, _ = house.workers
         size = 100
@@ -310,7 +313,7 @@ async def test_a_worker_dies_with_an_answer() -> None:
 
 @looped
 async def test_a_worker_without_http() -> None:
-    """Requests go only to workers that serve HTTP."""
+    """Only workers that serve HTTP get requests."""
     async with serving(2) as house:
         first, second = house.workers
         bare = type(first.worker)("a", "127.0.0.1:1", None)
@@ -324,7 +327,7 @@ async def test_a_worker_without_http() -> None:
 
 @looped
 async def test_a_sequence_whose_id_is_no_text() -> None:
-    """A sequence id that is not valid text still selects one worker."""
+    """A sequence id that is not valid text still chooses one worker."""
     async with serving(2) as house:
         sent = [await house.infer(b'{"parameters":{"sequence_id":"\\ud800"}}') for _ in range(3)]
 
@@ -333,7 +336,7 @@ async def test_a_sequence_whose_id_is_no_text() -> None:
 
 @looped
 async def test_a_client_that_stalls() -> None:
-    """A request whose body stalls gets 504, and no worker is suspected."""
+    """A request whose body stops arriving gets 504. Its worker is not taken for dead."""
     async with serving(1, request_timeout_s=0.2) as house:
         reader, writer = await asyncio.open_connection("127.0.0.1", house.proxy.http.port)
         for length in (10, SMALL_BODY_BYTES + 10):
@@ -348,7 +351,7 @@ async def test_a_client_that_stalls() -> None:
 
 
 def test_a_dns_that_hangs_does_not_hold_back_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The event loop ends while a name server owes the address of a worker that a request was for."""
+    """The event loop can end while a name server does not answer the question for a worker's address."""
     asked, ended, waited_for = threading.Event(), threading.Event(), []
 
     def hang(*_: Any, **__: Any) -> Any:
@@ -373,7 +376,7 @@ def test_a_dns_that_hangs_does_not_hold_back_the_end(monkeypatch: pytest.MonkeyP
 
 @looped
 async def test_a_worker_with_a_name() -> None:
-    """A worker that has a name, and no address, in the settings gets its requests."""
+    """A worker gets its requests if the settings give its host's name, and not an address."""
     async with serving(1) as house:
         where = type(house.workers[0].worker)("a", "127.0.0.1:1", f"localhost:{house.workers[0].port}")
         await house.proxy.apply({"a": where}, {"m": Routes(ready=("a",))})
@@ -383,7 +386,10 @@ async def test_a_worker_with_a_name() -> None:
 
 @looped
 async def test_idle_connections_to_a_worker_that_stops_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that closes new connections has none of the gateway's after the next check, gets no requests, and gets some when it is back."""
+    """If a worker closes new connections, the gateway closes its idle ones at the next check, and sends the worker no requests.
+
+    When the worker is back, it gets requests again.
+    """
     monkeypatch.setattr("rsrv_gateway.http_pools._STOP_CHECK_S", 0.01)
     async with serving(2) as house, Relay(house.workers[0].port).running() as relay:
         where = Worker("a", "127.0.0.1:1", f"127.0.0.1:{relay.port}")
@@ -402,7 +408,7 @@ async def test_idle_connections_to_a_worker_that_stops_are_closed(monkeypatch: p
 
 @looped
 async def test_an_error_of_the_network_is_no_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A check for a stop that ends in an error of the network finds none, and further checks follow."""
+    """If the check of a worker fails with a network error, the worker is not taken for stopping, and further checks follow."""
 
     async def open_connection(*_: Any) -> Any:
         reader = asyncio.StreamReader()
@@ -432,7 +438,7 @@ async def test_connections_that_are_half_open() -> None:
 
 @looped
 async def test_connections_are_kept() -> None:
-    """Successive requests share a connection to a worker; concurrent ones do not."""
+    """Requests one after another share a connection to a worker. Concurrent requests do not."""
     async with serving(1) as house:
         (worker,) = house.workers
         for _ in range(3):
@@ -456,7 +462,7 @@ async def test_connections_are_kept() -> None:
 
 @looped
 async def test_a_stream_of_events() -> None:
-    """Each event of a generated stream reaches the client before the next one exists."""
+    """Each event of a generated stream reaches the client before the worker has the next event."""
     async with serving(1) as house:
         (worker,) = house.workers
         more = asyncio.Event()
@@ -511,7 +517,7 @@ async def test_a_client_that_does_not_read() -> None:
 async def test_a_client_that_goes_as_its_answer_begins(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A connection that closes between a worker's answer and its first bytes to the client is not an error of the gateway."""
+    """If a client disconnects just before the first bytes of its answer, this is not an error of the gateway."""
     prepare = web.StreamResponse.prepare
 
     async def begin(response: web.StreamResponse, request: Any) -> Any:
@@ -530,7 +536,7 @@ async def test_a_client_that_goes_as_its_answer_begins(
 
 @looped
 async def test_a_client_that_does_not_read_the_end() -> None:
-    """If a client stops reading just before the end of a long answer, its request ends, too."""
+    """If a client stops reading just before the end of a long answer, its request also ends."""
     async with serving(1) as house:
         (worker,) = house.workers
 
@@ -557,7 +563,7 @@ async def test_a_client_that_does_not_read_the_end() -> None:
 
 @looped
 async def test_a_worker_is_away_for_one_probe() -> None:
-    """A stream survives the loss of its worker from the table, and its connections close after it."""
+    """If a worker leaves the table, its streams continue, and its connections close after them."""
     worker = FakeHttpWorker("a")
     await worker.start()
     more = asyncio.Event()
@@ -587,7 +593,7 @@ async def test_a_worker_is_away_for_one_probe() -> None:
 
 @looped
 async def test_a_client_leaves_a_stream() -> None:
-    """If a client disconnects in a stream, the worker's stream ends."""
+    """If a client disconnects during a stream, the worker's stream ends."""
     async with serving(1) as house:
         (worker,) = house.workers
         ended = asyncio.Event()
@@ -613,7 +619,7 @@ async def test_a_client_leaves_a_stream() -> None:
 
 @looped
 async def test_too_large() -> None:
-    """A request above the size limit gets 413, also without a known length; such an answer becomes 500."""
+    """A request above the size limit gets 413, even if its length is not known. An answer above the limit becomes 500."""
 
     async def pieces() -> AsyncIterator[bytes]:
         yield b"{}"
@@ -633,7 +639,7 @@ async def test_too_large() -> None:
 
 @looped
 async def test_a_client_that_wants_to_be_asked_on() -> None:
-    """A client that waits for 100 Continue gets it."""
+    """A client that waits for 100 Continue gets it, and its request is answered."""
     async with serving(1) as house:
         answer = await house.infer(b"{}", expect100=True)
 
@@ -643,7 +649,7 @@ async def test_a_client_that_wants_to_be_asked_on() -> None:
 
 @looped
 async def test_a_client_that_goes_before_it_is_asked_on() -> None:
-    """If a client disconnects before 100 Continue, neither the gateway nor a worker is blamed."""
+    """If a client disconnects before 100 Continue, neither the gateway nor a worker is reported as failed."""
     write = StreamWriter.write
 
     async def gone(self: StreamWriter, chunk: bytes, **options: bool) -> None:
@@ -662,7 +668,7 @@ async def test_a_client_that_goes_before_it_is_asked_on() -> None:
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @looped
 async def test_a_request_that_claims_more_elements_than_it_has_bytes_reaches_no_worker(spelling: str) -> None:
-    """A shape with more elements than the JSON has bytes gets 400: Triton would allocate them and end."""
+    """A shape with more elements than the JSON has bytes gets 400, because Triton would allocate memory for them and end."""
     async with serving(2) as house:
         for shape in (
             b"[2147483648, 64]",
@@ -681,7 +687,7 @@ async def test_a_request_that_claims_more_elements_than_it_has_bytes_reaches_no_
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @looped
 async def test_a_sequence_stays_together_however_it_is_written(spelling: str) -> None:
-    """All steps of a sequence go to one worker, in whichever way their id is written."""
+    """All steps of a sequence reach one worker, in any spelling of the sequence's id."""
     async with serving(5) as house:
         plain = await house.infer({"parameters": {"sequence_id": 7}})
         body, encoding = SPELLINGS[spelling](b'{"parameters": {"sequence_id": 7}}')
@@ -693,7 +699,7 @@ async def test_a_sequence_stays_together_however_it_is_written(spelling: str) ->
 
 @looped
 async def test_sequences_stay_where_their_model_is_placed() -> None:
-    """Other workers may serve the model for a while, and then lose it with the state of its sequences."""
+    """Sequences use only the workers where their model is placed. Others may lose the model, and with it the state of sequences."""
     async with serving(5) as house:
         await house.apply({"m": Routes(ready=("a", "b", "c", "d", "e"), placed=("c",))})
         for number in range(6):
@@ -703,7 +709,7 @@ async def test_sequences_stay_where_their_model_is_placed() -> None:
 
 @looped
 async def test_a_request_that_cannot_be_read_reaches_no_worker() -> None:
-    """Incomplete or nested JSON, false lengths and encodings are refused."""
+    """Incomplete or deeply nested JSON, and wrong lengths or encodings, are refused."""
     async with serving(1) as house:
         deep = b'{"x": ' + b"[" * 2000 + b"]" * 2000 + b"}"
         for body in (b"tensor", b"[]", b'{"inputs": [', b'{"inputs": [}', b'{"inputs" [1]}', b"{,}", deep):
@@ -721,7 +727,7 @@ async def test_a_request_that_cannot_be_read_reaches_no_worker() -> None:
 
 @looped
 async def test_a_body_that_exceeds_the_memory_before_it_was_read_is_refused() -> None:
-    """A large body whose JSON does not end is refused with 429 when the memory for bodies is used up."""
+    """A large body whose JSON has no end yet is refused with 429 when the memory for bodies is full."""
     async with serving(1) as house:
         house.proxy.http.keeping.most = 1 << 20
         refused = await house.infer(sized(b'{"id": "' + b"i" * (2 << 20) + b'"}'))
@@ -730,7 +736,7 @@ async def test_a_body_that_exceeds_the_memory_before_it_was_read_is_refused() ->
 
 
 async def counted(house: House) -> Any:
-    """Return the counts once there are some: nothing else reports the end of a cancelled request."""
+    """Wait until a request is counted, and return the counts. Nothing else reports the end of a cancelled request."""
     while not house.proxy.counts().requests:
         await asyncio.sleep(0)
     return house.proxy.counts().requests
@@ -738,7 +744,7 @@ async def counted(house: House) -> Any:
 
 @looped
 async def test_a_target_may_be_a_whole_url() -> None:
-    """A client that takes the gateway for a proxy sends the URL as its target, and gets the same answer."""
+    """A client that uses the gateway as a proxy sends a whole URL as the target. It gets the same answer as others."""
     async with serving(1) as house:
         for target in ("http://gateway:8000/v2/models/m/infer", "HTTP://[::1]/v2/models/m/infer"):
             reader, writer = await asyncio.open_connection("127.0.0.1", house.proxy.http.port)
@@ -753,7 +759,7 @@ async def test_a_target_may_be_a_whole_url() -> None:
 
 @looped
 async def test_an_unknown_model_is_answered_with_the_nearest_name() -> None:
-    """The error of a misspelt model names the similar one, a few times a second; other errors name none."""
+    """The error for a misspelt model names a similar model, a few times a second at most. Without a similar model, it names none."""
     table = {"classifier_v2": Routes(ready=("a",)), "detector": Routes(ready=("a",))}
     async with serving(1, table) as house:
         errors = [(await house.infer({}, "/v2/models/clasifier_v2/infer")).error for _ in range(10)]

@@ -1,4 +1,4 @@
-"""All HTTP requests except inference through the gateway."""
+"""All HTTP requests through the gateway, except inference."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ STATISTICS = "/v2/models/stats"
 
 
 def ask_all(house: House, path: str, *answers: Any, status: int = 200) -> None:
-    """Set each worker's answer; a single one is that of all."""
+    """Set the answers of the workers. One answer is used for all workers."""
     for at, worker in enumerate(house.workers):
         worker.does[path] = worker.says(status, answers[at % len(answers)])
 
 
 def asked(house: House) -> list[tuple[str, str]]:
-    """Return worker and path of all requests that reached workers."""
+    """Return the worker and the path of each request that reached a worker."""
     return [(worker.name, got.path) for worker in house.workers for got in worker.got]
 
 
@@ -63,7 +63,7 @@ def asked(house: House) -> list[tuple[str, str]]:
     ],
 )
 def test_paths(method: str, path: str, target: Target | int) -> None:
-    """Paths are interpreted as by tritonserver."""
+    """Paths are interpreted as tritonserver interprets them."""
     try:
         assert target_of(method, path) == target
     except UnknownPath as error:
@@ -72,7 +72,7 @@ def test_paths(method: str, path: str, target: Target | int) -> None:
 
 @looped
 async def test_a_body_that_no_server_can_read_reaches_none() -> None:
-    """JSON nested so deep that it ends a server, and malformed JSON, are refused for the repository's calls."""
+    """For calls about the repository, malformed JSON, and JSON so deep that it would end a server, are refused."""
     async with serving(2) as house:
         deep = b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
         for path in (
@@ -87,7 +87,7 @@ async def test_a_body_that_no_server_can_read_reaches_none() -> None:
 
 @looped
 async def test_what_there_is_not() -> None:
-    """Unknown paths and methods are refused as by tritonserver, and no worker is asked."""
+    """Unknown paths and methods are refused as tritonserver refuses them, and no worker is asked."""
     async with serving(1) as house:
         nothing = await house.ask("GET", "/v2/nonsense")
         wrong = await house.ask("GET", "/v2/models/m/infer")
@@ -99,7 +99,7 @@ async def test_what_there_is_not() -> None:
 
 @looped
 async def test_the_gateway_lives() -> None:
-    """The gateway is live without workers, and ready with a ready one."""
+    """The gateway is live without workers, and ready with a ready worker."""
     async with serving(2, {}) as house:
         ask_all(house, "/v2/health/ready", b"", status=400)
         assert (await house.ask("GET", "/v2/health/live")).status == 200
@@ -116,7 +116,7 @@ async def test_the_gateway_lives() -> None:
 
 @looped
 async def test_a_ready_model_is_a_ready_gateway() -> None:
-    """While a model is ready, the gateway is ready without asking a worker."""
+    """While a model is ready, the gateway is ready, and asks no worker about it."""
     async with serving(1) as house:
         assert (await house.ask("GET", "/v2/health/ready")).status == 200
         assert asked(house) == []
@@ -124,7 +124,7 @@ async def test_a_ready_model_is_a_ready_gateway() -> None:
 
 @looped
 async def test_about_a_model() -> None:
-    """Questions about a model go to a worker that serves it, or to the next if it is unknown there."""
+    """A question about a model is sent to a worker that serves it. If the model is unknown there, the next worker is asked."""
     async with serving(3, {"m": Routes(ready=("b", "c"))}) as house:
         _, b, c = house.workers
         b.does["/v2/models/m/config"] = b.says(404, {"error": "unknown"})
@@ -136,7 +136,7 @@ async def test_about_a_model() -> None:
 
 @looped
 async def test_a_model_is_ready() -> None:
-    """A model is ready if one worker has it ready; otherwise a worker's answer is returned."""
+    """A model is ready if one worker has it ready. Otherwise, a worker's answer is returned."""
     async with serving(2) as house:
         ask_all(house, READY, {"error": "not ready"}, status=400)
         assert (await house.ask("GET", READY)).error == (400, "not ready")
@@ -167,7 +167,7 @@ def statistics(number: int, *sizes: int) -> Any:
 
 @looped
 async def test_statistics_are_sums() -> None:
-    """Statistics are summed over all workers; numbers stay numbers, and empty lists stay."""
+    """Statistics are sums over all workers. Numbers stay numbers, and empty lists stay empty."""
     async with serving(3) as house:
         ask_all(house, STATISTICS, statistics(2**40, 1), statistics(2, 1, 4), statistics(5))
         suspects_worker = house.workers[2]
@@ -191,7 +191,7 @@ async def test_statistics_are_sums() -> None:
 
 @looped
 async def test_the_index() -> None:
-    """A model is ready if it is ready anywhere; a dead worker is left out."""
+    """In the index, a model is ready if one worker has it ready. A dead worker is left out."""
     async with serving(3) as house:
         ready = {"name": "m", "version": "1", "state": "READY"}
         other = {"name": "n", "version": "1", "state": "UNAVAILABLE", "reason": "suspects_worker"}
@@ -218,7 +218,7 @@ async def test_the_index() -> None:
 )
 @looped
 async def test_what_is_a_servers_own(method: str, path: str) -> None:
-    """Settings and shared memory of single servers get 501, and no worker is asked."""
+    """Requests about settings and shared memory of one server get 501, and no worker is asked."""
     async with serving(2) as house:
         assert (await house.ask(method, path)).error == (
             501,
@@ -229,7 +229,7 @@ async def test_what_is_a_servers_own(method: str, path: str) -> None:
 
 @looped
 async def test_what_cannot_be_read() -> None:
-    """An unreadable answer of a worker is an error that names the worker."""
+    """If a worker's answer is unreadable, the error names the worker."""
     async with serving(2) as house:
         ask_all(house, INDEX, [], b"no JSON")
         status, message = (await house.ask("POST", INDEX)).error
@@ -241,7 +241,7 @@ async def test_what_cannot_be_read() -> None:
 @pytest.mark.parametrize("verb", ["load", "unload"])
 @looped
 async def test_models_are_loaded_everywhere(verb: str) -> None:
-    """Each worker gets the whole load request, and then all are probed."""
+    """Each worker gets the whole load request. After that, all workers are probed."""
     async with serving(2) as house:
         path = f"/v2/repository/models/m/{verb}"
         body = json.dumps({"parameters": {"file:1/model.onnx": "A" * 3_000_000}}).encode()
@@ -319,7 +319,7 @@ async def test_the_token(tmp_path: Path) -> None:
 
 @looped
 async def test_a_token_that_is_no_text(tmp_path: Path) -> None:
-    """A token of arbitrary bytes is refused as wrong."""
+    """A token of arbitrary bytes is refused as a wrong token."""
     (tmp_path / "token").write_text("secret")
     (tmp_path / "token").chmod(0o600)
 
@@ -332,7 +332,7 @@ async def test_a_token_that_is_no_text(tmp_path: Path) -> None:
 
 @looped
 async def test_no_token() -> None:
-    """Without a token set, the Authorization header passes to the worker."""
+    """If the gateway has no token, the Authorization header is sent to the worker."""
     async with serving(1) as house:
         await house.infer(headers={"Authorization": "Basic x"})
         assert house.workers[0].got[0].headers["Authorization"] == "Basic x"
@@ -366,7 +366,7 @@ async def test_tls(tmp_path: Path) -> None:
 
 @looped
 async def test_renewed_certificates_are_used_and_connections_stay(tmp_path: Path) -> None:
-    """After a renewal on both sides, new connections use the new certificates, and an open connection is still answered."""
+    """After a renewal on both sides, new connections use the new certificates. Open connections are still served."""
     old, new = trustme.CA(), trustme.CA()
 
     def issue(authority: trustme.CA) -> None:
@@ -412,7 +412,7 @@ async def test_renewed_certificates_are_used_and_connections_stay(tmp_path: Path
 
 @looped
 async def test_a_renewed_token_replaces_the_old_one(tmp_path: Path) -> None:
-    """After the file's change the new token is admitted, and the old one refused."""
+    """After a change of the token file, only the new token is accepted."""
     secret = tmp_path / "token"
     secret.write_text("old")
     secret.chmod(0o600)
@@ -424,7 +424,7 @@ async def test_a_renewed_token_replaces_the_old_one(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_listened_on(tmp_path: Path) -> None:
-    """A wrong setting ends the start with an error that names it."""
+    """With a wrong address, the gateway does not start, and the error names the setting."""
 
     async def start(**settings: Any) -> None:
         async with serving(0, **settings):

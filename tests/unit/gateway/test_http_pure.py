@@ -13,7 +13,7 @@ from rsrv_gateway.outcomes import Refusal
 
 @given(st.binary(max_size=40))
 def test_any_bytes_may_be_an_error(data: bytes) -> None:
-    """Any bytes are an error's body."""
+    """Any bytes can be the body of a worker's error."""
     assert http_refusal(400, CIMultiDict(), data, generated=True).body == data
 
 

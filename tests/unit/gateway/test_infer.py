@@ -1,4 +1,4 @@
-"""Inference through the gateway, over gRPC and HTTP alike: the choice of the worker, failover and counts."""
+"""Inference through the gateway, the same over gRPC and HTTP: the choice of the worker, failover and counts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.unit.gateway import http_proxies, proxies
 from tests.waiting import LIMITS_S, looped
 
 Code = grpc.StatusCode
-#: HTTP's status for a code, from a worker and from the gateway.
+#: HTTP status of a gRPC code, in answers of a worker and of the gateway.
 STATUS = {Code.NOT_FOUND: 404, Code.UNAVAILABLE: 503}
 ANSWERED = {404: "NOT_FOUND", 412: "FAILED_PRECONDITION", 503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED"}
 
 
 class Plane(Protocol):
-    """One protocol: how its clients ask, and how its workers answer."""
+    """One protocol: how its clients send requests, and how its workers answer."""
 
     serving: Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -30,13 +30,13 @@ class Plane(Protocol):
         """Return the name of the worker that answered, or the code and the message of a refusal."""
 
     def refuse(self, worker: Any, code: grpc.StatusCode, message: str) -> None:
-        """Refuse all requests of a worker from now on."""
+        """Let a worker refuse all requests from now on."""
 
     def answer_late(self, worker: Any, go: asyncio.Event) -> None:
         """Let a worker answer when the event is set."""
 
     def hold(self, worker: Any) -> asyncio.Event:
-        """Let a worker never answer; the returned event is set when its request was cancelled."""
+        """Let a worker never answer. The returned event is set when its request is cancelled."""
 
     def got(self, worker: Any) -> int:
         """Return the number of the worker's requests."""
@@ -125,7 +125,7 @@ both = pytest.mark.parametrize("plane", [Grpc(), Http()], ids=["grpc", "http"])
 @both
 @looped
 async def test_each_in_turn(plane: Plane) -> None:
-    """Requests go to the workers in turn, and are counted by model, worker and code."""
+    """Workers get requests in turn. Requests are counted by model, worker and code."""
     async with plane.serving(2) as house:
         assert [(await plane.ask(house))[0] for _ in range(4)] == ["a", "b", "a", "b"]
         counts = house.proxy.counts()
@@ -146,7 +146,7 @@ async def test_each_in_turn(plane: Plane) -> None:
 @both
 @looped
 async def test_another_worker_answers(plane: Plane, code: grpc.StatusCode, message: str) -> None:
-    """If a worker lacks the model or is unavailable, another one answers."""
+    """If a worker does not have the model or is unavailable, another worker answers."""
     async with plane.serving(3) as house:
         for worker in house.workers[:2]:
             plane.refuse(worker, code, message)
@@ -162,7 +162,7 @@ async def test_another_worker_answers(plane: Plane, code: grpc.StatusCode, messa
 @both
 @looped
 async def test_all_refuse(plane: Plane) -> None:
-    """If all workers refuse, the client gets the last refusal; NOT_FOUND ranks below any other."""
+    """If all workers refuse, the client gets the last refusal that is not NOT_FOUND, or else NOT_FOUND."""
     async with plane.serving(3) as house:
         for worker, (code, message) in zip(
             house.workers,
@@ -182,7 +182,7 @@ async def test_all_refuse(plane: Plane) -> None:
 @both
 @looped
 async def test_an_unknown_model(plane: Plane) -> None:
-    """All workers are probed before a model is NOT_FOUND, and its name gets into no metric."""
+    """All workers are probed before the gateway answers NOT_FOUND. The unknown name appears in no metric."""
     async with plane.serving(1) as house:
         unknown = "Request for unknown model: 'x' is not found"
         assert await plane.ask(house, "x") == ("NOT_FOUND", unknown)
@@ -193,7 +193,7 @@ async def test_an_unknown_model(plane: Plane) -> None:
 @both
 @looped
 async def test_a_model_that_has_just_come(plane: Plane) -> None:
-    """A model that the probe finds is served at once."""
+    """If the probe for an unknown model finds the model, the request is served at once."""
     async with plane.serving(1) as house:
 
         async def find() -> None:
@@ -206,7 +206,7 @@ async def test_a_model_that_has_just_come(plane: Plane) -> None:
 @both
 @looped
 async def test_a_model_without_workers(plane: Plane) -> None:
-    """A known model without ready workers is UNAVAILABLE, and so is one whose workers do not answer."""
+    """A known model without ready workers is UNAVAILABLE, and so is any model without workers."""
     async with plane.serving(1, {"m": Routes(ready=())}) as house:
         code, message = await plane.ask(house)
         assert (code, "'m'" in message) == ("UNAVAILABLE", True)
@@ -220,7 +220,7 @@ async def test_a_model_without_workers(plane: Plane) -> None:
 @both
 @looped
 async def test_a_sequence_stays_where_it_is(plane: Plane) -> None:
-    """Requests of a sequence go to one worker, also if it refuses; sequences are spread over all."""
+    """All requests of a sequence use one worker, even if it refuses. The sequences are spread over all workers."""
     async with plane.serving(4) as house:
         homes = {}
         for sequence in range(1, 30):
@@ -235,7 +235,7 @@ async def test_a_sequence_stays_where_it_is(plane: Plane) -> None:
 @both
 @looped
 async def test_a_client_leaves(plane: Plane) -> None:
-    """If a client goes, the worker's request is cancelled and counted, and no worker is suspected."""
+    """If a client leaves, the worker's request is cancelled and counted. The worker is not taken for dead."""
     async with plane.serving(1) as house:
         (worker,) = house.workers
         cancelled = plane.hold(worker)
@@ -257,7 +257,7 @@ async def test_a_client_leaves(plane: Plane) -> None:
 @both
 @looped
 async def test_no_answer_in_time(plane: Plane) -> None:
-    """A request over the gateway's limit is cancelled at its worker, and goes to no other one."""
+    """A request that exceeds the gateway's limit is cancelled at its worker. No other worker gets it."""
     for limit in LIMITS_S:
         async with plane.serving(2, request_timeout_s=limit) as house:
             first, second = house.workers
@@ -274,7 +274,7 @@ async def test_no_answer_in_time(plane: Plane) -> None:
 @both
 @looped
 async def test_a_worker_is_taken_out_of_the_table(plane: Plane) -> None:
-    """A request on a worker that leaves the table still ends there."""
+    """If a worker leaves the table, a request in flight there still ends well."""
     async with plane.serving(2) as house:
         first, _ = house.workers
         go = asyncio.Event()
@@ -291,10 +291,10 @@ async def test_a_worker_is_taken_out_of_the_table(plane: Plane) -> None:
 @both
 @looped
 async def test_the_end(plane: Plane) -> None:
-    """At the end, requests in flight finish within their time, and new ones are refused."""
+    """At the end, requests in flight finish within their time. New requests are refused."""
     async with plane.serving(1) as house:
         (worker,) = house.workers
-        # Over HTTP, the client has two connections from here on. The gateway accepts no further one while it drains.
+        # From here on, an HTTP client has two connections. While the gateway drains, it accepts no further connection.
         await asyncio.gather(plane.ask(house), plane.ask(house))
         worker.called.clear()
         go = asyncio.Event()

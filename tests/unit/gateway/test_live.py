@@ -1,4 +1,4 @@
-"""The live page over all workers."""
+"""The live page of a gateway, which shows all its workers."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ from tests.waiting import looped
 
 
 class PageControl(FakeControl):
-    """Sends `told` to each watcher, then the items of `more`; None ends the stream."""
+    """Sends `told` to each watcher, and then the items of `more`. The item None ends the stream."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class PageControl(FakeControl):
 
 @asynccontextmanager
 async def fleet(*names: str) -> AsyncIterator[tuple[World, Workers, dict[str, PageControl]]]:
-    """Yield workers of these names with a control service each, and `bare` without one."""
+    """Yield workers of these names with one control service each, and the worker `bare` without a control service."""
     controls = {name: PageControl() for name in names}
     world = World(None, **dict.fromkeys((*names, "bare"), "m"))
     async with AsyncExitStack() as stack:
@@ -87,7 +87,7 @@ async def fleet(*names: str) -> AsyncIterator[tuple[World, Workers, dict[str, Pa
 
 @looped
 async def test_a_closed_connection_is_reported_and_opened_again() -> None:
-    """When a connection is closed, as by a probe, the page says so, refuses questions, and connects again."""
+    """If a connection is closed, as by a probe, the page reports it, refuses questions, and connects again."""
     async with fleet() as (world, workers, _), serving(FakeServer(), PageControl()) as port:
 
         def connect() -> Any:
@@ -109,7 +109,7 @@ async def test_a_closed_connection_is_reported_and_opened_again() -> None:
 
 
 class _Burst:
-    """Control service that sends three events at once."""
+    """A control service that sends three events at once."""
 
     async def WatchPage(self, request: Any, metadata: Any) -> AsyncIterator[Any]:
         for number in range(3):
@@ -118,7 +118,7 @@ class _Burst:
 
 @looped
 async def test_events_wait_for_a_slow_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events that came before the next poll of the workers are sent after it."""
+    """Events that arrive before the next poll of the workers are sent after this poll."""
     async with fleet() as (world, workers, _):
         world.controls["bare:8001"] = ControlClient(None, (), _Burst())
         async with aclosing(workers.events()) as events:
@@ -138,7 +138,7 @@ async def find(events: AsyncGenerator[Event, None], server: str, name: str) -> A
 
 @looped
 async def test_each_worker_sends_its_events_while_a_page_is_watched() -> None:
-    """Each worker's events arrive, and a worker without a control service is shown as such."""
+    """While a page is watched, each worker's events arrive. A worker without a control service is shown as such."""
     async with fleet("a", "b") as (_, workers, controls):
         controls["a"].told.append(("state", {"up": True, "t": 1}))
         async with aclosing(workers.events()) as events:
@@ -154,7 +154,7 @@ async def test_each_worker_sends_its_events_while_a_page_is_watched() -> None:
 
 @looped
 async def test_a_stream_that_ends_is_reported_and_starts_again() -> None:
-    """If a control service ends its stream, the page says so and connects again."""
+    """If a control service ends its stream, the page reports it and connects again."""
     async with fleet("a") as (_, workers, controls), aclosing(workers.events()) as events:
         await find(events, "a:8001", "begin")
         controls["a"].more.put_nowait(None)
@@ -165,7 +165,7 @@ async def test_a_stream_that_ends_is_reported_and_starts_again() -> None:
 
 @looped
 async def test_workers_join_and_leave_while_a_page_is_watched() -> None:
-    """A worker that joins is watched, and one that leaves is reported as gone and not watched."""
+    """A worker that joins is watched. A worker that leaves is reported as gone, and is not watched any more."""
     async with fleet("a", "b") as (world, workers, controls), aclosing(workers.events()) as events:
         await find(events, "a:8001", "begin")
         members = dict(world.gateway.probes.workers())
@@ -179,7 +179,7 @@ async def test_workers_join_and_leave_while_a_page_is_watched() -> None:
 
 @looped
 async def test_histories_and_steering_go_to_the_worker() -> None:
-    """Histories and commands go to the worker; a refusal or an unknown worker becomes an HTTP status."""
+    """Questions for histories and commands are sent to the worker. A refusal, or an unknown worker, becomes an HTTP status."""
     async with fleet("a") as (_, workers, controls):
         found = await workers.panel("a:8001", "m")
         assert found["history"][0].endswith(" ready")

@@ -31,13 +31,13 @@ from tests.unit.gateway.workers import FakeServer, serving
 from tests.unit.junk import throw_junk
 from tests.waiting import looped
 
-#: Ports that other machines reach.
+#: Settings of ports that other machines can reach.
 OPEN = "grpc: '0.0.0.0:1', http: '0.0.0.0:2'"
 GATEWAY = (sys.executable, "-m", "rsrv_gateway")
 
 
 class Running:
-    """The program as a process, in front of `workers`."""
+    """The gateway as a process in front of workers."""
 
     def __init__(self, process: Process, channel: Any, http: str, admin: str) -> None:
         self.process = process
@@ -49,7 +49,7 @@ class Running:
         return self.stub.ModelInfer(service_pb2.ModelInferRequest(model_name=model, id="1"), **terms)
 
     async def end(self) -> str:
-        """Return the log, after SIGTERM."""
+        """Send SIGTERM, wait for the end, and return the log."""
         self.process.send_signal(signal.SIGTERM)
         return await self.log()
 
@@ -103,7 +103,7 @@ async def until_ready(running: Running) -> None:
 
 @pytest.fixture(autouse=True)
 def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return a directory for gateways, with a short name, because paths of sockets are limited."""
+    """Return a directory for gateways. It has a short name, because paths of sockets are limited."""
     with tempfile.TemporaryDirectory(prefix="rsrv-") as folder:
         monkeypatch.setenv("RSRV_RUNTIME_DIR", folder)
         yield Path(folder)
@@ -123,7 +123,7 @@ def test_wrong_settings_or_a_wrong_command_line_end_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The gateway prints one line; the status is 2 if the command line is wrong."""
+    """With wrong settings, the gateway prints one line and ends. The exit status is 2 if the command line is wrong."""
     monkeypatch.setattr("rsrv.logs.setup", lambda *_, **__: None)
     assert main(arguments) == status
     (line,) = capsys.readouterr().err.splitlines()
@@ -131,14 +131,14 @@ def test_wrong_settings_or_a_wrong_command_line_end_it(
 
 
 def test_the_pickers_address_is_checked_with_the_command_line() -> None:
-    """An address that is none is an error of usage."""
+    """If the picker's address is not an address, the command line is wrong, and the exit status is 2."""
     with pytest.raises(SystemExit) as end:
         parser().parse(["--workers", "a:1", "--picker", "here"])
     assert end.value.code == 2
 
 
 def test_a_token_for_the_live_page_that_cannot_be_read_ends_it(tmp_path: Path) -> None:
-    """An unreadable token file ends the program with 1 and the setting's name, after one warning of open client ports."""
+    """If the token file is unreadable, the gateway exits 1 and names the setting. Before that, it warns once of open client ports."""
     config = tmp_path / "rsrv.yaml"
     config.write_text(
         f"{{metrics: {{token_file: {tmp_path}/missing}}, gateway: {{workers_dns: localhost, {OPEN}}}}}"
@@ -170,7 +170,7 @@ def test_a_token_for_the_live_page_that_cannot_be_read_ends_it(tmp_path: Path) -
 def test_a_port_is_open_unless_only_this_machine_or_known_clients_get_in(
     settings: str, expected: list[str]
 ) -> None:
-    """A port is open unless it is local or needs a token or client certificate; TLS alone leaves it open."""
+    """A port is open, unless it is local or needs a token or a client certificate. TLS alone leaves it open."""
     section = load_settings(f"gateway: {{{settings}}}").gateway
     assert open_ports(section) == expected
     assert open_ports(section, "127.0.0.1:1") == []
@@ -179,7 +179,7 @@ def test_a_port_is_open_unless_only_this_machine_or_known_clients_get_in(
 
 
 def test_wrong_settings_are_named_by_key(tmp_path: Path) -> None:
-    """An unknown key is an error that names it and the likely one."""
+    """The error for an unknown key names it and the most similar key."""
     config = tmp_path / "rsrv.yaml"
     config.write_text("gateway: {drains: 1}")
     with pytest.raises(SettingsError, match=r"gateway\.drains: unknown key; did you mean 'drain_s'"):
@@ -187,7 +187,7 @@ def test_wrong_settings_are_named_by_key(tmp_path: Path) -> None:
 
 
 def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
-    """Workers of the command line replace all sources of the file."""
+    """Workers on the command line replace all sources of workers in the file."""
     config = tmp_path / "rsrv.yaml"
     config.write_text("gateway: {workers_dns: workers, workers: [{host: a}], mode: round_robin}")
     section = read(config, "b:1234").gateway
@@ -199,7 +199,7 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
 
 @pytest.fixture
 def most_files() -> Iterator[int]:
-    """Halve the limit of open files that a program begins with, and return the one that it may have."""
+    """Lower the limit of open files to half of the largest allowed limit, and return this largest limit."""
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most // 2, most))
     yield most
@@ -212,7 +212,7 @@ async def test_it_carries_requests_and_ends_when_they_have(
 ) -> None:
     """After SIGTERM, the request in flight is answered, the metrics count it, and the log has its format.
 
-    The program may open as many files as can be, because each client needs one.
+    The gateway raises its limit of open files as far as allowed, because each client needs a file.
     """
     monkeypatch.setenv("RSRV_LOGS__FORMAT", "json")
     triton = FakeServer()
@@ -244,7 +244,7 @@ async def test_it_carries_requests_and_ends_when_they_have(
 
 @looped
 async def test_requests_that_are_no_http_do_not_fill_the_log(tmp_path: Path) -> None:
-    """Invalid HTTP and requests without a token cost at most one line of the log a second."""
+    """Invalid HTTP and requests without a token cause at most one line of the log per second."""
     secret = tmp_path / "secret"
     secret.write_text("secret")
     secret.chmod(0o600)
@@ -261,7 +261,7 @@ async def test_requests_that_are_no_http_do_not_fill_the_log(tmp_path: Path) -> 
 
 @looped
 async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
-    """A second signal ends the program at once, with requests in flight."""
+    """A second signal ends the gateway at once, even with requests in flight."""
     triton = FakeServer()
     async with serving(triton) as port, gateway(tmp_path, port) as running:
         triton.gate.clear()
@@ -280,7 +280,7 @@ async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
 
 @looped
 async def test_it_is_found_and_steered_by_its_socket(tmp_path: Path, base: Path) -> None:
-    """The command finds the gateway by its socket; the directory of a dead gateway is removed."""
+    """The command finds the gateway by its socket. The directory of a dead gateway is removed."""
     left = base / "1-1-gateway"
     left.mkdir()
     async with serving(FakeServer()) as port, gateway(tmp_path, port) as running:
@@ -299,7 +299,7 @@ async def test_it_is_found_and_steered_by_its_socket(tmp_path: Path, base: Path)
 
 @looped
 async def test_a_port_that_is_taken_ends_it(tmp_path: Path) -> None:
-    """If a port is taken, the program exits 1 and names the setting."""
+    """If a port is taken, the gateway exits 1 and names the setting."""
     async with serving(FakeServer()) as port:
         http, admin = free_ports(2)
         ports = {"GRPC": port, "HTTP": http, "ADMIN": admin}

@@ -1,4 +1,4 @@
-"""Workers that join and leave while the gateway runs; a source that fails changes nothing."""
+"""Workers join and leave while the gateway runs. A source of workers that fails changes nothing."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ from tests.unit.control.virtual import run
 
 
 class Dns:
-    """Answers with `addresses`, or fails if that is None. `asked` counts the calls."""
+    """Answers with `addresses`, or fails if `addresses` is None. `asked` counts the calls."""
 
     def __init__(self, *addresses: str) -> None:
         self.addresses: tuple[str, ...] | None = addresses
@@ -37,7 +37,7 @@ def section(**keys: object) -> GatewaySection:
 
 
 def test_a_worker_of_the_settings_has_its_ports_and_a_name() -> None:
-    """A worker is named by its gRPC address by default; a bare control port is on the worker's host."""
+    """By default, a worker is named after its gRPC address. A control port without a host is on the worker's host."""
     members = Members(
         section(
             workers=[
@@ -60,13 +60,13 @@ def test_without_any_source_of_workers_there_is_no_gateway() -> None:
 
 
 def test_two_workers_of_one_name_are_refused() -> None:
-    """Two workers of one name are refused."""
+    """Two workers with the same name are refused."""
     with pytest.raises(MembersError, match="called 'x'"):
         Members(section(workers=[{"host": "a", "name": "x"}, {"host": "b", "name": "x"}]))
 
 
 def test_all_addresses_behind_a_name_are_workers_and_come_and_go() -> None:
-    """All addresses behind a DNS name are workers, read every 5 s, with the ports of workers_ports."""
+    """Every 5 s, all addresses of a DNS name become workers, with the ports of workers_ports. Workers of old addresses leave."""
     dns = Dns("10.0.0.1", "10.0.0.2", "fd00::3")
     members = Members(section(workers_dns="workers", workers_ports={"grpc_port": 9001, "control": 8003}), dns)
 
@@ -89,13 +89,13 @@ def test_all_addresses_behind_a_name_are_workers_and_come_and_go() -> None:
 
 @pytest.mark.parametrize("control", ["unix:/run/control.sock", "10.0.0.9:8003"])
 def test_one_control_service_cannot_be_that_of_all_that_the_dns_finds(control: str) -> None:
-    """The control service of DNS workers has to be a port, because one address cannot serve all of them."""
+    """For workers from DNS, the control service must be a port, because one address cannot be the control service of all."""
     with pytest.raises(ValidationError, match="workers_ports: control must be a PORT"):
         section(workers_dns="workers", workers_ports={"control": control})
 
 
 def test_a_dns_that_fails_takes_no_worker_away(caplog: pytest.LogCaptureFixture) -> None:
-    """A failing DNS removes no worker, and is logged once for each outage."""
+    """If DNS fails, no worker is removed. Each outage is logged once."""
     dns = Dns("10.0.0.1")
     members = Members(section(workers_dns="workers"), dns)
 
@@ -113,7 +113,7 @@ def test_a_dns_that_fails_takes_no_worker_away(caplog: pytest.LogCaptureFixture)
 
 
 def test_a_dns_that_hangs_is_not_waited_for_for_ever() -> None:
-    """A DNS that hangs does not block the other sources, and known workers stay."""
+    """If DNS does not answer, the other sources are still read, and known workers stay."""
 
     async def hang(_: str) -> Iterable[str]:
         await asyncio.Event().wait()
@@ -125,7 +125,7 @@ def test_a_dns_that_hangs_is_not_waited_for_for_ever() -> None:
 
 
 def test_a_dns_that_hangs_does_not_hold_back_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The event loop ends while a name server owes its answer, which the machine's resolver awaits for up to a minute."""
+    """The event loop can end while a name server does not answer, although the system's resolver may wait for a minute."""
     asked, ended, waited_for = threading.Event(), threading.Event(), []
 
     def hang(*_: Any, **__: Any) -> Any:
@@ -150,7 +150,7 @@ def test_a_dns_that_hangs_does_not_hold_back_the_end(monkeypatch: pytest.MonkeyP
 def test_without_a_thread_no_worker_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where the system has no thread left, neither the DNS nor the file is read, and the gateway goes on with its workers."""
+    """If the system has no thread left, neither DNS nor the file can be read, and the gateway keeps its workers."""
     file = tmp_path / "workers.yaml"
     file.write_text("[{host: b}]")
     members = Members(section(workers=[{"host": "a"}], workers_dns="workers", workers_file=file))
@@ -159,7 +159,7 @@ def test_without_a_thread_no_worker_leaves(
         raise RuntimeError("can't start new thread")
 
     async def main() -> None:
-        # The loop's end starts a thread, too.
+        # The patch ends before the loop does, because the loop's end also starts a thread.
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", start)
             await members.refresh()
@@ -172,7 +172,7 @@ def test_without_a_thread_no_worker_leaves(
 def test_without_a_thread_the_file_is_read_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where the system has no thread left for the notices of a file's changes, the file is read again and again."""
+    """If the system has no thread left for notices of changes, the file is read again and again."""
     file = tmp_path / "workers.yaml"
     file.write_text("[{host: b}]")
     members = Members(section(workers_file=file), pause=0.01)
@@ -197,7 +197,7 @@ def test_without_a_thread_the_file_is_read_all_the_same(
 
 
 def test_one_address_is_one_worker_in_all_sources() -> None:
-    """An address in several sources is one worker, with the name of the settings' list."""
+    """An address in several sources is one worker. It has the name from the settings' list."""
     members = Members(
         section(workers=[{"host": "10.0.0.1", "name": "one"}], workers_dns="workers"),
         Dns("10.0.0.1", "10.0.0.2"),
@@ -222,7 +222,7 @@ def test_one_address_is_one_worker_in_all_sources() -> None:
 def test_a_broken_file_takes_no_worker_away(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, message: str
 ) -> None:
-    """A broken, half-written or missing workers file removes no worker, and the log says what is wrong."""
+    """A broken, half-written or missing workers file removes no worker. The log has the problem."""
     file = tmp_path / "workers.yaml"
     file.write_text("[{host: a}, {host: b}]")
     members = Members(section(workers_file=file))
@@ -245,7 +245,7 @@ def test_a_broken_file_takes_no_worker_away(
 
 
 def test_a_change_of_the_file_is_seen_long_before_the_next_refresh(tmp_path: Path) -> None:
-    """A change of the workers file is noticed before the next refresh, also if it is replaced or a link."""
+    """A change of the workers file is noticed before the next refresh, even if the file is replaced or is a link."""
     real = tmp_path / "real.yaml"
     real.write_text("[{host: a}]")
     file = tmp_path / "workers.yaml"
@@ -258,7 +258,7 @@ def test_a_change_of_the_file_is_seen_long_before_the_next_refresh(tmp_path: Pat
         running = asyncio.create_task(members.run(changed.set))
         for host in "bc":
             while True:
-                # Repeatedly, because the time from which the kernel listens is unknown.
+                # Write repeatedly, because it is unknown from when on the kernel sends notices.
                 aside = tmp_path / f"{host}.yaml"
                 aside.write_text(f"[{{host: {host}}}]")
                 aside.rename(file)
@@ -275,7 +275,7 @@ def test_a_change_of_the_file_is_seen_long_before_the_next_refresh(tmp_path: Pat
 
 
 def test_a_file_that_the_kernel_cannot_watch_is_polled(tmp_path: Path) -> None:
-    """A workers file in a missing folder, which the kernel cannot watch, is found by polling."""
+    """The kernel cannot watch a workers file in a missing folder, so it is found by polling."""
     file = tmp_path / "later" / "workers.yaml"
     members = Members(section(workers_file=file), pause=0.1)
 
@@ -293,7 +293,7 @@ def test_a_file_that_the_kernel_cannot_watch_is_polled(tmp_path: Path) -> None:
 
 
 def test_the_command_line_names_grpc_ports() -> None:
-    """The command line gives gRPC ports; the others follow Triton's defaults beside it."""
+    """The command line has the gRPC ports of workers. The other ports follow from them as Triton's default ports do."""
     one, two = parse_workers("gpu1:8001, [::1]:18011")
     assert (one.host, one.grpc_port, one.http_port, one.metrics_port) == ("gpu1", 8001, 8000, 8002)
     assert (two.host, two.grpc_port) == ("::1", 18011)
@@ -303,5 +303,5 @@ def test_the_command_line_names_grpc_ports() -> None:
 
 
 def test_a_list_of_no_workers_is_a_list() -> None:
-    """An empty list is a valid list of workers."""
+    """An empty list in the workers file is valid."""
     assert read_workers("[]") == {}

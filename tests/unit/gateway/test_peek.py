@@ -1,4 +1,4 @@
-"""Reading a request's bytes, compared with protobuf's parser."""
+"""Reading the bytes of a request, compared with protobuf's parser."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.gateway.calls import calls_of
 
 Request: Any = service_pb2.ModelInferRequest
 names = st.text(max_size=150)
-#: The product of four is below 2**31.
+#: Shapes. The product of four extents is below 2**31.
 extents = st.lists(st.integers(-(2**63), 200), max_size=4)
 #: Unknown fields: a number, 8 bytes, some bytes, 4 bytes.
 UNKNOWN = (b"\xf8\x06\x96\x01", b"\xf9\x0612345678", b"\xfa\x06\x03abc", b"\xfd\x061234")
@@ -50,7 +50,7 @@ def requests(draw: st.DrawFn) -> Any:
 
 
 def top_level_fields(request: Any) -> list[bytes]:
-    """Return the message in pieces of one field each."""
+    """Return the message in pieces, each of which has one field."""
     pieces = [Request(**{name: getattr(request, name)}) for name in ("model_name", "model_version", "id")]
     for key in request.parameters:
         pieces.append(Request())
@@ -70,7 +70,7 @@ def parameter(request: Any, key: str) -> int | str | None:
 
 
 def items(request: Any, name: str, axis: int) -> int:
-    """Return the items as protobuf reads them."""
+    """Return the number of items as protobuf reads it."""
     for tensor in request.inputs:
         if tensor.name == name:
             return tensor.shape[axis] if axis < len(tensor.shape) and 0 < tensor.shape[axis] < 2**31 else 1
@@ -94,7 +94,7 @@ def assert_reads_as(data: bytes, request: Any) -> None:
 
 @given(requests(), st.randoms(use_true_random=False), st.booleans())
 def test_fields_in_any_order(request: Any, random: Random, large: bool) -> None:
-    """For any order of fields, with unknown ones and large tensors between them, a request reads as by protobuf."""
+    """A request is read as protobuf reads it, for any order of fields, with unknown fields and large tensors between them."""
     if large:
         request.raw_input_contents.append(bytes(20_000))
         request.inputs.add(name="Z", shape=[20_000]).contents.bool_contents.extend([True] * 20_000)
@@ -107,14 +107,14 @@ def test_fields_in_any_order(request: Any, random: Random, large: bool) -> None:
 
 
 def test_the_last_name_counts() -> None:
-    """A repeated field has its last value, as for the worker."""
+    """Of a repeated field, the last value is used, as in the worker."""
     data = Request(model_name="first").SerializeToString() + Request(model_name="last").SerializeToString()
 
     assert_reads_as(data, Request(model_name="last"))
 
 
 def test_numbers_that_take_more_bytes_than_they_need() -> None:
-    """Tags and lengths in more bytes than needed, and unpacked extents, are read."""
+    """Tags and lengths that use more bytes than necessary are read, and so are unpacked extents."""
     tensor = b"\x8a\x80\x00\x81\x00X" + b"\x18\x87\x00" + b"\x1a\x02\x02\x03"
     data = b"\x8a\x00\x82\x00ab" + b"\x2a" + bytes([len(tensor)]) + tensor
 
@@ -128,7 +128,7 @@ def test_numbers_that_take_more_bytes_than_they_need() -> None:
     st.randoms(use_true_random=False),
 )
 def test_hostile_bytes(data: bytes, random: Random) -> None:
-    """Tampered bytes are refused, or read as by protobuf."""
+    """Tampered bytes are refused, or read as protobuf reads them."""
     tampered = bytearray(data)
     for _ in range(random.randrange(4)):
         if tampered:
@@ -148,7 +148,7 @@ def test_hostile_bytes(data: bytes, random: Random) -> None:
             *[peeked.items((name, axis)) for name in ("X", "Y") for axis in range(4)],
         )
     except Malformed:
-        # What protobuf reads is refused only for the sizes of its inputs.
+        # If protobuf can read the bytes, they are refused only because of the sizes of inputs.
         assert request is None or any(map(is_too_large, request.inputs))
         return
     if request is not None:
@@ -174,7 +174,7 @@ def test_hostile_bytes(data: bytes, random: Random) -> None:
     ],
 )
 def test_no_request(data: bytes) -> None:
-    """Malformed bytes are refused, in a time that does not depend on the lengths they claim."""
+    """Malformed bytes are refused. The time for it does not depend on the lengths that the bytes claim."""
     with pytest.raises(Malformed, match="ModelInferRequest"):
         Peeked(data)
 
@@ -183,7 +183,7 @@ def test_no_request(data: bytes) -> None:
     "shape", [[1] * 1_000_000, [2**31], [1, 2**16, 2**16], [2**32, 2**32], [2**63 - 1, -1]]
 )
 def test_a_shape_that_no_message_can_fill(shape: list[int]) -> None:
-    """A shape whose product overflows in Triton, where all requests of a batch would fail, or a million extents are refused."""
+    """A shape whose product overflows in Triton, where it would fail all requests of a batch, is refused. So are a million extents."""
     data = Request(inputs=[Request.InferInputTensor(name="X", shape=shape)]).SerializeToString()
 
     with pytest.raises(Malformed, match=r"input 'X' .* more than"):
@@ -203,7 +203,7 @@ def test_a_shape_that_no_message_can_fill(shape: list[int]) -> None:
     ],
 )
 def test_many_small_fields(data: bytes, why: str) -> None:
-    """A megabyte of tiny fields, which would take many times its size and the event loop for seconds, is refused unread."""
+    """A megabyte of tiny fields is refused without being read, as it would take much memory and block the event loop for seconds."""
 
     def read() -> None:
         with pytest.raises(Malformed, match=why):
@@ -214,7 +214,7 @@ def test_many_small_fields(data: bytes, why: str) -> None:
 
 @given(requests(), st.data())
 def test_the_beginning_of_a_request(request: Any, drawn: st.DataObject) -> None:
-    """Of a request that is cut off, the fields that are there as a whole are read."""
+    """Of a request that is cut, the complete fields are read."""
     pieces = top_level_fields(request)
     whole = drawn.draw(st.integers(0, len(pieces)))
     cut = pieces[whole][:-1] if whole < len(pieces) else b""
@@ -229,7 +229,7 @@ def test_the_beginning_of_a_request(request: Any, drawn: st.DataObject) -> None:
 
 @given(requests(), st.lists(st.integers(0, 60)))
 def test_a_request_is_read_in_any_pieces(request: Any, sizes: list[int]) -> None:
-    """A request in pieces of any sizes is read as one in one piece."""
+    """A request in pieces of any sizes is read as if it were in one piece."""
     if any(is_too_large(tensor) for tensor in request.inputs):
         return
     output = request.outputs.add(name="Z")
@@ -254,7 +254,7 @@ def test_a_request_is_read_in_any_pieces(request: Any, sizes: list[int]) -> None
 
 @given(requests(), st.integers(0, 2**63 - 1))
 def test_a_parameter_is_appended(request: Any, value: int) -> None:
-    """Appended bytes set a parameter of a request, also in place of an earlier one."""
+    """Appended bytes set a parameter of a request, and replace its earlier value."""
     data = request.SerializeToString() + int_parameter("timeout", value)
 
     request.parameters["timeout"].CopyFrom(service_pb2.InferParameter(int64_param=value))

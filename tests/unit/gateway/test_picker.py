@@ -1,4 +1,4 @@
-"""The endpoint picker, asked as Envoy asks it: one stream of parts for each request."""
+"""The endpoint picker. Envoy asks it with a stream of parts for each request."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TABLE = {
     "only_c": Routes(ready=("c",)),
     "gone": Routes(ready=()),
 }
-#: Modes of a filter: one that shows a part of the body, that of deploy/envoy.yaml, that of Gateway API, no body at all.
+#: Modes of Envoy's filter: a part of the body, the mode of deploy/envoy.yaml, the mode of the Gateway API, and no body.
 BUFFERED: Any = pb.ProtocolConfiguration(request_body_mode=pb.BUFFERED_PARTIAL)
 STREAMED: Any = pb.ProtocolConfiguration(
     request_body_mode=pb.STREAMED, send_body_without_waiting_for_header_response=True
@@ -49,7 +49,7 @@ NONE: Any = pb.ProtocolConfiguration()
 
 
 class Stream:
-    """Envoy's side of one request."""
+    """Envoy's side of a stream for one request."""
 
     def __init__(self, call: Any) -> None:
         self.call = call
@@ -73,7 +73,7 @@ class Stream:
         await self.send(request_body=pb.HttpBody(body=data, end_of_stream=end))
 
     async def end(self) -> None:
-        """End the request; nothing but answers to its last parts follows."""
+        """End the request. After that, only answers to its last parts arrive."""
         await self.call.done_writing()
         while (answer := await self.call.read()) is not grpc.aio.EOF:
             assert answer.WhichOneof("response") in ("request_body", None)
@@ -95,7 +95,7 @@ class Desk:
         return Stream(self._process())
 
     async def ask_http(self, path: str, body: bytes | None = None, mode: Any = BUFFERED, **more: Any) -> Any:
-        """Return the last answer to a request over HTTP: POST with a body, GET without."""
+        """Return the last answer to an HTTP request. It is a POST if there is a body, and else a GET."""
         stream = self.stream()
         headers = {":method": "GET" if body is None else "POST", ":path": path, **more.pop("headers", {})}
         await stream.headers(headers, mode, end=body is None, **more)
@@ -107,7 +107,7 @@ class Desk:
         return answer
 
     async def ask_grpc(self, method: str, message: Any, mode: Any = BUFFERED, **headers: str) -> Any:
-        """Return the last answer to a call."""
+        """Return the last answer to a gRPC call."""
         stream = self.stream()
         await stream.headers(call_headers(method, **headers), mode)
         if mode is BUFFERED:
@@ -135,7 +135,7 @@ def framed(message: Any, compressed: bool = False) -> bytes:
 
 
 def endpoints(answer: Any) -> list[str]:
-    """Return the endpoints that an answer names, the same ones in its header and its metadata."""
+    """Return the endpoints that an answer names. Its header and its metadata must name the same ones."""
     part = answer.WhichOneof("response")
     if part not in ("request_headers", "request_body"):
         return []
@@ -147,7 +147,7 @@ def endpoints(answer: Any) -> list[str]:
 
 
 def refusal(answer: Any) -> tuple[int, str]:
-    """Return the gRPC status of an immediate response, or the HTTP one, and its text."""
+    """Return the status and the text of an immediate response. The status is gRPC's, or else HTTP's."""
     assert answer.WhichOneof("response") == "immediate_response"
     said = answer.immediate_response
     return (said.grpc_status.status if said.HasField("grpc_status") else said.status.code), said.body.decode()
@@ -171,7 +171,7 @@ async def picking(
 @pytest.mark.parametrize("mode", [BUFFERED, STREAMED, DUPLEX], ids=["buffered", "streamed", "duplex"])
 @looped
 async def test_a_call_goes_to_the_placed_worker_of_the_model_in_its_body(mode: Any) -> None:
-    """The placed worker is named first and others follow for retries, in whichever mode Envoy sends the body."""
+    """The placed worker is named first, and others follow for retries. The mode in which Envoy sends the body does not matter."""
     async with picking() as desk:
         answer = await desk.ask_grpc("ModelInfer", Infer(model_name="both"), mode)
         assert endpoints(answer) == ["10.0.0.2:8001", "10.0.0.1:8001"]
@@ -180,7 +180,7 @@ async def test_a_call_goes_to_the_placed_worker_of_the_model_in_its_body(mode: A
 
 @looped
 async def test_over_http_the_path_names_the_model_and_the_endpoint_is_the_http_port() -> None:
-    """The endpoints of a request over HTTP are HTTP ports; where none of the workers has one, it is refused."""
+    """For a request over HTTP, the endpoints are HTTP ports. If no worker of the model has an HTTP port, the request is refused."""
     async with picking() as desk:
         body = json.dumps({"inputs": []}).encode()
         for path in ("/v2/models/both/infer", "/v2/models/both/versions/1/infer", "/v2/models/both/generate"):
@@ -192,7 +192,7 @@ async def test_over_http_the_path_names_the_model_and_the_endpoint_is_the_http_p
 
 @looped
 async def test_a_request_counts_until_envoy_ends_its_stream() -> None:
-    """A request is in flight at its worker from the choice to the end of the stream, then finished."""
+    """A request is in flight at its worker from the choice to the end of its stream. Then it is counted as finished."""
     async with picking() as desk:
         stream = desk.stream()
         await stream.headers(call_headers("ModelInfer"), BUFFERED)
@@ -215,7 +215,7 @@ async def test_a_request_counts_until_envoy_ends_its_stream() -> None:
 
 @looped
 async def test_replicas_share_requests_by_rows() -> None:
-    """Rows are read from the message's beginning and from JSON: five rows fill a quantum of four, one row does not."""
+    """The number of rows is read from the message's beginning or from JSON. Five rows fill a quantum of four, and one row does not."""
     async with picking() as desk:
 
         async def call(rows: int) -> str:
@@ -224,7 +224,7 @@ async def test_replicas_share_requests_by_rows() -> None:
             stream = desk.stream()
             await stream.headers(call_headers("ModelInfer"), BUFFERED)
             await stream.got()
-            # Envoy shows the beginning only.
+            # Envoy shows only the beginning of the body.
             await stream.body(framed(message)[:9000], end=False)
             return endpoints(await stream.got())[0]
 
@@ -237,7 +237,7 @@ async def test_replicas_share_requests_by_rows() -> None:
 
 @looped
 async def test_the_requests_of_a_sequence_go_to_one_worker_without_fallback() -> None:
-    """Requests with one sequence id have the same single endpoint over both protocols, compressed or not."""
+    """Requests with the same sequence id have the same single endpoint, over both protocols, compressed or not."""
     async with picking(mode="round_robin", table={"m": Routes(ready=("a", "b"))}) as desk:
         message = Infer(model_name="m")
         message.parameters["sequence_id"].int64_param = 7
@@ -256,7 +256,7 @@ async def test_the_requests_of_a_sequence_go_to_one_worker_without_fallback() ->
 
 
 async def in_pieces(stream: Stream, body: bytes, size: int) -> Any:
-    """Send a body in pieces until the choice, and return the answer."""
+    """Send a body in pieces until the picker chooses, and return its answer."""
     for at in range(0, len(body), size):
         await stream.body(body[at : at + size], end=at + size >= len(body))
     return await stream.got()
@@ -269,7 +269,7 @@ def http_headers(model: str = "m", **more: str) -> dict[str, str]:
 @pytest.mark.parametrize("spelling", [name for name in SPELLINGS if name != "late"])
 @looped
 async def test_a_sequence_over_http_goes_to_one_worker_however_it_is_written(spelling: str) -> None:
-    """A sequence id is found in any spelling and encoding, in one piece and in several."""
+    """A sequence id is found in any spelling and encoding, in one piece or in several."""
     async with picking(mode="round_robin", table={"m": Routes(ready=("a", "b"))}) as desk:
         body, encoding = SPELLINGS[spelling](b'{"parameters": {"sequence_id": 7}}')
         headers = {} if encoding is None else {"content-encoding": encoding}
@@ -284,7 +284,10 @@ async def test_a_sequence_over_http_goes_to_one_worker_however_it_is_written(spe
 
 @looped
 async def test_a_sequence_id_behind_what_envoy_holds_back_is_refused() -> None:
-    """The choice is due after 1 MiB; a sequence id that comes later is refused with the remedy, and no id is right."""
+    """The picker chooses after 1 MiB. If a sequence id follows after that, the request is refused with the remedy.
+
+    If none follows, the request passes.
+    """
     async with picking() as desk:
         for rest, wrong in ((b'"parameters": {"sequence_id": 7}}', True), (b'"parameters": {}}', False)):
             stream = desk.stream()
@@ -302,7 +305,7 @@ async def test_a_sequence_id_behind_what_envoy_holds_back_is_refused() -> None:
 
 @looped
 async def test_parameters_in_front_decide_at_once() -> None:
-    """A sequence id at the start of a large request selects its worker before the rest is there."""
+    """A sequence id at the start of a large request chooses its worker before the rest arrives."""
     async with picking(mode="round_robin", table={"m": Routes(ready=("a", "b"))}) as desk:
         plain = endpoints(await desk.ask_http("/v2/models/m/infer", b'{"parameters": {"sequence_id": 7}}'))
         stream = desk.stream()
@@ -313,7 +316,7 @@ async def test_parameters_in_front_decide_at_once() -> None:
 
 @looped
 async def test_what_ends_a_server_is_refused_at_any_place_of_a_body() -> None:
-    """A huge shape is refused at its part, before or after the choice, so no server gets the end of the request."""
+    """A request with a huge shape is refused at the part with the shape, before or after the choice, so no server gets its end."""
     claim = b'"inputs": [{"name": "X", "datatype": "FP32", "shape": [2147483648, 64], "data": [1]}]}'
     async with picking() as desk:
         for size in (0, 2 * SHOWN_BYTES):
@@ -330,7 +333,7 @@ async def test_what_ends_a_server_is_refused_at_any_place_of_a_body() -> None:
 
 @looped
 async def test_the_index_is_asked_for_in_json_that_a_server_can_read() -> None:
-    """JSON so deep that it ends a server is refused; other bodies, and none, pass."""
+    """JSON so deep that it would end a server is refused in requests for the index. Other bodies, or no body, pass."""
     async with picking() as desk:
         deep = b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
         assert refusal(await desk.ask_http("/v2/repository/index", deep))[0] == 400
@@ -340,7 +343,7 @@ async def test_the_index_is_asked_for_in_json_that_a_server_can_read() -> None:
 
 @looped
 async def test_classes_of_strings_are_refused_at_any_place_of_a_body() -> None:
-    """Classes of strings are refused over both protocols, behind tensors, and in later messages of a stream."""
+    """Classes of strings are refused over both protocols, even after tensors, and in later messages of a stream."""
     asked = Infer(model_name="both")
     asked.outputs.add(name="text").parameters["classification"].int64_param = 1
     late = Infer(model_name="both", raw_input_contents=[bytes(SHOWN_BYTES)]).SerializeToString()
@@ -357,7 +360,7 @@ async def test_classes_of_strings_are_refused_at_any_place_of_a_body() -> None:
         (http_headers("both"), behind),
     ]
     async with picking() as desk:
-        # Envoy may try either server.
+        # Envoy may use any of the named servers.
         desk.brain.strings = {"a": frozenset(["text"])}
         for headers, data in calls:
             stream = desk.stream()
@@ -379,7 +382,7 @@ async def test_classes_of_strings_are_refused_at_any_place_of_a_body() -> None:
 
 @looped
 async def test_classes_of_a_model_that_was_unknown_are_checked() -> None:
-    """A request for classes of a model that the workers have since a moment is answered after both questions."""
+    """If only a refresh finds the model of a request for classes, its worker is still asked for outputs with strings."""
     asked = Infer(model_name="new")
     asked.outputs.add(name="text").parameters["classification"].int64_param = 1
     async with picking() as desk:
@@ -395,7 +398,7 @@ async def test_classes_of_a_model_that_was_unknown_are_checked() -> None:
 
 @looped
 async def test_a_worker_that_does_not_name_its_outputs_gets_no_request_for_classes() -> None:
-    """Envoy gets the other worker, where the request counts; without another one, the client gets the refusal."""
+    """If a worker does not report its outputs, the other worker gets the request. If there is no other, the client gets the refusal."""
     asked = Infer(model_name="both")
     asked.outputs.add(name="text").parameters["classification"].int64_param = 1
     away = Refusal(grpc.StatusCode.UNAVAILABLE, "worker b does not answer")
@@ -414,7 +417,7 @@ async def test_a_worker_that_does_not_name_its_outputs_gets_no_request_for_class
 
 @looped
 async def test_a_stream_is_for_one_model() -> None:
-    """A later message for another model is refused, as tritonserver 24.10 may crash when both answer."""
+    """A later message for another model is refused, because tritonserver 24.10 may crash when both models answer."""
     async with picking() as desk:
         stream = desk.stream()
         await stream.headers(call_headers("ModelStreamInfer"), STREAMED)
@@ -427,7 +430,7 @@ async def test_a_stream_is_for_one_model() -> None:
 
 @looped
 async def test_a_part_of_a_body_is_not_taken_for_all_of_it() -> None:
-    """With BUFFERED_PARTIAL, JSON of which only a part is shown is refused, and the error names the setting."""
+    """With BUFFERED_PARTIAL, JSON that is shown only in part is refused, and the error names the setting."""
     async with picking() as desk:
         stream = desk.stream()
         await stream.headers(http_headers("both"), BUFFERED)
@@ -439,7 +442,7 @@ async def test_a_part_of_a_body_is_not_taken_for_all_of_it() -> None:
 
 @looped
 async def test_a_slow_client_gets_more_time() -> None:
-    """While a body is awaited, Envoy is asked to wait: after its timeout, it would let the request pass unread."""
+    """While the picker waits for a body, it asks Envoy to wait. After its timeout, Envoy would send the request unread."""
     async with picking() as desk:
         stream = desk.stream()
         await stream.headers(http_headers("both"), STREAMED)
@@ -450,7 +453,7 @@ async def test_a_slow_client_gets_more_time() -> None:
 
 @looped
 async def test_an_error_in_the_picker_lets_no_request_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that the picker fails to read is refused: Envoy would let it pass after an error of the picker."""
+    """If the picker fails to read a request, it refuses it. After an error of the picker, Envoy would send the request unread."""
     monkeypatch.setattr("rsrv_gateway.picked_body.HttpHead.steps", lambda *_: 1 / 0)
     async with picking() as desk:
         assert refusal(await desk.ask_http("/v2/models/both/infer", b"{}"))[0] == 500
@@ -458,7 +461,7 @@ async def test_an_error_in_the_picker_lets_no_request_pass(monkeypatch: pytest.M
 
 @looped
 async def test_a_compressed_body_is_read_with_pauses_for_other_requests() -> None:
-    """A few bytes may inflate to much JSON, so the picker reads them in parts, outside of `take`."""
+    """A few bytes may become much JSON, so the picker reads them in parts, with pauses, and outside of `take`."""
     body = gzip.compress(b'{"inputs": [], "more": [' + b"[0]," * 500_000 + b"0]}")
     names = {":method": "POST", ":path": "/v2/models/both/infer", "content-encoding": "gzip"}
     pairs = [pb.HeaderValue(key=key, raw_value=value.encode()) for key, value in names.items()]
@@ -498,7 +501,7 @@ async def test_a_compressed_body_is_read_with_pauses_for_other_requests() -> Non
 )
 @looped
 async def test_questions_go_to_a_worker_that_can_answer(method: str, request_: Any, hosts: set[int]) -> None:
-    """A question about a model goes to a worker that has it; any other question goes to any worker, uncounted."""
+    """A question about a model is sent to a worker that has it. Other questions are sent to any worker. Questions are not counted."""
     async with picking() as desk:
         found = endpoints(await desk.ask_grpc(method, request_))
         assert found
@@ -508,7 +511,7 @@ async def test_questions_go_to_a_worker_that_can_answer(method: str, request_: A
 
 @looped
 async def test_any_worker_means_each_in_turn() -> None:
-    """Questions about no model go to the workers in turn; a path that no server knows does, too."""
+    """Requests about no model are sent to the workers in turn, also requests for unknown paths."""
     async with picking() as desk:
         paths = ("/v2/health/ready", "/v2", "/v2/models/stats", "/no/such/path")
         firsts = [endpoints(await desk.ask_http(path))[0] for path in paths]
@@ -517,7 +520,7 @@ async def test_any_worker_means_each_in_turn() -> None:
 
 @looped
 async def test_an_unknown_model_is_not_found_after_a_refresh() -> None:
-    """The workers are asked once more, then the request ends with NOT_FOUND in the client's protocol."""
+    """For an unknown model, the workers are asked once more. Then the request ends with NOT_FOUND in the client's protocol."""
     async with picking() as desk:
         answer = await desk.ask_grpc("ModelInfer", Infer(model_name="what"))
         assert refusal(answer) == (5, "Request for unknown model: 'what' is not found")
@@ -529,7 +532,7 @@ async def test_an_unknown_model_is_not_found_after_a_refresh() -> None:
 
 @looped
 async def test_without_a_live_server_requests_are_unavailable() -> None:
-    """A model that no worker serves, and any request without workers, are UNAVAILABLE."""
+    """A request for a model without a worker is UNAVAILABLE. If there are no workers, any request is."""
     async with picking() as desk:
         assert refusal(await desk.ask_grpc("ModelInfer", Infer(model_name="gone")))[0] == 14
     async with picking(table={}, workers={}) as desk:
@@ -543,7 +546,7 @@ async def test_without_a_live_server_requests_are_unavailable() -> None:
 )
 @looped
 async def test_changes_of_one_server_are_refused(method: str) -> None:
-    """A change would reach one server of several, so it is UNIMPLEMENTED."""
+    """A call that would change only one of several servers is UNIMPLEMENTED."""
     async with picking() as desk:
         assert refusal(await desk.ask_grpc(method, service_pb2.LogSettingsRequest()))[0] == 12
         assert refusal(await desk.ask_http("/v2/repository/models/both/load", b"{}"))[0] == 501
@@ -551,7 +554,10 @@ async def test_changes_of_one_server_are_refused(method: str) -> None:
 
 @looped
 async def test_what_is_no_request_is_refused() -> None:
-    """Bytes that are not a request, a name behind the tensors, and a lie about a shape are INVALID_ARGUMENT."""
+    """Bytes that are not a request, a message with the model's name after the tensors, and a wrong shape are invalid.
+
+    The status is gRPC's INVALID_ARGUMENT or HTTP's 400. A message marked as compressed, without an encoding, is UNIMPLEMENTED.
+    """
     async with picking() as desk:
         late = Infer(raw_input_contents=[b"x" * 20_000]).SerializeToString() + b"\x0a\x04both"
         for body in (b"\0\0\0\0\x04abcd", struct.pack(">BI", 0, len(late)) + late[:9000], b"\1\0\0\0\2hi"):
@@ -569,7 +575,7 @@ async def test_what_is_no_request_is_refused() -> None:
 
 @looped
 async def test_a_filter_that_hides_what_the_picker_needs_is_named() -> None:
-    """Without headers, or without the body of a call, the error names the filter's setting."""
+    """If Envoy's filter does not send the headers, or a call's body, the error names the filter's setting."""
     async with picking() as desk:
         stream = desk.stream()
         await stream.body(framed(Infer(model_name="both")))
@@ -581,7 +587,7 @@ async def test_a_filter_that_hides_what_the_picker_needs_is_named() -> None:
 
 @looped
 async def test_a_client_needs_the_token_and_servers_do_not_get_it(tmp_path: Path) -> None:
-    """Any request without the token is refused at its headers; with it, the header is removed."""
+    """A request without the token is refused at its headers. With the token, its header is removed."""
     file = tmp_path / "token"
     file.write_text("sesame\n")
     file.chmod(0o600)
@@ -597,7 +603,7 @@ async def test_a_client_needs_the_token_and_servers_do_not_get_it(tmp_path: Path
 
 @looped
 async def test_envoy_can_limit_the_endpoints() -> None:
-    """With the hint of the Gateway API, only its endpoints are named, and the request counts there; none: UNAVAILABLE."""
+    """If the Gateway API's hint limits the endpoints, only these are named and counted. If it leaves none, the request is UNAVAILABLE."""
 
     def hint(allowed: Sequence[str]) -> Any:
         metadata: Any = pb.Metadata()
@@ -618,7 +624,7 @@ async def test_envoy_can_limit_the_endpoints() -> None:
 
 @looped
 async def test_in_full_duplex_all_bytes_of_both_bodies_come_back() -> None:
-    """In the mode of the Gateway API, each part of a body is answered with itself, in order, after the headers."""
+    """In the mode of the Gateway API, the headers are answered first, and then each part of a body with itself, in order."""
     message = framed(Infer(model_name="both", raw_input_contents=[b"x" * 20_000]))
     async with picking() as desk:
         stream = desk.stream()
@@ -643,7 +649,7 @@ async def test_in_full_duplex_all_bytes_of_both_bodies_come_back() -> None:
 
 @looped
 async def test_requests_in_flight_outlive_the_picker() -> None:
-    """At the end, streams end well, which lets Envoy go on; new ones are refused."""
+    """At the end, streams in progress end well, so that Envoy continues them. New streams are refused."""
     async with picking() as desk:
         stream = desk.stream()
         await stream.headers(call_headers("ModelInfer"), STREAMED)
@@ -659,7 +665,7 @@ async def test_requests_in_flight_outlive_the_picker() -> None:
 
 @looped
 async def test_what_the_picker_has_not_read_resets_no_connection() -> None:
-    """At the end, a peer can read what it was told, although something from it is still on its way."""
+    """At the end, a peer can read all that the picker sent, although bytes from the peer are still unread."""
     async with picking() as desk:
         reader, writer = await asyncio.open_connection("127.0.0.1", desk.picker.port)
         await reader.readexactly(9)
@@ -670,7 +676,7 @@ async def test_what_the_picker_has_not_read_resets_no_connection() -> None:
             writer.close()
             return said
 
-        # The drain's first step comes before the loop looks for what to read.
+        # The drain begins before the event loop reads from the connection.
         _, said = await asyncio.gather(desk.picker.drain(30), rest())
         goaway = struct.pack(">HBBBIII", 0, 8, 7, 0, 0, 0, 0)
         assert said.endswith(goaway)
@@ -678,7 +684,7 @@ async def test_what_the_picker_has_not_read_resets_no_connection() -> None:
 
 @looped
 async def test_workers_are_named_by_address(caplog: pytest.LogCaptureFixture) -> None:
-    """A host's name is resolved, as Envoy compares addresses; one that has no address is left out, and logged."""
+    """A host's name is resolved, because Envoy compares addresses. A worker whose name has no address is left out and logged."""
     workers = {
         "a": Worker("a", "localhost:8001", "localhost:8000"),
         "b": Worker("b", "no.such.host.invalid:8001"),
@@ -691,7 +697,7 @@ async def test_workers_are_named_by_address(caplog: pytest.LogCaptureFixture) ->
 
 @looped
 async def test_a_name_that_had_no_address_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker whose name cannot be resolved gets requests when it can, without another table; names are asked for at once."""
+    """A name that could not be resolved is tried again, without a new table. All names are resolved at the same time."""
     asked: list[str] = []
     known: dict[str, str] = {}
 
@@ -718,7 +724,7 @@ async def test_a_name_that_had_no_address_is_asked_for_again(monkeypatch: pytest
 async def test_a_worker_keeps_its_address_while_names_cannot_be_resolved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An outage of DNS takes no worker away."""
+    """During an outage of DNS, workers keep their addresses."""
     known = {"a.example": "10.0.0.1"}
     failed = 0
 
@@ -743,7 +749,7 @@ async def test_a_worker_keeps_its_address_while_names_cannot_be_resolved(
 async def test_a_worker_that_joins_while_names_are_asked_for_keeps_its_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Workers replaced while the names of the old ones are asked for again get requests at once, and go on to."""
+    """If workers are replaced while names are being resolved again, the new workers get requests at once, and also later."""
     slow = asyncio.Event()
     asked = asyncio.Event()
     known = {"a.example": "10.0.0.1", "b.example": "10.0.0.2"}
@@ -772,7 +778,10 @@ async def test_a_worker_that_joins_while_names_are_asked_for_keeps_its_address(
 
 @looped
 async def test_a_decision_takes_few_calls() -> None:
-    """Reading a request's parts, choosing among a hundred workers and writing the answers, without gRPC, takes little time."""
+    """A decision takes a bounded number of function calls.
+
+    It reads a request's parts, chooses among a hundred workers, and writes the answers, without gRPC.
+    """
     names = [f"w{number}" for number in range(100)]
     workers = {name: Worker(name, f"10.0.1.{number}:8001") for number, name in enumerate(names)}
     table = {f"m{number}": Routes(ready=tuple(names), placed=(names[number],)) for number in range(100)}
@@ -797,13 +806,13 @@ async def test_a_decision_takes_few_calls() -> None:
                 assert request.take(part)
             request.end()
 
-    # Twice what it takes.
+    # The limit is twice the usual number.
     assert calls_of(decide) < 300 * len(parts)
 
 
 @looped
 async def test_envoy_can_be_asked_for_a_certificate(tmp_path: Path) -> None:
-    """With TLS, a client without a certificate of the authority gets no answer, and one with it does."""
+    """With TLS, only a client with a certificate of the authority gets an answer."""
     authority = trustme.CA()
     pair = authority.issue_cert("127.0.0.1")
     ca, chain, key = (tmp_path / name for name in ("ca.pem", "chain.pem", "key.pem"))

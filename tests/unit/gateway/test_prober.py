@@ -1,4 +1,4 @@
-"""The questions to a worker over gRPC, and the use of its answers."""
+"""The questions to a worker over gRPC, and the use of the answers."""
 
 import math
 from pathlib import Path
@@ -53,20 +53,20 @@ def prober(port: int, *, control: bool = False, timeout: float = 60.0, **setting
 
 
 async def only(one: GrpcProber) -> WorkerView:
-    """Return the view of the worker's one device."""
+    """Probe a worker with one device, and return the view of this device."""
     (view,) = await one.probe()
     return view
 
 
 async def probe_until_seen(one: GrpcProber, view: WorkerView) -> None:
-    """Probe until the worker is seen like this: on a busy machine, any probe may be too late."""
+    """Probe until the worker has this view. On a busy machine, any probe may be too late."""
     while await only(one) != view:
         pass
 
 
 @looped
 async def test_a_worker_without_control_tells_what_is_ready() -> None:
-    """A worker without a control service reports its ready models."""
+    """For a worker without a control service, a probe returns only its ready models."""
     triton = FakeServer()
     triton.index = {"m": "READY", "n": "UNAVAILABLE", "o": "READY"}
     async with serving(triton) as port:
@@ -79,7 +79,7 @@ async def test_a_worker_without_control_tells_what_is_ready() -> None:
 
 @looped
 async def test_a_worker_with_control_tells_all_that_the_planner_needs() -> None:
-    """A worker with a control service reports its models, weights and costs; some models have no items."""
+    """For a worker with a control service, a probe returns models, weights and costs. Some models have no items."""
     control = FakeControl()
     control.load = LOAD
     async with serving(FakeServer(), control) as port:
@@ -102,7 +102,7 @@ async def test_a_worker_with_control_tells_all_that_the_planner_needs() -> None:
 
 @looped
 async def test_a_probe_asks_for_what_has_changed() -> None:
-    """The figures that a server leaves out because they have not changed are those of the probe before."""
+    """A server reports only figures that have changed. The other figures are those of the previous probe."""
     control = FakeControl()
     device = pb.DeviceLoad(instance="i", next=3)
     device.models.add(name="a", queued=1)
@@ -125,7 +125,10 @@ async def test_a_probe_asks_for_what_has_changed() -> None:
 
 @looped
 async def test_a_server_with_several_devices_has_a_view_of_each() -> None:
-    """A device without its runtime takes no models, nor one where they failed; without any, the server is asked as one."""
+    """A device without its runtime gets no models, and a device on which a model failed does not get this model.
+
+    If no device has a runtime, the server is treated as one worker.
+    """
     control = FakeControl()
     control.load = pb.GetLoadResponse(
         devices=[
@@ -155,7 +158,7 @@ async def test_a_server_with_several_devices_has_a_view_of_each() -> None:
 
 @looped
 async def test_a_server_that_places_models_itself_is_one_worker() -> None:
-    """Only with placement.mode external does the gateway choose among the devices of a server."""
+    """The gateway chooses among the devices of a server only if placement.mode is external."""
     control = FakeControl()
     control.load = pb.GetLoadResponse(
         devices=[
@@ -204,7 +207,7 @@ async def test_a_server_that_places_models_itself_is_one_worker() -> None:
 
 @looped
 async def test_metrics_of_a_control_service_are_there_or_not() -> None:
-    """Metrics of a control service may be present, missing in an older one, or absent without one."""
+    """A probe handles a control service with metrics, an older one without metrics, and a worker without a control service."""
     control = FakeControl()
     async with serving(FakeServer(), control) as port:
         one, bare = prober(port, control=True), prober(port)
@@ -219,7 +222,7 @@ async def test_metrics_of_a_control_service_are_there_or_not() -> None:
 
 @looped
 async def test_a_worker_whose_runtime_is_gone_is_alive() -> None:
-    """A worker without a runtime is alive with its ready models."""
+    """A worker without a runtime is alive, and has its ready models."""
     control = FakeControl()
     control.load = None
     async with serving(FakeServer(), control) as port:
@@ -241,7 +244,7 @@ async def test_a_worker_that_starts_or_ends_has_nothing_ready() -> None:
 
 @looped
 async def test_a_triton_that_is_slow_to_list_its_models_serves_what_it_did() -> None:
-    """A Triton that is slow to list its models keeps its last view."""
+    """If a Triton is slow to list its models, its view stays the last one."""
     triton = FakeServer()
     async with serving(triton) as port:
         one = prober(port, timeout=0.3)
@@ -254,7 +257,7 @@ async def test_a_triton_that_is_slow_to_list_its_models_serves_what_it_did() -> 
 
 @looped
 async def test_a_worker_that_ends_is_dead_at_once_and_alive_when_it_is_back() -> None:
-    """A worker that ends is dead at once, and alive when its port answers again."""
+    """A worker is dead as soon as it ends, and alive when its port answers again."""
     triton = FakeServer()
     async with serving(triton) as port:
         one = prober(port)
@@ -267,7 +270,7 @@ async def test_a_worker_that_ends_is_dead_at_once_and_alive_when_it_is_back() ->
 
 @looped
 async def test_a_connection_that_is_open_on_one_side_only_is_replaced() -> None:
-    """On a half-open connection, one probe times out as dead, and the next uses a new connection."""
+    """On a half-open connection, one probe times out, so the worker is dead. The next probe uses a new connection."""
     control = FakeControl()
     async with serving(FakeServer(), control) as port, Relay(port).running() as relay:
         one = prober(relay.port, control=True, timeout=0.5)
@@ -281,7 +284,7 @@ async def test_a_connection_that_is_open_on_one_side_only_is_replaced() -> None:
 
 @looped
 async def test_steps_go_to_the_control_service() -> None:
-    """Steps go to the control service, and its refusal is an error with the reason."""
+    """Steps are sent to the control service. Its refusal is an error with the reason."""
     control = FakeControl()
     async with serving(FakeServer(), control) as port:
         one = prober(port, control=True)
@@ -295,7 +298,7 @@ async def test_steps_go_to_the_control_service() -> None:
 
 @looped
 async def test_the_token_of_the_workers_goes_with_each_question(tmp_path: Path) -> None:
-    """Questions to the control service carry the workers' token."""
+    """Each question to the control service has the workers' token."""
     (tmp_path / "token").write_text("secret\n")
     control = FakeControl()
     async with serving(FakeServer(), control) as port:
@@ -307,7 +310,7 @@ async def test_the_token_of_the_workers_goes_with_each_question(tmp_path: Path) 
 
 @pytest.fixture
 def value(tmp_path: Path) -> Path:
-    """Return a file with the value of a restriction."""
+    """Return a file with the value of a restriction's key."""
     path = tmp_path / "value"
     path.write_text("sesame=1\n")
     path.chmod(0o600)
@@ -327,7 +330,7 @@ async def test_a_restricted_repository_is_opened_with_its_key(value: Path) -> No
 
 @looped
 async def test_a_repository_that_stays_closed_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    """A closed repository API is logged once, with the setting, and again only after it was open."""
+    """A closed repository API is logged once, with the setting. It is logged again only if it was open in between."""
     triton = FakeServer()
     triton.restricted = ("admin-key", "sesame")
     async with serving(triton) as port:
@@ -348,7 +351,7 @@ async def test_a_repository_that_stays_closed_is_told_once(caplog: pytest.LogCap
 
 @looped
 async def test_a_server_that_starts_has_refused_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """A server that is starting causes no line of the log."""
+    """A server that is starting causes no line of the log, although it does not list its models."""
     triton = FakeServer()
     triton.ready = False
     async with serving(triton) as port:
@@ -359,7 +362,7 @@ async def test_a_server_that_starts_has_refused_nothing(caplog: pytest.LogCaptur
 
 
 def test_a_key_needs_its_value(value: Path) -> None:
-    """A key other than that of `rsrv serve` needs its value, and the file must be private."""
+    """A key other than that of `rsrv serve` needs a file with its value. The file must be private."""
     with pytest.raises(ValueError, match="pattern"):
         GatewaySection(worker_repository_key="Admin-Key", worker_repository_value_file=value)
     with pytest.raises(ValueError, match="worker_repository_key needs worker_repository_value_file"):
@@ -372,21 +375,21 @@ def test_a_key_needs_its_value(value: Path) -> None:
 
 @pytest.mark.parametrize("key", ["worker_ca", "worker_token_file"])
 def test_a_file_that_is_not_there_is_named(tmp_path: Path, key: str) -> None:
-    """A missing file is an error that names the setting."""
+    """If a file is missing, the error names the setting."""
     with pytest.raises(CredentialsError, match=rf"gateway\.{key}: .*missing"):
         ChannelFactory(GatewaySection.model_validate({key: tmp_path / "missing"}))
 
 
 @pytest.mark.parametrize("contents", ["", "not a PEM"])
 def test_authorities_that_are_none(tmp_path: Path, contents: str) -> None:
-    """An invalid or empty file of authorities is refused: public authorities do not count for workers."""
+    """An invalid or empty file of authorities is refused, because public authorities must not be used for workers."""
     (tmp_path / "ca").write_text(contents)
     with pytest.raises(CredentialsError, match=r"gateway\.worker_ca"):
         ChannelFactory(GatewaySection(worker_ca=tmp_path / "ca"))
 
 
 def test_a_certificate_is_not_shown_without_tls(tmp_path: Path) -> None:
-    """A client certificate without worker authorities is refused, because it needs TLS."""
+    """A client certificate without the workers' authorities is refused, because it needs TLS."""
     with pytest.raises(ValueError, match="worker_ca"):
         GatewaySection(worker_certificate=tmp_path / "chain", worker_key=tmp_path / "key")
 
@@ -400,7 +403,7 @@ def test_a_token_is_one_line(tmp_path: Path) -> None:
 
 @looped
 async def test_a_worker_that_answers_nonsense() -> None:
-    """Unreadable answers of a worker count as missing, and the next probe works."""
+    """Unreadable answers are treated as missing ones, and the next probe works."""
 
     async def nonsense(_: bytes, __: Any) -> bytes:
         return b"\xff" * 40
@@ -427,7 +430,7 @@ async def test_a_worker_that_answers_nonsense() -> None:
 )
 @looped
 async def test_figures_that_are_none_are_not_believed(figures: dict[str, Any]) -> None:
-    """With impossible figures, a worker counts as one without a control service."""
+    """A worker with impossible figures is treated as one without a control service."""
     control = FakeControl()
     control.load = pb.GetLoadResponse(
         devices=[pb.DeviceLoad(instance="1", models=[pb.ModelLoad(name="m", **figures)])]
@@ -439,7 +442,7 @@ async def test_figures_that_are_none_are_not_believed(figures: dict[str, Any]) -
 
 
 class _Everything(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Answers all methods alike."""
+    """Answers all methods with the same function."""
 
     def __init__(self, answer: Any) -> None:
         self._handler = grpc.unary_unary_rpc_method_handler(answer)

@@ -1,4 +1,4 @@
-"""The times of probes, and the notification of the brain."""
+"""The times of probes, and the notifications of the gateway's loop."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -21,7 +21,7 @@ class FakeProber:
         self.worker = worker
         self.views: tuple[WorkerView, ...] = (ALIVE,)
         self.seconds = 0.001
-        #: error of the gateway's own code
+        #: Error that the gateway's own code raises in a probe, or None.
         self.error: Exception | None = None
         self.probed_at: list[float] = []
         self.closed = False
@@ -59,7 +59,7 @@ class FakeProber:
 
 
 class World:
-    """Probes of workers a and b, every half second."""
+    """Probes of the workers a and b every half second."""
 
     def __init__(self) -> None:
         self.probers: dict[str, FakeProber] = {}
@@ -78,14 +78,14 @@ class World:
         self.some.set()
 
     async def sees(self) -> float:
-        """Return the time of the next notification."""
+        """Wait for the next notification, and return its time."""
         self.some.clear()
         await self.some.wait()
         return asyncio.get_running_loop().time()
 
 
 def in_world(test: Callable[[World], Coroutine[None, None, None]]) -> Callable[[], None]:
-    """Run a coroutine as a test, in a world of its own."""
+    """Make a test of a coroutine, which gets its own world."""
 
     async def main() -> None:
         world = World()
@@ -106,7 +106,7 @@ def now() -> float:
 
 @in_world
 async def test_each_worker_is_probed_again_and_again(world: World) -> None:
-    """Each worker is probed every half second, independent of the others; an unprobed one is dead."""
+    """Each worker is probed every half second, independently of the others. A worker is dead before its first probe."""
     world.watch("a", "b")
     assert world.probes.views() == {"a": DEAD, "b": DEAD}
     world.probers["b:1"].seconds = 1.0
@@ -119,7 +119,7 @@ async def test_each_worker_is_probed_again_and_again(world: World) -> None:
 
 @in_world
 async def test_a_death_is_seen_with_the_next_probe(world: World) -> None:
-    """A death is noticed within one pause and timeout, and each change is notified once."""
+    """A death is noticed within one pause and one timeout. Each change causes one notification."""
     world.watch("a")
     await world.sees()
     prober = world.probers["a:1"]
@@ -134,7 +134,7 @@ async def test_a_death_is_seen_with_the_next_probe(world: World) -> None:
 
 @in_world
 async def test_traffic_that_fails_probes_the_worker_at_once(world: World) -> None:
-    """A failed request triggers a new probe at once; a thousand failures trigger one or two."""
+    """A failed request starts a probe at once. A thousand failed requests start one or two probes."""
     world.watch("a")
     prober = world.probers["a:1"]
     await world.sees()
@@ -147,7 +147,7 @@ async def test_traffic_that_fails_probes_the_worker_at_once(world: World) -> Non
     prober.views, prober.seconds = (ALIVE,), 0.2
     await world.sees()
     probes = len(prober.probed_at)
-    while len(prober.probed_at) == probes:  # Until it is probed again and found alive.
+    while len(prober.probed_at) == probes:  # Until the next probe finds it alive.
         await asyncio.sleep(0.01)
     prober.views, prober.seconds = DEAD, 0.001
     failed = now()
@@ -159,7 +159,7 @@ async def test_traffic_that_fails_probes_the_worker_at_once(world: World) -> Non
 
 @in_world
 async def test_a_refresh_waits_for_new_probes(world: World) -> None:
-    """A refresh waits for probes that begin after it, and not for a worker that leaves."""
+    """A refresh waits for probes that begin after it. It does not wait for a worker that leaves."""
     world.watch("a", "b")
     await world.sees()
     prober = world.probers["a:1"]
@@ -175,7 +175,7 @@ async def test_a_refresh_waits_for_new_probes(world: World) -> None:
 
 
 def test_a_probe_that_fails_unexpectedly_is_made_again(caplog: pytest.LogCaptureFixture) -> None:
-    """A worker whose answers the gateway's own code cannot handle counts as dead, which is logged once, until it can."""
+    """If the gateway's own code fails on a worker's answers, the worker is dead until a probe works. This is logged once."""
 
     @in_world
     async def main(world: World) -> None:
@@ -199,7 +199,7 @@ def test_a_probe_that_fails_unexpectedly_is_made_again(caplog: pytest.LogCapture
 
 @in_world
 async def test_a_worker_that_leaves_is_not_probed_any_more(world: World) -> None:
-    """A removed worker is not probed; one with a new address is a new worker."""
+    """A removed worker is not probed. A worker with a new address is a new worker."""
     world.watch("a", "b")
     await asyncio.sleep(1)
     world.watch("a")
@@ -217,7 +217,7 @@ async def test_a_worker_that_leaves_is_not_probed_any_more(world: World) -> None
 
 @in_world
 async def test_a_server_keeps_its_devices_while_it_does_not_name_them(world: World) -> None:
-    """A server that dies, or whose control service is away, loses no device, so what was placed there is not forgotten."""
+    """While a server is dead or has no control service, its devices stay known, so that their placement is not forgotten."""
     figures = [WorkerView(True, frozenset({"m"}), "i", device=number) for number in (0, 1)]
     world.watch("a")
     await world.sees()
@@ -236,7 +236,7 @@ async def test_a_server_keeps_its_devices_while_it_does_not_name_them(world: Wor
 
 
 def test_steps_of_one_device_run_in_order_and_once() -> None:
-    """Steps of a device run in order and once, do not delay another device's, and failures are logged."""
+    """Steps of a device run once and in order, and do not delay steps of another device. Failures are logged."""
     done: list[str] = []
 
     async def do(act: Act, place: ServerDevice, model: str) -> None:
@@ -265,7 +265,7 @@ def test_steps_of_one_device_run_in_order_and_once() -> None:
 
 
 def test_servers_are_told_what_changed(caplog: pytest.LogCaptureFixture) -> None:
-    """A server that was away is told again, and one that was not reached is asked again."""
+    """A server that was away gets the placement again. A server that could not be reached is tried again."""
     told: list[tuple[str, ModelDevices]] = []
     fails = True
 

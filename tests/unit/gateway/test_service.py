@@ -28,7 +28,7 @@ PACKED = {"mode": "lpt_packing"}
 
 
 def worker(*models: str, budget: int = 1000) -> WorkerView:
-    """Return a view with these models, of 400 bytes each, on the device."""
+    """Return the view of a worker that has these models on its device, with 400 bytes each."""
     view = ModelView(400, WeightsView.RESIDENT, max_items=8, item_s=0.01, batch_input=("x", 0))
     return WorkerView(True, frozenset(models), "1", budget, models=dict.fromkeys(models, view))
 
@@ -54,7 +54,7 @@ class Served:
 async def served(
     tmp_path: Path, settings: Mapping[str, Any] | None = None, **ready: str | WorkerView
 ) -> AsyncIterator[Served]:
-    """Serve on a Unix socket, with the workers known and packed if that is the mode."""
+    """Serve on a Unix socket. The workers are known, and models are packed if the mode is lpt_packing."""
     world = World(settings, **ready)
     path = tmp_path / "control.sock"
     async with world.running():
@@ -69,7 +69,7 @@ async def served(
 
 @looped
 async def test_the_status_has_workers_models_and_what_moves_them(tmp_path: Path) -> None:
-    """The status has all workers, dead ones included, and all models or one."""
+    """The status has all workers, including dead ones, the policy, the last repack, and all models or one model."""
     async with served(tmp_path, PACKED, a=worker("m", "n"), b=worker("m", "n"), c=worker()) as gateway:
         del gateway.world.ready["c"]
         gateway.world.gateway.failed("c:8001")
@@ -96,7 +96,7 @@ async def test_the_status_has_workers_models_and_what_moves_them(tmp_path: Path)
 
 @looped
 async def test_a_policy_changes_as_the_mask_says(tmp_path: Path) -> None:
-    """SetPolicy changes the fields of its mask; those that are unset return to rsrv.yaml's."""
+    """SetPolicy changes the fields of its mask. A field in the mask without a value returns to rsrv.yaml's value."""
     async with served(tmp_path, {**PACKED, "hysteresis": 0.3}, a=worker("m"), b=worker("m")) as gateway:
         wanted = pb.Policy(hysteresis=0.5, fill=pb.FILL_RR, replicas=pb.Replicas(all=True), fill_factor=9)
         changed = await gateway.stub.SetPolicy(
@@ -138,7 +138,7 @@ async def test_a_policy_changes_as_the_mask_says(tmp_path: Path) -> None:
 async def test_a_policy_that_is_wrong_anywhere_changes_nothing(
     tmp_path: Path, policy: pb.Policy, paths: list[str], said: str
 ) -> None:
-    """A policy with any wrong field changes nothing, and the message names the field."""
+    """A policy with a wrong field changes nothing, and the message names the field."""
     async with served(tmp_path, PACKED, a=worker("m")) as gateway:
         before = await gateway.status()
         request = pb.SetPolicyRequest(policy=policy, update_mask=FieldMask(paths=paths))
@@ -151,7 +151,7 @@ async def test_a_policy_that_is_wrong_anywhere_changes_nothing(
 
 @looped
 async def test_what_packs_is_refused_where_nothing_is_packed(tmp_path: Path) -> None:
-    """In other modes than lpt_packing, packing commands are refused; the basis of work can be set."""
+    """In modes other than lpt_packing, packing commands are refused. The basis of work can still be set."""
     async with served(tmp_path, {"mode": "least_outstanding"}, a="m") as gateway:
         for call, request in (
             ("Repack", pb.RepackRequest()),
@@ -169,7 +169,7 @@ async def test_what_packs_is_refused_where_nothing_is_packed(tmp_path: Path) -> 
 
 @looped
 async def test_a_model_has_its_own_placement(tmp_path: Path) -> None:
-    """A model's own placement lasts until it is replaced, and the answer gives its effect."""
+    """A model's own placement holds until it is replaced. The answer describes its effect."""
     async with served(tmp_path, PACKED, a=worker("m", "n"), b=worker("m", "n")) as gateway:
         answer = await gateway.stub.SetPlacement(
             pb.SetPlacementRequest(model="m", replicas=pb.Replicas(count=5), fill=pb.FILL_RR)
@@ -202,7 +202,7 @@ async def test_without_workers_nothing_is_packed(tmp_path: Path) -> None:
 
 @looped
 async def test_a_client_is_told_which_workers_to_ask(tmp_path: Path) -> None:
-    """Locate returns replicas first, the least busy before others; an unknown model triggers a probe."""
+    """Locate returns placed workers first, the least busy ones before others. For an unknown model, it starts a probe."""
     ready = {name: worker("m", "n") for name in "abc"}
     async with served(tmp_path, {**PACKED, "replicas": 2}, **ready) as gateway:
         placed = (await gateway.status()).models[0].placed
@@ -228,7 +228,7 @@ async def test_a_client_is_told_which_workers_to_ask(tmp_path: Path) -> None:
 async def test_health_is_that_of_the_gateway_and_of_each_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The health service covers the gateway and each model, watchers get each change, and programs read it as JSON."""
+    """The health service answers for the gateway and for each model. Watchers get each change, and programs can read it as JSON."""
     async with served(tmp_path, a="m") as gateway:
         stub: Any = health_pb2_grpc.HealthStub(gateway.channel)
         serving, not_serving = 1, 2
@@ -249,7 +249,7 @@ async def test_health_is_that_of_the_gateway_and_of_each_model(
 
 @looped
 async def test_it_listens_where_the_settings_say_and_names_them(tmp_path: Path) -> None:
-    """The service listens where the settings say, with a token, and names a wrong setting."""
+    """The service listens where the settings say, with a token. The error for a wrong setting names it."""
     token = tmp_path / "token"
     token.write_text("secret")
     token.chmod(0o600)
@@ -276,7 +276,7 @@ async def test_it_listens_where_the_settings_say_and_names_them(tmp_path: Path) 
 
 @looped
 async def test_the_command_shows_and_steers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each `rsrv gateway` command shows or changes its part; --json is for programs."""
+    """Each `rsrv gateway` command shows or changes its part. With --json, the output is JSON."""
     async with served(tmp_path, PACKED, a=worker("m"), b=worker("m")) as gateway:
 
         async def say(*words: str, status: int = 0) -> str:

@@ -1,4 +1,4 @@
-"""Requests that end two workers: equal ones reach no other worker for some minutes."""
+"""Requests that ended two workers. For some minutes, equal requests reach no other worker."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def body(text: str, **more: Any) -> dict[str, Any]:
 
 
 def breaks(worker: FakeHttpWorker) -> None:
-    """Break the connection of each request with the input "bad"."""
+    """Let the worker break the connection of each request with the input "bad"."""
     echo = worker.does[""]
 
     async def handle(request: Any) -> Any:
@@ -41,7 +41,7 @@ def breaks(worker: FakeHttpWorker) -> None:
 
 @looped
 async def test_a_request_that_ended_two_workers_is_refused_when_it_comes_again() -> None:
-    """The third worker never gets it, whatever its id and parameters; others are served as before."""
+    """A third worker never gets the request, whatever its id and parameters are. Other requests are served."""
     async with http_proxies.serving(3) as house:
         house.brain.dead = set("abc")
         for worker in house.workers:
@@ -61,7 +61,7 @@ async def test_a_request_that_ended_two_workers_is_refused_when_it_comes_again()
 
 @looped
 async def test_lost_connections_make_no_suspect() -> None:
-    """If the workers have not died, a request that lost two connections is UNAVAILABLE, and is tried again."""
+    """If a request lost two connections and the workers have not died, it is UNAVAILABLE, and may be sent again."""
     async with http_proxies.serving(3) as house:
         house.brain.dead = {"a"}
         for worker in house.workers:
@@ -73,7 +73,10 @@ async def test_lost_connections_make_no_suspect() -> None:
 
 @looped
 async def test_a_generation_is_compared_whatever_its_header_says() -> None:
-    """While requests of a model are compared, a generation with an odd length in the header that only inference has is served."""
+    """While requests of a model are compared, a generation with an odd length in the JSON-length header is served.
+
+    Only inference has this header, so a generation ignores it.
+    """
     async with http_proxies.serving(1) as house:
         house.proxy.http._traffic.suspects.add("m", b"digest")
         headers = {"Inference-Header-Content-Length": "9" * 5000}
@@ -84,7 +87,7 @@ async def test_a_generation_is_compared_whatever_its_header_says() -> None:
 
 @looped
 async def test_over_grpc_a_request_that_ended_two_workers_is_refused_when_it_comes_again() -> None:
-    """Calls and messages of streams that are equal but for the id are INTERNAL, and reach no worker."""
+    """Calls and stream messages that differ from the request only in their id are INTERNAL, and reach no worker."""
     async with proxies.serving(3) as house:
         house.brain.dead = set("abc")
 
@@ -106,7 +109,7 @@ async def test_over_grpc_a_request_that_ended_two_workers_is_refused_when_it_com
 
 @looped
 async def test_only_one_suspect_is_under_way() -> None:
-    """Requests of a worker that died go to the next worker one at a time, so only the request that ends that one is blamed."""
+    """Requests of a dead worker are sent to the next worker one at a time, so that only the request that ends it is blamed."""
     suspects, order = Suspects(), list[str]()
     inside, go = asyncio.Event(), asyncio.Event()
 
@@ -132,7 +135,7 @@ async def test_only_one_suspect_is_under_way() -> None:
 
 
 def test_suspects_are_forgotten() -> None:
-    """After five minutes equal requests are tried again, and only so many are remembered."""
+    """After five minutes, equal requests are tried again. The number of remembered requests is limited."""
     now = 0.0
     suspects = Suspects(lambda: now)
     suspects.add("m", b"1")
@@ -146,7 +149,7 @@ def test_suspects_are_forgotten() -> None:
 
 
 def test_a_digest_is_of_the_inputs_and_outputs() -> None:
-    """Id and parameters make no difference, but inputs, outputs and binary data do."""
+    """The digest of a request depends on inputs, outputs and binary data, but not on id and parameters."""
     one = Infer(model_name="m", id="1", raw_input_contents=[b"x"])
     other = Infer(model_name="m", id="2", raw_input_contents=[b"x"])
     other.parameters["timeout"].int64_param = 5
@@ -165,7 +168,7 @@ def test_a_digest_is_of_the_inputs_and_outputs() -> None:
 
 @looped
 async def test_a_worker_has_died_if_it_served_and_nothing_listens_now() -> None:
-    """A killed worker has died; one that said before that it stops has not, nor one that answers."""
+    """A killed worker has died. A worker that announced its stop, or that still answers, has not."""
     async with proxies.serving(1) as house:
         (worker,) = house.workers
 

@@ -13,17 +13,18 @@ from rsrv.control.v1 import control_pb2_grpc
 
 
 class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    """Has the models in `index`, by name with their state."""
+    """A tritonserver with the models in `index`, which has their states by name."""
 
     def __init__(self) -> None:
         self.index: dict[str, str] = {"m": "READY"}
         self.index_hangs = False
         #: KEY and VALUE of --grpc-restricted-protocol that its index requires.
         self.restricted: tuple[str, str] | None = None
-        #: False as while a server starts or ends.
+        #: False while the server starts or ends.
         self.ready = True
-        #: The requests, and the event that they wait for.
+        #: Number of requests.
         self.requests = 0
+        #: Event for which requests wait.
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -53,19 +54,19 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
 
 
 class FakeControl(control_pb2_grpc.ControlServicer):
-    """Returns `load`, or that there is no runtime if that is None. `steps` are those requested."""
+    """Returns `load`. If it is None, no runtime answers. `steps` has the requested steps."""
 
     def __init__(self) -> None:
         self.load: pb.GetLoadResponse | None = pb.GetLoadResponse(devices=[pb.DeviceLoad(instance="1")])
         self.steps: list[tuple[str, str]] = []
-        #: what SetPlacement said
+        #: Devices by model, as the last SetPlacement set them.
         self.placed: dict[str, list[int]] = {}
-        #: those of the last prefetch
+        #: Devices of the last prefetch.
         self.devices: list[int] = []
-        #: Metrics for Prometheus; None for an older version without them.
+        #: Metrics for Prometheus, or None for an older version without metrics.
         self.metrics: str | None = None
         self.token: str | None = None
-        #: what the last question for the load knew: device, instance and number
+        #: Positions in the last question for the load: device, instance and number.
         self.positions: list[tuple[int, str, int]] = []
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.GetLoadResponse:
@@ -101,7 +102,7 @@ class FakeControl(control_pb2_grpc.ControlServicer):
 async def serving(
     triton: FakeServer, control: FakeControl | None = None, port: int = 0
 ) -> AsyncIterator[int]:
-    """Serve both on one port, which is yielded."""
+    """Serve tritonserver and control service on one port, and yield this port."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(triton, server)
     if control is not None:
@@ -115,9 +116,9 @@ async def serving(
 
 
 class Relay:
-    """Forwards bytes to a port. After `stick` the current connections carry nothing; `cut` breaks them.
+    """Forwards bytes to a port. After `stick`, the current connections carry no bytes. `cut` breaks the connections.
 
-    While `stops` is set, new connections are closed at once and present ones work, as at a tritonserver that stops.
+    While `stops` is set, new connections are closed at once, and existing ones work, as at a tritonserver that is stopping.
     """
 
     def __init__(self, to: int) -> None:
@@ -148,13 +149,13 @@ class Relay:
         self._stuck |= self._open
 
     async def close(self) -> None:
-        """Break the connections and refuse new ones: the process behind it has died."""
+        """Break the connections and refuse new ones, as if the process behind the port had died."""
         assert self._server is not None
         self._server.close()
         self.cut()
 
     def cut(self) -> None:
-        """Break the connections, as a killed process does."""
+        """Break the connections, as the death of the process does."""
         for writer in self._open:
             writer.transport.abort()
 

@@ -23,9 +23,9 @@ from tests.waiting import PATIENCE_S
 
 
 class FakePlanner(Planner):
-    """Returns `steps` with the next plan, or fails if `broken`.
+    """Returns `steps` with the next plan, or fails if `broken` is set.
 
-    A plan is made when `gate` is set. Only one call may run at a time.
+    A plan is made only when `gate` is set. Only one call may run at a time.
     """
 
     def __init__(self, section: PlannerOptions) -> None:
@@ -52,7 +52,7 @@ class FakePlanner(Planner):
 
 
 class FakePlane(Proxy):
-    """Records the calls. `refuses`: it cannot listen, or cannot apply."""
+    """Records the calls. `refuses` is the name of the call that fails, "start" or "apply", or empty."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -121,7 +121,7 @@ class WorldProber:
 
 
 class World:
-    """`ready`: the ready models, the view, or the views of the devices of each worker; a missing worker is dead."""
+    """A gateway. `ready` has the ready models, the view, or the views of the devices of each worker. A missing worker is dead."""
 
     def __init__(
         self, settings: Mapping[str, Any] | None = None, **ready: str | WorkerView | tuple[WorkerView, ...]
@@ -131,9 +131,9 @@ class World:
         self.probed: list[str] = []
         self.acts: list[str] = []
         self.placements: list[tuple[str, ModelDevices]] = []
-        #: The metrics of the workers' control services.
+        #: Metrics of the workers' control services, by address.
         self.pages: dict[str, str] = {}
-        #: The workers' addresses.
+        #: Clients of the workers' control services, by address.
         self.controls: dict[str, ControlClient] = {}
         self.closed = 0
         self.seconds = 0.001
@@ -172,7 +172,7 @@ class World:
         await task
 
     def knows(self) -> tuple[list[str], dict[str, tuple[str, ...]]]:
-        """Return the workers and the routes of the table that was applied last."""
+        """Return the workers and the routes of the last applied table."""
         return self.proxy.applied[-1]
 
     async def until(self, workers: list[str], table: dict[str, tuple[str, ...]], *, within: float) -> None:

@@ -31,7 +31,7 @@ client_outputs:
 
 
 def spec(name: str, letters: str, dtype: str = "f32", **dims: int) -> TensorSpec:
-    """Return a tensor; `n` among the letters is the batch axis, letters without a size are variable axes."""
+    """Return a tensor. The letter `n` is the batch axis. Letters without a size are variable axes."""
     return TensorSpec(
         name=name,
         dtype=dtype,
@@ -51,7 +51,7 @@ def bundle(
     external: Sequence[str] = (),
     restartable: bool = False,
 ) -> Bundle:
-    """Return a bundle as the reader would, without a directory behind it."""
+    """Return a bundle as the reader returns it, without a directory."""
     manifest = Manifest(
         format_version="3",
         description="",
@@ -81,7 +81,7 @@ def bundle(
 
 
 def meta_bundle(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Bundle:
-    """Return a meta model as the reader would, without a directory behind it."""
+    """Return a meta model as the reader returns it, without a directory."""
     made = bundle([], [])
     manifest = replace(
         made.manifest,
@@ -101,7 +101,7 @@ def write_bundle(
     files: Mapping[str, str] | None = None,
     manifest: str = MANIFEST,
 ) -> Path:
-    """Write a directory that reads as a bundle."""
+    """Write a directory that the reader accepts as a bundle."""
     folder.mkdir(parents=True, exist_ok=True)
     manifest += "internal: true\nsha256:\n" if internal else "sha256:\n"
     for name, text in (files or {}).items():
@@ -115,7 +115,7 @@ def write_bundle(
 
 
 def write_unsummed(folder: Path, module: str = "not parsed") -> Path:
-    """Write a directory that reads as a bundle of format 2.0, which has no checksums."""
+    """Write a directory that the reader accepts as a bundle of format 2.0, which has no checksums."""
     write_bundle(folder, module)
     text = MANIFEST.replace("format_version: 3", "format_version: 2.0").replace("shape: nc", "shape: cn")
     (folder / "manifest.yaml").write_text(text)
@@ -129,7 +129,7 @@ def write_meta(
     external: Sequence[str] = (),
     run: str = "async def run(inputs, call): ...\n",
 ) -> Path:
-    """Write a directory that reads as a meta model."""
+    """Write a directory that the reader accepts as a meta model."""
     folder.mkdir(parents=True, exist_ok=True)
     section = json.dumps({"calls": list(calls), "external": list(external)})
     (folder / "manifest.yaml").write_text(f"{META_MANIFEST}meta: {section}\n")

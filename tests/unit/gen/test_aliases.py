@@ -38,7 +38,7 @@ def bundles(tmp_path: Path) -> Path:
 
 
 def bring(bundles: Path, *names: str, aliases: Mapping[str, Any]) -> Update:
-    """Update these models, or all."""
+    """Update the models with these names, or all models."""
     settings = load_settings(json.dumps({"aliases": aliases, "models": {"v8": {"max_rows": 4}}}))
     work = RepositoryUpdate(bundles.parent / "gen", [bundles], RepositorySettings.of(settings, None))
     return work.write(names or None)
@@ -49,7 +49,7 @@ def config(gen: Path, name: str) -> Any:
 
 
 def test_an_alias_is_a_model_with_the_interface_and_the_bundles_of_its_targets(bundles: Path) -> None:
-    """The smallest `max_batch_size` counts, and the shares are in its configuration."""
+    """An alias has the smallest `max_batch_size` of its targets, and the shares in its configuration."""
     gen = bundles.parent / "gen"
 
     assert "fraud" in bring(bundles, aliases={"fraud": {"v7": 95, "v8": 5}}).of(Written)
@@ -65,7 +65,7 @@ def test_an_alias_is_a_model_with_the_interface_and_the_bundles_of_its_targets(b
 
 
 def test_an_alias_has_the_task_of_its_targets(bundles: Path) -> None:
-    """The task is that of the models behind the alias, if they agree."""
+    """An alias has the task of its models, if they have the same task."""
     generated: list[Any] = []
     for labels in (["a", "b"], ["b", "a"]):
         for name in ("v7", "v8") if not generated else ("v8",):
@@ -87,7 +87,7 @@ def classifier(labels: list[str]) -> str:
 
 
 def test_an_alias_follows_its_shares_its_targets_and_its_end(bundles: Path) -> None:
-    """Only a change of the shares, or of a target, writes it again; without its settings, it goes."""
+    """An alias is written again only if its shares or a target change. Without its settings, it is removed."""
     bring(bundles, aliases={"fraud": {"v7": 95, "v8": 5}})
 
     assert not bring(bundles, aliases={"fraud": {"v7": 95, "v8": 5}}).of(Written)
@@ -111,7 +111,7 @@ def test_an_alias_follows_its_shares_its_targets_and_its_end(bundles: Path) -> N
 def test_an_alias_that_cannot_be_served_is_refused(
     bundles: Path, aliases: Mapping[str, Any], name: str, reason: str
 ) -> None:
-    """The reason names the target; bundles and other aliases are served."""
+    """The reason for a refused alias names the target. Bundles and other aliases are served."""
     done = bring(bundles, aliases=aliases)
 
     assert done.of(Broken)[name].reason.startswith(reason)
@@ -122,7 +122,10 @@ def test_an_alias_that_cannot_be_served_is_refused(
 def test_of_models_with_state_those_that_generate_may_have_aliases(
     tmp_path: Path, *, generates: bool, reason: str | None
 ) -> None:
-    """An answer is one request, whereas the steps of a sequence would go to several models."""
+    """A model that generates may have an alias, because each answer is one request.
+
+    Other models with state may not, because steps of one sequence would go to several models.
+    """
     facts = BundleFacts(frozenset({Feature.GENERATION if generates else Feature.STATE}))
     source = SourceBundle(tmp_path, None, facts)
 
@@ -164,7 +167,7 @@ def test_targets_with_different_interfaces_are_refused(
 def test_targets_that_take_other_lengths_are_refused(
     other: tuple[tuple[int], tuple[int], int | None], difference: str
 ) -> None:
-    """Otherwise a request of an alias would fail or not, depending on the model that gets it."""
+    """Targets with different lengths are refused, because a request would fail or not, depending on the target that gets it."""
 
     def lengths(short: tuple[int], long: tuple[int], pad: int | None) -> Bundle:
         made = bundle([spec("x", "nt")], [spec("y", "nc", c=2)], input_shapes=[short, long])
@@ -182,7 +185,7 @@ def test_targets_that_take_other_lengths_are_refused(
 
 
 def test_an_alias_of_a_broken_bundle_stays_as_it_was(bundles: Path) -> None:
-    """A target whose bundle breaks, or goes, leaves the alias's directory, with the reason."""
+    """If a target's bundle breaks or goes, the alias's directory stays as it is, and the reason is reported."""
     aliases = {"fraud": {"v7": 1, "v8": 1}}
     bring(bundles, aliases=aliases)
     (bundles / "v8/manifest.yaml").write_text("nothing")
@@ -197,7 +200,10 @@ def test_an_alias_of_a_broken_bundle_stays_as_it_was(bundles: Path) -> None:
 
 
 def test_a_new_alias_begins_without_a_broken_bundle(bundles: Path) -> None:
-    """The others serve, and the bundle comes when it is whole; without a model that answers, the alias is refused."""
+    """A new alias serves without a target whose bundle is broken, and gets this target when the bundle is whole.
+
+    If no answering target is left, the alias is refused.
+    """
     aliases = {"fraud": {"v7": 95, "v8": 5}, "watched": {"v7": "shadow", "v8": 1}}
     manifest = bundles / "v8/manifest.yaml"
     text = manifest.read_text()
@@ -217,7 +223,7 @@ def test_a_new_alias_begins_without_a_broken_bundle(bundles: Path) -> None:
 def test_the_command_writes_aliases_and_refuses_wrong_ones(
     bundles: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """rsrv-gen reports an alias as any model, and fails for one that cannot be served."""
+    """rsrv-gen reports an alias like a model, and fails if an alias cannot be served."""
     file, gen = bundles.parent / "rsrv.yaml", bundles.parent / "gen"
     file.write_text("aliases: {champion: v7, other: v9}")
 

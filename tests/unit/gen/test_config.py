@@ -1,4 +1,4 @@
-"""config.pbtxt: the layout of a bundle, its dims, and its max_batch_size."""
+"""config.pbtxt for the layout of a bundle: its dims and its max_batch_size."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from tests.unit.gen.bundles_for_tests import bundle, meta_bundle, spec
 
 
 def rendered(of: Bundle, *, guarded: bool = True) -> Any:
-    """Return the message that Triton reads."""
+    """Return the configuration as Triton parses it."""
     return text_format.Parse(render(of, guarded=guarded).decode(), ModelConfig())
 
 
 def test_a_batch_axis_in_front_everywhere_lets_triton_batch() -> None:
-    """The dims leave the batch axis out, plain dynamic batching is on, and the guard knows the number of axes."""
+    """The dims have no batch axis, plain dynamic batching is on, and the guard gets the number of axes."""
     inputs = [spec("x", "nchw", c=3, h=4, w=5), spec("mask", "n")]
     config = rendered(bundle(inputs, [spec("y", "nc", "i64", c=7)]))
     assert config.name == "toy"
@@ -50,7 +50,7 @@ def test_a_batch_axis_in_front_everywhere_lets_triton_batch() -> None:
 
 
 def test_without_its_guard_no_model_is_batched_by_triton() -> None:
-    """The layout stays, but Triton hands each request over alone, so that none fails another one."""
+    """Without the guard, the layout is the same, but Triton sends each request alone, so that no request fails another one."""
     config = rendered(bundle([spec("x", "nc", c=3)], [spec("y", "nc", c=7)]), guarded=False)
     assert config.max_batch_size > 0
     assert not config.HasField("dynamic_batching")
@@ -58,19 +58,19 @@ def test_without_its_guard_no_model_is_batched_by_triton() -> None:
 
 
 def test_strings_are_tensors_of_triton() -> None:
-    """A string a row has Triton's own axis of one."""
+    """A tensor with one string per row has an axis of size one, which Triton needs."""
     config = rendered(bundle([spec("x", "n")], [spec("y", "n")], client_inputs=[spec("text", "n", "bytes")]))
     assert (config.input[0].data_type, list(config.input[0].dims)) == (DataType.TYPE_STRING, [1])
 
 
 def test_the_stub_is_given_no_gpu() -> None:
-    """A model has one instance of kind CPU, which also loads without a GPU."""
+    """A model has one instance of the kind CPU, so it loads even without a GPU."""
     (group,) = rendered(bundle([spec("x", "n")], [spec("y", "n")])).instance_group
     assert (group.kind, group.count) == (group.KIND_CPU, 1)
 
 
 def test_a_tensor_with_only_the_batch_axis_gets_one_element_a_row() -> None:
-    """Triton has no empty dims, so the tensor travels as [N, 1]."""
+    """A tensor with only the batch axis is sent as [N, 1], because Triton has no empty dims."""
     config = rendered(bundle([spec("x", "n")], [spec("y", "nc", c=2)]))
     assert list(config.input[0].dims) == [1]
     assert config.max_batch_size > 0
@@ -89,7 +89,7 @@ def test_a_tensor_with_only_the_batch_axis_gets_one_element_a_row() -> None:
 def test_any_other_place_of_the_batch_axis_leaves_batching_to_the_runtime(
     inputs: list[TensorSpec], dims: list[list[int]]
 ) -> None:
-    """With the batch axis elsewhere, the dims are complete, -1 where sizes vary, and Triton does not batch."""
+    """If the batch axis is not in front, Triton does not batch. The dims have all axes, with -1 for variable sizes."""
     config = rendered(bundle(inputs, [spec("y", "nc", c=2)], input_shapes=[(5,)]))
     assert config.max_batch_size == 0
     assert not config.HasField("dynamic_batching")
@@ -98,7 +98,7 @@ def test_any_other_place_of_the_batch_axis_leaves_batching_to_the_runtime(
 
 
 def test_what_clients_send_decides_and_not_what_the_modules_take() -> None:
-    """With client specs, the configuration describes the clients' tensors."""
+    """With client specs, the configuration describes the clients' tensors, and not the modules'."""
     config = rendered(
         bundle(
             [spec("x", "cn", c=3)],
@@ -122,12 +122,12 @@ def test_what_clients_send_decides_and_not_what_the_modules_take() -> None:
     ],
 )
 def test_a_request_may_have_more_rows_than_an_execution(elements: int, limits: RowLimits, rows: int) -> None:
-    """The number of rows follows from the size of a row, unless an operator sets it."""
+    """The largest number of rows of a request follows from the size of a row, unless an operator sets it."""
     assert max_batch_size(bundle([spec("x", "nc", c=elements)], [spec("y", "n")]), limits=limits) == rows
 
 
 def test_small_shared_memory_means_fewer_rows() -> None:
-    """The inputs and outputs of a request take at most the given room, but a full execution is always possible."""
+    """The inputs and outputs of a request fit the given shared memory, but the rows of a full execution are always allowed."""
     of = bundle([spec("x", "nc", c=2**10 - 1)], [spec("y", "n")])
     assert [max_batch_size(of, room=room) for room in (2**20, 2**16, 1)] == [256, 16, 8]
 
@@ -136,7 +136,7 @@ def test_small_shared_memory_means_fewer_rows() -> None:
 def test_a_model_with_a_tensor_without_rows_takes_no_more_rows_than_an_execution(
     sizes: tuple[int, ...],
 ) -> None:
-    """Its requests cannot be split, so clients read the largest compiled size."""
+    """Requests of a model with a tensor without rows cannot be split, so max_batch_size is the largest compiled size."""
     of = bundle(
         [spec("x", "nc", c=1), spec("t", "")],
         [spec("y", "n")],
@@ -149,7 +149,7 @@ def test_a_model_with_a_tensor_without_rows_takes_no_more_rows_than_an_execution
 
 @pytest.mark.parametrize(("elements", "rows"), [(1, EXECUTE_ROWS), (2**20 - 1, 16), (2**26, 1)])
 def test_a_module_that_hides_its_size_is_limited_by_bytes(elements: int, rows: int) -> None:
-    """The name model.mlir has no size, and the generator does not look inside."""
+    """If only model.mlir exists, its size is unknown, because the generator does not read modules. The limit in bytes holds."""
     made = bundle([spec("x", "nc", c=elements)], [spec("y", "n")], sizes=())
     assert max_batch_size(replace(made, modules={(0, 0): Path("model.mlir")})) == rows
 
@@ -167,21 +167,21 @@ def test_a_module_that_hides_its_size_is_limited_by_bytes(elements: int, rows: i
 def test_a_meta_model_takes_the_rows_that_its_callees_take(
     elements: int, sizes: tuple[int, ...], rows: int
 ) -> None:
-    """A meta model takes as many rows as fit the byte limit, and at least its callees' largest size."""
+    """A meta model takes as many rows as fit the limit in bytes, but at least its callees' largest size."""
     meta = meta_bundle([spec("x", "nc", c=elements)], [spec("y", "n")])
     callees = [bundle([spec("x", "nc", c=2)], [spec("y", "n")], sizes=sizes), bundle([], [], sizes=())]
     assert max_batch_size(meta, callees) == rows
 
 
 def test_a_meta_model_without_a_batch_axis_is_not_batched() -> None:
-    """A meta model is batched only if every client tensor has the batch axis in front."""
+    """A meta model is batched only if every tensor of its clients has the batch axis in front."""
     config = rendered(meta_bundle([spec("x", "nc", c=2)], [spec("boxes", "mk", k=4)]))
     assert config.max_batch_size == 0
     assert list(config.output[0].dims) == [-1, 4]
 
 
 def test_parameters_tell_the_stub_what_is_internal_and_what_is_external() -> None:
-    """The parameters name internal, external and restartable models, and are absent otherwise."""
+    """The parameters say which models are internal, external and restartable. Without such models, they are absent."""
     plain = bundle([spec("x", "n")], [spec("y", "n")])
     assert not rendered(plain, guarded=False).parameters
     config = text_format.Parse(render(plain, internal=True).decode(), ModelConfig())
@@ -192,13 +192,13 @@ def test_parameters_tell_the_stub_what_is_internal_and_what_is_external() -> Non
 
 
 def test_the_largest_variant_counts() -> None:
-    """A row has the bytes of the largest variant, inputs and outputs together."""
+    """The size of a row is that of the largest variant, inputs and outputs together."""
     sized = bundle([spec("x", "nhw")], [spec("y", "nh", "u8")], input_shapes=[(2, 3), (10, 1), (4, 4)])
     assert row_bytes(sized) == 4 * 4 * 4 + 4
 
 
 def test_a_type_that_clients_do_not_have_is_refused_by_name() -> None:
-    """An 8-bit float on the wire is refused by name."""
+    """A tensor of 8-bit floats for clients is refused by name."""
     with pytest.raises(ConfigError, match="x: clients can't send or get f8_e5m2"):
         render(bundle([spec("x", "nc", "f8_e5m2", c=2)], [spec("y", "n")]))
 
@@ -227,7 +227,7 @@ SPECS = st.builds(
 def test_every_bundle_reads_back_as_it_was_meant(
     inputs: list[TensorSpec], outputs: list[TensorSpec], sizes: list[int]
 ) -> None:
-    """For any bundle, names, types and dims survive the text, and the batch axis is treated consistently."""
+    """For any bundle, names, types and dims are the same in the parsed configuration, and the batch axis is treated consistently."""
     of = bundle(inputs, outputs, sizes=sorted(set(sizes)))
     assert render(of).startswith(MARK.encode() + b"\n")
     config = rendered(of)
@@ -246,7 +246,7 @@ def test_every_bundle_reads_back_as_it_was_meant(
 
 
 def with_state(tokenizer: str | None = "", idle_timeout_s: float = 2.5) -> Bundle:
-    """Return a bundle that keeps state, and generates with this tokenizer unless that is empty."""
+    """Return a bundle that keeps state. Unless `tokenizer` is empty, it generates with this tokenizer."""
     of = bundle([spec("x", "nc", c=3)], [spec("y", "nc", c=2)])
     state = StateSpec(4, (StateTensor("hidden", "f32", (8,)),), idle_timeout_s, "wait")
     generate = GenerateSpec("tokens", "lengths", "sampling", "token", 64, (2,), 16, tokenizer, "{text}")
@@ -255,7 +255,7 @@ def with_state(tokenizer: str | None = "", idle_timeout_s: float = 2.5) -> Bundl
 
 
 def test_a_model_with_state_has_sequences_and_no_other_batching() -> None:
-    """Triton follows the sequences, with the manifest's idle time; the runtime alone counts slots."""
+    """Triton assigns the sequences, with the manifest's idle time. Only the runtime counts slots."""
     config = rendered(with_state())
     assert not config.HasField("dynamic_batching")
     assert config.sequence_batching.max_sequence_idle_microseconds == 2_500_000
@@ -265,7 +265,7 @@ def test_a_model_with_state_has_sequences_and_no_other_batching() -> None:
 
 
 def test_steps_with_strings_are_handed_over_one_by_one() -> None:
-    """A malformed string would fail the steps of other sequences."""
+    """Steps with strings are sent one by one, because a malformed string would fail the steps of other sequences."""
     of = with_state()
     text = replace(of, manifest=replace(of.manifest, client_inputs=(spec("text", "n", "bytes"),)))
     assert rendered(text).max_batch_size == 1
@@ -279,7 +279,7 @@ def test_steps_with_strings_are_handed_over_one_by_one() -> None:
     ],
 )
 def test_a_generation_streams_text_or_tokens(tokenizer: str | None, tensors: list[Any]) -> None:
-    """A generation is decoupled, takes one prompt, and has the usage behind what it answers."""
+    """A generation is decoupled and takes one prompt. Its answers have the text or the tokens first, and then the usage."""
     config = rendered(with_state(tokenizer))
     assert config.model_transaction_policy.decoupled
     assert config.max_batch_size == 0
@@ -294,7 +294,7 @@ def test_a_generation_streams_text_or_tokens(tokenizer: str | None, tensors: lis
 
 
 def test_clients_read_the_task_from_the_configuration() -> None:
-    """The manifest's section `task` is a parameter, as JSON; without a task there is no such parameter."""
+    """The manifest's section `task` is a parameter with JSON. Without a task, there is no such parameter."""
     of = bundle([spec("x", "nc", c=3)], [spec("y", "nc", c=2)])
     task = TaskSpec("audio-classification", {"audio": "x"}, {"scores": "y"}, ("Größe", "b"))
     found = rendered(replace(of, manifest=replace(of.manifest, task=task))).parameters["task"].string_value

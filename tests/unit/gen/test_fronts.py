@@ -1,4 +1,4 @@
-"""The models of a repository that get the native front, and the files of such a model."""
+"""The models of a repository with the native front, and the files of such a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.gen.bundles_for_tests import write_bundle
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a file that stands for the built library."""
+    """Make a file in place of the built library, and return it."""
     path = tmp_path / "libtriton_rsrv.so"
     path.write_bytes(b"\x7fELF")
     monkeypatch.setattr(plan, "LIBRARY", path)
@@ -38,7 +38,7 @@ def generate(bundles: Path, settings: str) -> int:
 
 
 def test_models_with_the_native_front_share_one_library(bundles: Path, library: Path) -> None:
-    """Each has a link to one copy of the library, and no Python file; a second run changes nothing."""
+    """Each model has a link to one copy of the library, and no Python file. A second run changes nothing."""
     assert generate(bundles, "stub: {front: native}") == 0
     gen = bundles.parent / "gen"
     files = {str(path.relative_to(gen / "one")) for path in (gen / "one").rglob("*") if path.is_file()}
@@ -46,7 +46,7 @@ def test_models_with_the_native_front_share_one_library(bundles: Path, library: 
     assert not any(name.endswith(".py") for name in files)
     config = (gen / "one/config.pbtxt").read_text()
     assert 'backend: "rsrv"' in config
-    assert "dynamic_batching" not in config  # a thread per model
+    assert "dynamic_batching" not in config  # it would need a thread per model
     assert (gen / "one" / library.name).samefile(gen / "two" / library.name)
     assert not (gen / "one" / library.name).samefile(library)
 
@@ -55,7 +55,7 @@ def test_models_with_the_native_front_share_one_library(bundles: Path, library: 
 
 
 def test_a_model_that_triton_batches_has_its_guard(bundles: Path, library: Path) -> None:
-    """All models have links to one copy of the library; the models with state and native ones have none."""
+    """Each batched model has a link to one copy of the library. Models with state or with the native front have no link."""
     make_bundle(bundles, COUNTER, name="counter")
     assert generate(bundles, "models: {two: {front: native}}\naliases: {either: {one: 1}}") == 0
     gen = bundles.parent / "gen"
@@ -68,7 +68,7 @@ def test_a_model_that_triton_batches_has_its_guard(bundles: Path, library: Path)
 
 
 def test_without_the_library_triton_batches_nothing(bundles: Path, library: Path) -> None:
-    """Each request is handed over alone; the library's arrival is a change of each model."""
+    """Without the library, Triton sends each request alone. When the library exists, each model changes."""
     library.unlink()
     assert generate(bundles, "aliases: {either: {one: 1}}") == 0
     configs = [bundles.parent / "gen" / name / "config.pbtxt" for name in ("one", "hooked", "either")]
@@ -80,7 +80,7 @@ def test_without_the_library_triton_batches_nothing(bundles: Path, library: Path
 
 
 def test_a_newer_library_reaches_all_models(bundles: Path, library: Path) -> None:
-    """The library of another version of rsrv replaces the copy, and the models' links."""
+    """The library of another version of rsrv replaces the copy and the models' links."""
     assert generate(bundles, "stub: {front: native}") == 0
     library.write_bytes(b"\x7fELF, and newer")
     assert generate(bundles, "stub: {front: native}") == 0
@@ -92,7 +92,7 @@ def test_a_newer_library_reaches_all_models(bundles: Path, library: Path) -> Non
 def test_a_model_with_hooks_gets_the_python_front(
     bundles: Path, library: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The line of the model says so, and why."""
+    """A model with hooks gets the Python front, and its line has the reason."""
     assert generate(bundles, "stub: {front: native}") == 0
     assert "hooked (Python front: it has hooks)" in capsys.readouterr().out
     assert 'backend: "python"' in (bundles.parent / "gen/hooked/config.pbtxt").read_text()
@@ -109,7 +109,7 @@ def test_a_models_own_front_wins(bundles: Path, library: Path) -> None:
 def test_without_the_library_the_python_front_serves(
     bundles: Path, library: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An installation without the library serves all the same; the line says how to get it."""
+    """Without the library, models get the Python front, and their lines say how to get the library."""
     library.unlink()
     assert generate(bundles, "models: {two: {front: native}}") == 0
     assert "libtriton_rsrv.so is missing. Install" in capsys.readouterr().out
@@ -117,7 +117,7 @@ def test_without_the_library_the_python_front_serves(
 
 
 def test_a_model_with_the_native_front_can_be_loaded_again(bundles: Path, library: Path) -> None:
-    """A touched model is newer than all of its files were, and the shared library keeps its time."""
+    """After a touch, a model is newer than all its files were before. The shared library keeps its time."""
     assert generate(bundles, "stub: {front: native}") == 0
     model = bundles.parent / "gen/one"
     before, linked = newest(model), (model / library.name).stat().st_mtime_ns
@@ -128,7 +128,7 @@ def test_a_model_with_the_native_front_can_be_loaded_again(bundles: Path, librar
 def test_a_model_with_state_gets_the_python_front(
     bundles: Path, library: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Requests of sequences need the Python front, also where the native one is asked for."""
+    """A model with state gets the Python front, even if the settings ask for the native one, because sequences need it."""
     make_bundle(bundles, COUNTER, name="counter")
     assert generate(bundles, "stub: {front: native}") == 0
     assert "counter (Python front: it keeps state)" in capsys.readouterr().out
@@ -138,7 +138,7 @@ def test_a_model_with_state_gets_the_python_front(
 def test_auto_chooses_the_native_front_where_a_model_needs_no_python(
     bundles: Path, library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The lines and the models' folders have the front and the reason."""
+    """With `auto`, a model without Python gets the native front. The lines and the models' folders have the front and the reason."""
     monkeypatch.setattr(plan, "load_obstacle", lambda library: "")
     monkeypatch.setattr(plan, "triton_obstacle", lambda tritonserver: "")
     assert generate(bundles, "stub: {front: auto}\nmodels: {two: {front: python}}") == 0
@@ -158,7 +158,7 @@ def test_auto_chooses_the_native_front_where_a_model_needs_no_python(
 def test_auto_chooses_the_python_front_if_the_library_does_not_load(
     bundles: Path, library: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The reason is the loader's: the file is not a library."""
+    """If the library cannot be loaded, the Python front is chosen, and the reason is the loader's message."""
     assert generate(bundles, "stub: {front: auto}") == 0
     assert "one (Python front: the library cannot be loaded: " in capsys.readouterr().out
     assert (bundles.parent / "gen/one/1/model.py").is_file()
@@ -167,7 +167,7 @@ def test_auto_chooses_the_python_front_if_the_library_does_not_load(
 def test_auto_chooses_the_python_front_for_an_untested_triton(
     bundles: Path, library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The native front is used with tested versions of the backend API, and where no Triton is."""
+    """`auto` chooses the native front for tested versions of Triton's backend API, and if there is no Triton."""
     monkeypatch.setattr(plan, "load_obstacle", lambda library: "")
     monkeypatch.setattr(fronts, "backend_api", lambda tritonserver: "1.99")
     assert generate(bundles, "stub: {front: auto}") == 0
@@ -178,7 +178,7 @@ def test_auto_chooses_the_python_front_for_an_untested_triton(
 
 
 def test_the_version_of_a_triton_that_cannot_be_asked_is_unknown(tmp_path: Path) -> None:
-    """A script in PATH, a broken library, or no tritonserver."""
+    """The version is unknown for a script in PATH, for a broken library, and without a tritonserver."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/tritonserver").write_text("#!/bin/sh\n")
     assert fronts.backend_api(str(tmp_path / "bin/tritonserver")) == ""
@@ -192,7 +192,7 @@ def test_the_version_of_a_triton_that_cannot_be_asked_is_unknown(tmp_path: Path)
 def test_another_front_is_a_change_of_old_bundles(
     bundles: Path, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The notes of an earlier run do not hide a change of the setting."""
+    """A changed setting of the front changes models of old bundles, although the notes of the earlier run say that these are unchanged."""
     monkeypatch.setattr(known, "SETTLED_NS", -(10**12))
     assert generate(bundles, "stub: {front: python}") == 0
     assert generate(bundles, "stub: {front: native}") == 0

@@ -1,4 +1,4 @@
-"""Many bundles: a later run reads only those that changed, whatever has become of the notes of the earlier one."""
+"""Many bundles: a later run reads only the bundles that changed, even if the notes of the earlier run are damaged or gone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = [f"m{number:02d}" for number in range(20)]
 
 @pytest.fixture(autouse=True)
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count files as unchanged for long, though the tests have just written them."""
+    """Treat files as unchanged for a long time, although the tests have just written them."""
     monkeypatch.setattr(known, "SETTLED_NS", -(10**12))
 
 
@@ -38,7 +38,7 @@ def bundles(tmp_path: Path) -> Path:
 
 
 class Runs:
-    """Runs of the generator."""
+    """Runs of the generator, with the bundles that each run read."""
 
     def __init__(
         self, bundles: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -57,7 +57,7 @@ class Runs:
             monkeypatch.setattr(module, "read_bundle", read_bundle)
 
     def run(self, *options: str, status: int = 0) -> tuple[dict[str, str], set[str]]:
-        """Generate; return each model's verb but the unchanged, and the bundles that were read."""
+        """Generate. Return the verb of each model that is not unchanged, and the bundles that were read."""
         self._read.clear()
         assert main([*options, str(self.bundles), "-o", str(self.gen)]) == status
         said = self._capsys.readouterr()
@@ -66,7 +66,7 @@ class Runs:
         return {name: verb for name, verb in verbs.items() if verb != "unchanged"}, set(self._read)
 
     def lead_to(self, version: str) -> None:
-        """Replace the bundle `linked` by a link to a folder outside of the bundles."""
+        """Replace the bundle `linked` by a link to a folder outside of the folder of bundles."""
         new = self.bundles.with_name("new")
         new.symlink_to(self.bundles.with_name(version))
         new.replace(self.bundles / "linked")
@@ -74,14 +74,14 @@ class Runs:
 
 @pytest.fixture
 def runs(bundles: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Runs:
-    """Return the runs after the first one."""
+    """Return the runs, after the first run has written all models."""
     runs = Runs(bundles, monkeypatch, capsys)
     assert set(runs.run()[0].values()) == {"new"}
     return runs
 
 
 def test_unchanged_bundles_are_not_read_again(runs: Runs) -> None:
-    """A run that finds nothing changed reads no bundle; after one change, it reads that bundle and its meta model."""
+    """If no bundle changed, a run reads no bundle. After one change, it reads the changed bundle and its meta model."""
     assert runs.run() == ({}, set())
     write_bundle(runs.bundles / "m07", "v2")
     assert runs.run() == ({"m07": "changed"}, {"m07"})
@@ -92,7 +92,7 @@ def test_unchanged_bundles_are_not_read_again(runs: Runs) -> None:
 
 
 def test_a_change_without_a_new_size_or_time_is_seen(runs: Runs) -> None:
-    """A file rewritten with the same size and modification time has another ctime, and counts as changed."""
+    """A file that is rewritten with the same size and modification time is noticed as changed, because its ctime is new."""
     file = write_unsummed(runs.bundles / "m03", "v1") / "model.b1.mlir"
     runs.run()
     status = file.stat()
@@ -104,7 +104,7 @@ def test_a_change_without_a_new_size_or_time_is_seen(runs: Runs) -> None:
 def test_bundles_that_changed_a_moment_ago_are_read_again(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the place of bundles that changed within the last seconds is noted."""
+    """For bundles that changed in the last seconds, the notes have only the place, so the next run reads them again."""
     runs.notes.unlink()
     monkeypatch.setattr(known, "SETTLED_NS", 10**12)
     for _ in range(2):
@@ -117,7 +117,7 @@ def test_bundles_that_changed_a_moment_ago_are_read_again(
 def test_the_places_are_known_to_another_version_and_until_the_model_goes(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The place of a broken bundle is noted while its model exists, whichever version of the program wrote it."""
+    """The place of a broken bundle stays in the notes while its model exists, whichever version of the program wrote them."""
     place = str(runs.bundles / "m03")
     (runs.bundles / "m03" / "manifest.yaml").write_text("format_version: '9'")
     monkeypatch.setattr(known, "_program", lambda: "another version")
@@ -133,14 +133,14 @@ def test_the_places_are_known_to_another_version_and_until_the_model_goes(
     [b"", b"\xff\x00garbage", b"[1, 2]", b'{"bundles": {"x": [0, "y", {"meta": 1}]}}', b"{" * 10**5],
 )
 def test_damaged_notes_cost_time_and_nothing_else(runs: Runs, garbage: bytes) -> None:
-    """Notes of garbage are dropped without a word, and the next run writes new ones."""
+    """Damaged notes are ignored without a message, and the next run writes new ones."""
     runs.notes.write_bytes(garbage)
     assert runs.run() == ({}, {*NAMES, "meta"})
     assert runs.run() == ({}, set())
 
 
 def test_notes_that_cannot_be_written_fail_no_run(runs: Runs) -> None:
-    """A folder in the place of the notes costs later runs time, and no run fails."""
+    """If a folder is in the place of the notes, no run fails, but later runs take longer."""
     runs.notes.unlink()
     runs.notes.mkdir()
     for _ in range(2):
@@ -148,7 +148,7 @@ def test_notes_that_cannot_be_written_fail_no_run(runs: Runs) -> None:
 
 
 def test_notes_that_are_no_file_of_ours_are_not_read(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Notes of another user, a link to some, and a pipe are passed over, and the next run replaces them."""
+    """Notes of another user, a link to notes, and a pipe are ignored. The next run replaces them."""
     aside = runs.notes.with_name("aside")
     shutil.copy(runs.notes, aside)
     runs.notes.unlink()
@@ -170,7 +170,7 @@ def _foreign(status: os.stat_result) -> os.stat_result:
 
 
 def test_notes_are_written_through_no_link(runs: Runs) -> None:
-    """A link in the folder of the notes, with a name that a run may choose, leads no run to another file."""
+    """If the folder of the notes has a link with a name that a run may use, the run does not write to the link's target."""
     precious = runs.notes.with_name("precious")
     precious.write_text("precious")
     runs.notes.unlink()
@@ -181,7 +181,7 @@ def test_notes_are_written_through_no_link(runs: Runs) -> None:
 
 
 def test_a_bundle_with_the_name_of_a_file_of_the_repository_is_refused(runs: Runs) -> None:
-    """The front's library and the settings lie among the models: a bundle of such a name fails alone."""
+    """The repository also has files beside the models, such as the settings. A bundle with such a name fails alone."""
     for name in ("libtriton_rsrv.so", "rsrv.yaml"):
         write_bundle(runs.bundles / name, "v1")
         assert runs.run(status=1) == ({}, set())
@@ -190,14 +190,14 @@ def test_a_bundle_with_the_name_of_a_file_of_the_repository_is_refused(runs: Run
 
 
 def test_a_model_that_was_edited_by_hand_is_written_again(runs: Runs) -> None:
-    """A directory of the repository that is not as it was written is put right, though no bundle changed."""
+    """A model's directory that somebody has edited is written again, although no bundle changed."""
     (runs.gen / "m05/1/bundle/model.b1.mlir").write_text("by hand")
     shutil.rmtree(runs.gen / "m06")
     assert runs.run() == ({"m05": "changed", "m06": "new"}, {"m05", "m06"})
 
 
 def test_other_settings_make_other_models(runs: Runs, tmp_path: Path) -> None:
-    """A setting that decides a model's directory makes the model again."""
+    """If a setting changes that affects a model's directory, the model is written again."""
     (tmp_path / "config.yaml").write_text("models: {m04: {max_rows: 4}}")
     verbs, read = runs.run("--config", str(tmp_path / "config.yaml"))
     assert verbs["m04"] == "changed"
@@ -207,14 +207,14 @@ def test_other_settings_make_other_models(runs: Runs, tmp_path: Path) -> None:
 def test_another_size_of_shared_memory_makes_other_models(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A container that restarts with a smaller /dev/shm does not keep the rows of the old one."""
+    """If a container restarts with a smaller /dev/shm, the limits on rows are computed again."""
     monkeypatch.setattr(plan, "request_room", lambda: 64)
     verbs, read = runs.run()
     assert (verbs["m04"], read) == ("changed", {*NAMES, "meta"})
 
 
 def test_three_broken_bundles_among_many_are_named_and_the_others_served(runs: Runs) -> None:
-    """Each broken bundle is named at every run and keeps its old version; the others are written."""
+    """Each run names each broken bundle, whose old version stays. The other bundles are written."""
     for name in ("m01", "m11", "m12"):
         (runs.bundles / name / "manifest.yaml").write_text("format_version: '9'")
     write_bundle(runs.bundles / "m13", "v2")
@@ -226,7 +226,7 @@ def test_three_broken_bundles_among_many_are_named_and_the_others_served(runs: R
 
 
 def test_two_bundles_of_one_name_are_refused_though_both_are_known(runs: Runs, tmp_path: Path) -> None:
-    """A second bundle of a name is refused at every run; the model stays, and comes back to life without it."""
+    """Each run refuses a second bundle of a name, and the model stays. When the second one is gone, the model is served again."""
     write_bundle(tmp_path / "more/m02", "v1")
     for _ in range(2):
         runs.run(str(tmp_path / "more"), status=1)
@@ -240,7 +240,7 @@ def test_two_bundles_of_one_name_are_refused_though_both_are_known(runs: Runs, t
 def test_a_full_disk_fails_the_models_that_do_not_fit_by_name(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that does not fit on the disk is named and stays as it was; the next run writes it."""
+    """A model that does not fit on the disk is named and stays as it is. The next run writes it."""
     for name in ("m08", "m09"):
         write_bundle(runs.bundles / name, "v2")
     real = shutil.copy2
@@ -256,12 +256,12 @@ def test_a_full_disk_fails_the_models_that_do_not_fit_by_name(
     assert (runs.gen / "m08/1/bundle/model.b1.mlir").read_text() == "v1 1"
     monkeypatch.setattr(shutil, "copy2", real)
     assert runs.run()[0] == {"m08": "changed"}
-    # Only the notes lie beside the repository.
+    # Beside the repository are only the notes.
     assert [path.name for path in runs.gen.parent.glob(".gen*")] == [runs.notes.name]
 
 
 def test_a_bundle_that_goes_while_it_is_read_is_named(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bundle that disappears between its check and its plan fails alone, and its model stays."""
+    """A bundle that disappears after its check fails alone, and its model stays."""
     write_bundle(runs.bundles / "m14", "v2")
     write_bundle(runs.bundles / "m15", "v2")
     after_checks(monkeypatch, lambda: shutil.rmtree(runs.bundles / "m14"))
@@ -273,7 +273,7 @@ def test_a_bundle_that_goes_while_it_is_read_is_named(runs: Runs, monkeypatch: p
 def test_a_bundle_that_changes_after_its_check_is_planned_as_it_is_then(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model's configuration and files are those of one version of the bundle, though the check read another."""
+    """If a bundle changes after its check, the model's configuration and files are those of the new version."""
     bundle = runs.bundles / "m15"
     write_bundle(bundle, "v2")
     wider = MANIFEST.replace("c: 2", "c: 3")
@@ -286,7 +286,7 @@ def test_a_bundle_that_changes_after_its_check_is_planned_as_it_is_then(
 def test_a_bundle_that_becomes_another_kind_of_model_after_its_check_is_named(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bundle that gets hooks between its check and its plan, when its front is chosen, fails alone, and is written next."""
+    """A bundle that gets hooks after its check, when its front is already chosen, fails alone. The next run writes it."""
     hooks = {"model.py": "def preprocess(inputs): return inputs\n"}
     with monkeypatch.context() as patch:
         after_checks(patch, lambda: write_bundle(runs.bundles / "m15", "v2", files=hooks))
@@ -300,7 +300,7 @@ def test_a_bundle_that_becomes_another_kind_of_model_after_its_check_is_named(
 def test_a_bundle_that_changes_while_it_is_copied_is_named(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bundle that is replaced between its verification and the end of its copy fails alone; no model is of two versions."""
+    """A bundle that is replaced during its copy fails alone. No model has files of two versions."""
     for name in ("m14", "m15"):
         write_bundle(runs.bundles / name, "v2")
     real = sources.verify
@@ -321,7 +321,7 @@ def test_a_bundle_that_changes_while_it_is_copied_is_named(
 def test_bundles_of_many_weights_take_the_room_of_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """New bundles are kept between their check and their plan, as many as a bounded amount of memory holds."""
+    """Between check and plan, new bundles are kept in memory only up to a limit, which a bundle with many weights uses up faster."""
     order = [f"w{number}" for number in range(200)]
     header = {
         weight: {"dtype": "F32", "shape": [], "data_offsets": [4 * number, 4 * number + 4]}
@@ -342,7 +342,7 @@ def test_bundles_of_many_weights_take_the_room_of_several(
 def test_a_bundle_that_changes_back_is_served_as_it_is(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, when: str
 ) -> None:
-    """A link that leads to another version during a run, and back before the next one, is served as the first version."""
+    """If a bundle's link leads to another version during one run only, the next run serves the first version."""
     write_bundle(tmp_path / "one", "one")
     wider = MANIFEST.replace("c: 2", "c: 3") + ("internal: true\n" if when == "check" else "")
     write_bundle(tmp_path / "two", "two", manifest=wider)
@@ -370,7 +370,7 @@ def test_a_bundle_that_changes_back_is_served_as_it_is(
 def test_a_model_that_was_compared_with_another_version_is_compared_again(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A link leads to the version that the model has, but only while the two are compared."""
+    """If a link leads to the model's version only during the comparison, the next run compares the model again."""
     for version in ("one", "two"):
         write_bundle(tmp_path / version, version)
     runs.lead_to("two")
@@ -391,7 +391,7 @@ def test_a_model_that_was_compared_with_another_version_is_compared_again(
 
 
 def after_checks(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
-    """Let something happen between the check of all bundles and their plan."""
+    """Call a function after the check of all bundles, and before their plan."""
 
     def read_sources(*arguments: Any) -> sources.Sources:
         found = sources.read_sources(*arguments)

@@ -35,7 +35,7 @@ def gen(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def bls(tmp_path: Path) -> tuple[str, str]:
-    """Return the option that makes calls go through Triton."""
+    """Return the option that sends calls through Triton."""
     file = tmp_path / "bls.yaml"
     file.write_text("meta: {transport: bls}\n")
     return "--config", str(file)
@@ -46,12 +46,12 @@ def run(*arguments: str | Path) -> int:
 
 
 def models(gen: Path) -> set[str]:
-    """Return the names of the models that Triton would see."""
+    """Return the names of the models that Triton would find."""
     return {path.name for path in gen.iterdir() if path.is_dir()}
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Return the content of every file below by its relative name, following links to folders."""
+    """Return the content of every file in a folder by its relative path. Links to folders are followed."""
     return {
         os.path.relpath(os.path.join(parent, name), folder): Path(parent, name).read_bytes()
         for parent, _, names in os.walk(folder, followlinks=True)
@@ -64,7 +64,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def replace_file(file: Path, text: str) -> None:
-    """Replace a file by a renamed new one, as careful writers do."""
+    """Write a new file, and rename it to replace the old one."""
     new = file.with_name("new")
     new.write_text(text)
     new.replace(file)
@@ -73,7 +73,7 @@ def replace_file(file: Path, text: str) -> None:
 def test_a_meta_model_carries_its_internal_callees_and_only_they_disappear(
     bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Internal callees are in the meta model and have no directory of their own; a line each says so."""
+    """Internal callees are inside the meta model, and have no directory of their own. A line for each says so."""
     assert run(bundles, "-o", gen) == 0
     assert models(gen) == {"chain", "three"}
     assert lines(capsys) == [
@@ -98,7 +98,7 @@ def test_a_meta_model_carries_its_internal_callees_and_only_they_disappear(
 def test_a_public_callee_has_a_directory_as_well(
     bundles: Path, gen: Path, bls: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A public callee has its own directory for clients, with either transport, and is in the meta model."""
+    """With either transport, a public callee has its own directory for clients, and is also inside the meta model."""
     write_bundle(bundles / "one")
     for options in ((), bls):
         assert run(bundles, "-o", gen, *options) == 0
@@ -111,7 +111,7 @@ def test_a_public_callee_has_a_directory_as_well(
 def test_through_triton_callees_have_directories_that_are_marked(
     bundles: Path, gen: Path, bls: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With transport bls, internal callees have marked directories, written before the meta model."""
+    """With the transport bls, internal callees have marked directories, which are written before the meta model."""
     assert run(bundles, "-o", gen, *bls) == 0
     assert lines(capsys)[:-1] == [
         "new one (internal: called by chain)",
@@ -128,7 +128,7 @@ def test_through_triton_callees_have_directories_that_are_marked(
 def test_a_change_of_transport_removes_directories_and_brings_them_back(
     bundles: Path, gen: Path, bls: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A change of the transport removes or restores the callees' directories; --check only reports it."""
+    """A change of the transport removes or restores the callees' directories. --check only reports it."""
     run(bundles, "-o", gen, *bls)
     assert run(bundles, "-o", gen, "--check") == 1
     assert models(gen) == {"chain", "one", "two", "three"}
@@ -141,7 +141,7 @@ def test_a_change_of_transport_removes_directories_and_brings_them_back(
 def test_a_new_meta_model_takes_nothing_away_from_clients(
     bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A public model that a new meta model calls keeps its own directory."""
+    """If a new meta model calls a public model, the public model keeps its own directory."""
     run(bundles, "-o", gen)
     write_meta(bundles / "second", ["three"])
     assert run(bundles, "-o", gen) == 0
@@ -152,7 +152,7 @@ def test_a_new_meta_model_takes_nothing_away_from_clients(
 def test_a_served_model_that_becomes_internal_is_named(
     bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model that becomes internal is reported as removed for clients; without the key it returns."""
+    """A model that becomes internal is reported as removed for clients. Without the key `internal`, it returns."""
     run(bundles, "-o", gen)
     write_bundle(bundles / "three", "three", internal=True)
     capsys.readouterr()
@@ -168,7 +168,7 @@ def test_a_served_model_that_becomes_internal_is_named(
 def test_an_internal_model_stays_hidden_whatever_becomes_of_its_meta_model(
     bundles: Path, gen: Path, bls: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An internal model stays hidden when its meta model breaks, calls another model, or goes."""
+    """An internal model stays hidden if its meta model breaks, calls another model, or is removed."""
     run(bundles, "-o", gen)
     (bundles / "chain" / "manifest.yaml").write_text("meta: {calls: [one, two")
     assert run(bundles, "-o", gen, "--prune") == 1
@@ -186,7 +186,7 @@ def test_an_internal_model_stays_hidden_whatever_becomes_of_its_meta_model(
 def test_a_callee_stays_while_its_meta_model_cannot_be_written(
     bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model that becomes internal is removed only when every meta model with it is in place."""
+    """A model that becomes internal is removed only when every meta model that contains it is written."""
     for name in ("one", "two"):
         write_bundle(bundles / name, name)
     run(bundles / "one", bundles / "two", "-o", gen)
@@ -254,7 +254,7 @@ def test_a_call_that_cannot_work_is_refused_and_the_rest_is_written(
     problem: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A call that cannot work is refused with the callee and what to do, and the rest is written."""
+    """A call that cannot work is refused. The error names the callee and what to do, and the rest is written."""
     write_meta(bundles / "chain", calls, external)
     write_meta(bundles / "other", ["three"])
     write_bundle(bundles / "bad")
@@ -283,7 +283,7 @@ def test_a_call_that_cannot_work_is_refused_and_the_rest_is_written(
 def test_a_meta_model_that_could_not_run_is_refused(
     bundles: Path, gen: Path, text: str, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A meta model whose code cannot run is refused by rsrv-gen, before the first request."""
+    """rsrv-gen refuses a meta model whose code cannot run, so no request has to fail first."""
     (bundles / "chain" / "model.py").write_text(text)
     assert run(bundles, "-o", gen) == 1
     assert problem in capsys.readouterr().err
@@ -291,7 +291,7 @@ def test_a_meta_model_that_could_not_run_is_refused(
 
 
 def test_a_meta_model_may_call_nothing_or_other_models_of_triton(bundles: Path, gen: Path) -> None:
-    """A meta model without callees contains none, and its configuration names its external models."""
+    """A meta model without callees contains no model. Its configuration names its external models."""
     write_meta(bundles / "chain", [], ["resnet", "tokenizer"])
     assert run(bundles, "-o", gen) == 0
     assert models(gen) == {"chain", "three"}
@@ -323,9 +323,9 @@ def test_any_metas_carry_all_that_they_call(
     link: str,
     transport: str,
 ) -> None:
-    """After any earlier contents, each callee's files are in its metas, and a second run changes nothing.
+    """From any earlier contents, each meta model gets the files of its callees, and a second run changes nothing.
 
-    Internal models are not models of Triton if calls are direct, and are marked if they are not.
+    With direct calls, Triton does not see internal models. Otherwise, internal models are marked.
     """
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -357,7 +357,7 @@ def test_any_metas_carry_all_that_they_call(
 def test_a_call_of_a_model_with_state_is_refused(
     bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A meta model cannot call a model with state, since its calls belong to no sequence."""
+    """A meta model cannot call a model with state, because its calls belong to no sequence."""
     make_bundle(bundles, COUNTER, name="counter")
     write_meta(bundles / "caller", ["counter"])
     assert run(bundles, "-o", gen) == 1
@@ -367,7 +367,7 @@ def test_a_call_of_a_model_with_state_is_refused(
 def test_a_call_of_a_model_with_a_padded_axis_is_refused(
     bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Calls do not carry a length yet."""
+    """A meta model cannot call a model with a padded axis, because calls have no length."""
     padded = changed(
         GOOD,
         executable_inputs=[tensor("x", "f32", "nt", t=-1)],

@@ -1,4 +1,4 @@
-"""rsrv-gen and bundles whose files differ from their checksums."""
+"""rsrv-gen on bundles whose files do not match their checksums."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def bundles(tmp_path: Path) -> Path:
 def test_a_torn_bundle_is_refused_by_name(
     tmp_path: Path, bundles: Path, link: str, large: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A torn bundle is refused by name, also by --check and if the repository shares its file."""
+    """A torn bundle is refused by name, also by --check, and also if the repository has a hard link to its file."""
     file = bundles / "one" / "model.b8.mlir"
     if large:
         file.write_bytes(bytes(LINK_BYTES))
@@ -52,7 +52,7 @@ def test_a_torn_bundle_is_refused_by_name(
 def test_a_meta_model_of_a_torn_bundle_is_refused(
     tmp_path: Path, bundles: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A meta model with a torn callee is refused, and the reason names the callee."""
+    """A meta model with a torn callee is refused. The reason names the callee."""
     write_meta(bundles / "meta", ["one"])
     (bundles / "one" / "model.b8.mlir").write_text("torn")
     assert main([str(bundles), "-o", str(tmp_path / "gen")]) == 1
@@ -61,7 +61,7 @@ def test_a_meta_model_of_a_torn_bundle_is_refused(
 
 
 def test_files_without_checksums_are_read_twice(tmp_path: Path) -> None:
-    """A file without a checksum is taken when two readings agree; a model of format 3 at the first."""
+    """A file without a checksum is used when two readings agree. A bundle of format 3 is used after the first reading."""
     bundles, gen = tmp_path / "bundles", tmp_path / "gen"
     write_bundle(bundles / "new")
     old = write_unsummed(bundles / "old")
@@ -82,7 +82,7 @@ def test_files_without_checksums_are_read_twice(tmp_path: Path) -> None:
 def test_a_model_that_was_written_is_loaded_although_its_bundle_breaks_before_the_second_reading(
     tmp_path: Path,
 ) -> None:
-    """The second reading is about the unsure models: it takes back no result of the first one."""
+    """The second reading is only for models without checksums. It does not change the results for other models."""
     bundles = tmp_path / "bundles"
     write_bundle(bundles / "new")
     write_unsummed(bundles / "old")

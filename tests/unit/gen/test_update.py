@@ -1,4 +1,4 @@
-"""rsrv-gen in a running server: selected models, undo, and the sources of bundles."""
+"""rsrv-gen in a running server: updates of chosen models, undo, and the places of bundles."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def bundles(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def gen(bundles: Path, tmp_path: Path) -> Path:
-    """Return their repository."""
+    """Return the repository of these bundles."""
     assert run(bundles, "-o", tmp_path / "gen") == 0
     return tmp_path / "gen"
 
@@ -54,7 +54,7 @@ def run(*arguments: str | Path) -> int:
 
 
 class Policy(UpdatePolicy):
-    """A policy that reads, writes and keeps by these functions."""
+    """A policy with test values for what may be read, reserved, kept and written."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Policy(UpdatePolicy):
 
 
 def bring(gen: Path, bundles: Path, *names: str, **options: Any) -> Update:
-    """Update these models, or all."""
+    """Update the models with these names, or all models."""
     policy = Policy(**options)
     return RepositoryUpdate(gen, [bundles], RepositorySettings(), policy).write(names or None)
 
@@ -95,7 +95,7 @@ def left_aside(gen: Path) -> list[str]:
 
 
 def test_only_the_chosen_models_are_updated(gen: Path, bundles: Path) -> None:
-    """Only selected models are updated; removed ones are only listed."""
+    """Only chosen models are updated. Removed models are listed, but not removed."""
     for name in ("one", "two", "three"):
         write_bundle(bundles / name, "v2")
     done = bring(gen, bundles, "one", "three")
@@ -111,7 +111,7 @@ def test_only_the_chosen_models_are_updated(gen: Path, bundles: Path) -> None:
 
 
 def test_metas_come_with_what_they_carry(gen: Path, bundles: Path) -> None:
-    """A changed, removed or restored callee updates its meta models, and decides on its own directory."""
+    """If a callee changes, is removed or returns, its meta models are updated. The callee's own directory follows its new state."""
     write_meta(bundles / "meta", ["one"])
     write_bundle(bundles / "one", "v1", internal=True)
     done = bring(gen, bundles, "meta")
@@ -132,7 +132,7 @@ def test_metas_come_with_what_they_carry(gen: Path, bundles: Path) -> None:
 
 
 def test_a_bundle_that_is_being_written_is_left_for_later(gen: Path, bundles: Path) -> None:
-    """A bundle that is being written, also if noticed late, is postponed with the meta models of it."""
+    """A bundle that is being written is postponed with its meta models, even if this is noticed late."""
     write_bundle(bundles / "one", "v2")
     write_meta(bundles / "meta", ["one"])
     done = bring(gen, bundles, ready=lambda name: name != "one")
@@ -152,7 +152,7 @@ def test_a_bundle_that_is_being_written_is_left_for_later(gen: Path, bundles: Pa
 
 
 def test_a_model_that_is_reserved_is_left_for_later(gen: Path, bundles: Path) -> None:
-    """A changed model that another operation has reserved is postponed; an unchanged one is not reserved."""
+    """A changed model that another operation has reserved is postponed. An unchanged model needs no reservation."""
     write_bundle(bundles / "one", "v2")
     asked: list[str] = []
 
@@ -171,7 +171,7 @@ def test_a_model_that_is_reserved_is_left_for_later(gen: Path, bundles: Path) ->
 
 
 def test_what_cannot_be_written_is_said(gen: Path, bundles: Path) -> None:
-    """A foreign directory and a read-only repository are reported as reasons."""
+    """A foreign directory, and a repository that cannot be written, are reported as reasons."""
     write_bundle(bundles / "taken")
     (gen / "taken").mkdir()
     write_bundle(bundles / "one", "v2")
@@ -182,7 +182,7 @@ def test_what_cannot_be_written_is_said(gen: Path, bundles: Path) -> None:
 
 
 def test_a_large_file_that_was_rewritten_in_place_is_a_change(gen: Path, bundles: Path) -> None:
-    """A hard-linked file that was rewritten in place counts as changed by its time."""
+    """A hard-linked file that is rewritten in place is noticed as changed by its modification time."""
     large = bundles / "one" / "labels.txt"
     large.write_bytes(bytes(LINK_BYTES))
     assert bring(gen, bundles).names(Written) == {"one"}
@@ -192,7 +192,7 @@ def test_a_large_file_that_was_rewritten_in_place_is_a_change(gen: Path, bundles
     after = (gen / "one/config.pbtxt").stat().st_mtime_ns + 1
     os.utime(large, ns=(after, after))
     assert bring(gen, bundles).names(Written) == {"one"}
-    # A file that is linked now is current, at any time stamp.
+    # After the file is linked again, the model is unchanged, whatever the file's time is.
     os.utime(large, ns=(2**62, 2**62))
     assert bring(gen, bundles).names(Written) == {"one"}
     assert bring(gen, bundles).names(Unchanged) == {"one", "two"}
@@ -201,7 +201,7 @@ def test_a_large_file_that_was_rewritten_in_place_is_a_change(gen: Path, bundles
 def test_a_file_that_cannot_be_read_fails_its_own_model_only(
     gen: Path, bundles: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that cannot be read fails only its own model."""
+    """If a file cannot be read, only its own model fails."""
     for name in ("one", "two"):
         write_bundle(bundles / name, "v2", files={"labels.txt": "a"})
     assert bring(gen, bundles).names(Written) == {"one", "two"}
@@ -223,7 +223,7 @@ def test_a_file_that_cannot_be_read_fails_its_own_model_only(
 
 
 def test_a_file_that_changes_under_its_size_and_time_is_a_change(gen: Path, bundles: Path) -> None:
-    """A file that changes with the same size and time counts as changed, for one process that compares."""
+    """A process that compares twice notices a change of a file, even if its size and modification time stay."""
     labels = write_bundle(bundles / "one", "v1", files={"labels.txt": "a"}) / "labels.txt"
     assert bring(gen, bundles).names(Written) == {"one"}
     assert bring(gen, bundles).names(Unchanged) == {"one", "two"}
@@ -238,7 +238,7 @@ def test_a_file_that_changes_under_its_size_and_time_is_a_change(gen: Path, bund
 
 
 def test_what_was_put_can_be_undone_or_kept(gen: Path, bundles: Path) -> None:
-    """An undo restores the directory or its absence, a keep makes it final, and nothing is left aside."""
+    """An undo restores the directory, or its absence. A keep makes the new version final. No directory is left beside the repository."""
     before = {name: version_of(gen / name) for name in ("one", "two", "three")}
     for name in ("one", "two", "three"):
         write_bundle(bundles / name, "v2")
@@ -258,7 +258,7 @@ def test_what_was_put_can_be_undone_or_kept(gen: Path, bundles: Path) -> None:
 def test_the_old_version_outlives_an_undo_that_fails(
     gen: Path, bundles: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a failed undo the old version still exists, and the next undo restores it."""
+    """After an undo that fails, the old version still exists. The next undo restores it."""
     write_bundle(bundles / "one", "v2")
     put = bring(gen, bundles).of(Written)["one"].replaced
 
@@ -275,7 +275,7 @@ def test_the_old_version_outlives_an_undo_that_fails(
 
 
 def test_a_version_that_another_run_replaced_is_not_undone(gen: Path, bundles: Path) -> None:
-    """A version that another run has replaced is not undone, and the old one is forgotten."""
+    """If another run has replaced a version, it is not undone, and the old version is forgotten."""
     write_bundle(bundles / "one", "v2")
     put = bring(gen, bundles).of(Written)["one"].replaced
     write_bundle(bundles / "one", "v3")
@@ -286,7 +286,7 @@ def test_a_version_that_another_run_replaced_is_not_undone(gen: Path, bundles: P
 
 
 def test_another_run_leaves_alone_what_may_be_wanted_back(gen: Path, bundles: Path) -> None:
-    """A run removes what a crashed process left, and not what a living one keeps."""
+    """A run removes old versions that a crashed process left. It does not remove those that a living process keeps."""
     write_bundle(bundles / "one", "v2")
     put = bring(gen, bundles).of(Written)["one"].replaced
     (gen.parent / ".gen.rsrv-gen-crashed" / "one").mkdir(parents=True)
@@ -297,13 +297,13 @@ def test_another_run_leaves_alone_what_may_be_wanted_back(gen: Path, bundles: Pa
 
 
 def crash(*puts: Replaced) -> None:
-    """Release the locks of these, as if their process had ended."""
+    """Release the locks of these versions, as if their process had ended."""
     for put in puts:
         put.leave()
 
 
 def test_what_a_crash_left_undecided_is_found_and_can_be_ended(gen: Path, bundles: Path) -> None:
-    """After a crash, the undecided versions are found, also after a manual run or other updates."""
+    """After a crash, the undecided versions are found, even after a manual run or other updates."""
     for name in ("one", "two", "three"):
         write_bundle(bundles / name, "v2")
     crash(*(one.replaced for one in bring(gen, bundles).of(Written).values()))
@@ -321,7 +321,7 @@ def test_what_a_crash_left_undecided_is_found_and_can_be_ended(gen: Path, bundle
 
 
 def test_what_somebody_else_replaced_after_a_crash_has_no_way_back(gen: Path, bundles: Path) -> None:
-    """A version that was replaced after a crash cannot be undone."""
+    """If somebody replaces a version after a crash, it cannot be undone."""
     write_bundle(bundles / "one", "v2")
     crash(bring(gen, bundles).of(Written)["one"].replaced)
     write_bundle(bundles / "one", "v3")
@@ -333,7 +333,7 @@ def test_what_somebody_else_replaced_after_a_crash_has_no_way_back(gen: Path, bu
 def test_half_of_what_was_forgotten_is_no_version_to_go_back_to(
     gen: Path, bundles: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An old version is not restored if the process ends while it removes that version."""
+    """If a process ends while it removes an old version, this version is not restored."""
     write_bundle(bundles / "one", "v2")
     put = bring(gen, bundles).of(Written)["one"].replaced
     with monkeypatch.context() as patch:
@@ -347,7 +347,7 @@ def test_half_of_what_was_forgotten_is_no_version_to_go_back_to(
 def test_the_way_back_is_given_up_aloud_where_it_would_stop_a_server(
     gen: Path, bundles: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An old version that would lie in the repository, as on a mount point, is dropped and logged."""
+    """If the old version would have to be inside the repository, as on a mount point, it is dropped, and the log says so."""
     monkeypatch.setattr(staging, "place_beside", lambda repository: repository)
     write_bundle(bundles / "one", "v2")
     crash(bring(gen, bundles).of(Written)["one"].replaced)
@@ -361,7 +361,7 @@ def test_the_way_back_is_given_up_aloud_where_it_would_stop_a_server(
 def test_a_crash_between_the_renames_of_a_put_leaves_its_way_back(
     gen: Path, bundles: Path, monkeypatch: pytest.MonkeyPatch, renames: int
 ) -> None:
-    """Without atomic exchange, a crash before or after the second rename leaves a valid state to restore."""
+    """Without atomic exchange, a crash before or after the second rename leaves a state that can be restored."""
 
     class Crash(BaseException):
         pass
@@ -391,7 +391,7 @@ def test_a_crash_between_the_renames_of_a_put_leaves_its_way_back(
 
 
 def test_a_crash_between_two_renames_is_put_right(gen: Path, bundles: Path) -> None:
-    """Without atomic exchange, the next run restores a model that a crash between two renames removed."""
+    """Without atomic exchange, a crash between two renames may remove a model. The next run restores it."""
     crashed = gen.parent / ".gen.rsrv-gen-crashed"
     crashed.mkdir()
     shutil.copytree(gen / "one", crashed / "one")
@@ -403,7 +403,7 @@ def test_a_crash_between_two_renames_is_put_right(gen: Path, bundles: Path) -> N
 
 
 def test_each_version_is_younger_than_the_one_before(gen: Path, bundles: Path) -> None:
-    """Each version is newer than the one before, for any clock and file times, so that Triton loads it."""
+    """For any clock and any file times, each version is newer than the previous one, so that Triton loads it."""
     future = 2**61
     os.utime(gen / "one/1/bundle/manifest.yaml", ns=(future, future))
     write_bundle(bundles / "one", "v2")
@@ -430,7 +430,7 @@ def recorded(gen: Path) -> tuple[list[Path], str]:
 def test_the_settings_say_where_the_bundles_are(
     gen: Path, bundles: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The settings record the absolute sources of all runs until a pruning run; invalid ones are left out."""
+    """The settings have the absolute places of bundles of all runs, until a run with --prune. Invalid places are left out."""
     assert recorded(gen) == ([bundles], "hard")
     monkeypatch.chdir(bundles)
     assert run("one", "-o", gen) == 0
@@ -446,7 +446,7 @@ def test_the_settings_say_where_the_bundles_are(
 
 
 def test_where_the_bundles_are_is_no_difference_to_a_check(gen: Path, bundles: Path, tmp_path: Path) -> None:
-    """--check ignores other sources of the same bundles, and reports other settings."""
+    """For --check, other places of the same bundles are no difference. Other settings are."""
     shutil.copytree(bundles, tmp_path / "copy")
     assert run(tmp_path / "copy", "-o", gen, "--check", "--link", "copy") == 0
     config = tmp_path / "settings.yaml"
@@ -457,7 +457,7 @@ def test_where_the_bundles_are_is_no_difference_to_a_check(gen: Path, bundles: P
 def test_settings_may_say_it_themselves(
     bundles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Settings of the user may name the sources, as for a container; unwatched inputs are reported."""
+    """The user's settings may name the places of bundles, as for a container. Inputs outside of these places are reported."""
     config = tmp_path / "settings.yaml"
     config.write_text("lifecycle: {bundles: [/models], link: copy}\n")
     assert run(bundles, "-o", tmp_path / "gen", "--config", config) == 0
@@ -466,7 +466,7 @@ def test_settings_may_say_it_themselves(
 
 
 def test_unreadable_settings_of_a_repository_are_written_anew(gen: Path, bundles: Path) -> None:
-    """Unreadable settings of a repository are written again."""
+    """If the settings of a repository are unreadable, they are written again."""
     for nonsense in (b"lifecycle: 7\n", b"- a\n", b"lifecycle: {bundles: 7}\n", b"{", b"\xff\xfe\x00"):
         (gen / "rsrv.yaml").write_bytes(nonsense)
         assert run(bundles, "-o", gen, "--check") == 1
@@ -475,7 +475,7 @@ def test_unreadable_settings_of_a_repository_are_written_anew(gen: Path, bundles
 
 
 def test_sources_that_hold_nothing_are_named(gen: Path, bundles: Path, tmp_path: Path) -> None:
-    """A source without bundles is named and does not stop the update."""
+    """A place without bundles is named, and the update continues."""
     done = RepositoryUpdate(
         gen, [bundles, tmp_path / "missing"], RepositorySettings(), Policy(stays="kept")
     ).write(None)

@@ -18,7 +18,7 @@ SOUND = np.sin(np.arange(100) / 5) * 0.9
 def wav(
     data: bytes, code: int = 1, bits: int = 16, channels: int = 1, rate: int = 16_000, extra: bytes = b""
 ) -> bytes:
-    """Return a WAV file with these samples, and with another part in front of them."""
+    """Return a WAV file with these samples. Another part is in front of the samples."""
     block = channels * bits // 8
     header = struct.pack("<HHIIHH", code, channels, rate, rate * block, block, bits) + extra
     parts = b"WAVEfmt " + struct.pack("<I", len(header)) + header
@@ -32,7 +32,7 @@ def decoded(file: bytes, most: int = 1000) -> Array:
 
 
 def whole(bits: int) -> bytes:
-    """Return the sound in whole numbers of 16, 24 or 32 bits."""
+    """Return the sound as integers of 16, 24 or 32 bits."""
     numbers = np.round(SOUND * 2.0 ** (bits - 1)).astype("<i4").reshape(-1, 1)
     return numbers.view(np.uint8)[:, : bits // 8].tobytes()
 
@@ -50,7 +50,7 @@ FILES = {
 
 @pytest.mark.parametrize(("file", "rounding"), FILES.values(), ids=FILES)
 def test_a_file_becomes_its_samples(file: bytes, rounding: float) -> None:
-    """All usual formats give the same sound, up to their rounding."""
+    """All common formats give the same sound, except for rounding."""
     found = decoded(file)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, SOUND, atol=rounding)
@@ -82,13 +82,13 @@ BAD = {
 
 @pytest.mark.parametrize(("file", "reason"), BAD.values(), ids=BAD)
 def test_a_damaged_file_is_the_clients_mistake(file: bytes, reason: str) -> None:
-    """A file that is not a sound, or too long, is refused with its row."""
+    """A file that is not a sound, or that is too long, is refused, and the error names its row."""
     with pytest.raises(BadInput, match=reason):
         decoded(file)
 
 
 def test_sounds_are_padded_to_the_smallest_length() -> None:
-    """Zeros follow each sound, which is normalised by itself; too short and too long ones are refused."""
+    """Each sound is normalised alone, and zeros follow it. Too short and too long sounds are refused."""
     found = pad([np.array([1, 3], np.float32), np.ones(5, np.float32)], [4, 8], least=2, normalise=True)
     assert found.lengths.tolist() == [2, 5]
     assert found.samples.shape == (2, 8)
@@ -99,7 +99,7 @@ def test_sounds_are_padded_to_the_smallest_length() -> None:
 
 
 def test_frames_become_text() -> None:
-    """Repeated tokens are one unless a blank is between them; frames behind the sound do not count."""
+    """Repeated tokens are one letter, unless a blank is between them. Frames after the end of the sound are ignored."""
     words = ["<pad>", "|", "A", "B"]
     frames = [2, 2, 0, 2, 1, 1, 3, 0, 3]
     logits = np.eye(4, dtype=np.float32)[[frames, [1, 3, 3, 1, 0, 0, 2, 2, 2]]]

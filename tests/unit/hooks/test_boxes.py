@@ -1,4 +1,4 @@
-"""Boxes, compared with slow obvious computations and torch's grid_sample, and by properties."""
+"""Boxes, compared with slow and simple computations and with torch's grid_sample, and by properties."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMATS: tuple[boxes.Format, ...] = ("xyxy", "xywh", "cxcywh")
 
 
 def grid_boxes(rng: np.random.Generator, *shape: int, side: int = 12) -> Array:
-    """Return f32 [*shape, 4] with whole numbers; some boxes are equal, some are empty."""
+    """Return boxes of whole numbers as f32 [*shape, 4]. Some boxes are equal, and some are empty."""
     corners = rng.integers(0, side, (*shape, 2, 2), endpoint=True)
     return np.concatenate([corners.min(-2), corners.max(-2)], -1).astype(np.float32)
 
@@ -31,7 +31,7 @@ def pixels(box: Array) -> set[tuple[int, int]]:
 
 
 def overlap(a: Array, b: Array) -> float:
-    """Return the overlap of two boxes of whole numbers, pixel by pixel."""
+    """Return the overlap of two boxes of whole numbers by counting pixels."""
     return len(pixels(a) & pixels(b)) / max(len(pixels(a) | pixels(b)), 1)
 
 
@@ -42,7 +42,7 @@ def overlap(a: Array, b: Array) -> float:
 def test_a_box_is_the_same_in_every_format(
     kind: boxes.Format, values: tuple[int, ...], target: boxes.Format
 ) -> None:
-    """One box, written by hand in three formats, converts there and back."""
+    """A box that is written in three formats converts to each format and back."""
     box = np.array([[values]], np.float32)
     found = boxes.convert(box, kind, target)
     assert found.dtype == np.float32
@@ -51,7 +51,7 @@ def test_a_box_is_the_same_in_every_format(
 
 
 def test_boxes_are_cut_at_the_sides_of_their_image() -> None:
-    """Boxes are clipped to one size for all, or to one for each image."""
+    """Boxes are clipped to one size for all images, or to a size for each image."""
     given = np.array([[[-5, -5, 100, 100], [1, 2, 3, 4]]] * 2, np.float32)
     assert boxes.clip(given, 40, 60).tolist() == [[[0, 0, 60, 40], [1, 2, 3, 4]]] * 2
     found = boxes.clip(given, np.array([[40], [3]]), np.array([[60], [2]]))
@@ -60,7 +60,7 @@ def test_boxes_are_cut_at_the_sides_of_their_image() -> None:
 
 
 def test_anchors_stand_around_the_cells_of_a_map() -> None:
-    """Anchors are ordered by row, cell and size: two rows of three cells, 8 pixels apart."""
+    """Anchors are ordered by row, cell and size. Here, two rows of three cells are 8 pixels apart."""
     found = boxes.anchors(2, 3, stride=8, sizes=[(6, 2), (4, 4)])
     assert found.dtype == np.float32
     centres = (found[:, :2] + found[:, 2:]) / 2
@@ -71,7 +71,7 @@ def test_anchors_stand_around_the_cells_of_a_map() -> None:
 
 
 def test_large_regions_are_read_from_small_maps() -> None:
-    """A region of 224 pixels belongs to level 4, as in the paper; levels are clipped to the pyramid."""
+    """A region of 224 pixels belongs to level 4, as in the paper. Levels are clipped to the pyramid."""
     sides = np.array([0, 1, 111, 112, 223, 224, 447, 448, 2000])
     given = np.stack([0 * sides, 0 * sides, sides, sides], -1).astype(np.float32)
     assert boxes.levels(given, 2, 5).tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 3]
@@ -99,7 +99,7 @@ def test_large_regions_are_read_from_small_maps() -> None:
     ],
 )
 def test_deltas_move_and_stretch_a_box(deltas: tuple[float, ...], expected: tuple[float, ...]) -> None:
-    """Deltas are relative to the box, and no side grows to more than 1000 / 16 of itself."""
+    """Deltas are relative to the box. A side grows to at most 1000 / 16 times its length."""
     box = np.array([10, 20, 30, 60], np.float32)
     found = boxes.decode(box, np.array(deltas, np.float32))
     assert found.dtype == np.float32
@@ -111,7 +111,7 @@ def test_deltas_move_and_stretch_a_box(deltas: tuple[float, ...], expected: tupl
 
 @given(seeds)
 def test_the_deltas_between_two_boxes_lead_from_one_to_the_other(seed: int) -> None:
-    """The paper's deltas between two boxes, computed in 64 bits, lead from one to the other."""
+    """The deltas between two boxes, computed in 64 bits by the paper's formula, lead from one box to the other."""
     rng = np.random.default_rng(seed)
     start, wanted = (boxes.convert(rng.uniform(1, 9, (5, 4)), "xywh", "cxcywh") for _ in "ab")
     deltas = np.concatenate(
@@ -123,7 +123,7 @@ def test_the_deltas_between_two_boxes_lead_from_one_to_the_other(seed: int) -> N
 
 @given(seeds)
 def test_overlaps_are_counted_in_pixels(seed: int) -> None:
-    """IoU of random boxes, empty ones included, equals that of sets of pixels, also for whole numbers."""
+    """The IoU of random boxes, including empty ones and integers, equals the IoU of their sets of pixels."""
     rng = np.random.default_rng(seed)
     a, b = grid_boxes(rng, 2, 3), grid_boxes(rng, 2, 4)
     expected = [[[overlap(p, q) for q in b[n]] for p in a[n]] for n in range(2)]
@@ -169,7 +169,7 @@ def test_scores_that_are_no_floats_are_refused(dtype: Any) -> None:
 
 
 def greedy(candidates: Array, scores: Array, limit: float, classes: Array | None, least: float) -> list[int]:
-    """Return the boxes of one image that greedy suppression keeps."""
+    """Return the boxes of an image that greedy suppression keeps."""
     left = sorted((i for i in range(len(scores)) if scores[i] >= least), key=lambda i: (-scores[i], i))
     taken = []
     while left:
@@ -188,7 +188,7 @@ def greedy(candidates: Array, scores: Array, limit: float, classes: Array | None
 def test_suppression_leaves_what_one_box_after_the_other_leaves(
     seed: int, count: int, limit: float, kinds: bool
 ) -> None:
-    """nms keeps what greedy suppression keeps, for ties and equal boxes, with and without classes."""
+    """nms keeps the same boxes as greedy suppression, with equal scores and boxes, with and without classes."""
     rng = np.random.default_rng(seed)
     given = grid_boxes(rng, 3, count)
     scores = rng.integers(0, 6, (3, count)).astype(np.float32)
@@ -201,7 +201,7 @@ def test_suppression_leaves_what_one_box_after_the_other_leaves(
 
 @pytest.mark.parametrize("spread", [60, 400])
 def test_suppression_of_many_boxes_is_the_same_in_blocks(spread: int) -> None:
-    """nms of a thousand boxes, computed in blocks, keeps what greedy suppression keeps."""
+    """For a thousand boxes, which are computed in blocks, nms keeps the same boxes as greedy suppression."""
     rng = np.random.default_rng(spread)
     given = rng.uniform(0, spread, (1, 1000, 4)).astype(np.float32)
     given = boxes.convert(given * np.array([1, 1, 0.2, 0.2], np.float32), "xywh", "xyxy")
@@ -213,13 +213,13 @@ def test_suppression_of_many_boxes_is_the_same_in_blocks(spread: int) -> None:
 
 
 def test_boxes_without_a_number_for_a_score_are_not_kept() -> None:
-    """A box with a NaN score is not kept and suppresses none."""
+    """A box whose score is NaN is not kept, and suppresses no other box."""
     given = np.array([[[0, 0, 4, 4]] * 2], np.float32)
     assert boxes.nms(given, np.array([[np.nan, 0.1]]), 0.5).tolist() == [[False, True]]
 
 
 def test_the_best_of_what_is_kept_come_first() -> None:
-    """`best` returns the kept boxes by score, ties by position, and marks the padding."""
+    """`best` returns the kept boxes by score. Equal scores are ordered by position, and the padding is marked."""
     scores = np.array([[0.1, 0.9, 0.5, 0.5], [0.4, 0.3, 0.2, 0.1]], np.float32)
     kept = np.array([[True, False, True, True], [False, False, False, True]])
     found, there = boxes.best(scores, kept, 3)
@@ -229,7 +229,7 @@ def test_the_best_of_what_is_kept_come_first() -> None:
 
 
 def test_the_worst_score_comes_before_what_was_not_kept() -> None:
-    """A score of minus infinity ranks before boxes that were not kept."""
+    """A kept box with the score minus infinity is before boxes that were not kept."""
     scores = np.array([[0.5, -np.inf, 0.7]], np.float32)
     found, there = boxes.best(scores, np.array([[False, True, True]]), 2)
     assert found.tolist() == [[2, 1]]
@@ -239,7 +239,7 @@ def test_the_worst_score_comes_before_what_was_not_kept() -> None:
 def slow_roi_align(
     features: Array, box: Array, size: int, scale: float, sampling: int | None, *, aligned: bool
 ) -> Array:
-    """Return the RoI of one map [c, h, w] and one box by torchvision's loops."""
+    """Compute roi_align of one map [c, h, w] and one box with torchvision's loops."""
     _, height, width = features.shape
     left, top, right, bottom = box * scale - (0.5 if aligned else 0)
     wide, high = right - left, bottom - top
@@ -275,7 +275,7 @@ def slow_roi_align(
 
 @given(seeds, st.integers(1, 3) | st.none(), st.booleans())
 def test_regions_are_read_point_by_point(seed: int, sampling: int | None, aligned: bool) -> None:
-    """roi_align equals the loops for regions in, across and far from the maps, in both layouts."""
+    """roi_align equals the loops for regions inside, across and far outside of the maps, in both layouts."""
     rng = np.random.default_rng(seed)
     features = rng.standard_normal((2, 3, 6, 9))
     given = np.sort(rng.uniform(-30, 80, (4, 2, 2)), 1).reshape(4, 4)
@@ -317,7 +317,7 @@ def test_regions_are_read_as_torch_samples_a_grid() -> None:
 
 @pytest.mark.parametrize("aligned", [True, False])
 def test_regions_far_larger_than_the_map_are_read_point_by_point(aligned: bool) -> None:
-    """roi_align equals the loops for regions up to 500 times as large as the map."""
+    """roi_align equals the loops for regions that are up to 500 times as large as the map."""
     features = np.random.default_rng(0).standard_normal((1, 2, 3, 4))
     given = np.array(
         [[-40, -300, 2000, 30], [-7, -2, 31, 9], [-600, 1.5, 900, 2], [50, 0, 90, 2], [-90, 0, -9, 2]]
@@ -330,7 +330,7 @@ def test_regions_far_larger_than_the_map_are_read_point_by_point(aligned: bool) 
 
 
 def test_features_of_16_bits_are_read_where_those_of_32_are() -> None:
-    """roi_align of f16 samples at the places of f32, which f16 could not express; bf16 bits are refused."""
+    """roi_align reads f16 features at the same places as f32 features, which f16 could not represent. Bits of bf16 are refused."""
     features = np.tile(np.arange(100, dtype=np.float16), (1, 1, 2, 1))
     given = np.array([[2001, 0, 2021, 31], [-70_000, 0, 70_000, 31]], np.float32)
     for sampling in (1, None):
@@ -344,7 +344,7 @@ def test_features_of_16_bits_are_read_where_those_of_32_are() -> None:
 
 
 def test_a_region_of_any_size_takes_no_more_memory() -> None:
-    """A box of 10 ** 12 pixels takes no more memory: only the points over the map are computed."""
+    """A box of 10 ** 12 pixels takes no more memory than others, because only points over the map are computed."""
     given = np.array([[-1e12, -1e12, 1e12, 1e12]])
     found = boxes.roi_align(
         np.ones((1, 1, 3, 4)), given, np.zeros(1, int), size=(3, 3), scale=1, sampling=None
@@ -359,7 +359,7 @@ def test_a_region_of_any_size_takes_no_more_memory() -> None:
 
 
 def test_without_regions_there_is_nothing() -> None:
-    """Without regions, results are empty with the right shapes and dtypes."""
+    """Without regions, the results are empty, with the right shapes and dtypes."""
     nothing = np.zeros((0, 4), np.float32)
     found = boxes.roi_align(
         np.zeros((1, 3, 4, 4), np.float32), nothing, np.zeros(0, int), size=(2, 2), scale=1
@@ -372,7 +372,7 @@ def test_without_regions_there_is_nothing() -> None:
 
 
 def test_detections_are_whole_pixels_of_their_pictures() -> None:
-    """Objects above the threshold come in order, with their boxes in the pixels of their own picture."""
+    """Objects above the threshold are returned in order. Their boxes are in the pixels of their own picture."""
     scores = np.array([[[0.8, 0.1, 0.1], [0.2, 0.2, 0.6], [0.1, 0.6, 0.3]]] * 2, np.float32)
     found = np.array([[[0.5, 0.5, 0.5, 0.5], [0, 0, 1, 1], [0.25, 0.5, 0.1, 1.0]]] * 2, np.float32)
     sizes = np.array([[100, 200], [10, 10]], np.int32)

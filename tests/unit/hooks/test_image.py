@@ -1,4 +1,4 @@
-"""Images, compared with Pillow, torch's resampling, and values computed by hand."""
+"""Images, compared with Pillow, with torch's resampling, and with values computed by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rsrv.hooks.text import as_text
 
 Array = np.ndarray[Any, Any]
 
-#: EXIF's orientation (tag 274) -> how an upright picture is stored.
+#: Functions that store an upright picture, by EXIF's orientation (tag 274).
 STORED = {
     1: lambda a: a,
     2: lambda a: a[:, ::-1],
@@ -33,7 +33,7 @@ STORED = {
 
 
 def picture(height: int = 24, width: int = 36, seed: int = 0) -> Array:
-    """Return a smooth picture, which JPEG keeps nearly as it is."""
+    """Return a smooth picture, which JPEG changes very little."""
     rng = np.random.default_rng(seed)
     small = PIL.Image.fromarray(rng.integers(0, 256, (3, 4, 3), np.uint8))
     return np.asarray(small.resize((width, height), PIL.Image.Resampling.BICUBIC))
@@ -50,7 +50,7 @@ def file(pixels: Array, kind: str = "PNG", **options: Any) -> bytes:
     [("PNG", {}, 0), ("WEBP", {"lossless": True}, 0), ("WEBP", {}, 40), ("JPEG", {"quality": 95}, 12)],
 )
 def test_files_of_all_kinds_are_decoded_together(kind: str, options: dict[str, Any], off: int) -> None:
-    """Two pictures of different sizes are decoded from one padded tensor, in each format."""
+    """In each format, two pictures of different sizes are decoded from one padded tensor."""
     pictures = [picture(), picture(90, 50, seed=1)]
     found = image.decode(as_text([file(one, kind, **options) for one in pictures]))
     for got, wanted in zip(found, pictures, strict=True):
@@ -61,7 +61,7 @@ def test_files_of_all_kinds_are_decoded_together(kind: str, options: dict[str, A
 
 @pytest.mark.parametrize("orientation", STORED)
 def test_pictures_stand_upright_however_the_camera_was_held(orientation: int) -> None:
-    """EXIF's eight orientations all give the same upright picture."""
+    """Files with any of EXIF's eight orientations give the same upright picture."""
     exif = PIL.Image.Exif()
     exif[274] = orientation
     stored = np.ascontiguousarray(STORED[orientation](picture()))
@@ -70,7 +70,7 @@ def test_pictures_stand_upright_however_the_camera_was_held(orientation: int) ->
 
 
 def exif_of(*entries: bytes) -> bytes:
-    """Return a JPEG whose EXIF has these TIFF entries, 12 bytes each, behind the orientation 6."""
+    """Return a JPEG whose EXIF has the orientation 6, and after it these TIFF entries of 12 bytes each."""
     all_of_them = (struct.pack("<HHII", 274, 3, 1, 6), *entries)
     tiff = b"II*\0\x08\0\0\0" + struct.pack("<H", len(all_of_them)) + b"".join(all_of_them) + bytes(4)
     stored = np.ascontiguousarray(STORED[6](picture()))
@@ -87,7 +87,7 @@ def exif_of(*entries: bytes) -> bytes:
     ids=["resolution in words", "half a pixel wide", "a negative width"],
 )
 def test_what_else_a_camera_wrote_does_not_matter(entry: bytes) -> None:
-    """EXIF entries of wrong types do not disturb the orientation."""
+    """EXIF entries of wrong types do not affect the orientation."""
     (found,) = image.decode(as_text([exif_of(entry)]))
     assert abs(found.astype(int) - picture()).max() <= 12
 
@@ -101,7 +101,7 @@ def test_exif_that_cannot_be_read_says_nothing() -> None:
 
 
 def test_a_jpeg_with_endless_scans_is_refused() -> None:
-    """A JPEG with more than a hundred scans is refused: each costs a pass over the whole picture."""
+    """A JPEG with more than a hundred scans is refused, because each scan is a pass over the whole picture."""
     whole = file(np.zeros((64, 64, 3), np.uint8), "JPEG", progressive=True)
     last = whole[whole.rindex(b"\xff\xda") : -2]
     hundred = whole[:-2] + last * (100 - whole.count(b"\xff\xda")) + whole[-2:]
@@ -111,7 +111,7 @@ def test_a_jpeg_with_endless_scans_is_refused() -> None:
 
 
 def test_only_the_picture_s_own_scans_are_counted() -> None:
-    """Bytes that look like scans, in a segment or behind the end, are not counted."""
+    """Bytes that look like scans, but are in a segment or after the end, are not counted."""
     whole = file(picture(), "JPEG", quality=95)
     lookalikes = b"\xff\xda" * 200
     segment = b"\xff\xe9" + struct.pack(">H", 2 + len(lookalikes)) + lookalikes
@@ -135,7 +135,7 @@ def test_only_the_picture_s_own_scans_are_counted() -> None:
 def test_pictures_have_the_channels_that_are_asked_for(
     stored: Array, grey: list[int], channels: Literal[1, 3]
 ) -> None:
-    """A picture has the requested channels, for any channels of the file."""
+    """A picture has the requested channels, whatever channels its file has."""
     (found,) = image.decode(as_text([file(stored)]), channels=channels)
     assert (found == np.array(grey)[None, :, None]).all()
     assert found.shape == (1, len(grey), channels)
@@ -153,7 +153,7 @@ def test_pictures_have_the_channels_that_are_asked_for(
     ids=["nothing", "text", "gif", "half a jpeg", "half a png"],
 )
 def test_what_is_no_picture_is_the_clients_fault(data: bytes, message: str) -> None:
-    """A file that is not a picture is refused with its row, also half a file padded with zeros."""
+    """A file that is not a picture is refused, and the error names its row. So is half a file with zeros after it."""
     files = as_text([file(picture()), data], width=20_000)
     with pytest.raises(BadInput, match=message):
         image.decode(files)
@@ -182,7 +182,7 @@ def test_damaged_files_raise_nothing_else(kind: str, data: st.DataObject) -> Non
 
 
 def test_a_small_file_of_a_huge_picture_is_refused_by_its_header() -> None:
-    """A small file of a huge picture is refused by its header; the limit counts all rows."""
+    """A small file with a huge picture is refused after reading its header. The limit is for all rows together."""
     bomb = file(np.zeros((3000, 4000), np.uint8))
     assert len(bomb) < 20_000
     with pytest.raises(BadInput, match="more than 11999999 pixels"):
@@ -194,14 +194,14 @@ def test_a_small_file_of_a_huge_picture_is_refused_by_its_header() -> None:
 
 
 def test_files_come_as_rows_of_bytes() -> None:
-    """A hook that does not pass rows of bytes gets a ValueError, which does not blame the client."""
+    """If a hook does not pass rows of bytes, it gets a ValueError, which does not blame the client."""
     with pytest.raises(ValueError, match=r"u8 \[n, bytes\], not float32 \[3\]"):
         image.decode(np.zeros(3, np.float32))
     assert image.decode(np.zeros((0, 10), np.uint8)) == []
 
 
 def test_files_come_as_strings() -> None:
-    """Strings of clients, one a row, are files as they are."""
+    """Strings of clients, one per row, are accepted as files."""
     strings = np.array([file(picture()), file(picture())], object)
     (first, second) = image.decode(strings)
     assert image.decode(strings.reshape(-1, 1))[0].tolist() == first.tolist() == second.tolist()
@@ -212,7 +212,7 @@ def test_files_come_as_strings() -> None:
 @pytest.mark.parametrize("resample", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("size", [(11, 13), (24, 36), (50, 61)])
 def test_resizing_averages_as_torch_does(resample: image.Filter, size: tuple[int, int]) -> None:
-    """Resizing equals torch's interpolation with antialiasing up to rounding, down and up."""
+    """To smaller and to larger sizes, resizing gives the same as torch's interpolation with antialiasing, except for rounding."""
     pictures = np.stack([picture(seed=seed) for seed in range(2)])
     found = image.resize(pictures, size, resample=resample)
     given = torch.tensor(pictures).permute(0, 3, 1, 2).float()
@@ -222,7 +222,7 @@ def test_resizing_averages_as_torch_does(resample: image.Filter, size: tuple[int
 
 
 def test_one_channel_stays_one() -> None:
-    """Pictures of one channel keep it through all steps."""
+    """A picture of one channel has one channel after all steps."""
     grey = picture()[..., :1]
     assert (image.resize([grey], (7, 9))[..., 0] == image.resize([picture()], (7, 9))[..., 0]).all()
     assert image.resize_crop([grey], 10, (8, 8)).shape == (1, 8, 8, 1)
@@ -237,17 +237,17 @@ def test_one_channel_stays_one() -> None:
 @pytest.mark.parametrize(
     ("shape", "scaled", "corner"),
     [
-        # As torchvision: int(16 * 36 / 24) = 24, and corners round((16 - 10) / 2), round((24 - 10) / 2).
+        # torchvision computes int(16 * 36 / 24) = 24, and the corners round((16 - 10) / 2) and round((24 - 10) / 2).
         ((24, 36), (16, 24), (3, 7)),
         ((36, 24), (24, 16), (7, 3)),
-        ((20, 27), (16, 21), (3, 6)),  # The width is 21.6; 5.5 rounds to even at 6.
+        ((20, 27), (16, 21), (3, 6)),  # the width is 21.6, and 5.5 rounds to the even 6
         ((10, 10), (16, 16), (3, 3)),
     ],
 )
 def test_the_middle_is_cut_out_as_torchvision_does(
     shape: tuple[int, int], scaled: tuple[int, int], corner: tuple[int, int]
 ) -> None:
-    """Sizes and corners of the crop follow torchvision's Resize and CenterCrop."""
+    """The sizes and the corners of the crop are those of torchvision's Resize and CenterCrop."""
     one = picture(*shape)
     found = image.resize_crop([one], 16, (10, 10))
     top, left = corner
@@ -257,7 +257,7 @@ def test_the_middle_is_cut_out_as_torchvision_does(
 
 @pytest.mark.parametrize(("height", "width"), [(1, 4000), (4000, 1)])
 def test_a_thin_line_is_refused_before_it_is_scaled(height: int, width: int) -> None:
-    """A thin picture that would become 256 million pixels is refused before it is scaled."""
+    """A thin picture that scaling would make 256 million pixels large is refused before it is scaled."""
     bomb = file(np.zeros((height, width), np.uint8))
     assert len(bomb) < 150
     pictures = image.decode(as_text([bomb]))
@@ -267,7 +267,7 @@ def test_a_thin_line_is_refused_before_it_is_scaled(height: int, width: int) -> 
 
 
 def test_the_limit_of_what_is_scaled_is_that_of_all_pictures_together() -> None:
-    """The limit counts the scaled pixels of all pictures exactly, independent of the crop."""
+    """The limit is for the exact number of scaled pixels of all pictures together. The crop does not matter."""
     pictures = [picture()] * 2
     assert len(image.resize_crop(pictures, 16, (10, 10), most_pixels=2 * 16 * 24)) == 2
     with pytest.raises(BadInput, match="all images of the request"):
@@ -275,7 +275,7 @@ def test_the_limit_of_what_is_scaled_is_that_of_all_pictures_together() -> None:
 
 
 def test_a_high_and_narrow_picture_is_not_made_broad() -> None:
-    """A high and narrow picture is limited by Pillow's intermediate, which changes the width first."""
+    """A high and narrow picture is limited by Pillow's intermediate result, because Pillow changes the width first."""
     assert image.resize([picture()], (4, 100), most_pixels=2400).shape == (1, 4, 100, 3)
     with pytest.raises(BadInput, match="more than 2399 pixels"):
         image.resize([picture()], (4, 100), most_pixels=2399)
@@ -291,7 +291,7 @@ def test_a_crop_has_to_fit() -> None:
 
 @given(st.tuples(st.integers(1, 90), st.integers(1, 90)), st.tuples(st.integers(4, 64), st.integers(4, 64)))
 def test_boxes_find_their_way_back_from_a_letterbox(shape: tuple[int, int], size: tuple[int, int]) -> None:
-    """The frame of a letterboxed picture converts back, and the fill is all around it."""
+    """The frame of a letterboxed picture converts back to the whole picture. All around the frame is the fill."""
     height, width = shape
     pixels, places = image.letterbox([np.full((*shape, 3), 200, np.uint8)], size, fill=7)
     (rows,), (columns,) = (
@@ -310,7 +310,7 @@ def test_boxes_find_their_way_back_from_a_letterbox(shape: tuple[int, int], size
 
 
 def test_a_fitted_picture_keeps_its_proportions() -> None:
-    """It is at the upper left, with its sides rounded down, and zeros are around it."""
+    """A fitted picture is at the upper left, its sides are rounded down, and zeros fill the rest."""
     pictures = [
         np.full((10, 30, 3), 9, np.uint8),
         np.full((40, 21, 3), 9, np.uint8),
@@ -328,7 +328,7 @@ def test_a_fitted_picture_keeps_its_proportions() -> None:
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
 def test_pixels_are_normalised_exactly(layout: Literal["nchw", "nhwc"], dtype: Any) -> None:
-    """Every byte in every channel is normalised as by the formula in 64 bits."""
+    """For each value of a byte and each channel, normalising gives the same as the formula in 64 bits."""
     pixels = np.random.default_rng(0).permuted(np.arange(768, dtype=np.int64) % 256).astype(np.uint8)
     pixels = pixels.reshape(2, 16, 8, 3)
     mean, std = image.IMAGENET_MEAN, image.IMAGENET_STD
@@ -342,6 +342,6 @@ def test_pixels_are_normalised_exactly(layout: Literal["nchw", "nhwc"], dtype: A
 
 
 def test_each_channel_has_its_mean() -> None:
-    """Three means for one channel are refused."""
+    """Three means for a picture of one channel are refused."""
     with pytest.raises(ValueError, match="3 means and 3 deviations for 1 channels"):
         image.normalise(np.zeros((1, 2, 2, 1), np.uint8), image.IMAGENET_MEAN, image.IMAGENET_STD)

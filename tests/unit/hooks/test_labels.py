@@ -24,7 +24,7 @@ logits = arrays.arrays(
 
 @given(logits)
 def test_probabilities_are_those_of_torch(given: Array) -> None:
-    """softmax equals torch's for logits of any size, in their dtype and without a warning."""
+    """softmax equals torch's for logits of any size. It keeps their dtype and gives no warning."""
     found = labels.softmax(given)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, torch.softmax(torch.tensor(given), -1).numpy(), rtol=1e-5, atol=1e-30)
@@ -32,7 +32,7 @@ def test_probabilities_are_those_of_torch(given: Array) -> None:
 
 
 def test_many_logits_of_16_bits_are_summed_in_32() -> None:
-    """100,000 equal f16 logits are summed in f32, because their sum exceeds f16."""
+    """100,000 equal f16 logits are summed in f32, because their sum is too large for f16."""
     found = labels.softmax(np.zeros((1, 100_000), np.float16))
     assert found.dtype == np.float16
     assert (found == np.float16(1e-5)).all()
@@ -40,7 +40,7 @@ def test_many_logits_of_16_bits_are_summed_in_32() -> None:
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint8, np.int32, np.bool_])
 def test_what_numpy_does_not_take_for_floats_is_refused(dtype: Any) -> None:
-    """Types other than floats are refused: bf16 arrives as u16, whose bits are not numbers."""
+    """Types other than floats are refused, because bf16 arrives as u16, whose values are not the numbers."""
     given = np.zeros((1, 3), dtype)
     with pytest.raises(ValueError, match=f"logits are floats, not {np.dtype(dtype)}; bf16"):
         labels.softmax(given)
@@ -55,7 +55,7 @@ def test_what_numpy_does_not_take_for_floats_is_refused(dtype: Any) -> None:
     st.integers(1, 12),
 )
 def test_the_best_come_first_and_of_equals_the_first(scores: Array, k: int) -> None:
-    """top_k returns the best first, ties by position, and at most as many as there are."""
+    """top_k returns the best classes first, and equal ones by position. It returns at most all classes."""
     found, classes = labels.top_k(scores, k)
     assert classes.dtype == np.int64
     for row, values, order in zip(scores, found, classes, strict=True):
@@ -65,13 +65,13 @@ def test_the_best_come_first_and_of_equals_the_first(scores: Array, k: int) -> N
 
 
 def test_what_is_no_number_comes_last() -> None:
-    """NaN ranks last."""
+    """In top_k, NaN is last."""
     found, classes = labels.top_k(np.array([[np.nan, 1, 2]], np.float32), 2)
     assert (found.tolist(), classes.tolist()) == ([[2, 1]], [[2, 1]])
 
 
 def test_names_are_tensors_that_are_indexed_by_class(tmp_path: Path) -> None:
-    """Names, one a line of a file, become a tensor that is indexed by class; accents take two bytes."""
+    """A file with one name per line becomes a tensor that is indexed by class. A letter with an accent takes two bytes."""
     path = tmp_path / "names.txt"
     path.write_text("cat\nchien bleu\nélan\n", encoding="utf-8")
     names = labels.read_names(path)

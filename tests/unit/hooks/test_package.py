@@ -27,7 +27,7 @@ print(json.dumps(sorted(sys.modules)))
 
 
 def test_importing_it_loads_numpy_and_nothing_else() -> None:
-    """Importing the library loads numpy and no optional package, as every model's process pays for it."""
+    """An import of the library loads numpy and no optional package, because every model's process imports it."""
     out = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True)
     loaded = {name.partition(".")[0] for name in json.loads(out.stdout)}
     assert "numpy" in loaded
@@ -44,7 +44,7 @@ def test_importing_it_loads_numpy_and_nothing_else() -> None:
 def test_what_is_missing_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, module: str, package: str, use: Callable[[], Any]
 ) -> None:
-    """The function that needs a missing optional package says what to install."""
+    """If an optional package is missing, the function that needs it says what to install."""
     for name in [name for name in sys.modules if name.partition(".")[0] == module]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
@@ -53,7 +53,7 @@ def test_what_is_missing_is_named_with_its_extra(
 
 
 class NoGuard:
-    """Guard without any restriction."""
+    """A guard without any restriction."""
 
     @contextmanager
     def within(self, hook: str, who: str) -> Iterator[None]:
@@ -61,7 +61,7 @@ class NoGuard:
 
 
 def test_a_request_that_a_hook_blames_is_refused_with_its_words(caplog: pytest.LogCaptureFixture) -> None:
-    """A request that a hook refuses is INVALID with the hook's text, and the log gets no line."""
+    """A request that a hook refuses is INVALID with the hook's text. The log gets no line."""
 
     def preprocess(inputs: dict[str, Any]) -> dict[str, Any]:
         raise BadInput("row 3 is upside down")
@@ -74,7 +74,7 @@ def test_a_request_that_a_hook_blames_is_refused_with_its_words(caplog: pytest.L
 
 
 class Unsayable(BadInput):
-    """An exception whose text cannot be built."""
+    """An exception whose text cannot be computed."""
 
     def __str__(self) -> str:
         raise KeyError("no such text")

@@ -1,4 +1,4 @@
-"""The examples on the library's page run as they are printed."""
+"""The examples on the page of the library run as they are printed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 @pytest.fixture
 def example(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
-    """Return the definitions of the one block with this text, run beside its files."""
+    """Return a function that executes the page's block with this text, beside its files, and returns its definitions."""
     page = (ROOT / "docs" / "hook-library.md").read_text(encoding="utf-8")
     first, *found = ["\n".join(lines) for language, _, lines in blocks(page) if language == "python"]
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "hello": 1}, unk_token="[UNK]"))
@@ -38,7 +38,7 @@ def example(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
 
 
 def files() -> Arrays:
-    """Return two pictures of different sizes as files."""
+    """Return two JPEG files with pictures of different sizes."""
     coded = []
     for size in ((300, 400), (900, 280)):
         stream = io.BytesIO()
@@ -48,7 +48,7 @@ def files() -> Arrays:
 
 
 def test_a_classifiers_pictures(example: Callable[[str], dict[str, Any]]) -> None:
-    """The classifier's example decodes, crops and normalises files."""
+    """The example of the classifier decodes, crops and normalises files."""
     pixels = example("resize_crop")["preprocess"](files())["image"]
     assert pixels.dtype == np.float32
     assert pixels.shape == (2, 3, 224, 224)
@@ -57,11 +57,11 @@ def test_a_classifiers_pictures(example: Callable[[str], dict[str, Any]]) -> Non
 
 
 def test_a_detectors_boxes(example: Callable[[str], dict[str, Any]]) -> None:
-    """The detector's example reports one box of two equal ones, in the picture's pixels."""
+    """The example of the detector reports one of two equal boxes, in the picture's pixels."""
 
     def call(name: str, inputs: Arrays) -> Arrays:
         assert inputs["image"].shape == (2, 3, 640, 640)
-        # 480 x 640 in the middle, and 640 x 199 under 220 and 221 rows of fill.
+        # The first picture is 480 x 640 in the middle. The second is 640 x 199, with 220 rows of fill above and 221 below.
         halves = np.array([[320, 0, 560, 640], [320, 220, 640, 419]], np.float32)
         return {
             "boxes": np.repeat(halves[:, None], 2, 1),
@@ -75,7 +75,7 @@ def test_a_detectors_boxes(example: Callable[[str], dict[str, Any]]) -> None:
 
 
 def test_a_classifiers_labels(example: Callable[[str], dict[str, Any]]) -> None:
-    """The labels' example returns the best five of ten classes with their names."""
+    """The example of the labels returns the best five of ten classes with their names."""
     found = example("top_k")["postprocess"]({"logits": np.arange(20, dtype=np.float32).reshape(2, 10)})
     assert found["class"].tolist() == [[9, 8, 7, 6, 5]] * 2
     assert found["name"].shape == (2, 5, 32)
@@ -83,7 +83,7 @@ def test_a_classifiers_labels(example: Callable[[str], dict[str, Any]]) -> None:
 
 
 def test_a_text_models_tokens(example: Callable[[str], dict[str, Any]]) -> None:
-    """The tokeniser's example pads rows to the smallest fitting length."""
+    """The example of the tokeniser pads rows to the smallest length that fits."""
     found = example("Tokeniser")["preprocess"]({"text": as_text(["hello hello", "hello"])})
     assert found["input_ids"].shape == (2, 16)
     assert found["attention_mask"].sum(1).tolist() == [2, 1]

@@ -1,4 +1,4 @@
-"""Text as tensors and as tokens, compared with the package tokenizers."""
+"""Texts as tensors and as tokens, compared with the package tokenizers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LENGTHS = (4, 8, 16)
 
 
 def tokenizer() -> Tokenizer:
-    """Return a tokeniser of words, with BERT's marks around each text."""
+    """Return a tokenizer of words, which puts BERT's marks around each text."""
     found = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
     found.normalizer = normalizers.Lowercase()
     found.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -34,7 +34,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return its file, which pads rows to 99."""
+    """Return the file of the tokenizer, which pads rows to 99."""
     made = tokenizer()
     made.enable_padding(length=99, pad_id=7)
     made.enable_truncation(99)
@@ -45,7 +45,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @given(st.lists(st.text().filter(lambda text: not text.endswith("\0")), max_size=5))
 def test_texts_come_back_from_their_tensor(texts: list[str]) -> None:
-    """Any texts come back from their tensor, without trailing zeros."""
+    """Texts that do not end with zeros are read back from their tensor unchanged."""
     found = as_text(texts)
     assert found.dtype == np.uint8
     assert found.shape == (len(texts), max([1, *(len(text.encode()) for text in texts)]))
@@ -53,14 +53,14 @@ def test_texts_come_back_from_their_tensor(texts: list[str]) -> None:
 
 
 def test_rows_are_as_wide_as_they_are_asked_to_be() -> None:
-    """Rows have the requested width, and a longer text is an error."""
+    """Rows have the requested width. A longer text is an error."""
     assert as_text([b"\xff\0", "é"], width=3).tolist() == [[255, 0, 0], [0xC3, 0xA9, 0]]
     with pytest.raises(ValueError, match="a text of 3 bytes in rows of 2"):
         as_text(["abc"], width=2)
 
 
 def test_broken_characters_are_left_out() -> None:
-    """Invalid and cut characters are left out."""
+    """Invalid and incomplete characters are left out."""
     assert from_text(as_text([b"\xffa", "aé".encode()[:-1]])) == ["a", "a"]
 
 
@@ -70,7 +70,7 @@ words = st.lists(st.sampled_from([*WORDS[4:], "up", "WEST"]), max_size=20).map("
 @settings(deadline=None)
 @given(st.lists(words, min_size=1, max_size=4))
 def test_tokens_are_those_of_the_package(path: Path, texts: list[str]) -> None:
-    """Tokens equal those of the package, padded to the smallest length that holds all."""
+    """Tokens are the same as the package's, padded to the smallest length that holds all rows."""
     found = Tokeniser(path, LENGTHS, dtype=np.int64)(as_text(texts))
     longest = max(len(text.split()) + 2 for text in texts)
     length = next((one for one in LENGTHS if one >= longest), LENGTHS[-1])
@@ -87,7 +87,7 @@ def test_tokens_are_those_of_the_package(path: Path, texts: list[str]) -> None:
 @settings(deadline=None)
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=3))
 def test_pairs_are_told_apart_by_their_types(path: Path, pairs: list[tuple[str, str]]) -> None:
-    """Pairs of texts are tokenised with their types."""
+    """Pairs of texts become tokens with the types of their texts."""
     firsts, seconds = (as_text([pair[side] for pair in pairs]) for side in (0, 1))
     found = Tokeniser(path, [16])(firsts, seconds)
     by_itself = tokenizer()
@@ -100,14 +100,14 @@ def test_pairs_are_told_apart_by_their_types(path: Path, pairs: list[tuple[str, 
 
 
 def test_the_token_that_fills_rows_up_may_be_chosen(path: Path) -> None:
-    """The padding token is the file's, or the given one."""
+    """The padding token is the given one, or else the file's."""
     text = as_text(["north"])
     assert Tokeniser(path, LENGTHS)(text).ids.tolist() == [[2, 4, 3, 7]]
     assert Tokeniser(path, LENGTHS, pad_id=1)(text).ids.tolist() == [[2, 4, 3, 1]]
 
 
 def test_the_file_says_which_side_is_cut(path: Path, tmp_path: Path) -> None:
-    """The tokeniser cuts on the side that the file names, at its own length."""
+    """A text is cut on the side that the file names, to the tokeniser's length."""
     changed: dict[str, Any] = json.loads(path.read_text())
     changed["truncation"]["direction"] = "Left"
     other = tmp_path / "tokenizer.json"
@@ -121,7 +121,7 @@ def test_the_file_says_which_side_is_cut(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["longest_first", "only_first", "only_second"])
 def test_texts_of_any_length_become_tokens_whatever_the_file_cuts(strategy: str, tmp_path: Path) -> None:
-    """Long texts and pairs are cut to the largest length, with any truncation settings of the file."""
+    """Whatever the file's truncation settings are, long texts and pairs are cut to the largest length."""
     made = tokenizer()
     made.enable_truncation(99, strategy=strategy)
     path = tmp_path / "tokenizer.json"
@@ -136,7 +136,7 @@ def test_texts_of_any_length_become_tokens_whatever_the_file_cuts(strategy: str,
 
 @pytest.mark.parametrize("lengths", [[], [0], [2], [1, 2]])
 def test_rows_have_room_for_the_marks_around_texts(path: Path, lengths: list[int]) -> None:
-    """Lengths without room for the marks are refused when the tokeniser is made."""
+    """If a length has no room for the marks around a text, the tokeniser cannot be made."""
     with pytest.raises(ValueError, match="the largest must be at least 3"):
         Tokeniser(path, lengths)
     text = as_text(["north"])
@@ -144,7 +144,7 @@ def test_rows_have_room_for_the_marks_around_texts(path: Path, lengths: list[int
 
 
 def test_only_the_beginning_of_an_endless_text_is_read(path: Path) -> None:
-    """Only 64 bytes of a long text are read for each token."""
+    """Of a long text, only 64 bytes per token are read."""
     text = as_text(["north" + " " * (16 * 64) + "south", "north" + " " * (16 * 63) + "south"])
     assert Tokeniser(path, LENGTHS)(text).ids.tolist() == [[2, 4, 3, 7], [2, 4, 5, 3]]
 
@@ -155,7 +155,7 @@ def test_no_texts_have_no_tokens(path: Path) -> None:
 
 
 def test_a_file_that_is_no_tokeniser_is_named(tmp_path: Path) -> None:
-    """A missing or invalid file is named."""
+    """The error for a missing or invalid file names it."""
     bad = tmp_path / "bad.json"
     bad.write_text("{}")
     for path in (bad, tmp_path / "nothing.json"):
@@ -164,7 +164,7 @@ def test_a_file_that_is_no_tokeniser_is_named(tmp_path: Path) -> None:
 
 
 def test_strings_need_no_zeros_behind_them(path: Path) -> None:
-    """The one string of each row is a text. Its bytes beyond the limit are not read."""
+    """The one string of each row is a text. Bytes of the string beyond the limit are not read."""
     texts = ["north south", "", "west" + " east" * 1000]
     strings = np.array([text.encode() for text in texts], object)
     assert from_text(strings) == from_text(strings.reshape(-1, 1)) == texts
@@ -173,9 +173,9 @@ def test_strings_need_no_zeros_behind_them(path: Path) -> None:
 
 
 def test_a_text_that_is_too_long_may_be_refused(path: Path) -> None:
-    """With too_long="refuse", a text with too many tokens or bytes is the client's mistake, which names the limit."""
+    """With too_long="refuse", a text with too many tokens or bytes is refused as the client's mistake, with the limit."""
     tokenise = Tokeniser(path, LENGTHS, too_long="refuse")
-    # One word, whose last character is only partly beyond the limit of 1,024 bytes.
+    # The text is one word. Its last character is partly beyond the limit of 1,024 bytes.
     with pytest.raises(BadInput, match="text 0 has more tokens"):
         tokenise(np.array([("東" * 342).encode()], object))
     assert tokenise(as_text(["the " * 14])).ids.shape == (1, 16)
@@ -188,7 +188,7 @@ def test_a_text_that_is_too_long_may_be_refused(path: Path) -> None:
 
 
 def test_a_prefix_and_places_of_tokens(path: Path) -> None:
-    """A prefix goes in front of each first text, and places are in characters, without those of marks and padding."""
+    """A prefix is put before each first text. Places of tokens are in characters; marks and padding have none."""
     plain, prefixed = Tokeniser(path, LENGTHS, spans=True), Tokeniser(path, LENGTHS, prefix="the ")
     found = plain(as_text(["the  ünknown"]))
     assert found.starts is not None
@@ -200,7 +200,10 @@ def test_a_prefix_and_places_of_tokens(path: Path) -> None:
 
 
 def test_a_text_that_a_regular_expression_gives_up_on_is_refused(tmp_path: Path) -> None:
-    """The package panics after ten million steps backwards. The panic is not an Exception, and would end a thread of the server."""
+    """A text on which the package gives up is refused.
+
+    After ten million backward steps, the package panics. A panic is not an Exception, and would end a thread of the server.
+    """
     made = tokenizer()
     made.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+b"), "isolated")
     made.save(str(tmp_path / "tokenizer.json"))

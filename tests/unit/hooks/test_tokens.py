@@ -18,7 +18,7 @@ WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "anna", "##bel", "in", "r
 
 @pytest.fixture
 def tokeniser(tmp_path: Path) -> Tokeniser:
-    """Return a tokeniser of parts of words, with places."""
+    """Return a tokeniser of parts of words, which reports the places of tokens."""
     made = Tokenizer(models.WordPiece({word: n for n, word in enumerate(WORDS)}, unk_token="[UNK]"))
     made.add_special_tokens(list(WORDS[:5]))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -31,11 +31,11 @@ def tokeniser(tmp_path: Path) -> Tokeniser:
 
 
 def test_neighbouring_tokens_with_a_label_are_an_entity(tokeniser: Tokeniser) -> None:
-    """Tokens are grouped by their label; B- begins another entity, O is left out, and so are marks and padding."""
+    """Neighbours with the same label are an entity. B- begins another entity. Tokens with O, marks and padding are left out."""
     tokens = tokeniser(as_text(["annabel anna in rome"]))
     assert tokens.starts is not None
     assert tokens.ends is not None
-    # [CLS] anna ##bel anna in rome [SEP] [PAD]
+    # The tokens are: [CLS] anna ##bel anna in rome [SEP] [PAD].
     best = [3, 1, 2, 1, 0, 3, 3, 3]
     scores = np.full((1, 8, 4), 0.1, np.float32)
     scores[0, range(8), best] = [0.7, 0.6, 0.8, 0.7, 0.7, 0.9, 0.7, 0.7]
@@ -51,7 +51,7 @@ def test_neighbouring_tokens_with_a_label_are_an_entity(tokeniser: Tokeniser) ->
 
 
 def test_a_mask_gets_candidates_with_their_texts(tokeniser: Tokeniser) -> None:
-    """Each candidate has the text with the mask replaced, without the marks around it."""
+    """Each candidate has the text in which it replaces the mask, without the marks around the text."""
     tokens = tokeniser(as_text(["anna in [MASK]"]))
     found = candidates(np.array([[0.9, 0.1]]), np.array([[8, 7]]), tokens.ids, tokens.mask, 4, tokeniser)
     assert found == [
@@ -63,7 +63,7 @@ def test_a_mask_gets_candidates_with_their_texts(tokeniser: Tokeniser) -> None:
 
 
 def test_answers_are_json_in_one_string_per_row() -> None:
-    """Each row is one string in UTF-8."""
+    """Each row of the answer is one JSON string in UTF-8."""
     found = as_json([[{"a": "ü"}], []])
     assert found.shape == (2, 1)
     assert [json.loads(row) for row in found[:, 0]] == [[{"a": "ü"}], []]

@@ -1,17 +1,18 @@
-// A program that plays tritonserver to the native front: models, requests as lines of stdin, outcomes as lines of
-// stdout. It is linked with the front's sources, so that a sanitizer sees both.
+// A program that plays tritonserver for the native front. It reads commands from the lines of stdin, and prints their
+// outcomes as lines of stdout. It is linked with the front's sources, so that a sanitizer checks both.
 //
-//   use NUMBER              the other commands are for this model; at first for number 0
+//   use NUMBER              the next commands are for the model of this number; until the first `use`, for number 0
 //   open                    -> opened | refused TEXT
 //   send ID ROWS [KEY=VALUE] -> answer ID ok ROWS SUM | answer ID CODE TEXT    (when the front answers)
-//   batch ID COUNT          sends requests of one row in one call
+//   batch ID COUNT          sends COUNT requests of one row in one call, with numbers from ID on
 //   like ID OTHER           sends a request of one row with the inputs of another one
-//   cancel ID
-//   jam                     the next submission meets a kernel without memory
-//   copy                    copies all sockets, as a fork() of another thread does until its child executes a program
+//   cancel ID               cancels the request
+//   jam                     lets the next submission fail as if the kernel had no memory
+//   copy                    copies all sockets, as a fork() of another thread does until the child executes a program
 //   close                   -> closed    (after the last answer)
 //
-// Values of digits are integers; the parameter `triton` is Triton's own trace context, too. Each request must be answered and released once.
+// A value that consists of digits is an integer. The parameter `triton` also becomes Triton's own trace context. Each request
+// must be answered and released once.
 #include <errno.h>
 #include <inttypes.h>
 #include <pthread.h>
@@ -30,7 +31,7 @@
 #define MAX_REQUESTS 100000
 #define MAX_MODELS 64
 #define SUBMIT 5
-#define COPIES 512  // numbers of descriptors that are copies begin here
+#define COPIES 512  // The first descriptor of the copies of sockets.
 
 struct TRITONSERVER_Error { int code; char* text; };
 struct TRITONSERVER_InferenceTrace { char context[128]; };
@@ -163,7 +164,7 @@ TRITONSERVER_Error* TRITONBACKEND_InputProperties(
     if (buffers) *buffers = in->shape[0] > 1 ? 2 : 1;
     return NULL;
 }
-// Two buffers, where there are two rows, of different lengths.
+// An input of two or more rows has two buffers of different lengths.
 TRITONSERVER_Error* TRITONBACKEND_InputBuffer(
     TRITONBACKEND_Input* in, uint32_t index, const void** buffer, uint64_t* bytes, int* memory, int64_t* id) {
     uint64_t all = (uint64_t)in->shape[0] * COLUMNS * sizeof(float), first = in->shape[0] > 1 ? 4 : all;
@@ -248,7 +249,8 @@ static void execute(TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request
     if (TRITONBACKEND_ModelInstanceExecute(instance, batch, count)) fail("execute() returned an error");
 }
 
-// By its path: reading the descriptor itself, which the front may be closing, is a data race to ThreadSanitizer.
+// Looks at the descriptor's path. Reading the descriptor itself would be a data race for ThreadSanitizer, because the front may
+// close it at the same time.
 static bool is_socket(int fd) {
     char path[32];
     struct stat found;
@@ -307,7 +309,8 @@ int main(int count, char** arguments) {
         } else
             fail("no such command");
     }
-    // The reader drops a link after its model has ended; until then only the kernel may know it, which looks like a leak.
+    // The front's reader thread frees a link after its model has ended. Until then, only the kernel may have a pointer to the
+    // link, which would look like a leak. So wait until all sockets are closed.
     for (int fd = 3; fd < COPIES; fd++)
         for (int tries = 0; tries < 1000 && is_socket(fd); tries++) usleep(10000);
     for (int i = 0; i < MAX_REQUESTS; i++) {

@@ -1,4 +1,4 @@
-"""The native front in a program that plays tritonserver, and a runtime for it that answers, or misbehaves."""
+"""The native front in a program that plays tritonserver, and a runtime that answers it or misbehaves."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from rsrv.wire.socket import Closed, Receiver, listen, send
 HERE = Path(__file__).parent
 BUILT = native_front.ROOT / "build" / "native"
 
-#: options by sanitizer. Only the first one comes with Zig, whose own report of what went wrong takes 15 s to build: a
-#: trap ends the program as well. The others take the system's compiler.
+#: Compiler options by sanitizer. Only the first one is part of Zig. Zig's own report of a fault takes 15 s to build, so
+#: a trap ends the program instead. The other sanitizers take the system's compiler.
 SANITIZERS: dict[str, Sequence[str]] = {
     "undefined": ("-fsanitize=undefined", "-fsanitize-trap=undefined"),
     "thread": ("-fsanitize=thread",),
@@ -48,9 +48,9 @@ SANITIZERS: dict[str, Sequence[str]] = {
 
 
 def driver(sanitizer: str) -> Path:
-    """Return the program, built again if one of its sources is younger."""
+    """Return the program, and build it again if one of its sources is newer."""
     program = BUILT / f"driver-{sanitizer}"
-    # The guard is Triton's own: tests/e2e/test_hostile_requests.py drives it.
+    # Leave out guard.c, which needs Triton itself. tests/e2e/test_hostile_requests.py tests it.
     parts = [source for source in native_front.SOURCES.glob("*.c") if source.name != "guard.c"]
     sources = [HERE / "driver.c", *parts]
     watched = [*sources, *native_front.SOURCES.glob("*.h"), Path(__file__)]
@@ -75,7 +75,7 @@ def _build(program: Path, sanitizer: str, sources: Sequence[Path]) -> None:
         "-Wall",
         "-Wextra",
         "-pthread",
-        # The program has a say in what the front sends.
+        # The program replaces sendmsg, so that it can let the front's frames fail.
         "-Dsendmsg=driver_sendmsg",
         *SANITIZERS[sanitizer],
     )
@@ -110,10 +110,10 @@ def submissions(frame: bytes, count: int) -> list[Submission]:
 
 
 class Connection:
-    """The runtime's end of a connection of the front."""
+    """The runtime's end of one connection with the front."""
 
     def __init__(self, sock: socket.socket, devices: int = 1) -> None:
-        """`devices`: as the runtime says how many the server has."""
+        """`devices`: the number of the server's devices that the runtime reports."""
         self.sock = sock
         self.devices = devices
         self.board = Board()
@@ -121,7 +121,7 @@ class Connection:
         self.segments: dict[int, Bytes] = {}
 
     def receive(self) -> tuple[Kind, int, bytes]:
-        """Return the next frame; segments are mapped on the way."""
+        """Return the kind, the number of entries and the content of the next frame. Map the segments that come before it."""
         while True:
             frame, fds = self._receiver.receive()
             kind, count = read_header(frame)
@@ -134,14 +134,14 @@ class Connection:
                 return kind, count, content
 
     def receive_requests(self) -> tuple[int, bytes]:
-        """Return how many requests the next SUBMIT frame has, and the frame."""
+        """Return the number of requests of the next SUBMIT frame, and the frame."""
         kind, count, frame = self.receive()
         while kind is not Kind.SUBMIT:
             kind, count, frame = self.receive()
         return count, frame
 
     def greet(self) -> dict[str, Any]:
-        """Exchange the first frames, and return the registration."""
+        """Receive HELLO, answer with WELCOME, and return the registration."""
         assert self.receive()[0] is Kind.HELLO
         send(self.sock, pack_json(Kind.WELCOME, {}, self.devices), (self.board.fd,))
         kind, _, frame = self.receive()
@@ -151,7 +151,7 @@ class Connection:
         return registration
 
     def dismiss(self, start_timeout_s: float = 60.0) -> None:
-        """Say that the model may be cold."""
+        """Send COLD: the front may leave, and the model is then cold."""
         send(self.sock, pack_cold(start_timeout_s, flat=True))
 
     def register(self, document: bytes) -> None:
@@ -160,7 +160,7 @@ class Connection:
         os.close(fd)
 
     def answer(self, frame: bytes, count: int) -> None:
-        """Double the inputs of a SUBMIT frame."""
+        """Answer the requests of a SUBMIT frame with their doubled inputs."""
         done = []
         for one in submissions(frame, count):
             memory = self.segments[one.segment]
@@ -172,7 +172,7 @@ class Connection:
             send(self.sock, answer)
 
     def launch(self, frame: bytes, count: int) -> None:
-        """Mark the outputs of a SUBMIT frame, as a runtime does that gives the requests to its device."""
+        """Mark the outputs of a SUBMIT frame, as a runtime does when it gives the requests to its device."""
         for one in submissions(frame, count):
             self.segments[one.segment][one.outputs_at] = 1
 
@@ -183,7 +183,7 @@ class Connection:
             self.answer(frame, count)
 
 
-#: serves one connection of the front until it returns, or the front is gone
+#: A function that serves one connection of the front until the function returns or the connection ends.
 Behaviour = Callable[[Connection], object]
 
 
@@ -195,21 +195,21 @@ def behave(connection: Connection) -> None:
 
 
 class Front:
-    """The program with a front, and the runtime that it finds. A context manager.
+    """The program with a front, and the runtimes that it finds. A context manager.
 
-    The runtime serves each connection on a thread, with the next behaviour, the last ones with `behave`. The server has a
-    device for each list of behaviours.
+    Each connection is served on a thread with the next behaviour of its device, and with `behave` when no behaviour is
+    left. The server has one device for each list of behaviours.
     """
 
     def __init__(
         self, program: Path, folder: Path, behaviours: Sequence[Behaviour] = (), *further: Sequence[Behaviour]
     ) -> None:
-        #: those of device 0 that were not needed so far
+        #: Behaviours of device 0 that have not served a connection yet.
         self.behaviours = list(behaviours)
         environment = {
             **os.environ,
             "RSRV_RUNTIME_DIR": str(folder / "run"),
-            # Its runtimes are those of the test.
+            # The test serves the runtimes' sockets, so the program must not start a runtime.
             "RSRV_RUNTIME_PYTHON": "/bin/false",
             "TSAN_OPTIONS": "halt_on_error=1",
         }
@@ -226,7 +226,7 @@ class Front:
         )
         (folder / "run").mkdir(mode=0o700)
         self._listeners = []
-        #: lines, and None at the end
+        #: Lines of the program, and None at their end.
         self._said: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -253,13 +253,13 @@ class Front:
         self._reader.join(60)
         for listener in self._listeners:
             with suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # It wakes the thread.
+                listener.shutdown(socket.SHUT_RDWR)  # The shutdown wakes the thread.
             listener.close()
         self._log.close()
         assert error is not None or status == 0, f"the front ended with {status}:\n{self._log_tail()}"
 
     def directory(self, device: int, *, create: bool = False) -> Path:
-        """Return the directory of a device's runtime."""
+        """Return the directory of a device's runtime. If `create`, make the directory."""
         pid = self.process.pid
         path = self._folder / "run" / f"{pid}-{paths.start_time(pid)}-gpu{device}"
         if create:
@@ -271,7 +271,7 @@ class Front:
         self.process.stdin.write("".join(f"{command}\n" for command in commands))
 
     def hear(self, count: int = 1) -> list[str]:
-        """Return the next lines of the program, in any order."""
+        """Return the next `count` lines of the program, sorted."""
         said = []
         for _ in range(count):
             try:
@@ -283,7 +283,7 @@ class Front:
         return sorted(said)
 
     def ask(self, *commands: str) -> list[str]:
-        """Return the lines that follow commands with one line each."""
+        """Send commands that print one line each, and return these lines."""
         self.tell(*commands)
         return self.hear(len(commands))
 

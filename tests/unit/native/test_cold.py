@@ -1,4 +1,7 @@
-"""Cold models of the native front: requests start them, wait, and are answered or told why not; an idle model falls back."""
+"""Cold models of the native front: requests start them, wait, and are answered or refused with the reason.
+
+Idle models become cold.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +38,15 @@ TOO_SOON = (
 
 
 class Lazy:
-    """A runtime whose model is cold until it is asked for."""
+    """A runtime whose model is cold until a request asks for it."""
 
     def __init__(self, start_timeout_s: float = 60.0) -> None:
         self.start_timeout_s = start_timeout_s
-        #: what the front has said of itself, registration by registration
+        #: Registrations that the front has sent, in order.
         self.registrations: list[dict[str, Any]] = []
-        #: set when the front has closed the connection of a cold model
+        #: Set when the front has closed the connection of the cold model.
         self.left = threading.Event()
-        #: the start takes until it is set
+        #: The start of the model lasts until this event is set.
         self.may_start = threading.Event()
         self.starting = threading.Event()
 
@@ -53,7 +56,7 @@ class Lazy:
         self._leave(connection)
 
     def start(self, connection: Connection) -> None:
-        """Start the model for the requests that wait, and serve it."""
+        """Start the model when `may_start` is set, and serve it."""
         self.registrations.append(connection.greet())
         self.starting.set()
         assert self.may_start.wait(60)
@@ -61,7 +64,7 @@ class Lazy:
         connection.answer_all()
 
     def serve_once(self, connection: Connection) -> None:
-        """Start the model, answer a frame of requests, and have the model fall back."""
+        """Serve the model for one frame of requests, and then let the model become cold."""
         self.registrations.append(connection.greet())
         connection.register(described())
         count, frame = connection.receive_requests()
@@ -80,7 +83,10 @@ class Lazy:
 def test_a_cold_model_is_loaded_without_a_connection_and_starts_with_its_first_requests(
     program: Path, tmp_path: Path
 ) -> None:
-    """The registration then says that requests wait; those that come meanwhile join."""
+    """A cold model is loaded and keeps no connection.
+
+    The first requests register it with `asked`, and later requests wait for the same start.
+    """
     lazy = Lazy()
     with Front(program, tmp_path, [lazy.cold, lazy.start]) as front:
         assert front.ask("open") == ["opened - ok 0 0"]
@@ -98,7 +104,7 @@ def test_a_cold_model_is_loaded_without_a_connection_and_starts_with_its_first_r
 
 
 def test_the_earliest_deadline_is_told(tmp_path: Path) -> None:
-    """The runtime orders starts by it."""
+    """The registration that starts a model has the deadline of the waiting request, because the runtime orders starts by deadlines."""
     lazy = Lazy()
     with Front(driver("undefined"), tmp_path, [lazy.cold, lazy.start]) as front:
         front.ask("open")
@@ -111,7 +117,10 @@ def test_the_earliest_deadline_is_told(tmp_path: Path) -> None:
 
 
 def test_a_runtime_hears_of_requests_that_come_and_go_during_the_start(program: Path, tmp_path: Path) -> None:
-    """After a death the model is registered before requests come; they may end before it is ready."""
+    """While a model starts after a death, the front sends a DEMAND frame at each change.
+
+    Here, a request comes, it ends, and another one comes.
+    """
     heard = queue.SimpleQueue[dict[str, Any]]()
     lazy = Lazy()
 
@@ -137,7 +146,8 @@ def test_a_runtime_hears_of_requests_that_come_and_go_during_the_start(program: 
         assert front.ask("send 1 1 reactant_timeout_ns=300000000")[0].startswith(
             "answer 1 4 [rsrv:DEADLINE] "
         )
-        # Another request before the runtime hears that none waits would take the place of that.
+        # The next request is sent only after the runtime knows that none waits. Otherwise one DEMAND frame would
+        # replace the other.
         hurried, none = (heard.get(timeout=PATIENCE_S) for _ in range(2))
         front.tell("send 2 1")
         assert front.hear() == [doubled(2)]
@@ -152,7 +162,10 @@ def test_a_runtime_hears_of_requests_that_come_and_go_during_the_start(program: 
 def test_requests_whose_deadline_is_before_the_end_of_the_start_are_refused_at_once(
     program: Path, tmp_path: Path
 ) -> None:
-    """Those that wait, and those that come meanwhile; the start goes on, and the others wait for it."""
+    """Requests whose deadline is before the announced end of the start are refused at once.
+
+    The others wait for the start.
+    """
     lazy = Lazy()
 
     def start(connection: Connection) -> None:
@@ -176,13 +189,13 @@ def test_requests_whose_deadline_is_before_the_end_of_the_start_are_refused_at_o
 
 
 def test_a_model_is_unloaded_while_it_is_cold(program: Path, tmp_path: Path) -> None:
-    """Nothing waits, and no connection is left to close."""
+    """A cold model is unloaded, although it has no connection that could end."""
     with Front(program, tmp_path, [Lazy().cold]) as front:
         assert front.ask("open", "close") == ["closed - ok 0 0", "opened - ok 0 0"]
 
 
 def test_a_model_is_unloaded_while_it_starts(program: Path, tmp_path: Path) -> None:
-    """What its runtime says of the start until the connection ends finds no model any more, and no crash."""
+    """If a model is unloaded while it starts, further STARTING frames of its runtime do no harm."""
 
     def never_ready(connection: Connection) -> None:
         connection.greet()
@@ -199,7 +212,10 @@ def test_a_model_is_unloaded_while_it_starts(program: Path, tmp_path: Path) -> N
 
 
 def test_a_start_that_failed_early_leaves_no_time_to_wait_for(tmp_path: Path) -> None:
-    """A later request starts the model again, also if its deadline is before the end of the start that failed."""
+    """After a failed start, the announced end of that start is forgotten.
+
+    A request with an earlier deadline starts the model again.
+    """
     lazy = Lazy()
     lazy.may_start.set()
 
@@ -220,7 +236,10 @@ def test_a_start_that_failed_early_leaves_no_time_to_wait_for(tmp_path: Path) ->
 
 
 def test_requests_that_cannot_wait_for_the_start_say_so(program: Path, tmp_path: Path) -> None:
-    """A deadline ends a request alone; `start_timeout_s` is for those that have none."""
+    """A request with a deadline waits for a start until its deadline.
+
+    A request without one waits for `start_timeout_s`. Both get the reason.
+    """
     lazy = Lazy(0.5)
     with Front(program, tmp_path, [lazy.cold, lazy.start]) as front:
         front.ask("open")
@@ -233,7 +252,10 @@ def test_requests_that_cannot_wait_for_the_start_say_so(program: Path, tmp_path:
 
 
 def test_a_start_that_advances_is_waited_for(program: Path, tmp_path: Path) -> None:
-    """Each step begins the limit anew, also after the death of a runtime; the answer says how far the start has come."""
+    """Each step of a start begins the limit of waiting again, also after a runtime's death.
+
+    The refusal says how far the start has come.
+    """
     lazy = Lazy(5.0)
     advances, stands, is_back = threading.Event(), threading.Event(), threading.Event()
 
@@ -278,7 +300,10 @@ def test_a_start_that_advances_is_waited_for(program: Path, tmp_path: Path) -> N
     "body", [b"", bytes(16), (1).to_bytes(8, "little"), (1).to_bytes(8, "little") * 2 + b"x" * 401]
 )
 def test_a_step_that_cannot_be_read_ends_the_connection(tmp_path: Path, body: bytes) -> None:
-    """A step without its two times, without a limit, or with too long a text; the next connection serves."""
+    """A STARTING frame without its two times, without a limit or with too long a text ends the connection.
+
+    The next connection serves the model.
+    """
 
     def broken(connection: Connection) -> None:
         connection.greet()
@@ -294,7 +319,10 @@ def test_a_step_that_cannot_be_read_ends_the_connection(tmp_path: Path, body: by
 
 
 def test_an_idle_model_falls_back_and_starts_again(program: Path, tmp_path: Path) -> None:
-    """After COLD the front leaves; the next request starts the model anew, as one that was cold."""
+    """After COLD, the front closes the connection.
+
+    The next request starts the model, and its registration has `asked` and not `started`.
+    """
     lazy = Lazy()
     with Front(program, tmp_path, [lazy.serve_once, lazy.start]) as front:
         front.ask("open")
@@ -307,7 +335,10 @@ def test_an_idle_model_falls_back_and_starts_again(program: Path, tmp_path: Path
 
 
 def test_requests_that_a_sleep_interrupts_wait_as_for_a_start(program: Path, tmp_path: Path) -> None:
-    """The next runtime may have to import its modules first, so `retry_s`, which is for deaths, is no limit."""
+    """If the device falls asleep, its requests wait as for a start.
+
+    The limit `retry_s` is for deaths, and does not end them.
+    """
     lazy = Lazy()
 
     def sleep(connection: Connection) -> None:
@@ -319,7 +350,7 @@ def test_requests_that_a_sleep_interrupts_wait_as_for_a_start(program: Path, tmp
         with box.open("r+b") as file:
             file.seek(ASLEEP_AT)
             file.write(b"\1")
-        box.unlink()  # the next runtime may be there before the front sees the end of this one
+        box.unlink()  # The next runtime may begin before the front sees this one's end.
 
     with Front(program, tmp_path, [sleep, lazy.start]) as front:
         (front.directory(0) / paths.BLACKBOX).write_bytes(bytes(BYTES))
@@ -334,7 +365,7 @@ def test_requests_that_a_sleep_interrupts_wait_as_for_a_start(program: Path, tmp
 
 
 def test_a_model_with_requests_stays(program: Path, tmp_path: Path) -> None:
-    """The runtime sees the request that COLD crossed, and answers it on the same connection."""
+    """If COLD arrives while a request is under way, the front stays, and the runtime answers the request on the same connection."""
 
     def serve(connection: Connection) -> None:
         connection.greet()
@@ -350,7 +381,10 @@ def test_a_model_with_requests_stays(program: Path, tmp_path: Path) -> None:
 
 
 def test_a_started_model_stays_warm_over_a_death(program: Path, tmp_path: Path) -> None:
-    """The next runtime hears that the model was started; one that dies while it starts the model, that requests wait."""
+    """If a runtime dies while it starts a model, the next registration has `asked`.
+
+    If it dies when the model is ready, the next one has `started`, too.
+    """
     lazy = Lazy()
 
     def die(connection: Connection) -> None:
@@ -371,7 +405,10 @@ def test_a_started_model_stays_warm_over_a_death(program: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("table", [False, True])
 def test_a_cold_model_starts_on_one_device(program: Path, tmp_path: Path, table: bool) -> None:
-    """The device is its home, or the one that the placement table names. The other one is not asked to start it."""
+    """A cold model starts on its home, or on the device that the placement table names.
+
+    The other device is not asked to start it.
+    """
     lazies = [Lazy(), Lazy()]
     for lazy in lazies:
         lazy.may_start.set()
@@ -392,7 +429,10 @@ def test_a_cold_model_starts_on_one_device(program: Path, tmp_path: Path, table:
 def test_a_cold_model_that_its_home_rejects_starts_on_another_device(
     program: Path, tmp_path: Path, client: str
 ) -> None:
-    """Requests wait for that. A model that has ended runtimes is shown to no further one, and they get the reason."""
+    """If the home rejects a cold model, another device starts it for the waiting requests.
+
+    After crashes of runtimes, no other device does, and requests get the reason.
+    """
     other = Lazy()
     other.may_start.set()
 
@@ -413,7 +453,7 @@ def test_a_cold_model_that_its_home_rejects_starts_on_another_device(
 
 
 def test_a_broken_cold_frame_ends_the_connection(tmp_path: Path) -> None:
-    """The next runtime is asked again."""
+    """A COLD frame with a wrong timeout ends the connection, and the front registers with the next runtime."""
 
     def broken(connection: Connection) -> None:
         connection.greet()

@@ -1,4 +1,4 @@
-"""The native front with a runtime that answers, and with runtimes that misbehave: it answers each request once, and lives.
+"""The native front answers each request once and does not crash, with runtimes that answer and with runtimes that misbehave.
 
 The program is built with a sanitizer, which ends it at the first fault. Every sanitizer runs in the long tests.
 """
@@ -64,13 +64,16 @@ def program(request: pytest.FixtureRequest) -> Path:
 
 
 def doubled(number: int, rows: int = 1) -> str:
-    """Return the answer to a request whose values count up from its number."""
+    """Return the line that the program prints for a right answer to the request `number`.
+
+    The request's values count up from this number.
+    """
     count = 4 * rows
     return f"answer {number} ok {rows} {2 * (count * number + count * (count - 1) / 2):g}"
 
 
 def refusing(status: Status, text: str) -> Behaviour:
-    """Return a runtime that ends every request in this way."""
+    """Return a runtime that ends every request with this status and text."""
 
     def serve(connection: Connection) -> None:
         connection.greet()
@@ -86,7 +89,7 @@ def refusing(status: Status, text: str) -> Behaviour:
 
 
 def rejecting(reason: str, client: str = "") -> Behaviour:
-    """Return a runtime that does not load the model."""
+    """Return a runtime that rejects the model with these reasons."""
 
     def reject(connection: Connection) -> None:
         connection.greet()
@@ -96,7 +99,7 @@ def rejecting(reason: str, client: str = "") -> Behaviour:
 
 
 def test_requests_are_answered(program: Path, tmp_path: Path) -> None:
-    """Single requests, several rows in several buffers, and many requests of one call get their own rows."""
+    """A single request, a request whose rows are in several buffers, and many requests of one call get the answers to their own rows."""
     with Front(program, tmp_path) as front:
         assert front.ask("open") == ["opened - ok 0 0"]
         assert front.ask("send 7 1", "send 8 8") == [doubled(7), doubled(8, 8)]
@@ -116,7 +119,7 @@ def test_requests_are_answered(program: Path, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_each_status_has_its_code_and_its_tag(tmp_path: Path, status: Status, code: int, tag: str) -> None:
-    """The runtime's text reaches the client behind the status's tag; a sub-call's always has one."""
+    """The client gets the runtime's text after the tag of the status. The text for a sub-call always has a tag."""
     with Front(driver("undefined"), tmp_path, [refusing(status, "because \u20ac")]) as front:
         front.ask("open")
         assert front.ask("send 1 1") == [f"answer 1 {code} {tag}because \u20ac"]
@@ -125,7 +128,7 @@ def test_each_status_has_its_code_and_its_tag(tmp_path: Path, status: Status, co
 
 
 def test_a_rejected_model_is_refused_with_the_reason(program: Path, tmp_path: Path) -> None:
-    """The load fails with the runtime's reason, and a later load may succeed."""
+    """The load of a rejected model fails with the runtime's reason. A later load may succeed."""
     with Front(program, tmp_path, [rejecting("its weights are cursed")]) as front:
         assert front.ask("open") == ["refused - 1 doubling: its weights are cursed"]
         assert front.ask("open") == ["opened - ok 0 0"]
@@ -136,9 +139,12 @@ def test_a_rejected_model_is_refused_with_the_reason(program: Path, tmp_path: Pa
 def test_a_runtime_that_does_not_start_is_refused_as_by_the_python_front(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_words: str
 ) -> None:
-    """Only if the process that starts it gives no reason, the error asks for another Python."""
+    """If no runtime starts, the native front reports the same error as the Python front.
+
+    It asks for another Python only if the process gave no reason.
+    """
     python = tmp_path / "python"
-    # The last argument is the descriptor for the reason.
+    # The last argument is the descriptor to which the process writes its reason.
     python.write_text(f"#!/bin/bash\necho -n '{last_words}' >&${{!#}}\nexit 3\n")
     python.chmod(0o700)
     monkeypatch.setenv("RSRV_RUNTIME_PYTHON", str(python))
@@ -154,7 +160,10 @@ def test_a_runtime_that_does_not_start_is_refused_as_by_the_python_front(
 
 
 def test_answers_of_a_runtime_that_ended_since_are_delivered(program: Path, tmp_path: Path) -> None:
-    """The next runtime gets only the requests that it left unread."""
+    """Answers that a runtime sent before its end are delivered.
+
+    The next runtime gets only the requests that the first one did not read.
+    """
     left: list[int] = []
 
     def serve(connection: Connection) -> None:
@@ -183,7 +192,10 @@ def test_answers_of_a_runtime_that_ended_since_are_delivered(program: Path, tmp_
 
 
 def test_a_child_with_the_socket_of_a_lost_runtime_does_no_harm(program: Path, tmp_path: Path) -> None:
-    """Its copy keeps the socket's events alive, which are none of the next connection."""
+    """A child's copy of a socket keeps the socket open after its runtime's end.
+
+    Events of this socket do not disturb the next connection.
+    """
 
     def end(connection: Connection) -> None:
         connection.greet()
@@ -198,7 +210,7 @@ def test_a_child_with_the_socket_of_a_lost_runtime_does_no_harm(program: Path, t
 
 
 def test_a_cancelled_request_is_cancelled_in_the_runtime(program: Path, tmp_path: Path) -> None:
-    """CANCEL names the request; its end answers it."""
+    """CANCEL names the request to the runtime, and the runtime's completion then answers the client."""
 
     def wait(connection: Connection) -> None:
         connection.greet()
@@ -218,7 +230,10 @@ def test_a_cancelled_request_is_cancelled_in_the_runtime(program: Path, tmp_path
 
 
 def test_a_deadline_holds_without_the_runtime(program: Path, tmp_path: Path) -> None:
-    """A runtime that does not answer costs a request its deadline and no more; its late answer is dropped."""
+    """If the runtime does not answer, a request ends at its deadline, and other requests are answered.
+
+    The late answer is dropped.
+    """
 
     def be_late(connection: Connection) -> None:
         connection.greet()
@@ -244,7 +259,7 @@ def test_a_deadline_holds_without_the_runtime(program: Path, tmp_path: Path) -> 
 
 
 def test_deadlines_of_a_model_that_was_idle_are_checked_again(program: Path, tmp_path: Path) -> None:
-    """When nothing waits any more, and the figures are reported, the deadline of the next request still holds."""
+    """After a model was idle and its figures were reported, the deadline of the next request is still kept."""
     reported = threading.Event()
 
     def serve(connection: Connection) -> None:
@@ -270,7 +285,7 @@ def test_deadlines_of_a_model_that_was_idle_are_checked_again(program: Path, tmp
 
 
 class Silent:
-    """A runtime that reads requests of several models, and answers none. `end` makes it leave."""
+    """A runtime that reads requests of several models and answers none. `end` closes its connections."""
 
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []
@@ -288,7 +303,10 @@ class Silent:
 
 
 def test_the_deadlines_of_one_model_do_not_hide_those_of_another(program: Path, tmp_path: Path) -> None:
-    """While requests of each model pass their deadlines all the time, each model's first request is answered at once."""
+    """Deadlines of two models pass one after another.
+
+    The request with the earliest deadline of each model ends before most others.
+    """
     runtime, staggered, commands = Silent(), 150, list[str]()
     with Front(program, tmp_path, [runtime.serve] * 2) as front:
         for model in (0, 1):
@@ -312,7 +330,10 @@ def test_the_deadlines_of_one_model_do_not_hide_those_of_another(program: Path, 
 
 
 def test_a_runtime_that_does_not_read_is_waited_for_once(tmp_path: Path) -> None:
-    """When the socket is full, requests are refused without the patience that the first one had."""
+    """The front waits once for a runtime that does not read.
+
+    While the socket is full, further requests are refused at once.
+    """
 
     def sleep(connection: Connection) -> None:
         connection.greet()
@@ -331,7 +352,7 @@ def test_a_runtime_that_does_not_read_is_waited_for_once(tmp_path: Path) -> None
             (line,) = front.hear()
             assert line.endswith(refusal)
             refused += 1
-        # Each of the last ones would wait for 0.1 s.
+        # If each request waited for the socket, each would take 0.1 s.
         assert time.monotonic() - begun < further * 0.1
         ended.set()
         front.hear(5000 + further - refused)
@@ -339,7 +360,7 @@ def test_a_runtime_that_does_not_read_is_waited_for_once(tmp_path: Path) -> None
 
 
 def test_requests_that_the_kernel_does_not_take_are_sent_again(program: Path, tmp_path: Path) -> None:
-    """If a frame cannot be sent for want of memory, the next connection gets its requests."""
+    """If the kernel has no memory for a frame, the next connection gets the frame's requests."""
     with Front(program, tmp_path) as front:
         front.ask("open")
         front.tell("jam")
@@ -348,7 +369,7 @@ def test_requests_that_the_kernel_does_not_take_are_sent_again(program: Path, tm
 
 
 def test_a_model_may_have_as_many_batch_sizes_as_a_bundle(program: Path, tmp_path: Path) -> None:
-    """A description with a thousand sizes is taken, and its largest batch is answered."""
+    """A model with a thousand batch sizes is accepted, and its largest batch is answered."""
     sizes = tuple(range(1, 1001))
     variant = replace(INTERFACE.variants[0], sizes=sizes)
     document = pack_flat(CLIENT, Interface((variant,), exact=False), batched=True)
@@ -385,7 +406,10 @@ TRACE, PARENT = "0123456789abcdef" * 2, "fedcba9876543210"
 def test_a_request_with_a_sampled_context_is_traced(
     program: Path, tmp_path: Path, parameter: str, is_traced: bool
 ) -> None:
-    """A mark goes before its submission, and its span, with its failure, is reported; without a sampled context there is none."""
+    """If a request's context is sampled, its mark is sent before its submission, and its span is reported with its failure.
+
+    Otherwise neither is sent.
+    """
     marks: list[Mark] = []
     spans: list[Span] = []
 
@@ -426,15 +450,15 @@ def test_a_request_with_a_sampled_context_is_traced(
 
 # --- several devices ------------------------------------------------------------------------------------------
 
-#: of the model of the program, among two devices
+#: Home of the program's model among two devices.
 HOME = crc32(b"doubling") % 2
 
 
 class Device:
-    """A device's runtime that counts the requests that it answers, or ends before it answers one."""
+    """A device's runtime that counts the requests that it answers, or ends when it gets requests."""
 
     def __init__(self, *, ends: bool = False, launches: bool = False) -> None:
-        """`launches`: it ends after it gave the requests to its device."""
+        """`ends`: the runtime ends at its first requests. `launches`: it first marks requests as given to the device."""
         self.answered = 0
         self._ends, self._launches = ends, launches
         self._board: Board | None = None
@@ -456,29 +480,32 @@ class Device:
             connection.answer(frame, count)
 
     def rest(self) -> None:
-        """Show on the board that the device is idle, with its last round at any time."""
+        """Show on the board that the device is idle.
+
+        The time of its last round is in the future, so that it does not become old.
+        """
         assert self._board is not None
         self._board.publish(time.monotonic_ns() + 3600 * 10**9, busy=False)
 
     def stop(self) -> None:
-        """Show on the board that the last round was a second ago."""
+        """Show on the board that the device is idle, and that its last round was a second ago."""
         assert self._board is not None
         self._board.publish(time.monotonic_ns() - 10**9, busy=False)
 
     def work_for(self, seconds: float) -> None:
-        """Show on the board that the device is busy."""
+        """Show on the board that the device is busy for these seconds."""
         assert self._board is not None
         self._board.publish(time.monotonic_ns() + int(seconds * 1e9), busy=True)
 
 
 def in_order(home: Device, other: Device) -> list[list[Behaviour]]:
-    """Return the behaviours of both devices by number."""
+    """Return the behaviours of both devices in the order of the devices' numbers."""
     devices = [home, other] if HOME == 0 else [other, home]
     return [[device.serve] for device in devices]
 
 
 def test_each_request_goes_to_the_device_that_answers_first(program: Path, tmp_path: Path) -> None:
-    """An idle server uses the model's home; while that works, the other device answers. Triton hands over requests alone."""
+    """A request goes to the model's home if it is idle, and to the other device while the home is busy."""
     home, other = Device(), Device()
     with Front(program, tmp_path, *in_order(home, other)) as front:
         front.ask("open")
@@ -494,7 +521,7 @@ def test_each_request_goes_to_the_device_that_answers_first(program: Path, tmp_p
 
 
 def test_a_runtime_without_rounds_gets_no_request(program: Path, tmp_path: Path) -> None:
-    """The board of a stopped runtime shows an idle device, and how long ago that was."""
+    """If the last round of a runtime was a second ago, it gets no requests, although its board shows an idle device."""
     home, other = Device(), Device()
     with Front(program, tmp_path, *in_order(home, other)) as front:
         front.ask("open")
@@ -505,7 +532,10 @@ def test_a_runtime_without_rounds_gets_no_request(program: Path, tmp_path: Path)
 
 
 def test_the_placement_table_says_which_devices_serve(program: Path, tmp_path: Path) -> None:
-    """Only the table's devices get requests, also after a new table, and in a larger file; a damaged one changes nothing."""
+    """Only devices of the placement table get requests.
+
+    The front follows new tables, also into a larger file. A damaged table changes nothing.
+    """
     home, other = Device(), Device()
     bit = {home: 1 << HOME, other: 2 >> HOME}
     with Front(program, tmp_path, *in_order(home, other)) as front:
@@ -526,7 +556,10 @@ def test_the_placement_table_says_which_devices_serve(program: Path, tmp_path: P
 
 
 def test_a_device_outside_of_the_table_helps_if_it_is_far_sooner(program: Path, tmp_path: Path) -> None:
-    """An overloaded device gets no more requests, unless an operator has pinned the model to it."""
+    """While the table's device is overloaded, another device gets the requests.
+
+    If an operator has pinned the model, no other device gets them.
+    """
     home, other = Device(), Device()
     bit = 1 << HOME
     with Front(program, tmp_path, *in_order(home, other)) as front:
@@ -545,7 +578,10 @@ def test_a_device_outside_of_the_table_helps_if_it_is_far_sooner(program: Path, 
 
 @pytest.mark.parametrize("launched", [False, True])
 def test_requests_of_a_device_that_dies_go_to_another(program: Path, tmp_path: Path, launched: bool) -> None:
-    """Also those that its runtime executed: one death proves nothing against them."""
+    """If a device's runtime dies, the other device answers its requests.
+
+    It also answers executed ones, because one death does not prove their fault.
+    """
     home, other = Device(ends=True, launches=launched), Device()
     with Front(program, tmp_path, *in_order(home, other)) as front:
         front.ask("open")
@@ -558,7 +594,7 @@ def test_requests_of_a_device_that_dies_go_to_another(program: Path, tmp_path: P
 def test_a_model_that_a_device_rejects_is_served_by_another(
     program: Path, tmp_path: Path, devices: int
 ) -> None:
-    """It may lack what that device has; also if the other device's runtime is mistaken about their number."""
+    """If one device rejects the model, the other device serves it, even if its runtime reports a wrong number of devices."""
     other = Device()
 
     def serve(connection: Connection) -> None:
@@ -582,14 +618,17 @@ def test_a_model_that_a_device_rejects_is_served_by_another(
 def test_a_model_that_no_device_serves_is_refused_with_all_reasons(
     program: Path, tmp_path: Path, reasons: Sequence[tuple[str, str]], text: str
 ) -> None:
-    """Equal reasons are given once; a model that has ended runtimes is shown to no further one."""
+    """If all devices reject the model, the load fails with all reasons, and equal ones once.
+
+    After crashes of runtimes, no further device tries the model.
+    """
     with Front(program, tmp_path, *([rejecting(*one)] for one in reasons)) as front:
         (front.directory(0) / paths.DEVICES).write_text('["0", "1"]')
         assert front.ask("open") == [f"refused - 1 doubling: {text}"]
 
 
 def test_a_device_that_hangs_delays_no_other(program: Path, tmp_path: Path) -> None:
-    """While a runtime accepts a connection and says nothing, the model comes back on the device whose runtime does."""
+    """While the runtime of one device accepts a connection and sends nothing, the other device connects again and answers."""
     hung, ended = threading.Event(), threading.Event()
     sockets: list[socket.socket] = []
 
@@ -612,7 +651,7 @@ def test_a_device_that_hangs_delays_no_other(program: Path, tmp_path: Path) -> N
 
 
 def test_models_share_the_mapping_of_a_runtimes_board(program: Path, tmp_path: Path) -> None:
-    """It is there once for three models, and it goes with the last one."""
+    """The front maps the board of a runtime once for three models. The mapping ends with the last model."""
     board = Board()
 
     def serve(connection: Connection) -> None:
@@ -637,7 +676,7 @@ def test_models_share_the_mapping_of_a_runtimes_board(program: Path, tmp_path: P
 
 
 def broken_descriptions() -> Iterator[bytes]:
-    """Yield descriptions of a model that are cut, longer, or have one wrong byte."""
+    """Yield descriptions of a model that are cut, too long, or wrong in some bytes."""
     good = described()
     yield good + b"\0"
     yield from (good[:at] for at in range(1, len(good), 7))
@@ -649,7 +688,10 @@ def broken_descriptions() -> Iterator[bytes]:
 
 
 def test_no_description_of_a_model_does_harm(program: Path, tmp_path: Path) -> None:
-    """Each broken description is refused, or is one that a runtime could have meant; a right one then serves."""
+    """A broken description is refused, unless it is still a valid one.
+
+    After all of these, a right description is accepted.
+    """
     documents = list(broken_descriptions())
 
     def describe(document: bytes) -> Behaviour:
@@ -687,7 +729,10 @@ MISDEEDS = {
 
 @pytest.mark.parametrize("frame", MISDEEDS.values(), ids=MISDEEDS.keys())
 def test_a_runtime_that_breaks_the_protocol_is_left(tmp_path: Path, frame: bytes) -> None:
-    """The connection is closed, and another one gets the request."""
+    """If a runtime sends a frame that breaks the protocol, the front closes the connection.
+
+    The next connection gets the request.
+    """
 
     def misbehave(connection: Connection) -> None:
         connection.greet()
@@ -706,7 +751,10 @@ def test_a_runtime_that_breaks_the_protocol_is_left(tmp_path: Path, frame: bytes
 def test_a_further_device_whose_runtime_does_not_start_is_left_alone_for_a_while(
     program: Path, tmp_path: Path
 ) -> None:
-    """The front keeps the reason in the device's directory. While it counts, fronts repeat it and start nothing."""
+    """If the runtime of a further device does not start, the front keeps the reason in a file of its directory.
+
+    While it is recent, attempts report it and start nothing.
+    """
 
     def with_two_devices(connection: Connection) -> None:
         connection.devices = 2
@@ -725,7 +773,7 @@ def test_a_further_device_whose_runtime_does_not_start_is_left_alone_for_a_while
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_random_frames_of_a_runtime_do_no_harm(program: Path, tmp_path: Path, seed: int) -> None:
-    """Runtimes of two devices send frames with random faults and descriptors: each request is answered once."""
+    """Runtimes of two devices send frames with random faults and descriptors. Each request is answered once."""
     runtimes, is_over = misbehaving(seed, 30 if seed == 0 else 500)
     with Front(program, tmp_path, *runtimes) as front:
         load(front, is_over, 60 if seed == 0 else 600)

@@ -1,4 +1,4 @@
-"""Requests of the native front with more rows than the largest compiled size: they are submitted in parts."""
+"""Requests of the native front with more rows than the largest compiled size. They are submitted in parts."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from tests.unit.native.test_front import doubled, program
 
 __all__ = ["program"]
 
-#: Rows of a request of seven parts.
+#: Number of rows of a request that has seven parts.
 ROWS = 53
 
 
 class PartRuntime:
-    """A runtime that gets the parts of large requests one by one, as the test answers them."""
+    """A runtime that gets the parts of large requests. The test answers the parts one by one."""
 
     def __init__(self) -> None:
         self.waiting: dict[int, Submission] = {}
-        #: First row of each part that was submitted, in order.
+        #: First row of each submitted part, in order of submission.
         self.firsts: list[int] = []
         self.most = 0
 
     def parts(self, connection: Connection, number: int) -> Iterator[Submission]:
-        """Yield the parts of the request `number` in order. Each is to be answered, or the connection to end."""
+        """Yield the parts of the request `number` in order. The caller answers each part, or ends the connection."""
         while True:
             while not self.waiting:
                 kind, count, frame = connection.receive()
@@ -48,7 +48,7 @@ class PartRuntime:
 
 
 def first_row(connection: Connection, part: Submission, number: int) -> int:
-    """Return the first row of a part of the request `number`."""
+    """Return the first row of this part of the request `number`."""
     values = connection.segments[part.segment][part.inputs_at : part.inputs_at + 4].view(np.float32)
     return (int(values[0]) - number) // COLUMNS
 
@@ -58,7 +58,10 @@ def answer(connection: Connection, one: Submission) -> None:
 
 
 def test_any_number_of_rows_is_answered(program: Path, tmp_path: Path) -> None:
-    """The parts have at most as many rows as the largest size, and few of them are submitted at a time."""
+    """Requests of any number of rows are answered.
+
+    No part has more rows than the largest size, and few parts are submitted at a time.
+    """
     runtime, sizes = PartRuntime(), list[int]()
 
     def serve(connection: Connection) -> None:
@@ -80,9 +83,9 @@ def test_any_number_of_rows_is_answered(program: Path, tmp_path: Path) -> None:
 
 
 def test_only_the_first_part_may_find_the_queue_full(program: Path, tmp_path: Path) -> None:
-    """The first part takes the request's place in the queue, and the others are accepted.
+    """The first part takes the request's place in the queue, and the others are accepted even if the queue is full.
 
-    They wait for no runtime: with `stub.retry_s: 0`, that would end the request.
+    No part waits for a runtime: with `stub.retry_s: 0`, waiting would end the request.
     """
     runtime, flags = PartRuntime(), list[int]()
 
@@ -101,7 +104,7 @@ def test_only_the_first_part_may_find_the_queue_full(program: Path, tmp_path: Pa
 
 
 def test_the_first_failure_ends_the_request(program: Path, tmp_path: Path) -> None:
-    """The client gets the failure of the second part, the other parts are cancelled, and no further part is submitted."""
+    """The client gets the failure of the second part. The other parts are cancelled, and no further part is submitted."""
     runtime, cancelled = PartRuntime(), list[int]()
 
     def serve(connection: Connection) -> None:
@@ -133,7 +136,7 @@ def test_the_first_failure_ends_the_request(program: Path, tmp_path: Path) -> No
 
 
 def test_a_deadline_ends_the_request_once(program: Path, tmp_path: Path) -> None:
-    """A runtime that does not answer keeps no client waiting beyond its deadline."""
+    """If the runtime does not answer, a large request ends once, at its deadline. Late answers of its parts are ignored."""
     runtime = PartRuntime()
 
     def serve(connection: Connection) -> None:
@@ -159,7 +162,10 @@ def test_a_deadline_ends_the_request_once(program: Path, tmp_path: Path) -> None
 def test_a_death_repeats_only_the_parts_without_an_answer(
     program: Path, tmp_path: Path, launches: bool
 ) -> None:
-    """The next runtime gets each of them once; suspects come alone."""
+    """After a death, the next runtime gets each part without an answer once.
+
+    A part that was executing is submitted alone.
+    """
     first, second, answered, flags = PartRuntime(), PartRuntime(), set[int](), list[int]()
 
     def die(connection: Connection) -> None:
@@ -191,7 +197,7 @@ def test_a_death_repeats_only_the_parts_without_an_answer(
 
 
 def test_a_large_request_waits_as_a_whole_for_a_runtime(program: Path, tmp_path: Path) -> None:
-    """A request that starts a model is submitted in parts once the model is ready."""
+    """A large request that starts a cold model waits as a whole, and is submitted in parts when the model is ready."""
 
     def cold(connection: Connection) -> None:
         connection.greet()

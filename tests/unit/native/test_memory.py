@@ -1,4 +1,4 @@
-"""Memory of the native front: what the machine or the container has, and which segments the front keeps."""
+"""Memory of the native front: how much the machine or the container has, and which segments the front keeps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def library(group: Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The front's memory.c, for a control group in a folder."""
+    """Build and load the front's memory.c for a control group whose files are in a folder."""
     folder = tmp_path_factory.mktemp("library")
     source, built = folder / "spare.c", folder / "spare.so"
     source.write_text(
@@ -40,7 +40,7 @@ def library(group: Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDL
 
 
 class NativePlace(ctypes.Structure):
-    """`struct place` of native.h."""
+    """The structure `struct place` of native.h."""
 
     _fields_ = (
         ("segment", ctypes.c_uint32),
@@ -64,7 +64,10 @@ class NativePlace(ctypes.Structure):
 def test_a_containers_file_cache_is_no_memory_in_use(
     library: ctypes.CDLL, group: Path, limit: str, cache: dict[str, int], spare: int
 ) -> None:
-    """A container that has read its bundles would refuse large requests otherwise: their files fill it up to its limit."""
+    """The file cache of a container is free memory.
+
+    Otherwise a container that has read its bundles would refuse large requests.
+    """
     (group / "memory.max").write_text(f"{limit}\n")
     (group / "memory.current").write_text(f"{60 * MIB}\n")
     (group / "memory.stat").write_text("".join(f"{name} {number}\n" for name, number in cache.items()))
@@ -72,14 +75,14 @@ def test_a_containers_file_cache_is_no_memory_in_use(
 
 
 def test_a_group_without_a_limit_has_the_machines_memory(library: ctypes.CDLL, group: Path) -> None:
-    """The kernel writes the word max."""
+    """A control group whose limit is `max` has the memory of the machine."""
     (group / "memory.max").write_text("max\n")
     (group / "memory.current").write_text(f"{60 * MIB}\n")
     assert library.spare() > 64 * MIB
 
 
 def test_the_fronts_keep_the_same_segments(library: ctypes.CDLL, group: Path) -> None:
-    """Requests of random sizes begin and end in any order. Both arenas give each of them the same place."""
+    """Requests of random sizes begin and end in any order. The arenas of both fronts give each request the same place."""
     (group / "memory.max").write_text("max\n")
     random, arena, native = Random(0), Arena(), ctypes.c_void_p(library.arena_new())
     taken: list[tuple[Place, NativePlace]] = []

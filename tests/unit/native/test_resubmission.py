@@ -1,4 +1,7 @@
-"""Requests of the native front whose runtime dies, and those that come while there is none; their errors are the Python front's."""
+"""Requests of the native front whose runtime dies, or that come while there is none.
+
+Their errors are the same as the Python front's.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ __all__ = ["program"]
 
 
 def dying(retry_s: float = 60.0, *, launches: bool = False, after: int = 1) -> Behaviour:
-    """Return a runtime that dies when it has read so many frames of requests, which it `launches` or not."""
+    """Return a runtime that dies after it has read `after` frames of requests.
+
+    If `launches`, it marks them as given to the device.
+    """
 
     def serve(connection: Connection) -> None:
         connection.greet()
@@ -36,7 +42,7 @@ def dying(retry_s: float = 60.0, *, launches: bool = False, after: int = 1) -> B
 
 
 class Outage:
-    """The next runtime, which does not register the model before `is_over`."""
+    """A runtime that registers the model only after `is_over` is set."""
 
     def __init__(self) -> None:
         self.is_over = threading.Event()
@@ -47,7 +53,7 @@ class Outage:
 
 
 def test_the_next_runtime_answers(program: Path, tmp_path: Path) -> None:
-    """Requests in flight, and those that come while there is no runtime, get their answers from the next one."""
+    """The next runtime answers the requests that were in flight at a death, and the requests that come while there is no runtime."""
     outage = Outage()
     with Front(program, tmp_path, [dying(), outage.serve]) as front:
         front.ask("open")
@@ -60,7 +66,10 @@ def test_the_next_runtime_answers(program: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("retry_s", [0.3, 0.0])
 def test_no_runtime_for_longer_than_the_limit(program: Path, tmp_path: Path, retry_s: float) -> None:
-    """Requests are refused after stub.retry_s, and later ones are answered when there is a runtime again."""
+    """Requests are refused when they have waited for stub.retry_s.
+
+    Later requests are answered when there is a runtime again.
+    """
     outage = Outage()
     with Front(program, tmp_path, [dying(retry_s), outage.serve]) as front:
         front.ask("open")
@@ -77,8 +86,12 @@ def test_no_runtime_for_longer_than_the_limit(program: Path, tmp_path: Path, ret
 def test_suspects_go_one_after_another_and_end_two_runtimes_at_most(
     program: Path, tmp_path: Path, devices: int
 ) -> None:
-    """The one that executes at the second death fails alone, as nothing else executed; the others, and a request that came later, are answered."""
-    received: list[tuple[int, int]] = []  # requests of a frame, and the flags of the first one
+    """Five suspects of a death are submitted one after another.
+
+    The suspect that executes at the second death fails. The others and a new request are answered.
+    """
+    # Number of requests of each frame, and the flags of the first request.
+    received: list[tuple[int, int]] = []
     seen, is_over = threading.Event(), threading.Event()
 
     def come_back(connection: Connection) -> None:
@@ -105,7 +118,7 @@ def test_suspects_go_one_after_another_and_end_two_runtimes_at_most(
         front.ask("open")
         front.tell("batch 1 5")
         assert seen.wait(PATIENCE_S)
-        # Not behind the suspects: the runtime has one of them only.
+        # This request does not wait for the suspects: the runtime has only one of them.
         front.tell("send 6 1")
         answers = front.hear(6)
         (failed,) = (one for one in answers if " ok " not in one)
@@ -138,7 +151,10 @@ def test_suspects_go_one_after_another_and_end_two_runtimes_at_most(
 def test_only_crashes_and_hangs_count(
     program: Path, tmp_path: Path, slot: bytes, text: bytes, is_blamed: bool
 ) -> None:
-    """After two deaths, the runtime's black box says whether its request may be the cause; otherwise the third answers."""
+    """After two deaths, a request is refused only if the black box shows that the model may have crashed or hung.
+
+    Otherwise the third runtime answers it.
+    """
     deaths = [dying(launches=True)] * 2
     with Front(program, tmp_path, deaths) as front:
         (front.directory(0) / paths.BLACKBOX).write_bytes(slot.ljust(7 * 512, b"\0") + text)
@@ -149,7 +165,7 @@ def test_only_crashes_and_hangs_count(
 
 
 def test_waiting_requests_are_bounded(program: Path, tmp_path: Path) -> None:
-    """A thousand wait; those beyond are refused."""
+    """As many requests as the limit allows wait for a runtime. Further requests are refused."""
     outage = Outage()
     with Front(program, tmp_path, [dying(), outage.serve]) as front:
         front.ask("open")
@@ -162,7 +178,7 @@ def test_waiting_requests_are_bounded(program: Path, tmp_path: Path) -> None:
 
 
 def test_a_hostile_request_is_told_so_among_many(program: Path, tmp_path: Path) -> None:
-    """It was executing at two deaths, and as many requests as may wait come back before it."""
+    """A request that executes at two deaths fails with this reason, even if as many requests as may wait are queued before it."""
     has_suspect = threading.Event()
 
     def die_again(connection: Connection) -> None:
@@ -188,7 +204,10 @@ def test_a_hostile_request_is_told_so_among_many(program: Path, tmp_path: Path) 
 
 
 def test_waiting_requests_go_where_the_operator_wants_them(program: Path, tmp_path: Path) -> None:
-    """The pinned device is back, so the other one gets no more requests, although it is idle."""
+    """A waiting request goes to the device to which the model is pinned, when this device is back.
+
+    It is busy, and the other one is idle.
+    """
     home, has_suspect, is_back = Device(), threading.Event(), threading.Event()
     received: list[int] = []
 
@@ -235,7 +254,10 @@ def test_requests_with_the_inputs_of_a_killer_are_refused(program: Path, tmp_pat
 
 
 def test_inputs_that_were_answered_since_a_death_are_no_suspects(program: Path, tmp_path: Path) -> None:
-    """Their next death is the first one again, so a request with them is answered by the runtime after that."""
+    """After inputs were answered, their next death is the first one again.
+
+    So the next runtime answers a request with them.
+    """
 
     def answer_and_die(connection: Connection) -> None:
         connection.greet()
@@ -253,7 +275,10 @@ def test_inputs_that_were_answered_since_a_death_are_no_suspects(program: Path, 
 
 
 def test_a_request_without_a_descriptor_for_its_memory_names_the_limit(program: Path, tmp_path: Path) -> None:
-    """Sending it again would not help, so it is INTERNAL and no full queue. With descriptors, the next one is answered."""
+    """A request without a descriptor for its memory fails with INTERNAL, because a retry would not help.
+
+    With descriptors, the next request is answered.
+    """
     with Front(program, tmp_path) as front:
         front.ask("open")
         pid = front.process.pid
@@ -266,7 +291,10 @@ def test_a_request_without_a_descriptor_for_its_memory_names_the_limit(program: 
 
 
 def test_a_server_without_descriptors_names_its_limit(program: Path, tmp_path: Path) -> None:
-    """The kernel drops the runtime's descriptor, and marks the frame as cut; that is not a fault of the runtime."""
+    """If tritonserver has too few descriptors, the kernel drops the runtime's descriptor.
+
+    The log names the limit and does not blame the runtime.
+    """
     log = tmp_path / "front.log"
 
     def limit(connection: Connection) -> None:
@@ -286,7 +314,7 @@ def test_a_server_without_descriptors_names_its_limit(program: Path, tmp_path: P
 
 
 def test_the_bytes_of_waiting_requests_are_bounded(tmp_path: Path) -> None:
-    """Inputs beyond the limit are refused, and leave room for smaller ones."""
+    """A request whose inputs exceed the limit of waiting bytes is refused, and a smaller request waits on."""
     outage = Outage()
     with Front(driver("undefined"), tmp_path, [dying(), outage.serve]) as front:
         front.ask("open")
@@ -314,7 +342,10 @@ def test_the_bytes_of_waiting_requests_are_bounded(tmp_path: Path) -> None:
 def test_a_wait_that_is_in_vain_ends(
     program: Path, tmp_path: Path, send: str, then: tuple[str, ...], answer: str
 ) -> None:
-    """While there is no runtime, its client gets the reason; the request beside it waits on."""
+    """While there is no runtime, a request that cannot wait on gets the reason at once.
+
+    The other request waits on and is answered.
+    """
     outage = Outage()
     with Front(program, tmp_path, [dying(), outage.serve]) as front:
         front.ask("open")
@@ -327,7 +358,7 @@ def test_a_wait_that_is_in_vain_ends(
 
 
 def test_a_model_that_the_next_runtime_refuses_waits_for_none(program: Path, tmp_path: Path) -> None:
-    """Its clients get the runtime's text, those that wait and those that come later."""
+    """If the next runtime rejects the model, waiting requests and later requests get the runtime's text."""
     with Front(program, tmp_path, [dying(), *[rejecting("it crashed", "fix it")] * 9]) as front:
         front.ask("open")
         assert front.ask("send 1 1", "send 2 1") == [
@@ -337,7 +368,7 @@ def test_a_model_that_the_next_runtime_refuses_waits_for_none(program: Path, tmp
 
 
 def test_an_unload_waits_for_the_requests_that_wait(program: Path, tmp_path: Path) -> None:
-    """Triton ends a model after its last answer, which here comes from the next runtime."""
+    """An unload waits until all waiting requests are answered, here by the next runtime."""
     outage = Outage()
     with Front(program, tmp_path, [dying(), outage.serve]) as front:
         front.ask("open")
@@ -348,7 +379,10 @@ def test_an_unload_waits_for_the_requests_that_wait(program: Path, tmp_path: Pat
 
 
 def test_many_deaths_leave_nothing(program: Path, tmp_path: Path) -> None:
-    """Of 20 runtimes, each second one ends while it executes: all requests are answered, and no file or memory stays."""
+    """Every second one of 20 runtimes ends while it executes.
+
+    All requests are answered, and no descriptor, thread or memory is left over.
+    """
     lives = iter(range(20))
 
     def serve(connection: Connection) -> None:

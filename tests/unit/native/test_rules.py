@@ -1,4 +1,4 @@
-"""The native front's constants and texts are those of the Python modules."""
+"""The native front has the same constants and texts as the Python modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FIELDS = re.compile(r"%[-.*\d]*l*[a-zA-Z]|\{[^{}]*\}")
 
 
 def _texts() -> Iterator[str]:
-    """Yield the longest part without fields of each text in the sources of the native front."""
+    """Yield, for each text in the sources of the native front, its longest part without placeholders."""
     for path in native_front.SOURCES.glob("*.[ch]"):
         if path != native_rules.HEADER:
             for found in _LITERALS.finditer(path.read_text()):
@@ -23,12 +23,15 @@ def _texts() -> Iterator[str]:
 
 
 def test_the_header_is_up_to_date() -> None:
-    """`python tools/native_rules.py` writes it again after a change of a constant in Python."""
+    """The header equals the output of `python tools/native_rules.py`, which must be run after a change of a constant in Python."""
     assert native_rules.HEADER.read_text() == native_rules.rendered()
 
 
 def test_no_text_of_the_native_front_is_written_in_python_again() -> None:
-    """Such a text belongs into rsrv.front.rules, from where both fronts have it."""
+    """No text of the native front occurs in a Python module.
+
+    Such a text belongs in rsrv.front.rules, which both fronts use.
+    """
     package = native_front.SOURCES.parent
     trees = (ast.parse(path.read_text()) for path in package.rglob("*.py"))
     python = {

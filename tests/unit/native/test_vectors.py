@@ -1,4 +1,4 @@
-"""The conformance vectors, on the Python machine and on the native front's decisions."""
+"""The conformance vectors, which the Python front and the native front's decisions must follow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL = "m"
 
 
 def _python(vectors: list[Vector]) -> Iterator[list[list[Any]]]:
-    """Yield the instructions of the Python machine for each step of each vector."""
+    """Yield the instructions of the Python front for each step of each vector."""
     for vector in vectors:
         front, requests = Front(MODEL, vector.devices, vector.mask), Requests()
         for at, event, _ in vector.steps:
@@ -49,7 +49,7 @@ def _ns(seconds: float) -> int:
 
 
 def _line(at: float, event: list[Any]) -> str:
-    """Return an event in the form of vectors.c."""
+    """Return an event as an input line of vectors.c."""
     name, *values = event
     match name:
         case "RequestArrived":
@@ -96,7 +96,7 @@ def _native(vectors: list[Vector]) -> Iterator[list[list[Any]]]:
 
 @pytest.mark.parametrize("run", [_python, _native])
 def test_each_front_follows_the_vectors(run: Callable[[list[Vector]], Iterator[list[list[Any]]]]) -> None:
-    """Attempts, submissions and refusals are the same, with their times and texts.
+    """Both fronts make the same attempts, submissions and refusals, at the same times and with the same texts.
 
     After a change of a rule, `python -m tests.unit.front.vectors` records the vectors again.
     """
@@ -111,7 +111,7 @@ def test_each_front_follows_the_vectors(run: Callable[[list[Vector]], Iterator[l
 
 
 def _divided(random: Random) -> tuple[str, str]:
-    """Return the parts of a random request in the form of vectors.c: an event, and what follows from it."""
+    """Return a random request as an input line of vectors.c, and the output line with the parts that the Python front makes."""
     rows, largest, ends, then = random.randrange(1, 200), random.randrange(1, 40), "", ""
     parts, submitted, fails = Parts(rows, largest), 0, random.random() < 0.5
     while True:
@@ -127,7 +127,7 @@ def _divided(random: Random) -> tuple[str, str]:
 
 
 def test_both_fronts_divide_requests_alike() -> None:
-    """The parts of random requests are the same, and end their requests alike."""
+    """Both fronts divide random requests into the same parts, and end these requests at the same part."""
     lives = [_divided(Random(seed)) for seed in range(200)]
     text = "".join(f"{event}\n" for event, _ in lives)
     done = subprocess.run([_program()], input=text, stdout=subprocess.PIPE, text=True, check=True)

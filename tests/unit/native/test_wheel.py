@@ -1,4 +1,4 @@
-"""The platform of a wheel with the native front, and without one."""
+"""The platform of a wheel with the native front, and of a wheel without it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ X86_64, AARCH64 = 62, 183
 
 
 def built(folder: Path, version: str = "standard", target: str = "wheel") -> dict[str, Any]:
-    """Return what a build does beside the settings."""
+    """Return the data that a build adds to the settings."""
     data: dict[str, Any] = {"artifacts": [], "pure_python": True}
     hook = hatch_build.NativeFront(str(folder), {}, None, None, str(folder), target)  # type: ignore[arg-type]
     hook.initialize(version, data)
@@ -24,7 +24,7 @@ def built(folder: Path, version: str = "standard", target: str = "wheel") -> dic
 
 
 def make_library(folder: Path, machine: int) -> Path:
-    """Return a library for a machine, with its path in the source tree."""
+    """Write a library for this type of machine at its path in the source tree, and return its path."""
     library = folder / "triton_backend/rsrv/native/libtriton_rsrv.so"
     library.parent.mkdir(parents=True)
     library.write_bytes(b"\x7fELF".ljust(18, b"\0") + struct.pack("<H", machine))
@@ -36,7 +36,10 @@ def make_library(folder: Path, machine: int) -> Path:
 def test_a_wheel_is_for_one_platform_if_it_carries_the_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: int | None, version: str
 ) -> None:
-    """A library of another machine stays out, and the wheel is for any; so it is for an editable installation."""
+    """A wheel with a library for this machine is for one platform.
+
+    Without one, or as an editable installation, it is for any platform.
+    """
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     if machine is not None:
         make_library(tmp_path, machine)
@@ -53,7 +56,10 @@ def test_a_wheel_is_for_one_platform_if_it_carries_the_library(
 
 @pytest.mark.parametrize("target", ["wheel", "sdist"])
 def test_a_library_that_is_older_than_its_sources_is_refused(tmp_path: Path, target: str) -> None:
-    """It may lack what the sources have since; in an unpacked sdist the times say nothing."""
+    """A library that is older than its sources is refused, because it may lack their changes.
+
+    An unpacked sdist is accepted: its times have no meaning.
+    """
     library = make_library(tmp_path, X86_64)
     library.with_name("link.c").touch()
     os.utime(library, (1, 1))

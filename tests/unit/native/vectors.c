@@ -1,6 +1,6 @@
 // A program that runs conformance vectors (tests/unit/front/vectors.py) through the native front's decisions: front.c, replicas.c
-// and resubmission.c, without threads, sockets and the clock. Each line of stdin is an event, with tabs between its fields. The
-// answers are the instructions that follow, and a line with a dot.
+// and resubmission.c, without threads, sockets and the clock. Each line of stdin is an event, with tabs between its fields. For
+// each event, the program prints the instructions that follow from it, and then a line with a dot.
 #include <stdarg.h>
 
 #include "../../../triton_backend/rsrv/native/resubmission.c"
@@ -21,7 +21,7 @@ static struct link links[MAX_DEVICES];
 static struct pending* pendings[MAX_PENDING];
 static bool cancelled[MAX_PENDING], late[MAX_PENDING];
 
-// --- what the other parts do ----------------------------------------------------------------------------------------
+// --- functions of the front's other parts ----------------------------------------------------------------------------
 
 static void say_connect(struct link* link) {
     struct device* one = &link->device;
@@ -63,7 +63,7 @@ TRITONSERVER_Error* TRITONBACKEND_RequestIsCancelled(TRITONBACKEND_Request* requ
     return NULL;
 }
 
-// These are not reached, or have nothing to do.
+// These functions are not called, or have nothing to do here.
 void link_hold(struct link* link) { (void)link; }
 void link_drop(struct link* link) { (void)link; }
 void link_await(struct link* link, int64_t until_ns) { (void)link, (void)until_ns; }
@@ -137,7 +137,7 @@ static void pass_time(void) {
     }
 }
 
-// link.c keeps these bits.
+// In the front, link.c sets these bits.
 static void note_ready(void) {
     uint64_t ready = 0;
     for (uint32_t i = 0; i < model->count; i++)
@@ -145,7 +145,7 @@ static void note_ready(void) {
     atomic_store(&model->ready, ready);
 }
 
-// Runs the parts of a request. Each character of `ends` is the end of a submitted part; 1: it was answered.
+// Divides a request into parts. Each character of `ends` is the end of a submitted part: 1 if it was answered, 0 if it failed.
 static void divide(uint32_t count, uint32_t largest, const char* ends) {
     struct parts parts = {.rows = count, .largest = largest};
     uint32_t first, rows;

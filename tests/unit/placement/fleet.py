@@ -19,9 +19,9 @@ ROUND_S = 0.5
 @dataclass
 class Model:
     bytes: int = 10
-    #: Device seconds of a request.
+    #: Device seconds that a request takes.
     cost: float = 0.01
-    #: Requests per second, of all gateways together.
+    #: Requests per second through all gateways together.
     rate: float = 0.0
     max_items: int = 8
     pinned: bool = False
@@ -50,12 +50,12 @@ class Server:
     copies: dict[str, Copy] = field(default_factory=dict)
     device: int = 0
     devices: int = 1
-    #: last view of each model
+    #: The last view of each model.
     shown: dict[str, ModelView] = field(default_factory=dict)
 
 
 class Fleet:
-    """Workers by name, each with all models unless told otherwise."""
+    """Workers by name. Each has all models, unless the test changes this."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Fleet:
         self.load_s = load_s
         self.models = dict(models)
         self.servers = {name: Server(budget, set(models), instance=name) for name in workers}
-        #: (time, worker, model) of each request that had to wait for weights.
+        #: Time, worker and model of each request that had to wait for weights.
         self.misses: list[tuple[float, str, str]] = []
         self._due: dict[str, float] = {}
         self._fronts = 0
@@ -106,7 +106,7 @@ class Fleet:
                 max_items=model.max_items,
                 batch_input=("x", 0),
             )
-            # What has not changed is the same object, as in the control process.
+            # As in the control process, an unchanged view remains the same object.
             if server.shown.get(name) != shown:
                 server.shown[name] = shown
             models[name] = server.shown[name]
@@ -139,7 +139,7 @@ class Fleet:
         server.alive = True
 
     def run(self, routers: Sequence[Router]) -> None:
-        """Let ROUND_S pass: requests come, by turns through the gateways, and the devices work."""
+        """Let ROUND_S pass. Requests arrive through the gateways in turn, and the devices work."""
         self.now += ROUND_S
         for name, model in self.models.items():
             self._due[name] = self._due.get(name, 0.0) + model.rate * ROUND_S
@@ -205,7 +205,7 @@ def _waiting(entry: tuple[str, Copy]) -> float:
 
 
 class Script:
-    """A packing that the test sets, which records its questions."""
+    """A packing that the test sets. It records the arguments of each call."""
 
     def __init__(self, **placed: tuple[str, ...]) -> None:
         self.placed = placed
@@ -244,7 +244,7 @@ def options(**changes: object) -> PlannerOptions:
 
 
 class Scene:
-    """The planner of a fleet, whose steps the test may carry out."""
+    """A planner for a fleet, and a packing. The steps of its plans are carried out unless the test says otherwise."""
 
     def __init__(self, fleet: Fleet, script: Script, **changes: object) -> None:
         self.fleet = fleet

@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Instance:
-    """Models and devices."""
+    """Models and devices of a packing problem."""
 
     loads: list[UnitLoad]
     workers: list[WorkerBudget]
@@ -23,7 +23,7 @@ class Instance:
 
 
 def spread(total: int, parts: int, random: Random) -> list[int]:
-    """Return whole numbers of at least 1 with this sum."""
+    """Return `parts` whole numbers of at least 1 with the sum `total`."""
     cuts = sorted(random.sample(range(1, total), parts - 1))
     return [end - start for start, end in zip([0, *cuts], [*cuts, total], strict=True)]
 
@@ -41,9 +41,9 @@ def utilisations(count: int, random: Random) -> list[float]:
 
 
 def instance(seed: int) -> Instance:
-    """Return up to 200 models on up to 16 devices, which they fill by 30 % to 100 %.
+    """Return up to 200 models on up to 16 devices. The weights fill 30 % to 100 % of the devices.
 
-    A fifth of the instances has replicas, a fifth has models that are not allowed everywhere.
+    A fifth of the instances has replicas, and a fifth has models that are allowed only on some devices.
     """
     random = Random(seed)
     devices = random.randint(2, 16)
@@ -95,7 +95,7 @@ def instance(seed: int) -> Instance:
 
 
 def jigsaw(seed: int) -> Instance:
-    """Return devices cut into few pieces, with hardly a byte to spare."""
+    """Return models whose weights fill the devices almost completely, with few models per device."""
     random = Random(seed)
     devices = random.randint(2, 10)
     sizes = [16, 24, 40, 80]
@@ -117,7 +117,7 @@ def jigsaw(seed: int) -> Instance:
 
 
 def catalogue(models: int, devices: int, full: float, seed: int = 0) -> Instance:
-    """Return many models of falling popularity, on equal devices that their weights fill by this part."""
+    """Return many models of decreasing popularity on equal devices. Their weights fill the part `full` of the devices."""
     random = Random(seed)
     work = [random.uniform(0.5, 1.5) * (1 + at) ** -0.8 for at in range(models)]
     weights = [int(GIB * random.lognormvariate(0, 0.6)) for _ in range(models)]

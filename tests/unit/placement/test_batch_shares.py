@@ -1,4 +1,4 @@
-"""Shares of a batch's requests for several devices."""
+"""How the requests of a batch are divided among several devices."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from rsrv.placement.batch_shares import ExecutionCosts, Forecast, divide
 
-#: a row costs 2 ms, however many there are
+#: A row costs 2 ms, whatever the number of rows is.
 PER_ROW = ExecutionCosts((1, 8, 64), (0.002, 0.016, 0.128))
-#: every execution costs the same
+#: Each execution costs the same.
 FLAT = ExecutionCosts((1, 8, 64), (0.02, 0.02, 0.02))
 
 
@@ -22,13 +22,16 @@ def counts(parts: list[int], devices: int) -> list[int]:
 
 
 def test_idle_devices_share_a_batch() -> None:
-    """The last answer comes in half of the time, or a third."""
+    """Two idle devices get half of a batch each, and three get a third."""
     assert counts(divide([1] * 32, device(), [device()]), 2) == [16, 16]
     assert counts(divide([1] * 33, device(), [device()] * 2), 3) == [11, 11, 11]
 
 
 def test_a_batch_stays_whole_where_a_larger_execution_costs_no_more() -> None:
-    """Half of the rows take as long as all of them; so does a gain that answers through senders would eat."""
+    """A batch is not divided if half of the rows take as long as all of them, or if the gain is too small.
+
+    Answers of a divided batch are sent later, which takes time as well.
+    """
     assert divide([1] * 32, device(costs=FLAT), [device(costs=FLAT)]) == [0] * 32
     assert divide([1], device(), [device()]) == [0]
     brief = ExecutionCosts((1, 8), (0.0001, 0.0008))
@@ -36,25 +39,25 @@ def test_a_batch_stays_whole_where_a_larger_execution_costs_no_more() -> None:
 
 
 def test_a_busier_device_gets_less_or_nothing() -> None:
-    """All devices end their shares together, except one that would begin too late."""
+    """A busy device gets fewer rows, so that all devices end together. A device that would begin too late gets none."""
     assert counts(divide([1] * 20, device(), [device(0.02)]), 2) == [15, 5]
     assert divide([1] * 20, device(), [device(0.04)]) == [0] * 20
 
 
 def test_a_device_without_the_weights_gets_nothing() -> None:
-    """Only the device that would answer the whole batch first may have to load them."""
+    """A device without the weights gets nothing. Only the device that would answer the whole batch first may load them."""
     assert divide([1] * 20, device(), [device(warm=False)]) == [0] * 20
     assert counts(divide([1] * 20, device(warm=False), [device()]), 2) == [10, 10]
 
 
 def test_requests_are_not_cut() -> None:
-    """The large one goes to a device of its own, wherever it stands in the batch."""
+    """Requests are not divided: a large request gets a device of its own, wherever it is in the batch."""
     assert divide([2, 2, 20, 2], device(), [device()]) in ([1, 1, 0, 1], [0, 0, 1, 0])
     assert divide([20, 1], device(), [device()]) == [0, 0]
 
 
 def test_rows_cost_what_their_cheapest_executions_cost() -> None:
-    """Executions of one size, and of another for the rest; a size that a disturbed measurement made dear is not used."""
+    """Rows cost what the cheapest mix of executions costs. A size whose measured cost is too high is not used."""
     costs = ExecutionCosts((1, 8, 32), (1.0, 4.0, 100.0))
     assert [costs(rows) for rows in (0, 1, 3, 5, 8, 9, 32)] == [0.0, 1.0, 3.0, 4.0, 4.0, 5.0, 16.0]
 
@@ -71,7 +74,7 @@ forecasts = st.builds(Forecast, st.floats(0, 2), st.booleans(), costs_of)
 def test_the_expected_end_is_never_later_than_that_of_the_whole_batch(
     rows: list[int], whole: Forecast, others: list[Forecast]
 ) -> None:
-    """Each request has one device, which is the first one or has the weights."""
+    """A divided batch is expected to end no later than the whole one. All devices but the first have the weights."""
     parts = divide(rows, whole, others)
 
     devices = [whole, *others]

@@ -44,7 +44,7 @@ def worker(instance: str = "i", /, **models: ModelView) -> WorkerView:
 
 
 def test_steady_work_is_known_after_one_sample() -> None:
-    """From the second view on, half of a device's time is a utilisation of 0.5, with rate and cost."""
+    """From the second view on, a model's utilisation is known, here half of a device, with its rate and the cost of an item."""
     costs = Costs(300.0)
     for n in range(4):
         costs.observe({"w": worker(m=shown(n * 1.0, n * 10, n * 100))}, n * STEP)
@@ -55,7 +55,7 @@ def test_steady_work_is_known_after_one_sample() -> None:
 
 
 def test_workers_add_up() -> None:
-    """A model's utilisation is that of all workers together."""
+    """A model's utilisation is the sum over all workers."""
     costs = Costs(300.0)
     for n in range(3):
         costs.observe({"v": worker(m=shown(n * 1.0)), "w": worker(m=shown(n * 2.0))}, n * STEP)
@@ -64,7 +64,7 @@ def test_workers_add_up() -> None:
 
 
 def test_a_worker_that_joins_brings_no_past() -> None:
-    """A worker's counters from before its first view do not count."""
+    """What a worker's counters say in its first view has no effect on the costs."""
     costs = Costs(300.0)
     costs.observe({"v": worker(m=shown(0.0))}, 0.0)
 
@@ -75,7 +75,7 @@ def test_a_worker_that_joins_brings_no_past() -> None:
 
 @pytest.mark.parametrize("lost", [WorkerView(alive=False), WorkerView(alive=True)])
 def test_a_worker_that_misses_a_probe_brings_what_happened_meanwhile(lost: WorkerView) -> None:
-    """After a missed probe, the difference to the last seen counters counts."""
+    """After a missed probe, the difference to the last known counters is used."""
     costs = Costs(300.0)
     costs.observe({"w": worker(m=shown(100.0))}, 0.0)
     costs.observe({"w": worker(m=shown(101.0))}, STEP)
@@ -86,7 +86,7 @@ def test_a_worker_that_misses_a_probe_brings_what_happened_meanwhile(lost: Worke
 
 
 def test_another_instance_starts_again() -> None:
-    """Counters of another runtime are not compared, even when they are higher."""
+    """Counters of a new runtime are not compared with those of the one before, even if they are higher."""
     costs = Costs(300.0)
     costs.observe({"w": worker("i", m=shown(1.0))}, 0.0)
 
@@ -95,7 +95,7 @@ def test_another_instance_starts_again() -> None:
 
 
 def test_a_reloaded_model_does_not_disturb_the_others() -> None:
-    """A model whose counters fell is left out once, and the others count."""
+    """If a model was reloaded, so that its counters fell, it is left out once. The other models are not affected."""
     costs = Costs(300.0)
     costs.observe({"w": worker(a=shown(10.0, 10), b=shown(10.0))}, 0.0)
 
@@ -105,7 +105,7 @@ def test_a_reloaded_model_does_not_disturb_the_others() -> None:
 
 
 def test_views_that_say_nothing_new_do_not_count() -> None:
-    """A repeated view, or one right after another, changes nothing."""
+    """A view that was seen before changes nothing, and neither does a view very soon after another one."""
     costs = Costs(300.0)
     costs.observe({"w": worker(m=shown(0.0))}, 0.0)
     view = worker(m=shown(1.0))
@@ -128,7 +128,7 @@ def test_long_executions_are_no_peaks() -> None:
 
 
 def test_a_queue_shows_what_a_full_device_hides() -> None:
-    """The model with the queue asks for more, of two that share a device half and half."""
+    """Two models share a device equally. The one with waiting requests has a higher utilisation, because it needs more."""
     costs = Costs(300.0)
     for n in range(4):
         queue = shown(n * 1.0, n * 10, n * 10, queued=20)
@@ -139,7 +139,7 @@ def test_a_queue_shows_what_a_full_device_hides() -> None:
 
 
 def test_half_is_forgotten_after_the_halflife() -> None:
-    """After as many device seconds as the half-life the average is half way to what it is now."""
+    """After as many device seconds as the half-life, the average is half way between its old and its new value."""
     costs = Costs(10.0)
     used = {"a": 0.0, "b": 0.0}
     clock = 0.0
@@ -161,7 +161,7 @@ def test_half_is_forgotten_after_the_halflife() -> None:
 
 
 def test_a_night_without_requests_changes_nothing() -> None:
-    """Averages fade by device seconds, so idle time leaves them as they were."""
+    """Averages change by device seconds, so a time without requests does not change them."""
     costs = Costs(10.0)
     for n in range(20):
         costs.observe({"w": worker(m=shown(n * 1.0, n))}, n * STEP)
@@ -173,7 +173,7 @@ def test_a_night_without_requests_changes_nothing() -> None:
 
 
 def test_what_the_workers_expect_stands_in() -> None:
-    """Until a model was seen executing, its cost is the mean of the workers' estimates, or None."""
+    """Until a model has executed, its cost is the mean of the workers' estimates, or None without an estimate."""
     costs = Costs(300.0)
     costs.observe({"v": worker(m=shown(0, item_s=0.1), n=shown(0)), "w": worker(m=shown(0, item_s=0.3))}, 0.0)
 
@@ -183,7 +183,7 @@ def test_what_the_workers_expect_stands_in() -> None:
 
 
 def test_departed_workers_and_models_are_forgotten() -> None:
-    """Workers and models that have gone leave nothing behind."""
+    """Nothing is kept of workers and models that have left."""
     costs = Costs(300.0)
     for n in range(3):
         costs.observe({"v": worker(m=shown(n)), "w": worker(n=shown(n))}, n * STEP)

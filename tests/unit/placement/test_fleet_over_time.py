@@ -19,7 +19,7 @@ from tests.unit.placement.fleet import ROUND_S, Fleet, Model, homes
 
 
 class Gateway:
-    """A planner with its router, from its start on."""
+    """A gateway's planner and its router."""
 
     def __init__(self, fleet: Fleet, **changes: object) -> None:
         base: dict[str, object] = {
@@ -32,7 +32,7 @@ class Gateway:
         self.planner = Planner(self.options)
         self.router = Router(self.options.mode)
         self.table: Table = {}
-        #: Plans that changed a model's placement, by model.
+        #: By model: number of plans that changed its placement.
         self.changes: Counter[str] = Counter()
 
     def plan(self) -> None:
@@ -61,14 +61,14 @@ def loads(fleet: Fleet, table: Table) -> dict[str, float]:
 
 
 def uneven(fleet: Fleet, table: Table) -> float:
-    """Return how many times its fair share the busiest worker has; a single model may exceed it."""
+    """Return the busiest worker's load as a multiple of its fair share, or of the busiest model's load if that is more."""
     total = loads(fleet, table)
     dearest = max(model.rate * model.cost for model in fleet.models.values())
     return max(total.values()) / max(sum(total.values()) / len(total), dearest)
 
 
 def mixed(seed: int, count: int) -> dict[str, Model]:
-    """Return models of which a few are busy, as is usual."""
+    """Return models of which a few are busy."""
     random = Random(seed)
     return {
         f"m{n:02}": Model(
@@ -79,7 +79,7 @@ def mixed(seed: int, count: int) -> dict[str, Model]:
 
 
 def test_work_is_spread_once_it_is_known() -> None:
-    """After the first repack by work the busiest worker has little more than its share, and then nothing moves."""
+    """After repacks by work, the busiest worker has little more than its share. Then no model moves any more."""
     fleet = Fleet(["u", "v", "w", "x"], mixed(1, 24), budget=60)
     gateway = Gateway(fleet)
     play(fleet, [gateway], 60.0)
@@ -96,7 +96,7 @@ def test_work_is_spread_once_it_is_known() -> None:
 
 
 def test_moves_cause_no_misses() -> None:
-    """Models move as the load shifts, and no request waits for weights because of it."""
+    """When the load shifts, models move, and no request waits for weights."""
     fleet = Fleet(["u", "v", "w"], mixed(2, 12), load_s=2.0)
     gateway = Gateway(fleet, halflife_device_s=10)
     play(fleet, [gateway], 60.0)
@@ -114,7 +114,7 @@ def test_moves_cause_no_misses() -> None:
 
 
 def test_old_homes_are_freed() -> None:
-    """In the end every model is resident where it is placed, and nowhere else."""
+    """In the end, each model is resident where it is placed, and nowhere else."""
     fleet = Fleet(["u", "v", "w"], mixed(3, 12), budget=60)
     gateway = Gateway(fleet)
     play(fleet, [gateway], 120.0)
@@ -124,7 +124,7 @@ def test_old_homes_are_freed() -> None:
 
 
 def test_a_worker_that_dies_and_returns() -> None:
-    """The worker's models are served elsewhere from the next plan on, and work is even again after it has returned."""
+    """When a worker dies, the next plan gives its models other homes. After its return, the work is even again."""
     fleet = Fleet(["u", "v", "w"], mixed(4, 12))
     gateway = Gateway(fleet)
     play(fleet, [gateway], 60.0)
@@ -159,7 +159,7 @@ def test_gateways_agree(seed: int, late: float) -> None:
 
 
 def test_gateways_that_disagree_come_together() -> None:
-    """A model that two gateways had in different places is in one after their next repacks."""
+    """If two gateways have placed a model differently, they agree again after their next repacks."""
     fleet = Fleet(
         ["u", "v"], {"a": Model(rate=20), "b": Model(rate=20), "c": Model(rate=20), "d": Model(rate=20)}
     )
@@ -181,13 +181,13 @@ def test_gateways_that_disagree_come_together() -> None:
 @FEW_EXAMPLES
 @given(st.integers(0, 2**32))
 def test_no_move_makes_a_warm_model_cold(seed: int) -> None:
-    """No request of a fleet with memory to spare waits for weights, under any loads and repacks.
+    """In a fleet with enough memory, no request waits for weights, whatever the loads and repacks are.
 
-    No worker loads more models at a time than moves may be under way.
+    No worker loads more models at the same time than moves may be in progress.
     """
     random = Random(seed)
     models = mixed(seed, 12)
-    #: more than a third and the largest model: all models fit once
+    #: More than a third of all bytes, plus the largest model, so that all models fit.
     budget = sum(model.bytes for model in models.values()) // 3 + 12
     fleet = Fleet(["u", "v", "w"], models, budget=budget, load_s=random.choice([0.5, 2.0]))
     replicas, hysteresis = random.choice([1, "auto"]), random.choice([0.0, 0.1])
@@ -207,7 +207,10 @@ def test_no_move_makes_a_warm_model_cold(seed: int) -> None:
 
 
 def test_models_return_to_a_restarted_device_one_after_the_other() -> None:
-    """A device that was away for seconds, and lost its weights, gets its models back without a miss and without a storm."""
+    """A device returns after seconds without its weights.
+
+    Its models are loaded again, a few at a time, and no request waits there.
+    """
     fleet = Fleet(["u", "v", "w"], mixed(5, 12), load_s=0.5)
     gateway = Gateway(fleet)
     play(fleet, [gateway], 60.0)
@@ -228,10 +231,10 @@ def test_models_return_to_a_restarted_device_one_after_the_other() -> None:
 @FEW_EXAMPLES
 @given(st.integers(0, 2**32))
 def test_models_are_served_through_any_events(seed: int) -> None:
-    """Workers crash, return empty, join and leave; control services vanish; models come and go; loads shift.
+    """Workers crash, return without weights, join and leave, control services fail, models come and go, and loads shift.
 
-    In every plan, each model that a worker serves has a live home, and a moving model stays where its weights
-    are until they are at its new home.
+    In each plan, each model that a live worker serves has a live home. A moving model keeps a home with its weights
+    until they are at the new home.
     """
     random = Random(seed)
     fleet = Fleet(["u", "v", "w"], mixed(seed, 8), load_s=random.choice([0.5, 3.0]))

@@ -1,4 +1,4 @@
-"""How models get where the packing wants them: weights first, then requests, then the old home is freed."""
+"""How models move to where the packing places them: weights first, then requests, and then the old home frees its weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.unit.placement.fleet import ROUND_S, Fleet, Model, Scene, Script, hom
 
 
 def moving(fleet: Fleet | None = None) -> Scene:
-    """Return a scene in which model a is at v, and an operator has it packed onto w."""
+    """Return a scene in which model `a` is at `v`, and an operator has it packed on `w`."""
     scene = Scene(fleet or Fleet(["v", "w"], {"a": Model()}, load_s=3.0), Script(a=("v",)))
     scene.settle()
     scene.script.placed["a"] = ("w",)
@@ -17,7 +17,7 @@ def moving(fleet: Fleet | None = None) -> Scene:
 
 
 def test_a_moved_model_is_warm_before_traffic_moves() -> None:
-    """Weights first, then the table, and then the old home is freed."""
+    """A model moves in this order: its weights are prefetched, the table changes, and the old home evicts the weights."""
     scene = moving()
     seen = []
     for _ in range(12):
@@ -36,7 +36,10 @@ def test_a_moved_model_is_warm_before_traffic_moves() -> None:
 
 
 def test_weights_that_do_not_come_are_asked_for_again_and_then_given_up() -> None:
-    """Prefetches are repeated, and after the limit the model stays at its home, where it is warm."""
+    """If prefetched weights do not come, the prefetch is repeated.
+
+    After a limit, the move is given up, and the model stays.
+    """
     scene = moving()
     asked = 0
     for _ in range(round(MOVE_LIMIT_S / ROUND_S) + 2):
@@ -49,7 +52,7 @@ def test_weights_that_do_not_come_are_asked_for_again_and_then_given_up() -> Non
 
 
 def test_weights_that_do_not_come_to_a_first_home_are_asked_for_again() -> None:
-    """Requests go there meanwhile, but none may come, so the first prefetch must not be the only one."""
+    """If the weights of a model without another home do not come, the prefetch is repeated, because there may be no requests."""
     scene = Scene(Fleet(["v", "w"], {"a": Model()}, load_s=3.0), Script(a=("v",)))
     assert [scene.plan(do=False).steps for _ in range(round(ASK_AGAIN_S / ROUND_S))] == [
         (WeightAction(Act.PREFETCH, "v", "a"),),
@@ -61,7 +64,7 @@ def test_weights_that_do_not_come_to_a_first_home_are_asked_for_again() -> None:
 
 
 def test_moves_to_one_worker_are_few_at_a_time() -> None:
-    """A worker that gets many models loads two at a time, the busiest first, and all of them are there in the end."""
+    """If many models move to a worker, it loads two at a time, the busiest first, until all have moved."""
     models = {name: Model() for name in "abcdef"}
     scene = Scene(Fleet(["v", "w"], models, load_s=2.0), Script(**dict.fromkeys("abcdef", ("v",))))
     scene.settle()
@@ -81,7 +84,7 @@ def test_moves_to_one_worker_are_few_at_a_time() -> None:
 
 
 def test_a_move_waits_for_room() -> None:
-    """A move to a full worker begins when another model has left it, and nothing is evicted before."""
+    """A move to a full worker waits until another model has left it."""
     fleet = Fleet(["u", "v", "w"], {"a": Model(), "b": Model()}, budget=15)
     scene = Scene(fleet, Script(a=("v",), b=("w",)))
     scene.settle()
@@ -97,7 +100,7 @@ def test_a_move_waits_for_room() -> None:
 
 
 def test_two_full_workers_do_not_exchange_models() -> None:
-    """Neither of two moves that need the other's room first makes its model cold: both are given up."""
+    """Two full workers cannot exchange models without making one cold, so both moves are given up."""
     fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()}, budget=15)
     scene = Scene(fleet, Script(a=("v",), b=("w",)))
     scene.settle()
@@ -111,7 +114,7 @@ def test_two_full_workers_do_not_exchange_models() -> None:
 
 
 def test_a_copy_that_is_not_placed_makes_room() -> None:
-    """A move evicts an idle copy of a model that is warm at its own home, and no other."""
+    """A move to a full worker evicts an idle copy of a model that has its home elsewhere, and no other weights."""
     fleet = Fleet(["u", "v", "w"], {"a": Model(), "b": Model(), "c": Model()}, budget=20)
     scene = Scene(fleet, Script(a=("v",), b=("u",), c=("w",)))
     scene.settle()
@@ -125,7 +128,7 @@ def test_a_copy_that_is_not_placed_makes_room() -> None:
 
 
 def test_copies_that_are_not_placed_make_room_for_several_models() -> None:
-    """Two moves that need room evict two copies in one plan, and none of them twice."""
+    """If two moves need room, one plan evicts several copies, and none twice."""
     models = {name: Model() for name in "abcd"}
     fleet = Fleet(["v", "w"], models, budget=40)
     scene = Scene(fleet, Script(**dict.fromkeys("abcd", ("v",))))
@@ -141,7 +144,7 @@ def test_copies_that_are_not_placed_make_room_for_several_models() -> None:
 
 
 def test_a_move_away_from_a_dead_worker_waits_for_nothing() -> None:
-    """Without its old home a model goes to the new one, cold, in the same plan."""
+    """If its old home is dead, a model moves in the same plan, without waiting for its weights."""
     scene = moving()
     scene.plan()
     scene.fleet.servers["v"].alive = False
@@ -150,7 +153,7 @@ def test_a_move_away_from_a_dead_worker_waits_for_nothing() -> None:
 
 
 def test_a_worker_with_the_weights_serves_in_between() -> None:
-    """A worker with the model's weights serves after its home crashed, until the new home is warm."""
+    """If a model's home crashes during a move, another worker with the weights serves until the new home has them."""
     fleet = Fleet(["u", "v", "w"], {"a": Model()}, load_s=3.0)
     scene = Scene(fleet, Script(a=("v",)))
     scene.settle()
@@ -165,7 +168,7 @@ def test_a_worker_with_the_weights_serves_in_between() -> None:
 
 
 def test_replicas_are_added_when_they_are_warm() -> None:
-    """A second replica gets requests when it has the weights; the first one keeps them all until then."""
+    """A new replica gets requests only when it has the weights."""
     scene = Scene(Fleet(["u", "v", "w"], {"a": Model()}, load_s=2.0), Script(a=("v",)))
     scene.settle()
     scene.planner.set_placement("a", replicas=2)
@@ -178,7 +181,7 @@ def test_replicas_are_added_when_they_are_warm() -> None:
 
 
 def test_the_old_home_keeps_the_weights_while_it_works() -> None:
-    """Nothing is freed while requests wait or execute there, nor by the plan that changes the table."""
+    """The old home does not evict the weights while requests wait or execute there, and not in the plan that changes the table."""
     scene = moving()
     copy = scene.fleet.copy("v", "a")
     copy.weights = WeightsView.LOADING
@@ -193,7 +196,7 @@ def test_the_old_home_keeps_the_weights_while_it_works() -> None:
 
 
 def test_an_old_home_that_others_use_is_left_to_them() -> None:
-    """An old home to which another gateway's requests still go keeps its weights."""
+    """If another gateway still sends requests to the old home, its weights are not evicted."""
     scene = moving()
     for _ in range(round(2 * MOVE_LIMIT_S / ROUND_S)):
         scene.fleet.copy("v", "a").requests += 1
@@ -203,7 +206,7 @@ def test_an_old_home_that_others_use_is_left_to_them() -> None:
 
 
 def test_a_model_that_comes_back_is_not_freed() -> None:
-    """A home that is one again before it was freed keeps its weights."""
+    """If a model moves back before its old home has evicted the weights, they stay."""
     scene = moving()
     busy = scene.fleet.copy("v", "a")
     busy.queued = 0.6
@@ -219,7 +222,7 @@ def test_a_model_that_comes_back_is_not_freed() -> None:
 
 
 def test_what_cannot_stay_is_not_fetched() -> None:
-    """The busiest models have their weights fetched where more is placed than fits, and the others are not waited for."""
+    """If a worker's models do not fit together, the weights of all but the busiest are not prefetched, and no move waits for them."""
     fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()}, budget=15)
     scene = Scene(fleet, Script(a=("v",), b=("w",)))
     scene.settle()
@@ -241,7 +244,7 @@ def test_what_cannot_stay_is_not_fetched() -> None:
 
 
 def test_what_was_done_at_the_old_home_does_not_count() -> None:
-    """A model's work before its move does not count for its place; during the move, the target does."""
+    """For a repack, the place of a moved model is its new home, and the target during a move, whatever was executed before."""
     scene = moving()
     before = []
     for n in range(20):
@@ -256,7 +259,7 @@ def test_what_was_done_at_the_old_home_does_not_count() -> None:
 
 
 def test_weights_evicted_at_their_home_are_not_prefetched_again() -> None:
-    """A worker that evicted a model at home reloads it with the next request, and gets no prefetch."""
+    """If a worker evicts a model at its home, there is no prefetch. The next request loads it."""
     scene = Scene(Fleet(["v"], {"a": Model()}), Script())
     scene.settle()
     scene.fleet.copy("v", "a").weights = WeightsView.ABSENT
@@ -266,7 +269,7 @@ def test_weights_evicted_at_their_home_are_not_prefetched_again() -> None:
 
 
 def test_a_model_that_was_warm_at_the_start_and_left_is_not_prefetched() -> None:
-    """Weights that the planner found on the device, and that an idle limit then evicts, come back with the next request."""
+    """Weights that were resident at the planner's start are not prefetched after an idle limit has evicted them."""
     scene = Scene(Fleet(["v"], {"a": Model()}), Script())
     scene.fleet.copy("v", "a").weights = WeightsView.RESIDENT
     scene.settle()
@@ -276,7 +279,7 @@ def test_a_model_that_was_warm_at_the_start_and_left_is_not_prefetched() -> None
 
 
 def test_a_planner_that_starts_prefetches_only_models_without_requests() -> None:
-    """A model that has executed at its home and left before the start has not to arrive; a new model has."""
+    """At its start, a planner prefetches a model that has executed nothing, and not one that was used and then evicted."""
     scene = Scene(Fleet(["v"], {"a": Model(), "b": Model()}), Script())
     scene.fleet.copy("v", "a").requests = 7
 
@@ -285,7 +288,10 @@ def test_a_planner_that_starts_prefetches_only_models_without_requests() -> None
 
 
 def test_traffic_does_not_wait_where_weights_are_swapped() -> None:
-    """Requests move at once where weights are swapped, because prefetched weights might be evicted first."""
+    """If a worker's models do not fit together, a model moves there without waiting for its weights.
+
+    They might be evicted before its requests come.
+    """
     fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()}, budget=15)
     scene = Scene(fleet, Script(a=("v",), b=("w",)))
     scene.settle()

@@ -22,13 +22,13 @@ def peak(packing: Packing) -> float:
 
 
 def moved(loads: Sequence[UnitLoad], before: Packing, after: Packing) -> float:
-    """Return the bytes that devices have to load, as a part of all placed bytes."""
+    """Return the bytes that devices must load for a new packing, as a part of all placed bytes."""
     loaded = sum(load.bytes * len({*after.placed[load.name]} - {*before.placed[load.name]}) for load in loads)
     return loaded / sum(load.bytes * len(after.placed[load.name]) for load in loads)
 
 
 def drift(loads: Sequence[UnitLoad], random: Random) -> list[UnitLoad]:
-    """Return the loads, each changed by up to a tenth."""
+    """Return the loads, each with a random change of up to a tenth."""
     return [
         UnitLoad(
             load.name, load.utilisation * random.uniform(0.9, 1.1), load.bytes, load.replicas, load.allowed
@@ -38,7 +38,7 @@ def drift(loads: Sequence[UnitLoad], random: Random) -> list[UnitLoad]:
 
 
 def lpt(loads: Sequence[UnitLoad], workers: int) -> float:
-    """Return the load of the busiest worker by LPT and nothing else."""
+    """Return the load of the busiest worker if models are placed by LPT (longest processing time first) only."""
     busy = [0.0] * workers
     for work in sorted((load.utilisation for load in loads), reverse=True):
         busy[busy.index(min(busy))] += work
@@ -46,7 +46,7 @@ def lpt(loads: Sequence[UnitLoad], workers: int) -> float:
 
 
 def check(loads: Sequence[UnitLoad], workers: Sequence[WorkerBudget], packing: Packing) -> None:
-    """Check the properties of every packing."""
+    """Check the properties that each packing must have."""
     names = {worker.name for worker in workers}
     work, weights = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
     assert sorted(packing.placed) == sorted(load.name for load in loads)
@@ -96,7 +96,7 @@ problems = st.integers(1, 6).flatmap(
 def test_any_problem(
     problem: tuple[list[UnitLoad], list[WorkerBudget]], hysteresis: float, forbid: bool, random: Random
 ) -> None:
-    """A packing of any problem, and its repacking after changes, has all properties."""
+    """The packing of any problem, and the next one after changes, have all required properties."""
     loads, workers = problem
     first = pack(loads, workers, hysteresis=hysteresis, forbid_oversubscription=forbid)
     check(loads, workers, first)
@@ -118,7 +118,7 @@ def test_any_problem(
 @FEW_EXAMPLES
 @given(problems, st.floats(0, 1))
 def test_nothing_changed(problem: tuple[list[UnitLoad], list[WorkerBudget]], hysteresis: float) -> None:
-    """A repack of unchanged loads moves nothing."""
+    """If the loads have not changed, a repack moves no model."""
     loads, workers = problem
     packing = pack(loads, workers, hysteresis=hysteresis)
     if not packing.oversubscribed:
@@ -128,7 +128,7 @@ def test_nothing_changed(problem: tuple[list[UnitLoad], list[WorkerBudget]], hys
 
 @given(st.lists(st.floats(0.01, 1), min_size=1, max_size=40), st.integers(1, 8))
 def test_no_worse_than_lpt(work: list[float], workers: int) -> None:
-    """With memory for all, the busiest device is no busier than LPT makes it."""
+    """If memory has no limit, the busiest device is not busier than with LPT."""
     loads = [UnitLoad(f"m{at}", value, 1) for at, value in enumerate(work)]
     packing = pack(loads, [WorkerBudget(f"r{at}", None) for at in range(workers)])
     assert peak(packing) <= lpt(loads, workers) + 1e-6
@@ -136,7 +136,10 @@ def test_no_worse_than_lpt(work: list[float], workers: int) -> None:
 
 @pytest.mark.parametrize("devices", range(2, 17))
 def test_where_lpt_is_at_its_worst(devices: int) -> None:
-    """Graham's example of LPT at its bound: 2m + 1 models on m devices, where 3m would do and LPT needs 4m - 1."""
+    """LPT needs 4m - 1 for Graham's example, 2m + 1 models on m devices, whose optimum is 3m.
+
+    The packing is within LPT's bound.
+    """
     sizes = [size for size in range(devices + 1, 2 * devices) for _ in range(2)] + [devices] * 3
     loads = [UnitLoad(f"m{at:02d}", size, 1) for at, size in enumerate(sizes)]
     assert lpt(loads, devices) == 4 * devices - 1
@@ -148,14 +151,14 @@ def test_where_lpt_is_at_its_worst(devices: int) -> None:
 
 
 def test_the_least_busy_device_is_full() -> None:
-    """A model goes to a busier device where the least busy has no memory for it."""
+    """If the least busy device has no memory for a model, it is placed on a busier one."""
     loads = [UnitLoad("hot", 0.8, 10), UnitLoad("warm", 0.3, 70), UnitLoad("cool", 0.2, 60)]
     assert pack(loads, WORKERS).placed == {"cool": ("a",), "hot": ("a",), "warm": ("b",)}
 
 
 @pytest.mark.parametrize("seed", range(16))
 def test_a_jigsaw(seed: int) -> None:
-    """Models that fit only in one of very few ways are all placed within budgets."""
+    """Models that fit in very few ways are all placed within the budgets."""
     puzzle = jigsaw(seed)
     packing = pack(puzzle.loads, puzzle.workers)
     check(puzzle.loads, puzzle.workers, packing)
@@ -163,7 +166,7 @@ def test_a_jigsaw(seed: int) -> None:
 
 
 def test_replicas() -> None:
-    """Three replicas on two devices are two; each makes half of the work and takes all bytes."""
+    """On two devices, a model with three replicas has two. Each does half of the work and takes all bytes."""
     packing = pack([UnitLoad("m", 0.6, 40, replicas=3), UnitLoad("n", 0.1, 10)], WORKERS)
     assert packing.placed == {"m": ("a", "b"), "n": ("a",)}
     assert packing.utilisation == pytest.approx({"a": 0.4, "b": 0.3})
@@ -171,7 +174,7 @@ def test_replicas() -> None:
 
 
 def test_a_server_gets_work_for_all_of_its_devices() -> None:
-    """Eight devices of one server get eight of nine equal models, and the only one of another server gets one."""
+    """Of nine equal models, a server with eight devices gets eight, and a server with one device gets one."""
     loads = [UnitLoad(f"m{at}", 0.5, 10) for at in range(9)]
     packing = pack(loads, [WorkerBudget("eight", None, 8), WorkerBudget("one", None)])
     assert packing.utilisation == pytest.approx({"eight": 4.0, "one": 0.5})
@@ -181,7 +184,7 @@ def test_a_server_gets_work_for_all_of_its_devices() -> None:
 
 
 def test_only_some_devices_are_allowed() -> None:
-    """A model goes only where it may be, and nowhere if no such device is there."""
+    """A model is placed only where it is allowed. If no such device exists, it has no place."""
     loads = [
         UnitLoad("m", 0.6, 40, allowed=frozenset("b")),
         UnitLoad("n", 0.1, 10, allowed=frozenset("z")),
@@ -191,7 +194,7 @@ def test_only_some_devices_are_allowed() -> None:
 
 
 def test_nothing_is_known_yet() -> None:
-    """Models without any work are spread by their bytes."""
+    """If no model has work, models are distributed by their bytes."""
     packing = pack([UnitLoad(f"m{at}", 0.0, 10 + at) for at in range(8)], WORKERS)
     assert abs(packing.bytes["a"] - packing.bytes["b"]) <= 2
     assert {
@@ -205,7 +208,7 @@ def test_no_devices() -> None:
 
 
 def test_busy_models_are_resident() -> None:
-    """More weights than memory: the busiest models have devices on which they fit together, the others share."""
+    """If memory is too small for all weights, the busiest models have devices on which they fit together, without swaps among them."""
     loads = [UnitLoad(f"hot{at}", 0.3, 50) for at in range(4)] + [
         UnitLoad(f"cold{at}", 0.001, 30) for at in range(20)
     ]
@@ -218,14 +221,14 @@ def test_busy_models_are_resident() -> None:
 
 
 def test_one_model_is_too_large() -> None:
-    """A model that fits on no device over-subscribes one, and no other is."""
+    """A model that is too large for each device exceeds the budget of one device. All other budgets are kept."""
     loads = [UnitLoad("huge", 0.1, 150), *(UnitLoad(f"m{at}", 0.1, 30) for at in range(6))]
     packing = pack(loads, [*WORKERS, WorkerBudget("c", 100)])
     assert packing.oversubscribed == packing.placed["huge"]
 
 
 def test_oversubscription_is_allowed() -> None:
-    """Busy models share a device although another has memory, where swapping is allowed: work alone decides."""
+    """If swapping is allowed, work alone decides, so busy models share a device although another one has memory."""
     loads = [UnitLoad("hot", 0.9, 10), UnitLoad("warm", 0.4, 80), UnitLoad("cool", 0.4, 80)]
     assert pack(loads, WORKERS).oversubscribed == ()
     packing = pack(loads, WORKERS, forbid_oversubscription=False)
@@ -240,13 +243,13 @@ class TestHysteresis:
     home: Mapping[str, Sequence[str]] = {"m": ["a"], "n": ["b"], "o": ["a"]}
 
     def test_a_little_better_elsewhere(self) -> None:
-        """A model stays on a device that is a little busier than another would be with it."""
+        """A model stays on a device that is slightly busier than the other one would be with it."""
         packing = pack(self.loads, WORKERS, previous=self.home, hysteresis=0.2)
         assert packing.placed == {"m": ("a",), "n": ("b",), "o": ("a",)}
         assert packing.held == ("o",)
 
     def test_much_better_elsewhere(self) -> None:
-        """The model that moves leaves a much busier device, and has the least bytes for what that gains."""
+        """If its device is much busier than another one, a model moves. It is the one with the fewest bytes for the gain."""
         packing = pack(self.loads, WORKERS, previous=self.home, hysteresis=0.05)
         assert packing.placed == {"m": ("a",), "n": ("b",), "o": ("b",)}
         assert packing.held == ()
@@ -256,19 +259,19 @@ class TestHysteresis:
     )
     @pytest.mark.parametrize(("hot", "cool"), [("m", "n"), ("n", "m")])
     def test_the_model_with_less_traffic_moves(self, hot: str, cool: str, others: list[UnitLoad]) -> None:
-        """The names' order does not decide between models of equal bytes that relieve their device alike: traffic does."""
+        """Of two models with equal bytes and equal effect, the one with less traffic moves, whatever their names are."""
         loads = [UnitLoad(hot, 0.6, 50), UnitLoad(cool, 0.4, 50), *others]
         previous = {hot: ["a"], cool: ["a"], "o": ["b"], "p": ["b"]}
         placed = pack(loads, WORKERS, previous=previous, hysteresis=0.1).placed
         assert (placed[hot], placed[cool]) == (("a",), ("b",))
 
     def test_a_device_is_gone(self) -> None:
-        """Models of a device that is gone find another; the others stay."""
+        """If a device is gone, only its models move."""
         packing = pack(self.loads, [*WORKERS[1:], WorkerBudget("c", 100)], previous=self.home, hysteresis=0.1)
         assert packing.placed == {"m": ("c",), "n": ("b",), "o": ("b",)}
 
     def test_a_device_is_new(self) -> None:
-        """A new device gets its share of the work, and few bytes are loaded for that."""
+        """A new device gets its share of the work. Few bytes are loaded for this."""
         problem = catalogue(80, 9, 0.6)
         before = pack(problem.loads, problem.workers[:8])
         after = pack(problem.loads, problem.workers, previous=before.placed, hysteresis=0.1)
@@ -278,13 +281,13 @@ class TestHysteresis:
         assert moved(problem.loads, before, after) < 1 / 9
 
     def test_fewer_replicas(self) -> None:
-        """A model that has more devices than it is to have keeps one of them."""
+        """A model that needs fewer replicas keeps one of its devices."""
         packing = pack([UnitLoad("m", 0.5, 10)], WORKERS, previous={"m": ["b", "a"]})
         assert packing.placed == {"m": ("a",)}
 
     @pytest.mark.parametrize("full", [0.5, 0.95, 2.0])
     def test_loads_change_a_little(self, full: float) -> None:
-        """Hardly any bytes move when each load changes by up to a tenth."""
+        """If each load changes by up to a tenth, almost no bytes move."""
         problem = catalogue(150, 12, full)
         before = pack(problem.loads, problem.workers, hysteresis=0.1)
         loads = drift(problem.loads, Random(1))
@@ -297,7 +300,7 @@ class TestHysteresis:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("full", [0.5, 0.9, 0.98, 1.3, 2.0, 4.0])
 def test_bytes_that_move(full: float) -> None:
-    """Loads that walk at random, a tenth from one packing to the next: bytes that move, of those placed."""
+    """While loads change at random by a tenth between packings, less than 5 % of the placed bytes move on average."""
     parts, worse = [], []
     for seed in range(10):
         random = Random(seed)
@@ -322,7 +325,7 @@ def test_bytes_that_move(full: float) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("full", [0.5, 0.95, 0.995, 3.0])
 def test_ten_thousand_models(full: float) -> None:
-    """10,000 models on 1,000 devices are packed in under two seconds of one core, from nothing and again."""
+    """10,000 models on 1,000 devices are packed in less than two seconds of processor time, at first and again."""
     problem = catalogue(10_000, 1_000, full)
     start = process_time()
     first = pack(problem.loads, problem.workers, hysteresis=0.1)
@@ -336,5 +339,5 @@ def test_ten_thousand_models(full: float) -> None:
     )
     check(loads, problem.workers, packing)
     assert bool(packing.oversubscribed) == (full > 1)
-    # Twice the claim: the machine may have other work.
+    # The limit is twice the claim, because the machine may have other work.
     assert max(fresh, again) < 4

@@ -1,4 +1,4 @@
-"""Packings compared with the optimum, as OR-tools' CP-SAT finds or bounds it."""
+"""Packings compared with the optimum that CP-SAT of OR-tools finds, or with its bound."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ortools.sat.python import cp_model
 from rsrv.placement.packing import UnitLoad, WorkerBudget, pack
 from tests.unit.placement.instances import MIB, Instance, instance
 
-#: CP-SAT takes minutes, and its import seconds.
+#: CP-SAT takes minutes, and its import takes seconds.
 pytestmark = pytest.mark.long
 
-#: A utilisation of 1 for CP-SAT, which has only whole numbers.
+#: CP-SAT has only integers, so this number represents a utilisation of 1.
 ONE = 10**6
 
 
@@ -22,15 +22,18 @@ ONE = 10**6
 class Optimum:
     """The result of CP-SAT."""
 
-    #: Whether a placement within budgets exists; None if unknown.
+    #: Whether a placement within the budgets exists. None: unknown.
     feasible: bool | None
-    #: Utilisation of the busiest device: the best found, and a lower bound.
+    #: Utilisation of the busiest device: `found` is the best one that CP-SAT found, `bound` its lower bound.
     found: float = 0.0
     bound: float = 0.0
 
 
 def optimum(problem: Instance, effort: float) -> Optimum:
-    """Solve it; `effort` is in CP-SAT's deterministic seconds, so that the answer does not depend on the machine."""
+    """Solve a problem with CP-SAT.
+
+    `effort`: its deterministic seconds, so that the answer does not depend on the machine.
+    """
     model = cp_model.CpModel()
     work: list[list[cp_model.LinearExprT]] = [[] for _ in problem.workers]
     weights: list[list[cp_model.LinearExprT]] = [[] for _ in problem.workers]
@@ -65,7 +68,7 @@ def optimum(problem: Instance, effort: float) -> Optimum:
 
 
 def memory_binds(problem: Instance) -> bool:
-    """Return whether memory or allowed devices keep models from the placement by work alone."""
+    """Return whether memory, replicas or allowed devices prevent the placement that the work alone would have."""
     if any(load.replicas > 1 or load.allowed is not None for load in problem.loads):
         return True
     free = pack(problem.loads, [WorkerBudget(worker.name, None) for worker in problem.workers])
@@ -73,7 +76,7 @@ def memory_binds(problem: Instance) -> bool:
 
 
 def compare(seeds: Sequence[int], effort: float) -> None:
-    """Pack these instances and compare them with CP-SAT's results."""
+    """Pack the instances with these seeds, and compare the packings with CP-SAT's results."""
     ratios, beside, unknown, missed, loose = [], [], [], [], 0
     for seed in seeds:
         problem = instance(seed)
@@ -100,24 +103,24 @@ def compare(seeds: Sequence[int], effort: float) -> None:
         f"{sum(beside) / len(beside):.4f} of what CP-SAT found, {max(beside):.3f} at worst; memory does not bind in {loose}"
     )
     assert not missed
-    # Where CP-SAT has not closed the gap, the optimum is nearer to what it found than to its bound.
+    # Where CP-SAT has a gap, the optimum is probably nearer to what it found than to its bound.
     assert sum(beside) / len(beside) < 1.05
 
 
 def test_some_instances() -> None:
-    """Random instances are packed whenever CP-SAT packs them, and nearly as evenly as can be."""
+    """Random instances that CP-SAT can pack are packed, and almost as evenly."""
     compare(range(16), effort=0.05)
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("first", range(0, 1000, 100))
 def test_a_thousand_instances(first: int) -> None:
-    """A thousand instances are packed as evenly as CP-SAT packs them with more time."""
+    """A thousand instances are packed almost as evenly as CP-SAT packs them with more time."""
     compare(range(first, first + 100), effort=1.0)
 
 
 def test_a_bound_is_not_exceeded() -> None:
-    """Without limits on memory no packing is above LPT's bound: 4/3 - 1/(3m) of the optimum on m devices."""
+    """Without limits of memory, the busiest device has at most 4/3 - 1/(3m) of the optimum on m devices, which is LPT's bound."""
     for seed in range(20):
         problem = instance(seed)
         devices = len(problem.workers)

@@ -1,4 +1,4 @@
-"""The planner: when it packs models again, by which figures, and its table."""
+"""The planner: when it repacks models, which numbers it uses, and its table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.placement.fleet import ROUND_S, Fleet, Model, Scene, Script, hom
 
 
 def devices(*names: str) -> Fleet:
-    """Return a server's devices, numbered, with two models."""
+    """Return a fleet of one server with these numbered devices and two models."""
     fleet = Fleet(names, {"a": Model(), "b": Model()})
     for number, server in enumerate(fleet.servers.values()):
         server.device = number
@@ -24,7 +24,7 @@ def devices(*names: str) -> Fleet:
 
 @pytest.mark.parametrize("mode", ["round_robin", "least_outstanding"])
 def test_other_modes_have_a_table_only(mode: str) -> None:
-    """In modes without packing, each model goes wherever it is ready, and workers get no steps."""
+    """In modes without packing, each model has all workers where it is ready, and there are no steps."""
     fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()})
     fleet.servers["w"].ready.discard("b")
 
@@ -49,7 +49,7 @@ def test_other_modes_have_a_table_only(mode: str) -> None:
 def test_what_a_request_charges(
     mode: str, basis: str, charge: float, per_item: bool, reads_rows: bool
 ) -> None:
-    """The work basis decides what a request counts, and bodies are read only if that needs it."""
+    """The work basis decides what a request adds to the load. Bodies are read only if the rows matter."""
     fleet = Fleet(["v", "w"], {"a": Model()})
     views = fleet.views()
     shown = views["v"].models["a"]
@@ -63,7 +63,10 @@ def test_what_a_request_charges(
 
 @pytest.mark.parametrize("mode", ["round_robin", "lpt_packing"])
 def test_requests_go_where_the_model_has_started(mode: str) -> None:
-    """A cold model has no figures; where another server has it warm, that one is preferred, and the others are for a failover."""
+    """If one server has a model warm, its requests go there. Servers where it is cold are only for failovers.
+
+    A cold model has no figures.
+    """
     fleet = Fleet(["v", "w", "x"], {"a": Model()})
     views = fleet.views()
     for cold in "vx":
@@ -77,7 +80,7 @@ def test_requests_go_where_the_model_has_started(mode: str) -> None:
 
 
 def test_costs_that_hardly_change_leave_the_table_alone() -> None:
-    """The table stays the same object until a charge is off by a tenth; unknown costs count as usual ones."""
+    """The table is the same object until a charge has changed by a tenth. A model without a known cost gets a usual one."""
     fleet = Fleet(["v"], {"a": Model(), "b": Model()})
     planner = Planner(options(mode="least_outstanding"))
     views = fleet.views()["v"]
@@ -94,7 +97,7 @@ def test_costs_that_hardly_change_leave_the_table_alone() -> None:
 
 
 def test_models_of_workers_that_do_not_answer_are_known() -> None:
-    """A model whose workers do not answer stays in the table without a worker."""
+    """If no worker of a model answers, the model is in the table without workers."""
     fleet = Fleet(["v"], {"a": Model()})
     planner = Planner(options())
     planner.plan(fleet.views(), 0.0)
@@ -106,7 +109,7 @@ def test_models_of_workers_that_do_not_answer_are_known() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_has_not_changed_is_decided_as_before(seed: int) -> None:
-    """A planner that checks all models anew, as after a change of its settings, has the same plans."""
+    """A planner that only checks changed models makes the same plans as one that checks all models each time."""
     random = Random(seed)
     fleet = Fleet(
         "vw", {name: Model(10 * (1 + number)) for number, name in enumerate("abcdefgh")}, budget=300
@@ -132,7 +135,7 @@ def test_what_has_not_changed_is_decided_as_before(seed: int) -> None:
 
 
 def test_homes_from_the_start() -> None:
-    """After the first plan with all workers, each model has a home, whose weights are prefetched once."""
+    """The first plan with all workers gives each model a home, and prefetches its weights once."""
     scene = Scene(Fleet(["v", "w"], {"a": Model(), "b": Model()}), Script(a=("v",), b=("w",)))
 
     plan = scene.plan()
@@ -144,7 +147,7 @@ def test_homes_from_the_start() -> None:
 
 
 def test_a_start_with_missing_workers_waits_a_moment() -> None:
-    """Until all have answered, or nothing has changed for a while, models go wherever they are ready."""
+    """If workers are missing at the start, models have no home for a moment, and requests go wherever the model is ready."""
     scene = Scene(Fleet(["u", "v", "w"], {"a": Model()}), Script(a=("v",)))
     scene.fleet.servers["u"].alive = False
     plan = scene.plan()
@@ -157,7 +160,7 @@ def test_a_start_with_missing_workers_waits_a_moment() -> None:
 
 
 def test_models_stay_where_their_weights_are() -> None:
-    """A gateway that starts beside running workers leaves models where they are resident, if that is clear."""
+    """At its start, a gateway leaves each model where it is resident, if that is only one worker."""
     fleet = Fleet(["v", "w"], {"a": Model(), "b": Model(), "c": Model()})
     for worker, model in (("w", "a"), ("v", "b"), ("w", "b")):
         fleet.copy(worker, model).weights = WeightsView.RESIDENT
@@ -172,7 +175,7 @@ def test_models_stay_where_their_weights_are() -> None:
 
 
 def test_pinned_weights_take_their_part_of_the_budget() -> None:
-    """Models that stay on every device need no room of the packing, and leave it less."""
+    """Pinned models are resident on each device. The packing has no bytes for them, and smaller budgets."""
     fleet = Fleet(["v", "w"], {"a": Model(bytes=7, pinned=True), "b": Model(bytes=5)}, budget=20)
     scene = Scene(fleet, Script())
     scene.plan()
@@ -183,7 +186,7 @@ def test_pinned_weights_take_their_part_of_the_budget() -> None:
 
 
 def test_a_meta_model_and_what_it_calls_are_together() -> None:
-    """Models that calls connect are one load, and move when all of them are warm."""
+    """Models that calls connect are one load of the packing. They move when all of them are warm."""
     fleet = Fleet(["v", "w"], {name: Model(bytes=n + 1) for n, name in enumerate("abcd")}, load_s=1.0)
     for server in fleet.servers.values():
         server.ready |= {"m", "n"}
@@ -204,7 +207,7 @@ def test_a_meta_model_and_what_it_calls_are_together() -> None:
 
 
 def test_a_meta_model_whose_callees_are_apart_is_warned_of() -> None:
-    """Callees of a meta model that no worker has together are packed one by one, with a warning."""
+    """If no worker has all callees of a meta model, they are packed one by one, with a warning."""
     fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()})
     fleet.servers["v"].ready = {"a", "m"}
     fleet.servers["w"].ready = {"b"}
@@ -218,7 +221,7 @@ def test_a_meta_model_whose_callees_are_apart_is_warned_of() -> None:
 
 
 def test_a_meta_model_charges_what_it_calls() -> None:
-    """A request to a meta model is charged the sum of its callees' items."""
+    """The charge of a request to a meta model is the sum of its callees' costs."""
     fleet = Fleet(["v"], {"a": Model(), "b": Model()})
     fleet.servers["v"].ready |= {"m"}
     fleet.servers["v"].calls = {"m": frozenset("ab")}
@@ -231,7 +234,7 @@ def test_a_meta_model_charges_what_it_calls() -> None:
 
 
 def test_an_alias_goes_where_the_model_is_that_gets_most_of_its_requests() -> None:
-    """The alias follows when the model moves or another one gets more, and only to workers that have it."""
+    """An alias has the home of the model that gets most of its requests, if that worker has the alias."""
     fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()})
     for server in fleet.servers.values():
         server.ready |= {"fraud"}
@@ -249,7 +252,7 @@ def test_an_alias_goes_where_the_model_is_that_gets_most_of_its_requests() -> No
 
 
 def test_models_of_other_backends_are_not_packed() -> None:
-    """A model without control service figures goes to all workers where it is ready."""
+    """A model without figures of the control service has no home. Its requests go to all workers where it is ready."""
     fleet = Fleet(["v", "w"], {"a": Model()})
     for server in fleet.servers.values():
         server.ready.add("onnx")
@@ -259,7 +262,10 @@ def test_models_of_other_backends_are_not_packed() -> None:
 
 
 def test_consumed_device_seconds_trigger_a_repack() -> None:
-    """A repack comes after the first budget, then after each other one; an operator's restarts the count."""
+    """A repack comes after the first number of device seconds, and then after each further number.
+
+    After a repack by an operator, the count begins again.
+    """
     fleet = Fleet(["v"], {"a": Model()})
     scene = Scene(fleet, Script(), first_rebalance_device_s=10, rebalance_device_s=30)
     at = []
@@ -287,9 +293,9 @@ def test_consumed_device_seconds_trigger_a_repack() -> None:
 
 
 def test_a_model_is_where_it_executed_since_the_last_repack() -> None:
-    """Among workers with a tenth of a model's work, the first by name counts as its home.
+    """For a repack, a model's place is the first worker by name that did a tenth or more of its work since the last repack.
 
-    Without executions, its last target does.
+    If it has not executed, its place is its last target.
     """
     fleet = Fleet(["v", "w"], {"a": Model()})
     scene = Scene(fleet, Script(a=("w",)))
@@ -308,7 +314,7 @@ def test_a_model_is_where_it_executed_since_the_last_repack() -> None:
 
 
 def test_a_worker_that_joins_is_used_when_it_has_settled() -> None:
-    """The worker's models come one by one; all is packed once, a moment after the last."""
+    """When a worker joins and its models become ready one by one, all models are repacked once, a moment after the last one."""
     fleet = Fleet(["v", "w"], {"a": Model(), "b": Model(), "c": Model()})
     late = fleet.servers.pop("w")
     late.ready = set()
@@ -329,7 +335,7 @@ def test_a_worker_that_joins_is_used_when_it_has_settled() -> None:
 
 
 def test_only_models_without_a_home_move_when_a_worker_dies() -> None:
-    """Models of a dead worker get another home at once, and all models are repacked a moment later."""
+    """If a worker dies, its models get another home at once, and no others move. A moment later, all models are repacked."""
     scene = Scene(Fleet(["u", "v", "w"], {"a": Model(), "b": Model()}), Script(a=("u",), b=("v",)))
     scene.settle()
     scene.script.placed.update(a=("w",), b=("w",))
@@ -345,7 +351,10 @@ def test_only_models_without_a_home_move_when_a_worker_dies() -> None:
 
 
 def test_a_worker_that_misses_a_probe_gets_its_models_back() -> None:
-    """A worker that missed a probe gets its models back at once, and their interim homes free the weights."""
+    """If a worker misses a probe, its models get other homes.
+
+    After its return they move back at once, and these homes free the weights.
+    """
     models = {name: Model(bytes=10) for name in "abcdefgh"}
     fleet = Fleet(["v", "w"], models, budget=50)
     scene = Scene(fleet, Script())
@@ -366,7 +375,7 @@ def test_a_worker_that_misses_a_probe_gets_its_models_back() -> None:
 
 
 def test_a_worker_that_is_away_for_long_gets_no_models_back() -> None:
-    """A worker that returns after a repack gets models only by the next one."""
+    """A worker that returns after a repack gets no models before the next repack."""
     scene = Scene(Fleet(["u", "v"], {"a": Model()}), Script(a=("u",)))
     scene.settle()
     scene.fleet.servers["u"].alive = False
@@ -378,7 +387,7 @@ def test_a_worker_that_is_away_for_long_gets_no_models_back() -> None:
 
 
 def test_a_control_service_that_is_away_moves_nothing() -> None:
-    """The last view of a control service that does not answer stays valid, and nothing moves."""
+    """If a control service does not answer, its last view remains valid, and no model moves."""
     scene = Scene(Fleet(["v", "w"], {"a": Model()}), Script(a=("v",)))
     table = scene.settle().table
     scene.fleet.servers["v"].instance = None
@@ -392,7 +401,7 @@ def test_a_control_service_that_is_away_moves_nothing() -> None:
 
 
 def test_a_pin_holds_while_a_control_service_is_away() -> None:
-    """The last view of a device says which one it is."""
+    """If control services do not answer, the last views say which device each worker is, so a pinned model stays."""
     fleet = Fleet(["v/0", "v/1"], {"a": Model()})
     fleet.servers["v/1"].device = 1
     scene = Scene(fleet, Script(a=("v/1",)), models={"a": ModelOptions(devices=[1])})
@@ -407,7 +416,7 @@ def test_a_pin_holds_while_a_control_service_is_away() -> None:
 
 
 def test_workers_without_a_control_service_get_models_that_are_only_there() -> None:
-    """Models are packed on workers with figures; a model that is ready only elsewhere stays there."""
+    """Models are packed on workers with figures. A model that is ready only on other workers has no home."""
     fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()})
     fleet.servers["v"].instance = None
     fleet.servers["v"].ready.add("c")
@@ -418,7 +427,10 @@ def test_workers_without_a_control_service_get_models_that_are_only_there() -> N
 
 
 def test_replicas_and_quanta_follow_the_settings() -> None:
-    """A model's own settings take precedence; replicas change with the next repack, the fill at once."""
+    """A model's own settings override the general ones.
+
+    A new number of replicas waits for the next repack, a new fill does not.
+    """
     fleet = Fleet(["u", "v", "w"], {"a": Model(max_items=8), "b": Model(max_items=0)})
     own = ModelOptions(replicas=2)
     scene = Scene(fleet, Script(a=("u", "v"), b=("u", "v", "w")), replicas="all", models={"a": own})
@@ -436,7 +448,7 @@ def test_replicas_and_quanta_follow_the_settings() -> None:
 
 
 def test_a_pinned_model_stays_on_its_devices() -> None:
-    """A model goes to the devices that its setting names, while one of them answers, and to any other one meanwhile."""
+    """A pinned model has its home on one of its devices. While none of them answers, it has another home."""
     scene = Scene(devices("u", "v", "w"), Script(a=("u",)), models={"a": {"devices": [1, 2]}})
     assert homes(scene.settle().table) == {"a": ("v",), "b": ("u",)}
 
@@ -449,7 +461,7 @@ def test_a_pinned_model_stays_on_its_devices() -> None:
 
 
 def test_a_model_that_is_pinned_by_a_change_of_the_settings_moves() -> None:
-    """The models are checked again, although nothing about them has changed."""
+    """If a change of the settings pins a model to another device, it moves."""
     scene = Scene(devices("u", "v"), Script(a=("u",)))
     assert homes(scene.settle().table)["a"] == ("u",)
 
@@ -459,7 +471,10 @@ def test_a_model_that_is_pinned_by_a_change_of_the_settings_moves() -> None:
 
 
 def test_a_pin_counts_for_all_models_that_are_placed_together() -> None:
-    """A meta model goes where its callee is pinned; callees whose pins have no device in common are placed one by one."""
+    """A pin of one callee places its whole meta model.
+
+    If two callees' pins have no device in common, they are placed one by one.
+    """
 
     def scene(models: dict[str, object]) -> Scene:
         fleet = devices("u", "v")
@@ -477,7 +492,7 @@ def test_a_pin_counts_for_all_models_that_are_placed_together() -> None:
 
 
 def test_pins_do_not_part_a_meta_model_from_its_callees_by_servers() -> None:
-    """With several servers, models that call each other stay together, because a run cannot leave its server."""
+    """With several servers, models that call each other stay together whatever their pins are, because a run cannot leave its server."""
     fleet = Fleet(["u", "v"], {name: Model() for name in "abm"})
     for server in fleet.servers.values():
         server.calls = {"m": frozenset("ab")}
@@ -488,7 +503,7 @@ def test_pins_do_not_part_a_meta_model_from_its_callees_by_servers() -> None:
 
 
 def test_a_server_that_places_models_itself_follows_their_pins() -> None:
-    """A gateway knows how many devices such a worker has, and warns of no pin that the server can follow."""
+    """If a server has several devices, it follows the pins itself, so the gateway gives no warning about them."""
     fleet = Fleet(["u", "v"], {name: Model() for name in "abm"})
     for server in fleet.servers.values():
         server.calls, server.devices = {"m": frozenset("ab")}, 2
@@ -508,7 +523,7 @@ def test_a_server_that_places_models_itself_follows_their_pins() -> None:
     ],
 )
 def test_wishes_that_cannot_be_fulfilled_are_warned_of(changes: dict[str, object], warning: str) -> None:
-    """A warning names the key that asks for more than the devices have, and the models are served all the same."""
+    """If a setting asks for more than the devices have, a warning names it, and the models are served."""
     scene = Scene(devices("u", "v"), Script(), **changes)
 
     assert all(home for home in homes(scene.settle().table).values())
@@ -516,7 +531,7 @@ def test_wishes_that_cannot_be_fulfilled_are_warned_of(changes: dict[str, object
 
 
 def test_a_model_larger_than_every_device_is_warned_of() -> None:
-    """The warning names the model, its bytes, and the most that a device has."""
+    """If a model is larger than each device, a warning has its name, its bytes and the largest device's."""
     fleet = Fleet(["u", "v"], {"a": Model(bytes=3000), "b": Model()}, budget=2000)
     scene = Scene(fleet, Script())
     scene.settle()
@@ -529,7 +544,7 @@ def test_a_model_larger_than_every_device_is_warned_of() -> None:
 
 @pytest.mark.parametrize("mode", ["least_outstanding", "lpt_packing"])
 def test_the_largest_figures_that_are_believed(mode: str) -> None:
-    """The largest accepted figures cause no overflow."""
+    """The largest numbers that are accepted cause no overflow."""
     planner, router = Planner(options(mode=mode)), Router(mode)  # type: ignore[arg-type]
     most = 2**64 - 1
     for number in range(4):
@@ -564,7 +579,7 @@ def test_the_mode_stays() -> None:
 
 @pytest.mark.parametrize("mode", ["least_outstanding", "lpt_packing"])
 def test_a_server_that_is_named_twice_is_warned_of(mode: str) -> None:
-    """Two workers of one runtime are reported, as they are one device that would get twice its part."""
+    """If two workers are the same runtime, a warning names them, because their device would get twice its share."""
     fleet = Fleet(["u", "v", "w"], {"a": Model()})
     fleet.servers["v"].instance = "w"
 
@@ -577,7 +592,7 @@ def test_a_server_that_is_named_twice_is_warned_of(mode: str) -> None:
 
 
 def test_nothing_is_served() -> None:
-    """Without members, answers or models, the table is empty."""
+    """If there are no members, no answers or no models, the table is empty."""
     planner = Planner(options())
 
     assert planner.plan({}, 0.0).table == {}

@@ -1,4 +1,4 @@
-"""Automatic replicas: a hot model gets further devices within seconds, keeps them for a while, and displaces nothing."""
+"""Automatic replicas: a hot model gets more devices within seconds, keeps them for a while, and displaces no other model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from tests.unit.placement.test_fleet_over_time import Gateway, play
 
 
 def hot(rate: float = 150.0, **changes: object) -> tuple[Fleet, Gateway]:
-    """Return two devices with a model that needs more than one of them, and a quiet one, after their start."""
+    """Return a fleet of two devices and its gateway, after their start.
+
+    One model needs more than one device, and one is quiet.
+    """
     models = {"hot": Model(rate=0.0), "quiet": Model(rate=1.0)}
     fleet = Fleet(["0", "1"], models, load_s=0.5)
     gateway = Gateway(fleet, replicas="auto", **changes)
@@ -21,7 +24,7 @@ def hot(rate: float = 150.0, **changes: object) -> tuple[Fleet, Gateway]:
 
 
 def test_a_hot_model_has_both_devices_within_two_seconds() -> None:
-    """A model whose demand exceeds one device gets the other one, also if the devices were idle before."""
+    """If a model's demand exceeds one device, it gets the second one within two seconds, even if both were idle before."""
     fleet, gateway = hot()
     play(fleet, [gateway], 2.0)
     gateway.plan()
@@ -31,7 +34,7 @@ def test_a_hot_model_has_both_devices_within_two_seconds() -> None:
 
 
 def test_a_server_with_several_devices_does_the_work_of_several() -> None:
-    """A model that needs more than one device stays on its server, which spreads it over its eight devices."""
+    """A model that needs more than one device stays on its server, which has eight devices."""
     fleet, gateway = hot()
     for server in fleet.servers.values():
         server.devices = 8
@@ -42,7 +45,7 @@ def test_a_server_with_several_devices_does_the_work_of_several() -> None:
 
 
 def test_demand_that_varies_moves_nothing() -> None:
-    """A model that is hot in one second of ten keeps its replicas, and gets no more."""
+    """If a model is hot in one of ten seconds, it keeps its replicas."""
     fleet, gateway = hot()
     play(fleet, [gateway], 5.0)
     gateway.changes.clear()
@@ -57,7 +60,7 @@ def test_demand_that_varies_moves_nothing() -> None:
 
 
 def test_replicas_that_are_not_needed_go_after_a_while() -> None:
-    """A model that has been quiet for a minute has one device again, and the other one is free."""
+    """After a model has been quiet for a minute, it has one device, and the other one frees its weights."""
     fleet, gateway = hot()
     play(fleet, [gateway], 5.0)
     fleet.models["hot"].rate = 5.0
@@ -71,7 +74,7 @@ def test_replicas_that_are_not_needed_go_after_a_while() -> None:
 
 
 def test_a_replica_displaces_no_model() -> None:
-    """Without room for a second copy beside all placed weights, a hot model stays on its device."""
+    """If there is no room for a second copy of its weights, a hot model stays on its device."""
     models = {"hot": Model(bytes=10), "big": Model(bytes=15, rate=1.0)}
     fleet = Fleet(["0", "1"], models, budget=20, load_s=0.5)
     gateway = Gateway(fleet, replicas="auto")
@@ -85,7 +88,7 @@ def test_a_replica_displaces_no_model() -> None:
 
 
 def test_two_hot_models_keep_a_device_each() -> None:
-    """Models that each fill a device do not spread over each other's."""
+    """If each of two models needs a whole device, neither gets the other one's device."""
     fleet = Fleet(["0", "1"], {"a": Model(), "b": Model()}, load_s=0.5)
     gateway = Gateway(fleet, replicas="auto")
     play(fleet, [gateway], 5.0)
@@ -113,7 +116,7 @@ def test_more_replicas_are_kept_when_all_models_are_packed_again() -> None:
 
 @pytest.mark.parametrize("devices", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 8))])
 def test_replicas_stay_within_the_devices(devices: int) -> None:
-    """A model with endless demand gets every device once, and is warm on each that has its requests."""
+    """A model with unlimited demand gets each device once. It gets requests only where it is warm."""
     fleet = Fleet([str(n) for n in range(devices)], {"hot": Model(rate=10_000.0)}, load_s=0.5)
     gateway = Gateway(fleet, replicas="auto")
     for _ in range(round(20.0 / ROUND_S)):

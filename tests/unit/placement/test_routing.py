@@ -1,4 +1,4 @@
-"""The choice of a worker for each request, and the counts of outstanding requests."""
+"""The choice of a worker for each request, and the numbers of outstanding requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def chosen(router: Router, model: str = "a", items: int = 1) -> Choice:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_model_without_workers_has_no_choice(mode: GatewayMode) -> None:
-    """Unknown models and those that are ready nowhere have no worker, and nothing is counted."""
+    """An unknown model, or one that is ready nowhere, has no worker. Its requests are not counted."""
     router = Router(mode)
     router.update({"nowhere": Routes(ready=())})
 
@@ -69,7 +69,7 @@ def test_the_first_requests_of_many_models_go_to_all_workers() -> None:
 
 @given(st.integers(1, 7), st.lists(st.sampled_from(MODELS), max_size=200))
 def test_round_robin_is_fair(workers: int, models: list[str]) -> None:
-    """At any time no worker has had two requests of a model more than another."""
+    """With round robin, the numbers of a model's requests at two workers never differ by more than one."""
     router = Router("round_robin")
     names = tuple(f"w{n}" for n in range(workers))
     router.update({model: Routes(ready=names) for model in MODELS})
@@ -82,7 +82,7 @@ def test_round_robin_is_fair(workers: int, models: list[str]) -> None:
 
 
 def test_least_outstanding_weighs_all_models_together() -> None:
-    """A worker with one dear request is as busy as one with five cheap ones."""
+    """With least outstanding, a worker with one expensive request is as busy as one with five cheap requests."""
     router = Router("least_outstanding")
     both = WORKERS[:2]
     router.update({"a": Routes(ready=both, charge=0.1), "b": Routes(ready=both, charge=0.02)})
@@ -96,7 +96,7 @@ def test_least_outstanding_weighs_all_models_together() -> None:
 
 
 def test_idle_workers_take_turns() -> None:
-    """Without outstanding requests, each worker gets as many as the others."""
+    """If no request is outstanding, the workers take turns."""
     router = Router("least_outstanding")
     router.update({"a": Routes(ready=WORKERS)})
     had = []
@@ -112,7 +112,7 @@ def test_idle_workers_take_turns() -> None:
 @pytest.mark.parametrize("idle", [True, False])
 @pytest.mark.parametrize("placed", [True, False])
 def test_a_worker_that_is_named_twice_gets_twice_as_much(mode: GatewayMode, idle: bool, placed: bool) -> None:
-    """A server with two of three devices gets two thirds, with one request at a time and with many."""
+    """If a server is named twice of three times, it gets two thirds of the requests, one by one or concurrently."""
     named = ("w0", "w1", "w1")
     router = Router(mode)
     router.update({"a": Routes(ready=named, placed=named if placed else ())})
@@ -128,7 +128,7 @@ def test_a_worker_that_is_named_twice_gets_twice_as_much(mode: GatewayMode, idle
 
 
 def test_items_or_requests_count() -> None:
-    """A request adds its items to the load, or one, as the routes say."""
+    """A request adds its items to the load, or 1, as its routes say."""
     for per_item, load in ((True, 16.0), (False, 2.0)):
         router = Router("least_outstanding")
         router.update({"a": Routes(ready=("w0",), charge=2.0, per_item=per_item)})
@@ -140,7 +140,7 @@ def test_items_or_requests_count() -> None:
 @pytest.mark.parametrize("fill", ["least", "rr"])
 @given(data=st.data())
 def test_a_run_is_a_whole_quantum(fill: str, data: st.DataObject) -> None:
-    """Each replica gets exactly a quantum of concurrent requests of one item before the next one."""
+    """Concurrent requests of one item go to one replica until it has a whole quantum, and then to the next one."""
     quantum = data.draw(st.integers(1, 9))
     placed = WORKERS[: data.draw(st.integers(2, 4))]
     router = packed(*placed, quantum=quantum, fill=fill)
@@ -153,7 +153,7 @@ def test_a_run_is_a_whole_quantum(fill: str, data: st.DataObject) -> None:
 
 
 def test_a_request_that_does_not_fit_opens_the_next_run() -> None:
-    """Requests are never split: in a quantum of eight, a run of three items each has two."""
+    """Requests are not divided: in a quantum of eight, a run has two requests of three items."""
     router = packed("w0", "w1", quantum=8)
 
     assert [chosen(router, items=3).worker for _ in range(4)] == ["w0", "w0", "w1", "w1"]
@@ -161,7 +161,7 @@ def test_a_request_that_does_not_fit_opens_the_next_run() -> None:
 
 
 def test_a_run_ends_when_nothing_is_under_way() -> None:
-    """A run ends when no request is outstanding, so that single requests go to all replicas in turn."""
+    """A run at a replica ends when no request is outstanding, so single requests go to all replicas in turn."""
     router = packed("w0", "w1", "w2", quantum=32)
     had = []
     for _ in range(6):
@@ -173,7 +173,7 @@ def test_a_run_ends_when_nothing_is_under_way() -> None:
 
 
 def test_a_run_ends_where_the_model_has_gone() -> None:
-    """The next request goes to another replica if the table drops that of a run."""
+    """If a new table does not have the replica of a run, the next request goes to another replica."""
     router = packed("w0", "w1", quantum=8)
     assert chosen(router).worker == "w0"
     router.update({"a": Routes(ready=WORKERS, placed=("w1", "w2"), quantum=8)})
@@ -182,7 +182,7 @@ def test_a_run_ends_where_the_model_has_gone() -> None:
 
 
 def test_a_replica_that_is_stuck_gets_one_quantum() -> None:
-    """A replica that answers nothing gets no second run while others have fewer outstanding quanta."""
+    """A replica that does not answer gets one quantum, while others have fewer outstanding quanta."""
     router = packed("w0", "w1", quantum=4)
     stuck = 0
     for _ in range(100):
@@ -196,7 +196,7 @@ def test_a_replica_that_is_stuck_gets_one_quantum() -> None:
 
 
 def test_fill_least_opens_where_the_load_is_least() -> None:
-    """With fill least, the load of other models decides among equal replicas; with rr, the turn does."""
+    """With the fill `least`, the load of other models decides between equal replicas. With `rr`, the turn decides."""
     for fill, expected in (("least", "w1"), ("rr", "w0")):
         router = Router("lpt_packing")
         routes = Routes(ready=WORKERS, placed=("w0", "w1"), quantum=4, fill=fill)  # type: ignore[arg-type]
@@ -207,14 +207,14 @@ def test_fill_least_opens_where_the_load_is_least() -> None:
 
 
 def test_spread_goes_where_the_fewest_items_are() -> None:
-    """With a quantum of one each request goes to the replica with the fewest items of the model."""
+    """With a quantum of 1, each request goes to the replica with the fewest items of its model."""
     router = packed("w0", "w1", quantum=1)
 
     assert [chosen(router, items=n).worker for n in (5, 1, 1, 1)] == ["w0", "w1", "w1", "w1"]
 
 
 def test_failover_order() -> None:
-    """First the other replicas, the idlest first, then the other workers where the model is ready."""
+    """A failover goes to the other replicas, the least busy first, and then to other workers where the model is ready."""
     router = Router("lpt_packing")
     router.update(
         {
@@ -231,7 +231,7 @@ def test_failover_order() -> None:
 
 
 def test_failover_moves_what_is_counted() -> None:
-    """A request that fails over is counted at its new worker only, and its list of others stays as it was."""
+    """After a failover, a request is counted at its new worker only. The list of other workers does not change."""
     router = Router("least_outstanding")
     router.update({"a": Routes(ready=("w0", "w1", "w2"), charge=3.0)})
     choice = chosen(router)
@@ -251,7 +251,7 @@ def test_failover_moves_what_is_counted() -> None:
 
 
 def test_a_worker_that_leaves_and_returns_has_kept_its_load() -> None:
-    """Requests in progress at a worker that is out of the table count when it is back."""
+    """Requests in progress at a worker that leaves the table are still in its load when it returns."""
     router = Router("least_outstanding")
     both = {"a": Routes(ready=("w0", "w1"))}
     router.update(both)
@@ -267,7 +267,7 @@ def test_a_worker_that_leaves_and_returns_has_kept_its_load() -> None:
 
 
 def test_what_is_gone_is_forgotten() -> None:
-    """Models and workers that are out of the table leave nothing behind once their requests have ended."""
+    """Nothing is kept of models and workers that have left the table, after their requests have ended."""
     router = Router("lpt_packing")
     for n in range(50):
         name = f"w{n}"
@@ -299,7 +299,7 @@ def tables(draw: st.DrawFn) -> dict[str, Routes]:
 def test_every_counter_is_zero_at_the_end(
     mode: GatewayMode, updates: list[dict[str, Routes]], random: Random
 ) -> None:
-    """Choices, moves, double releases and updates in any order: the count is that of the unreleased requests.
+    """After any choices, moves, repeated releases and updates, the count is the number of requests that were not released.
 
     In the end it is 0.
     """

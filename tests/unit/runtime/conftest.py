@@ -91,7 +91,7 @@ class Clock:
 
 @dataclass
 class Runtime:
-    """One life of a runtime; `stop()` is its sudden end."""
+    """One life of a runtime; `stop()` ends it suddenly."""
 
     loop: Loop
     device: FakeDevice
@@ -112,7 +112,7 @@ class Runtime:
         return lane
 
     def request_model(self, **body: object) -> Greeted:
-        """Send a registration on a connection, which is closed at the end of the test. Its answer is not read yet."""
+        """Send a registration on a connection, which is closed at the end of the test. The caller reads the answer."""
         greeted = self.open()
         self.users.callback(greeted.sock.close)
         send(greeted.sock, pack_json(Kind.REGISTER, body))
@@ -123,7 +123,7 @@ class Runtime:
         return self._thread.is_alive()
 
     def pass_time(self, seconds: float) -> None:
-        """Advance its clock."""
+        """Advance the runtime's clock."""
         self._clock.passed += seconds
         self.loop._inbox.post(lambda: None)  # The loop looks at its clock.
 
@@ -134,7 +134,7 @@ class Runtime:
 
 
 def double(inputs: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
-    """Compute what the models of this folder do."""
+    """Compute y = 2 x + w, as the models of this folder do."""
     return [2 * inputs[0] + weights[0]]
 
 
@@ -143,10 +143,13 @@ StartRuntime = Callable[..., Runtime]
 
 @pytest.fixture
 def start_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartRuntime]:
-    """Start a runtime at the same socket, where `rsrv.wire.socket` finds it; every one is stopped at the end."""
+    """Yield a function that starts a runtime at the socket that `rsrv.wire.socket` finds.
+
+    All runtimes are stopped at the end.
+    """
     started: list[Runtime] = []
     monkeypatch.setattr("rsrv.wire.socket.runtime_directory", lambda server_pid, gpu: tmp_path)
-    # What a runtime leaves there ends with the test.
+    # Shared memory that a runtime leaves behind is removed with the test's folder.
     monkeypatch.setattr("rsrv.runtime.host_memory._SHM", tmp_path)
 
     def start(
@@ -197,8 +200,8 @@ def start_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
     for runtime in started:
         if runtime.alive:
             runtime.stop()
-    # The memory and the epoll of a runtime are closed when the collector frees its objects, which may be after hundreds of
-    # tests; a process commonly may have 1,024 files open.
+    # A runtime's memory and epoll are closed when the garbage collector frees its objects, which may be hundreds of
+    # tests later. A process may commonly have 1,024 open files.
     if len(os.listdir("/proc/self/fd")) > 500:
         gc.collect()
 
@@ -216,19 +219,19 @@ def build(
     name: str,
     read_signature: SignatureReader = signature_of,
 ) -> CompiledModel:
-    """Read and compile, as the build thread does."""
+    """Read and compile a bundle, as the build thread does."""
     return compile_model(bundle, device, host, settings, name, check_signatures(bundle, read_signature))
 
 
 def answer_to_register(greeted: Greeted) -> tuple[memoryview, list[int]]:
-    """Return the answer to a registration, after the steps of the model's start, and its descriptors."""
+    """Return the answer to a registration and its descriptors. Frames about the steps of the model's start are skipped."""
     while read_header((answer := greeted.receiver.receive())[0])[0] is Kind.STARTING:
         pass
     return answer
 
 
 def build_here(path: Path | str, device: Device, settings: Settings | None = None) -> CompiledModel:
-    """Return a model that is compiled, loaded and measured, without a runtime."""
+    """Return a model that is compiled, loaded and measured without a runtime."""
     bundle = read_bundle(Path(path))
     model = build(bundle, device, HostStore(HostMemory()), settings or load_settings(), bundle.name)
     model.weights = DeviceWeights(device).load(model.host, model.host.read, lambda: False, model.pool)
@@ -262,9 +265,9 @@ StartMeta = Callable[..., MetaEngine]
 
 @pytest.fixture
 def start_meta(doublings: dict[str, Path], tmp_path: Path) -> Iterator[StartMeta]:
-    """Start engines of meta models' stubs.
+    """Yield a function that starts engines of meta models' stubs.
 
-    When all are closed, nothing of their runs and models may be left.
+    At the end, all engines are closed. Then no run, no meta model and no tensor that a run kept may be left.
     """
     with ExitStack() as started:
         runtimes: list[Runtime] = []
@@ -279,7 +282,7 @@ def start_meta(doublings: dict[str, Path], tmp_path: Path) -> Iterator[StartMeta
             client: str = CLIENT,
             **options: Any,
         ) -> MetaEngine:
-            """Start one with its model.py's `run`, over `calls` of `doublings`, or of `bundles`."""
+            """Start a meta model whose code is `run`. It calls the models `calls` of `doublings`, or of `bundles`."""
             runtimes.append(runtime)
             path = tmp_path / name
             if not path.exists():
@@ -299,7 +302,7 @@ def start_meta(doublings: dict[str, Path], tmp_path: Path) -> Iterator[StartMeta
 
 @pytest.fixture
 def long_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the answer of a late request to its run, and wait for calls, however long that takes on a busy machine."""
+    """Wait for calls and for late answers as long as a busy machine needs: a run gets its late answer, and no call is abandoned."""
     monkeypatch.setattr("rsrv.stub.deferred.DEADLINE_GRACE_S", 1e6)
     for module in ("calls", "direct"):
         monkeypatch.setattr(f"rsrv.stub.{module}.GRACE_NS", 10**15)
@@ -325,7 +328,7 @@ def pass_stub_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 def only_others_are_left(runtime: Runtime) -> bool:
-    """Check that no meta model is left, and of other models only their weights, one tensor each."""
+    """Return whether no meta model and no kept tensor is left, and each other model has its only weight on the device."""
     status = read_status(os.getpid())
     return (
         not status["metas"] and runtime.device.resident == len(status["models"]) and not runtime.device.kept
@@ -333,6 +336,6 @@ def only_others_are_left(runtime: Runtime) -> bool:
 
 
 def nothing_is_under_way() -> bool:
-    """Check that no run is left, and nothing that one keeps on the device."""
+    """Return whether no run waits or executes, and no run keeps tensors on the device."""
     metas = read_status(os.getpid())["metas"].values()
     return not any(meta["waiting"] or meta["running"] or meta["kept_bytes"] for meta in metas)

@@ -16,7 +16,7 @@ from rsrv_bundle.modules import strip_locations
 from rsrv_bundle.writer import write_weights
 from tests.unit.bundle.forge import seal
 
-#: a prompt with this token has logits that are not finite
+#: A prompt with this token has logits that are not finite.
 BROKEN = 1000
 CONTEXT, MAX_TOKENS, CHUNKS = 40, 6, (1, 8)
 
@@ -56,12 +56,15 @@ def export_counting(path: Path, *, slots: int = 4, when_full: str = "wait") -> P
 
 
 def _traced(tokens: Any, lengths: Any, sampling: Any, slots: Any, w: Any, totals: Any) -> tuple[Any, Any]:
-    """Have the modules' types: a `FakeDevice` computes `count`."""
+    """Take and return tensors of the right types, so that the modules can be exported.
+
+    A `FakeDevice` computes `count` instead.
+    """
     return lengths + slots + tokens[:, 0] + (sampling[:, 0] * w).astype(np.int32), totals + 1
 
 
 def count(inputs: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
-    """Compute what the modules should."""
+    """Compute what a module of the generative model computes."""
     (tokens, lengths, _, slots), (_, totals) = inputs, weights
     totals, out = totals.copy(), np.zeros(len(slots), np.int32)
     for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):

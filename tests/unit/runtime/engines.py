@@ -44,7 +44,7 @@ def send_one(engine: Engine) -> FakeRequest:
 
 
 def answered(request: FakeRequest) -> float:
-    """The w of y = 2 x + w: whose weights answered."""
+    """Return w of y = 2 x + w, which shows whose weights answered the request."""
     x = request.inputs()[0].as_numpy()
     offsets = answer_of(request).arrays["y"] - 2 * x
     assert offsets.min() == offsets.max()
@@ -53,7 +53,7 @@ def answered(request: FakeRequest) -> float:
 
 @dataclass
 class Registering:
-    """A stub that waits for its model on a thread."""
+    """A stub that registers, and a thread that waits until its model is ready."""
 
     lane: RuntimeConnection
     thread: threading.Thread
@@ -65,7 +65,7 @@ class Registering:
 
 
 def register(runtime: Runtime, name: str, path: Path) -> Registering:
-    """Begin to register a stub, whose connection is closed at the end of the test."""
+    """Begin to register a stub. Its connection is closed at the end of the test."""
     lane, rejected = runtime.connect(), []
 
     def wait() -> None:

@@ -1,4 +1,4 @@
-"""CUDA's driver library without CUDA: what `Driver` calls, in host memory, as late as it may happen."""
+"""A fake of CUDA's driver library in host memory. It executes each call of `Driver` as late as CUDA may."""
 
 import ctypes
 from collections.abc import Callable
@@ -14,20 +14,22 @@ _NAMES = {
 
 
 class FakeCuda:
-    """Has the functions by their names. `failing` {function: CUresult}.
+    """The driver's functions by their names. Functions in `failing` return this CUresult instead.
 
-    Copies are made when a caller waits for an event behind them.
+    Copies are made only when a caller waits for an event that was recorded after them.
     """
 
     def __init__(self, *, read_only: bool = True, failing: dict[str, int] | None = None) -> None:
         self._read_only = read_only
         self.failing = failing or {}
         self._late: list[Callable[[], object]] = []
-        #: The stack of current contexts.
+        #: Number of contexts on the stack of current contexts.
         self.depth = 0
-        #: {address: (bytes, flags)} of page-locked memory, bytes of each copy, events that there are
+        #: Bytes and flags of page-locked memory, by address.
         self.locked: dict[int | None, tuple[int, int]] = {}
+        #: Bytes of each copy.
         self.copied: list[int] = []
+        #: Number of events that exist.
         self.events = 0
 
     def __getattr__(self, function: str) -> Any:

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from tests.unit.runtime.conftest import Runtime
 
 OUTPUTS = (WireTensor("y", "f32", (-1, 3)),)
-#: x and y of 3 columns, as a manifest has them
-#: seconds; for what should happen at once
+#: Seconds to wait for something that should happen at once.
 SOON = PATIENCE_S
 
 Run = Callable[[dict[str, Array], Any], Any]
@@ -46,14 +45,17 @@ Run = Callable[[dict[str, Array], Any], Any]
 
 @dataclass
 class FakeCallees:
-    """Stands for BLS: models outside of the runtime, as functions, and stubs of models in it."""
+    """A fake of BLS.
+
+    It calls models outside of the runtime, which are functions, and models in the runtime through their stubs.
+    """
 
     models: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
     engines: dict[str, Engine] = field(default_factory=dict)
     #: The token of each sub-call.
     tokens: list[int] = field(default_factory=list)
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16))
-    #: Triton calls one execute() of a model at a time
+    #: One lock per model, because Triton runs one execute() of a model at a time.
     _entries: dict[str, threading.Lock] = field(default_factory=lambda: defaultdict(threading.Lock))
 
     def start(
@@ -103,7 +105,7 @@ def with_token(run: int, traceparent: str = "") -> str:
 
 
 class Alone(ModelReplica[Any]):
-    """The only replica of its model. The end of either is the end of both."""
+    """The only replica of its model. Closing the replica closes the model, and the reverse."""
 
     def close(self, **options: bool) -> None:
         model = self._process.model
@@ -134,7 +136,7 @@ def load(
     session: Session,
     make: Callable[[Session, Attachment, StubProcess], R],
 ) -> R:
-    """Load a model with one device, and return its replica, which `make` makes."""
+    """Load a model with one device, and return its replica, which `make` creates."""
     process, made = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils)), list[R]()
 
     def keep(session: Session, attachment: Attachment) -> R:
@@ -161,7 +163,7 @@ def engine_of(
     *,
     internal: bool = False,
 ) -> Engine:
-    """Start the engine of a model's own stub, as the only one of its model."""
+    """Start the engine of a model's own stub, which is the model's only replica."""
     return load(
         Session(open_connection, name, str(bundle)),
         lambda session, attachment, process: LoneEngine(
@@ -173,9 +175,9 @@ def engine_of(
 def model_engine(
     runtime: Runtime, bundle: Path, hooks: Hooks | None = None, *, internal: bool = False
 ) -> Engine:
-    """Start the engine of a model named as its bundle, which is closed at the end of the test.
+    """Start the engine of a model that has the name of its bundle. The engine is closed at the end of the test.
 
-    An internal model has one with `meta.transport: bls` only.
+    An internal model has an engine of its own only with `meta.transport: bls`.
     """
     engine = engine_of(runtime.open, bundle, bundle.name, hooks, internal=internal)
     runtime.users.callback(engine.close)
@@ -197,7 +199,7 @@ def meta_engine(
 ) -> Iterator[MetaEngine]:
     """Start the engine of a meta model's stub, connected to `runtime`.
 
-    `run` and `hooks` replace the bundles' own.
+    `run` and `hooks` replace the run and the hooks of the bundles.
     """
     bls: Any = triton or FakeCallees()
     model = MetaModel(
@@ -232,7 +234,7 @@ def request(count: int = 1, value: float = 1.0, timeout: float = 0, priority: in
 
 
 def ask(engine: MetaEngine | Engine, *requests: FakeRequest) -> list[FakeResponse]:
-    """Return the responses of some requests, answered in place or later."""
+    """Send requests, and return their responses, whether they are answered in place or later."""
     answers = engine.execute(list(requests))
     if answers is not None:
         return answers
@@ -240,7 +242,7 @@ def ask(engine: MetaEngine | Engine, *requests: FakeRequest) -> list[FakeRespons
 
 
 def send(engine: MetaEngine | Engine, *requests: FakeRequest) -> threading.Thread:
-    """Start a thread that waits for the answers, which are then with the requests."""
+    """Start a thread that sends requests. Each answer is put into the `answers` of its request."""
 
     def work() -> None:
         answers = engine.execute(list(requests))
@@ -263,7 +265,7 @@ def assert_y(answer: FakeResponse, expected: Array) -> None:
 
 
 def assert_fails(answer: FakeResponse, code: str, text: str) -> None:
-    """`code` as `FakeError` has it; `text` is a part of the message, which is one line."""
+    """Check that a request failed with this code of `FakeError`, and that its message is one line that contains `text`."""
     assert answer.error is not None, answer.arrays
     assert answer.error.code == code, answer.error.message
     assert text in answer.error.message
@@ -271,7 +273,10 @@ def assert_fails(answer: FakeResponse, code: str, text: str) -> None:
 
 
 class Pause:
-    """Stops the code under test until it is told to go on; any number of times, by any number of threads."""
+    """Stops threads of the code under test until the test calls `go`.
+
+    It may stop any number of threads, any number of times.
+    """
 
     def __init__(self) -> None:
         self._reached = threading.Semaphore(0)
@@ -282,13 +287,13 @@ class Pause:
         assert self._go.acquire(timeout=SOON), "no test said go on"
 
     def reached(self, times: int = 1) -> None:
-        """Wait until so many more threads have stopped here."""
+        """Wait until `times` more threads have stopped here."""
         for _ in range(times):
             assert self._reached.acquire(timeout=SOON), "not reached"
 
     @property
     def is_reached(self) -> bool:
-        """Return whether a thread stopped since the last `reached`, and count it."""
+        """Return whether a thread has stopped that `reached` and this property have not reported yet."""
         return self._reached.acquire(blocking=False)
 
     def go(self, times: int = 1) -> None:
@@ -302,7 +307,7 @@ def status_of(meta: str = "meta") -> dict[str, Any]:
 
 
 def queued(model: str) -> int:
-    """Return the number of a model's requests that wait in the runtime."""
+    """Return the number of requests for a model that wait in the runtime."""
     found: int = read_status(os.getpid())["models"][model]["queued"]
     return found
 
@@ -316,7 +321,7 @@ async def awaiting(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
 
 
 def stopping(pause: Pause) -> Run:
-    """Return a run of two calls that pauses between them, except for `assert_served`."""
+    """Return a run of two calls that pauses between the calls, except for the request of `assert_served`."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         first = call("a", inputs)["y"]
@@ -331,18 +336,18 @@ both_kinds = pytest.mark.parametrize("run", [chain, awaiting], ids=["plain", "as
 
 
 def assert_served(engine: MetaEngine) -> None:
-    """Check that the next request is answered, by `chain` or an equal model for 100."""
+    """Check that the next request, x = 100, is answered by `chain` or a meta model that computes the same."""
     (answer,) = ask(engine, request(value=100))
     assert_y(answer, rows(1, 404))
 
 
 def memory_of(engine: MetaEngine) -> tuple[int, int]:
-    """Return the bytes of its connections' memory, and how many of them are taken."""
+    """Return how many bytes of memory the engine's idle connections have, and how many of these bytes are in use."""
     gc.collect()
     total = taken = 0
     assert engine._idle is not None
     for lane in engine._idle.connections:
-        lane.array((1,), np.dtype(np.uint8))  # This frees what has no reference any more.
+        lane.array((1,), np.dtype(np.uint8))  # This frees memory that nothing refers to any more.
         while lane._returned:
             lane._arena.give(lane._returned.popleft())
         for segment in lane._arena._segments.values():

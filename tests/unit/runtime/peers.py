@@ -9,8 +9,8 @@ from pathlib import Path
 
 import rsrv
 
-#: Commands come on stdin, one a line; each is answered with a line. `pause` makes the next call of a function of the
-#: operating system announce itself and wait for `go`, before that call is made.
+#: The code of a peer reads commands from stdin, one per line, and answers each with a line. After `pause`, the next
+#: call of that function of the operating system is announced with a line, and waits for `go` before it is made.
 _PEER = """
 import fcntl, hashlib, os, sys
 from pathlib import Path
@@ -68,7 +68,7 @@ class Peer:
         assert self.hear() == "ready"
 
     def ask(self, command: str) -> str:
-        """Return the next line: the command's result, or the function in which it pauses."""
+        """Send a command, and return the next line: its result, or the name of the function in which the peer pauses."""
         self.say(command)
         return self.hear()
 
@@ -82,6 +82,6 @@ class Peer:
         return self._process.stdout.readline().strip()
 
     def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
+        """Kill the peer with SIGKILL, and wait until it has ended."""
         self._process.kill()
         self._process.communicate()

@@ -54,7 +54,10 @@ def named(id: str, value: float = 1.0) -> FakeRequest:
 def test_what_waits_is_aborted_and_what_executes_is_not(
     runtime: Runtime, engine: Engine, operator: Operator
 ) -> None:
-    """All waiting requests with the id are aborted; executing ones are answered, and so are others and those without an id."""
+    """An abort ends all waiting requests with the id.
+
+    The executing request is answered, and so are requests with another id or none.
+    """
     runtime.device.gate.clear()
     requests = [named("ours")]
     engine.execute(requests)
@@ -75,7 +78,7 @@ def test_what_waits_is_aborted_and_what_executes_is_not(
 
 
 def test_a_run_that_waits_is_turned_away(runtime: Runtime, start_meta: StartMeta, operator: Operator) -> None:
-    """A run that waits for admission is aborted before it begins, and the one before it goes on."""
+    """A run that waits for admission is aborted before it begins. The run in progress is answered."""
     pause = Pause()
     meta = start_meta(runtime, stopping(pause))
     first, second = named("first"), named("second")
@@ -98,7 +101,7 @@ def test_a_run_that_waits_is_turned_away(runtime: Runtime, start_meta: StartMeta
 def test_a_run_under_way_ends_with_its_next_call(
     runtime: Runtime, start_meta: StartMeta, operator: Operator
 ) -> None:
-    """A run in progress fails at its next call with CANCELLED, and the next run is admitted."""
+    """An aborted run in progress fails at its next call with CANCELLED, and the next run is admitted."""
     pause = Pause()
     told: list[CallError] = []
 
@@ -123,7 +126,7 @@ def test_a_run_under_way_ends_with_its_next_call(
     assert_fails(answer_of(asked), FakeError.CANCELLED, "stage 'b': the request was aborted")
     assert [error.status for error in told] == [Status.CANCELLED]
     thread.join()
-    # The answer leaves before the run does.
+    # The request is answered before its run ends.
     wait_until(lambda: status_of()["outcomes"]["cancelled"] == 1)
     pause.go()
     assert_served(meta)
@@ -132,7 +135,7 @@ def test_a_run_under_way_ends_with_its_next_call(
 def test_the_calls_of_a_run_end_with_it(
     runtime: Runtime, start_meta: StartMeta, engine: Engine, operator: Operator
 ) -> None:
-    """Of the calls of an aborted run, the waiting one ends at once and the executing one is answered."""
+    """When a run is aborted, its waiting call ends at once, its executing call completes, and the request fails."""
     meta = start_meta(runtime, lambda inputs, call: call.many([("a", inputs), ("b", inputs)])[1])
     runtime.device.gate.clear()
     asked = named("ours")

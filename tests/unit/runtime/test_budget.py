@@ -17,7 +17,7 @@ shares = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0])
     ("arena", "slack", "scratch", "pinned", "limit", "pool", "on_demand"),
     [
         (None, 0.1, 0, 0, None, None, None),  # a CPU, without a limit
-        (None, 0.1, 500, 30, 100, 100, 70),  # a CPU with a limit, which executions do not use
+        (None, 0.1, 500, 30, 100, 100, 70),  # a CPU with a limit, which scratch does not reduce
         (1000, 0.1, 0, 0, None, 900, 900),
         (1000, 0.1, 300, 0, None, 600, 600),
         (1000, 0.0, 0, 400, None, 1000, 600),
@@ -44,14 +44,14 @@ def test_the_formula(
 
 
 def test_what_fits_is_not_complained_of() -> None:
-    """Without a limit, or if everything fits to the byte, there is no warning."""
+    """There is no warning without a limit, or if everything fits to the byte."""
     assert Budget(100, 40, 60).warning(60) is None
     assert Budget(100, 100, 0).warning(0) is None
     assert Budget(None, 1 << 40, None).warning(1 << 40) is None
 
 
 def test_too_much_that_is_pinned_is_named_with_the_settings_that_help() -> None:
-    """The warning has the pinned bytes, the budget, and the settings that help."""
+    """If pinned models exceed the budget, the warning has the pinned bytes, the budget, and the settings that help."""
     complaint = Budget(100, 101, 0).warning(50)
 
     assert complaint is not None
@@ -61,7 +61,7 @@ def test_too_much_that_is_pinned_is_named_with_the_settings_that_help() -> None:
 
 
 def test_a_model_that_does_not_fit_is_named_with_what_is_left_for_it() -> None:
-    """The warning has the model's bytes and the division of the pool."""
+    """If a model does not fit, the warning has its bytes, the pinned bytes, and how many bytes of the pool are left."""
     complaint = Budget(100, 40, 60).warning(61)
 
     assert complaint is not None

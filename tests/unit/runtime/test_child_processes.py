@@ -1,4 +1,4 @@
-"""Stubs that outlive their server: they are found, get a moment, and are ended."""
+"""Stubs that outlive their server: the runtime finds them, waits a moment, and kills them."""
 
 import errno
 import os
@@ -14,9 +14,9 @@ from rsrv.runtime import child_processes
 from tests.waiting import PATIENCE_S
 
 _HANGS = "import signal; print(flush=True); signal.pause()"
-#: A server of this test's own: a process that has ended, whose stubs have another parent.
+#: Pid of a server that has ended. The parent of its stubs is another process.
 _SERVER = 4194302
-#: Fills the place of a word that is not read.
+#: Placeholder for an argument that nothing reads.
 _ANY = "1048576"
 
 
@@ -72,7 +72,10 @@ def test_a_stub_that_hangs_is_killed_and_its_shared_memory_removed(
 def test_shared_memory_of_a_stub_that_ends_by_itself_is_removed(
     region: Path, program: Path, tmp_path: Path
 ) -> None:
-    """From release 26.04 on, stubs leave it when their server has ended. Such a stub gets no signal."""
+    """Stubs of Triton 26.04 and later leave shared memory when they end after their server.
+
+    It is removed without a signal to the stub.
+    """
     process = stub_of(program, region, os.getpid(), tmp_path / "gen")
     stub = child_processes.open_stub(process.pid, os.getpid())
     assert stub is not None
@@ -88,7 +91,10 @@ def test_shared_memory_of_a_stub_that_ends_by_itself_is_removed(
 def test_a_stub_that_has_not_connected_is_ended_with_its_server(
     region: Path, program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that was loading has no connection; stubs of other servers and repositories are not touched."""
+    """A stub whose model was loading has no connection, and is ended with its server.
+
+    Stubs of other servers and repositories are not.
+    """
     monkeypatch.setattr(child_processes, "_STUB_EXIT_S", 0.05)
     process = stub_of(program, region, _SERVER, tmp_path / "gen")
     child_processes.end_orphans({}, _SERVER, tmp_path / "other")
@@ -105,7 +111,7 @@ def test_a_stub_that_has_not_connected_is_ended_with_its_server(
 def test_stubs_are_ended_without_a_descriptor_for_further_ones(
     region: Path, program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A runtime whose descriptors are used up ends the connected stubs, and then itself, with its device's memory."""
+    """A runtime without a free descriptor ends the connected stubs, and then itself, which frees its device's memory."""
     monkeypatch.setattr(child_processes, "_STUB_EXIT_S", 0.05)
     connected = stub_of(program, region, os.getpid(), tmp_path / "gen")
     stub = child_processes.open_stub(connected.pid, os.getpid())
@@ -127,7 +133,7 @@ def test_stubs_are_ended_without_a_descriptor_for_further_ones(
 
 
 def test_another_servers_child_is_no_stub_of_ours() -> None:
-    """A child of another server, as a tool that asks for the status, is not an orphan of ours."""
+    """A child of another server, such as a tool that asks for the status, is not a stub of this server."""
     process = start(sys.executable, "-c", _HANGS)
 
     assert child_processes.open_stub(process.pid, os.getppid()) is None
@@ -135,5 +141,5 @@ def test_another_servers_child_is_no_stub_of_ours() -> None:
     process.kill()
     process.wait(PATIENCE_S)
     assert child_processes.open_stub(4194303, os.getpid()) is None
-    # A native front is the server itself.
+    # A native front runs in the server's own process.
     assert child_processes.open_stub(os.getpid(), os.getpid()) is None

@@ -1,4 +1,4 @@
-"""Cold models: a stub without a runtime's model, its start by the first request, and the way back."""
+"""Cold models: their stubs wait without a model in the runtime, the first request starts it, and it may fall back to cold."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ LAZY = "runtime: {start: lazy}"
 
 
 class Stub:
-    """A model's process, as `model` sets one up."""
+    """The stub process of a model, set up as `rsrv.stub.model` does it."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Stub:
 
     @property
     def engine(self) -> Engine | MetaEngine:
-        """Return its replica, once it has started."""
+        """Return the engine of the model's replica, as soon as it has started."""
         wait_until(lambda: self._engines)
         return self._engines[0]
 
@@ -104,11 +104,11 @@ class Stub:
 
     @property
     def is_cold(self) -> bool:
-        """Whether nothing of the model is connected or starts."""
+        """Whether the model is cold: it is not connected to the runtime, and it does not start."""
         return self.state is ServingState.COLD
 
     def send(self, start: float = 0.0) -> FakeRequest:
-        """Send one row, and return the request, which may have its answer already."""
+        """Send a request of one row, and return it. It may have its answer already."""
         request = FakeRequest({"x": np.full((1, 3), start, np.float32)})
         for answer in self.model.execute([request]) or ():
             request.answers.put(answer)
@@ -137,12 +137,12 @@ def start_stub() -> Iterator[StartStub]:
 
 @pytest.fixture
 def lazy(start_runtime: StartRuntime) -> Runtime:
-    """Return a runtime whose models start when they are asked for."""
+    """Return a runtime whose models start when the first request comes."""
     return start_runtime(load_settings(LAZY))
 
 
 def is_answered(answer: FakeResponse, start: float = 0.0) -> bool:
-    """Check the answer of `doubling`, or of `a`: both add 1."""
+    """Return whether the answer is right for `doubling` or `a`, which both compute y = 2 x + 1."""
     return answer.error is None and bool((answer.arrays["y"] == 2 * start + 1).all())
 
 
@@ -157,26 +157,32 @@ def models() -> dict[str, str]:
 
 
 def dismiss(runtime: Runtime, key: str) -> None:
-    """Have the runtime let go of a model, as its idle limits do."""
+    """Let the runtime dismiss a model, as it does with idle models."""
     runtime.loop._inbox.post(partial(runtime.loop._registry.dismiss, key))
 
 
 def test_a_lazy_model_is_loaded_without_its_bundle(
     lazy: Runtime, start_stub: StartStub, tmp_path: Path
 ) -> None:
-    """The runtime answers at once, without reading the bundle, and keeps nothing: no model and no connection."""
+    """The runtime answers the stub of a lazy model without reading its bundle.
+
+    It then has neither a model nor a connection of it.
+    """
     stub = start_stub(lazy, tmp_path / "not there yet", lambda: pytest.fail("hooks were imported"))
 
     assert stub.is_cold
     assert models() == {}
-    wait_until(lambda: read_status(os.getpid())["connections"] == 1)  # of this question
+    wait_until(lambda: read_status(os.getpid())["connections"] == 1)  # of the status request
 
 
 @pytest.mark.parametrize("slow", [True, False])
 def test_a_slow_answer_carries_its_number(
     lazy: Runtime, start_stub: StartStub, doubling: Path, monkeypatch: pytest.MonkeyPatch, *, slow: bool
 ) -> None:
-    """From Triton 25.02 on, a client without ids can ask `rsrv why` about it; quick answers stay as small as they were."""
+    """From Triton 25.02 on, a slow answer carries a number, by which clients without ids can use `rsrv why`.
+
+    A quick answer has none.
+    """
     monkeypatch.setattr(FakePbUtils, "InferenceResponse", NewResponse)
     monkeypatch.setattr(engine, "_SLOW_S", 0.0 if slow else inf)
 
@@ -189,7 +195,7 @@ def test_a_slow_answer_carries_its_number(
 def test_the_first_requests_of_a_model_share_its_start(
     lazy: Runtime, start_stub: StartStub, doubling: Path
 ) -> None:
-    """Each has its answer when the model is ready."""
+    """Twenty requests for a cold model wait for one start, and each gets its answer when the model is ready."""
     stub = start_stub(lazy, doubling)
     lazy.device.compiles.clear()
     requests = [stub.send(float(number)) for number in range(20)]
@@ -206,7 +212,10 @@ def test_the_first_requests_of_a_model_share_its_start(
 def test_a_start_that_fails_is_a_reason_and_a_pause(
     lazy: Runtime, start_stub: StartStub, doubling: Path, tmp_path: Path
 ) -> None:
-    """Those who wait are told why, and others at once; a request after the pause starts it again, mended or not."""
+    """If a start fails, waiting requests get the reason, and so do new ones during the pause.
+
+    A request after the pause starts it again.
+    """
     path = broken_bundle(tmp_path / "doubling", doubling)
     stub = start_stub(lazy, path)
 
@@ -218,7 +227,7 @@ def test_a_start_that_fails_is_a_reason_and_a_pause(
     wait_until(lambda: stub.is_cold)
     for file in doubling.iterdir():
         (path / file.name).write_bytes(file.read_bytes())
-    # Its deadline counts from now: what was told of the start that failed is forgotten.
+    # A request with a deadline starts the model as well: the reason of the failed start does not apply to it any more.
     request = FakeRequest({"x": np.zeros((1, 3), np.float32)}, timeout_us=100_000_000)
     assert stub.model.execute([request]) is None
     assert is_answered(answer_of(request))
@@ -227,7 +236,7 @@ def test_a_start_that_fails_is_a_reason_and_a_pause(
 def test_a_failed_start_is_forgotten_when_the_model_is_loaded_again(
     lazy: Runtime, start_stub: StartStub, doubling: Path, tmp_path: Path
 ) -> None:
-    """Operators who mend a bundle and reload its model see it cold, and not failed until a request comes."""
+    """An operator who repairs a bundle and reloads its model sees it cold at once, and not failed until a request comes."""
     stub = start_stub(lazy, broken_bundle(tmp_path / "doubling", doubling))
     with Watcher(lazy) as watcher:
         assert "could not be started" in error_of(stub.ask())
@@ -241,7 +250,10 @@ def test_a_failed_start_is_forgotten_when_the_model_is_loaded_again(
 def test_hooks_that_cannot_be_imported_fail_the_start(
     lazy: Runtime, start_stub: StartStub, doubling: Path
 ) -> None:
-    """They are imported with the start; their error is its reason, and the runtime keeps no model without a stub."""
+    """Hooks are imported during the start.
+
+    If this fails, clients get the error, and the runtime keeps no model without a stub.
+    """
     errors: list[BaseException] = [HookError("model.py: defines neither"), SystemExit(3)]
 
     def hooks() -> Hooks:
@@ -257,7 +269,10 @@ def test_hooks_that_cannot_be_imported_fail_the_start(
 def test_a_runtime_that_is_killed_during_a_start_costs_time(
     start_runtime: StartRuntime, start_stub: StartStub, doubling: Path
 ) -> None:
-    """The next runtime starts the model, and answers the request that has waited since before."""
+    """A runtime is killed during a start.
+
+    The next runtime starts the model, and answers the request that waits since then.
+    """
     first = start_runtime(load_settings(LAZY))
     stub = start_stub(first, doubling)
     first.device.compiles.clear()
@@ -274,7 +289,10 @@ def test_a_runtime_that_is_killed_during_a_start_costs_time(
 def test_starts_follow_the_requests_that_come_and_go_meanwhile(
     start_runtime: StartRuntime, start_stub: StartStub, doublings: dict[str, Path]
 ) -> None:
-    """After a death models are registered before requests come: those that requests wait for start first."""
+    """After a runtime's death, stubs register before requests come. A model with a waiting request then starts before the others.
+
+    A request that is cancelled has no effect on the order.
+    """
     settings = load_settings(LAZY)
     first = start_runtime(settings)
     stubs = {name: start_stub(first, doublings[name]) for name in "abcd"}
@@ -306,7 +324,7 @@ def test_starts_follow_the_requests_that_come_and_go_meanwhile(
 def test_clients_that_give_up_do_not_stop_a_start(
     lazy: Runtime, start_stub: StartStub, doubling: Path
 ) -> None:
-    """A cancelled request ends at once; the start goes on, for who comes next."""
+    """A cancelled request ends at once, but the start that it caused completes for later requests."""
     stub = start_stub(lazy, doubling)
     lazy.device.compiles.clear()
     request = stub.send()
@@ -322,7 +340,7 @@ def test_clients_that_give_up_do_not_stop_a_start(
 def test_an_unload_during_a_start_answers_those_who_wait(
     lazy: Runtime, start_stub: StartStub, doubling: Path
 ) -> None:
-    """They learn that the model is unloaded, and nothing of it stays in the runtime."""
+    """A model is unloaded during its start. The waiting request is told so, and the runtime keeps nothing of the model."""
     stub = start_stub(lazy, doubling)
     lazy.device.compiles.clear()
     request = stub.send()
@@ -341,7 +359,10 @@ def test_an_unload_during_a_start_answers_those_who_wait(
 def test_an_idle_model_falls_back_and_starts_again(
     lazy: Runtime, start_stub: StartStub, doubling: Path
 ) -> None:
-    """Asked by the runtime, the stub leaves with all connections; its next request starts the model."""
+    """When the runtime dismisses an idle model, the stub closes all its connections.
+
+    The next request starts the model again.
+    """
     stub = start_stub(lazy, doubling)
     for number in range(3):
         assert is_answered(stub.ask(float(number)), number)
@@ -371,7 +392,7 @@ def check_idle(runtime: Runtime, after: float) -> float:
 def test_models_fall_back_when_no_request_has_used_them_for_long(
     start_runtime: StartRuntime, start_stub: StartStub, doublings: dict[str, Path]
 ) -> None:
-    """After idle.executable, and not before; pinned models, those with requests, and those without a limit stay."""
+    """A model falls back after `idle.executable` without a request. Pinned, busy and unlimited models stay."""
     runtime = start_runtime(
         load_settings(
             "runtime: {start: lazy, idle: {executable: 10m}}\n"
@@ -435,7 +456,10 @@ def test_a_change_of_what_may_fall_back_applies_at_once(
 def test_a_model_that_starts_between_two_checks_for_idle_models_falls_back_in_time(
     start_runtime: StartRuntime, start_stub: StartStub, doublings: dict[str, Path]
 ) -> None:
-    """The runtime plans a check for it. The check before found no model, and planned the next one a minute later."""
+    """A model that becomes idle between two checks falls back in time, because its start makes the next check earlier.
+
+    The check before the start found no model, so the next one was planned a minute later.
+    """
     runtime = start_runtime(load_settings("runtime: {start: lazy, idle: {executable: 20s}}"))
     before = check_idle(runtime, 0.0)
     assert before > 30
@@ -454,7 +478,10 @@ def test_of_many_idle_models_some_fall_back_at_a_time(
     start_stub: StartStub,
     doublings: dict[str, Path],
 ) -> None:
-    """So the loop serves others between the unloads; the next check is soon, until all are cold."""
+    """Only a few idle models fall back at each check, so that the loop serves others meanwhile.
+
+    The next check is soon, until all are cold.
+    """
     monkeypatch.setattr("rsrv.runtime.idle_models._FALLS", 3)
     runtime = start_runtime(load_settings("runtime: {start: lazy, idle: {executable: 10m}}"))
     stubs = [start_stub(runtime, doublings[name]) for name in "abcd"]
@@ -471,7 +498,7 @@ def test_of_many_idle_models_some_fall_back_at_a_time(
 def test_a_meta_model_without_calls_stays(
     start_runtime: StartRuntime, start_stub: StartStub, tmp_path: Path
 ) -> None:
-    """The runtime has nothing of it, and the checks for idle models go on."""
+    """A meta model without callees has nothing in the runtime, so it does not fall back, and the checks for idle models continue."""
     runtime = start_runtime(load_settings("runtime: {idle: {executable: 10m}}"))
     start_stub(runtime, write_meta(tmp_path / "meta", "def run(inputs): ...", "", "other"), calls={})
 
@@ -480,7 +507,7 @@ def test_a_meta_model_without_calls_stays(
 
 
 def relieve(runtime: Runtime) -> bool:
-    """Have the runtime free memory, as if it were short; return whether it will."""
+    """Let the runtime free memory as if memory were short. Return whether a model falls back."""
     answers: list[bool] = []
     registry = runtime.loop._registry
     runtime.loop._inbox.post(lambda: answers.append(registry.relieve(time.monotonic(), "memory is short")))
@@ -491,7 +518,7 @@ def relieve(runtime: Runtime) -> bool:
 def test_models_fall_back_one_after_another_while_memory_is_short(
     start_runtime: StartRuntime, start_stub: StartStub, doublings: dict[str, Path]
 ) -> None:
-    """The least recently used first. Pinned models stay, those with requests, and those that start with the server."""
+    """If memory is short, the least recently used model falls back first. Pinned, busy and eager models stay."""
     settings = "runtime: {start: lazy}\nmodels: {a: {residency: device}, b: {start: eager}}"
     runtime = start_runtime(load_settings(settings))
     stubs = {name: start_stub(runtime, doublings[name]) for name in "abcd"}
@@ -517,7 +544,7 @@ def test_a_model_that_stays_keeps_no_other_one_warm(
     doublings: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A stub does not leave while it imports model.py: models that were used later fall back instead."""
+    """A stub that imports its model.py ignores a dismissal. Then a model that was used later falls back instead."""
     imported = threading.Event()
 
     def hooks() -> Hooks:
@@ -544,7 +571,7 @@ def test_a_scarcity_of_memory_ends_when_models_have_fallen_back(
     doublings: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Host copies leave first, then idle models, until twice as much is free as when it began."""
+    """If memory is short, the runtime drops host copies, then idle models, until twice as much memory is free."""
     runtime = start_runtime(load_settings(LAZY))
     begun = threading.Event()
 
@@ -577,7 +604,10 @@ def test_models_fall_back_before_the_process_has_no_mapping_left(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Executables take mappings, and XLA ends a process that has none: the least recently used leave, and the log has the limit."""
+    """If few mappings are left, the least recently used models fall back, and the log names the limit.
+
+    Executables take mappings, and XLA ends a process that cannot get one.
+    """
     runtime = start_runtime(load_settings(LAZY))
     left = {3: 99, 2: 80, 1: 125}
     monkeypatch.setattr(
@@ -597,7 +627,7 @@ def test_models_fall_back_before_the_process_has_no_mapping_left(
 def test_a_model_with_a_request_in_flight_does_not_fall_back(
     lazy: Runtime, start_stub: StartStub, doubling: Path
 ) -> None:
-    """The runtime's frame crosses the request: the stub stays, the request is answered once, and the model is ready."""
+    """A dismissal arrives while a request is in flight: the stub stays, the request is answered once, and the model remains ready."""
     stub = start_stub(lazy, doubling)
     stub.ask()
     key = stub.attachment.key
@@ -624,7 +654,10 @@ def test_a_bundle_that_changes_or_disappears_while_its_model_falls_back(
     monkeypatch: pytest.MonkeyPatch,
     gone: bool,
 ) -> None:
-    """The stub leaves all the same; the next request starts what is there by then, or is told that nothing is."""
+    """A bundle is replaced or deleted while its model falls back.
+
+    The next request starts the new bundle, or fails if there is none.
+    """
     path = tmp_path / "bundle"
     shutil.copytree(doublings["a"], path)
     stub = start_stub(lazy, path)
@@ -645,7 +678,7 @@ def test_a_bundle_that_changes_or_disappears_while_its_model_falls_back(
     if gone:
         assert "could not be started: " in error_of(stub.ask(3.0))
         shutil.copytree(doublings["b"], path)
-    # A pause follows a start that failed.
+    # After a failed start, the stub waits before the next one.
     answers = [stub.ask(3.0)]
     while answers[-1].error is not None and wait_until(lambda: stub.is_cold):
         answers.append(stub.ask(3.0))
@@ -655,7 +688,10 @@ def test_a_bundle_that_changes_or_disappears_while_its_model_falls_back(
 def test_a_request_that_crosses_the_fall_back_starts_the_model_again(
     lazy: Runtime, start_stub: StartStub, doubling: Path
 ) -> None:
-    """The stub has left when the request, which a hook held, is to be sent: it waits for the next start."""
+    """A model falls back while a hook still processes a request.
+
+    The request then waits for the next start, and is answered.
+    """
     inside, go_on = threading.Event(), threading.Event()
 
     def preprocess(arrays: Arrays) -> Arrays:
@@ -668,7 +704,7 @@ def test_a_request_that_crosses_the_fall_back_starts_the_model_again(
     assert is_answered(stub.ask())
     engine = stub.engine
     assert isinstance(engine, Engine)
-    engine._endpoint.preprocess.seconds = 1.0  # too slow for execute()
+    engine._endpoint.preprocess.seconds = 1.0  # The hook is too slow to be called inside execute().
     go_on.clear()
     inside.clear()
     request = stub.send(1.0)
@@ -693,7 +729,10 @@ def test_a_request_that_crosses_the_fall_back_starts_the_model_again(
 def test_a_lazy_meta_model_starts_with_its_callees(
     lazy: Runtime, start_stub: StartStub, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Its first run has them built, and waits for them; an idle one lets go of them."""
+    """The first run of a lazy meta model starts its callees and waits for them.
+
+    When the meta model falls back, its callees do so as well.
+    """
     meta = write_meta(tmp_path / "meta", "def run(inputs, call): ...", "ab")
     stub = start_stub(lazy, meta, calls={name: doublings[name] for name in "ab"})
     assert models() == {}
@@ -711,7 +750,10 @@ def test_a_lazy_meta_model_starts_with_its_callees(
 def test_an_eager_meta_model_starts_lazy_callees(
     start_runtime: StartRuntime, start_stub: StartStub, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """What it calls is there from the start; a callee's own stub joins it without a start of its own."""
+    """An eager meta model has its callees ready from the start.
+
+    The callee's own stub then is ready without another start.
+    """
     settings: Settings = load_settings(LAZY + "\nmodels: {meta: {start: eager}}")
     runtime = start_runtime(settings)
     meta = write_meta(tmp_path / "meta", "def run(inputs, call): ...", "a")
@@ -727,7 +769,10 @@ def test_an_eager_meta_model_starts_lazy_callees(
 def test_a_callee_that_its_meta_model_keeps_leaves_after_a_model_that_frees_memory(
     start_runtime: StartRuntime, start_stub: StartStub, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Memory is short, and the meta model stays: its callee's own stub, although unused for longer, would free nothing."""
+    """While memory is short, the own stub of a meta model's callee stays, even if it was unused for longer than another model.
+
+    Its dismissal would free nothing, because the meta model keeps the callee.
+    """
     runtime = start_runtime(load_settings(LAZY + "\nmodels: {meta: {start: eager}}"))
     meta = write_meta(tmp_path / "meta", "def run(inputs, call): ...", "a")
     start_stub(runtime, meta, calls={"a": doublings["a"]})
@@ -743,7 +788,10 @@ def test_a_callee_that_its_meta_model_keeps_leaves_after_a_model_that_frees_memo
 def test_a_sub_call_of_another_devices_run_is_to_be_repeated(
     lazy: Runtime, start_stub: StartStub, doubling: Path
 ) -> None:
-    """The model started where its home is, and the runtime there does not know the run; nor does it later."""
+    """A sub-call of a run on another device fails with RUNTIME_DOWN, so that its caller repeats it.
+
+    Its model starts on its own device, whose runtime does not know the run, neither at the start nor later.
+    """
     stub = start_stub(lazy, doubling)
     parameters = '{"rsrv_run": "7", "rsrv_device": "1"}'
     for _ in range(2):
@@ -756,7 +804,10 @@ def test_a_sub_call_of_another_devices_run_is_to_be_repeated(
 def test_a_call_through_triton_starts_a_cold_callee(
     start_runtime: StartRuntime, start_stub: StartStub, start_meta: StartMeta, doublings: dict[str, Path]
 ) -> None:
-    """The callee's stub is cold while the run has its model in the runtime: it joins that, and the run has its answer."""
+    """A run calls a cold stub through Triton.
+
+    The stub joins the model that the meta model keeps in the runtime, and the call is answered.
+    """
     settings = load_settings(LAZY + "\nmeta: {transport: bls}\nmodels: {meta: {start: eager}}")
     runtime = start_runtime(settings)
     callee = start_stub(runtime, doublings["a"])

@@ -77,7 +77,7 @@ def test_a_drained_model_answers_what_waits_and_refuses_what_comes(
 def test_a_rejecting_model_refuses_what_waits_and_what_comes(
     engines: dict[str, Engine], operator: Operator
 ) -> None:
-    """A rejecting model refuses waiting and new requests with the same message."""
+    """A model that is paused with `reject` refuses the waiting and the new requests with the same message."""
     operator.pause("a", "hold")
     waiting = send_one(engines["a"])
     wait_until(lambda: queued("a") == 1)
@@ -93,7 +93,10 @@ def test_a_rejecting_model_refuses_what_waits_and_what_comes(
 def test_a_pause_of_all_holds_for_models_that_come_later(
     runtime: Runtime, doublings: dict[str, Path], operator: Operator
 ) -> None:
-    """A pause of all models covers later ones, except a continued one; a second pause covers that, too."""
+    """A pause of all models applies to later models.
+
+    It does not apply to a model that was continued, until all are paused again.
+    """
     operator.pause(None, "reject")
     made = {name: make_engine(runtime, doublings[name], name=name) for name in "ab"}
     operator.pause("b", None)
@@ -113,7 +116,7 @@ def test_a_pause_of_all_holds_for_models_that_come_later(
 def test_weights_are_evicted_and_prefetched_on_command(
     runtime: Runtime, engines: dict[str, Engine], operator: Operator
 ) -> None:
-    """Weights go and come on command without a request; pinned ones stay."""
+    """Commands evict and prefetch a model's weights without a request. The weights of a pinned model stay."""
     operator.keep("b", "device")
     with Watcher(runtime) as watcher:
         assert operator.evict("a") == {"models": ["a"]}
@@ -147,7 +150,7 @@ def test_a_model_that_is_not_built_yet_is_wanted_until_it_is(
 def test_in_explicit_mode_only_what_was_fetched_is_served(
     start_runtime: StartRuntime, doublings: dict[str, Path]
 ) -> None:
-    """In explicit mode, requests are refused until a prefetch has made the model resident."""
+    """In explicit mode, requests are refused unless a prefetch or a pin has made the model resident."""
     runtime = start_runtime(load_settings("stub: {in_place_ms: 0}\nlifecycle: {mode: explicit}"))
     engine = make_engine(runtime, doublings["a"], name="a")
     with Watcher(runtime) as watcher, Operator(runtime) as operator:
@@ -170,7 +173,7 @@ def test_in_explicit_mode_only_what_was_fetched_is_served(
 def test_in_explicit_mode_a_version_that_takes_over_is_where_the_older_one_was(
     start_runtime: StartRuntime, doublings: dict[str, Path], newer: str
 ) -> None:
-    """In explicit mode, a newer version or another stub takes over the residency until it is evicted."""
+    """In explicit mode, a newer version or another stub of a resident model is resident as well, until the model is evicted."""
     runtime = start_runtime(load_settings("stub: {in_place_ms: 0}\nlifecycle: {mode: explicit}"))
     old = make_engine(runtime, doublings["a"], name="a")
     with Watcher(runtime) as watcher, Operator(runtime) as operator:
@@ -193,7 +196,10 @@ def test_in_explicit_mode_a_version_that_takes_over_is_where_the_older_one_was(
 def test_in_explicit_mode_what_was_unpinned_does_not_come_back(
     start_runtime: StartRuntime, doublings: dict[str, Path]
 ) -> None:
-    """In explicit mode, an unpinned model leaves the device, prefetched or not, as does its next version."""
+    """In explicit mode, the weights of an unpinned model leave the device, even after a prefetch.
+
+    Its next version is not resident either.
+    """
     runtime = start_runtime(load_settings("stub: {in_place_ms: 0}\nlifecycle: {mode: explicit}"))
     make_engine(runtime, doublings["a"], name="a")
     with Watcher(runtime) as watcher, Operator(runtime) as operator:
@@ -231,7 +237,7 @@ def test_a_shorter_queue_holds_at_once_and_for_versions_that_come_later(
 
 
 def test_a_delay_and_a_share_are_taken(engines: dict[str, Engine], operator: Operator) -> None:
-    """With a delay the request waits until the delay is removed."""
+    """A request for a model with a long delay waits until the delay is removed. Other models are not delayed."""
     assert operator.want("a", weight=2, max_delay_us=60_000_000) == {}
     waiting = send_one(engines["a"])
     wait_until(lambda: queued("a") == 1)
@@ -246,13 +252,13 @@ def test_a_delay_and_a_share_are_taken(engines: dict[str, Engine], operator: Ope
 
 
 def test_a_ping_says_which_runtime_and_how_much_has_changed(runtime: Runtime, operator: Operator) -> None:
-    """A ping answers with the instance and the revision that watchers have."""
+    """The answer to a ping has the runtime's instance and the revision, which are the same as a watcher's."""
     with Watcher(runtime) as watcher:
         assert operator.do("ping") == {"instance": watcher.instance, "revision": watcher.revision}
 
 
 def test_the_timeline_has_what_the_device_did(engines: dict[str, Engine], operator: Operator) -> None:
-    """The load and the warm-up of each model, an execution, and an eviction."""
+    """The timeline has the load and the warm-up of each model, an execution, and an eviction."""
     assert answered(send_one(engines["a"])) == 1
     assert operator.do("evict", model="b") == {"models": ["b"]}
 
@@ -265,7 +271,7 @@ def test_the_timeline_has_what_the_device_did(engines: dict[str, Engine], operat
 def test_the_history_of_all_versions(
     runtime: Runtime, doublings: dict[str, Path], engines: dict[str, Engine], operator: Operator
 ) -> None:
-    """A history has the records of all versions by key, with the states of each one's life and weights, and of no other model."""
+    """A model's history has the records of all its versions by key, with their states and weights. It has no other model."""
     make_engine(runtime, doublings["c"], name="a")
 
     answer = operator.do("history", model="a")
@@ -290,7 +296,7 @@ def test_the_history_of_all_versions(
 def test_requests_are_found_by_their_id_and_by_number(
     runtime: Runtime, engines: dict[str, Engine], operator: Operator
 ) -> None:
-    """All requests with a client's id are found, while they wait and when they are answered; a number names one."""
+    """A client's id finds all its requests, waiting or answered. The number of a request finds this one alone."""
     runtime.device.gate.clear()
     occupying = send_one(engines["b"])
     runtime.device.gate.wait_until_held()
@@ -319,7 +325,7 @@ def test_requests_are_found_by_their_id_and_by_number(
 def test_the_calls_of_a_run_are_found_by_the_id_of_its_request(
     runtime: Runtime, start_meta: StartMeta, operator: Operator
 ) -> None:
-    """The id of a meta model's request names the requests of its run to other models."""
+    """The id of a meta model's request finds the calls of its run."""
     asked = FakeRequest({"x": ramp(1, 1.0)}, id="ours")
     thread = send(start_meta(runtime, chain), asked)
     assert answer_of(asked).error is None
@@ -348,7 +354,7 @@ def test_a_long_history_comes_in_a_document(
 
 
 def test_the_record_says_what_there_is_to_do(start_runtime: StartRuntime, doublings: dict[str, Path]) -> None:
-    """The record has each model's queue and cost, and the device's backlog and budget."""
+    """The status has each model's queue and cost, and the device's backlog and budget."""
     runtime = start_runtime(
         load_settings(f"stub: {{in_place_ms: 0}}\nruntime: {{weight_budget_bytes: {10 * _BYTES}}}")
     )
@@ -383,7 +389,7 @@ def test_the_record_says_what_there_is_to_do(start_runtime: StartRuntime, doubli
 def test_a_record_can_be_asked_for_its_changes(
     start_runtime: StartRuntime, doublings: dict[str, Path]
 ) -> None:
-    """With the number of an earlier one, the record has the changed models alone; a new model makes it whole again."""
+    """A status that follows an earlier one has the changed models only. After a new model it has all models again."""
     runtime = start_runtime(load_settings("stub: {in_place_ms: 0}"))
     a, _ = (make_engine(runtime, doublings[name], name=name) for name in "ab")
     with Operator(runtime) as operator:
@@ -410,9 +416,9 @@ def test_a_record_can_be_asked_for_its_changes(
 
 
 def test_weights_on_a_cpu_take_half_of_the_hosts_memory(operator: Operator) -> None:
-    """By default, of what the server's processes leave."""
+    """By default, weights on a CPU may take half of the memory that the server's processes leave."""
     half = (total_memory() - (256 << 20)) // 2
-    # None while there is no device.
+    # The budget is None until the device is up.
     wait_until(lambda: read_status(os.getpid())["memory"]["budget_bytes"] is not None)
 
     load = read_status(os.getpid())
@@ -424,7 +430,7 @@ def test_weights_on_a_cpu_take_half_of_the_hosts_memory(operator: Operator) -> N
 def test_of_two_versions_the_ready_one_shows(
     runtime: Runtime, doublings: dict[str, Path], operator: Operator
 ) -> None:
-    """Status and load show the ready one of two versions, while one warms up or leaves."""
+    """If a model has two versions, the status shows the ready one while the other one warms up or leaves."""
     old = make_engine(runtime, doublings["a"], name="m")
     shown = read_status(os.getpid())["models"]["m"]
     runtime.device.uploads.clear()
@@ -451,7 +457,7 @@ def test_of_two_versions_the_ready_one_shows(
 def test_a_profile_is_recorded_in_a_private_directory(
     runtime: Runtime, engines: dict[str, Engine], operator: Operator, tmp_path: Path
 ) -> None:
-    """A profile goes into a private directory, one at a time."""
+    """A profile is recorded in a private directory. A second profile at the same time is refused."""
     for name in ("first", "second"):
         directory = tmp_path / "profiles" / name
         assert operator.do("profile", directory=str(directory)) == {}
@@ -466,7 +472,7 @@ def test_a_profile_is_recorded_in_a_private_directory(
 def test_commands_that_follow_a_profile_are_answered_after_it(
     runtime: Runtime, engines: dict[str, Engine], operator: Operator, tmp_path: Path
 ) -> None:
-    """Commands after a profile are answered in order on its connection; other connections do not wait."""
+    """Commands after a profile are answered in order on their connection. Other connections do not wait for the profile."""
     runtime.device.profiles.clear()
     operator.send(command="profile", directory=str(tmp_path / "p"))
     operator.send(command="ping")
@@ -489,7 +495,7 @@ def test_commands_that_follow_a_profile_are_answered_after_it(
 def test_a_profile_outlives_its_client(
     runtime: Runtime, engines: dict[str, Engine], operator: Operator, tmp_path: Path
 ) -> None:
-    """A profile goes on after its client has left, and another client ends it."""
+    """A profile continues after its client has left, and another client can end it."""
     runtime.device.profiles.clear()
     with Operator(runtime) as other:
         other.send(command="profile", directory=str(tmp_path / "p"))
@@ -506,7 +512,7 @@ def test_a_profile_outlives_its_client(
 def test_a_profile_goes_into_a_new_directory_only(
     runtime: Runtime, engines: dict[str, Engine], operator: Operator, directory: str, code: str
 ) -> None:
-    """A profile into any directory but a new one is refused, and none runs."""
+    """A profile can only be recorded into a new directory. For another one the command is refused, and no profile begins."""
     assert operator.do("profile", directory=directory)["code"] == code
     assert operator.do("profile")["code"] == "FAILED_PRECONDITION"
 
@@ -518,7 +524,7 @@ def test_a_profile_without_a_thread_for_it_bars_no_later_one(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The system has no thread left: the answer says so, and the next profile is recorded."""
+    """If the system has no thread for a profile, the answer says so. The next profile can be recorded."""
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("no thread")))
         refusal = operator.do("profile", directory=str(tmp_path / "p"))
@@ -529,7 +535,10 @@ def test_a_profile_without_a_thread_for_it_bars_no_later_one(
 def test_a_device_that_cannot_be_profiled_serves_on(
     runtime: Runtime, engines: dict[str, Engine], operator: Operator, tmp_path: Path
 ) -> None:
-    """If the device cannot profile, the answer has the reason and the next try may succeed."""
+    """If the device fails to begin or end a profile, the answer has the reason.
+
+    The next attempt may succeed, and models are served.
+    """
     runtime.device.fail_next("profile", error=RuntimeError("busy"))
     refusal = operator.do("profile", directory=str(tmp_path / "p"))
     assert refusal == {"error": "RuntimeError: busy", "code": "INTERNAL"}
@@ -544,7 +553,7 @@ def test_a_device_that_cannot_be_profiled_serves_on(
 def test_more_commands_than_may_wait_end_the_connection(
     runtime: Runtime, engines: dict[str, Engine], tmp_path: Path
 ) -> None:
-    """Too many waiting commands end their connection and no other."""
+    """A connection with too many waiting commands is closed. Other connections are not."""
     runtime.device.profiles.clear()
     with Operator(runtime) as greedy, Operator(runtime) as other:
         greedy.send(command="profile", directory=str(tmp_path / "p"))
@@ -583,7 +592,7 @@ def test_more_commands_than_may_wait_end_the_connection(
 def test_what_is_no_command_is_refused_with_its_reason(
     engines: dict[str, Engine], wanted: dict[str, Any], code: str, text: str
 ) -> None:
-    """A wrong command is refused with a short reason, and changes nothing."""
+    """A wrong command is refused with a short reason, and it changes nothing."""
     before = command(os.getpid(), {"command": "ping"})
 
     with pytest.raises(Refused) as caught:
@@ -634,7 +643,7 @@ names = st.sampled_from(
 def test_any_object_gets_one_answer(
     runtime: Runtime, engines: dict[str, Engine], operator: Operator, wanted: list[dict[str, Any]]
 ) -> None:
-    """Any JSON object gets one answer on its connection, and the runtime never fails."""
+    """Each JSON object that is sent as a command gets one answer, and the runtime never fails."""
     for one in wanted:
         operator.send(**one)
         said = operator.hear()

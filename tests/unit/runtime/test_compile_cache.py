@@ -24,7 +24,8 @@ from rsrv_bundle.writer import write_weights
 from tests.unit.bundle.forge import seal
 from tests.unit.runtime.conftest import build_here, export_doubling
 
-#: builds a bundle, checks what it answers, and says how it came by its three executables
+#: Script that builds a bundle, checks its answers, and prints how many of its three executables were compiled, read and
+#: shared.
 _BUILD = """
 import json, logging, sys
 from pathlib import Path
@@ -47,7 +48,7 @@ print(json.dumps([counts.compiled, counts.from_cache, counts.shared]))
 
 
 def started(cache: Path, bundle: Path) -> tuple[list[int], str]:
-    """Return what a new process compiled, read and shared, and its log."""
+    """Build a bundle in a new process. Return how many executables it compiled, read and shared, and its log."""
     command = [sys.executable, "-c", _BUILD, str(cache), str(bundle)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
@@ -58,7 +59,7 @@ def started(cache: Path, bundle: Path) -> tuple[list[int], str]:
 
 
 def test_other_weights_beside_the_old_ones_compile_nothing(tmp_path: Path, doubling: Path) -> None:
-    """A version with other weights, or another name, shares the executables of the live model."""
+    """A bundle with other weights and another name shares the executables of the loaded model."""
     device = JaxDevice("cpu")
     old = build_here(doubling, device)
     new_path = tmp_path / "renamed"
@@ -77,7 +78,7 @@ def test_other_weights_beside_the_old_ones_compile_nothing(tmp_path: Path, doubl
 
 
 def test_unused_executables_are_freed(doubling: Path) -> None:
-    """With the last model, its executables are freed, and the next one compiles."""
+    """When the last model of an executable is freed, so is the executable. The next such model compiles again."""
     device = JaxDevice("cpu")
     model = build_here(doubling, device)
     del model
@@ -89,7 +90,7 @@ def test_unused_executables_are_freed(doubling: Path) -> None:
 
 
 def test_another_signature_is_another_executable(doubling: Path) -> None:
-    """Equal module bytes are shared only with an equal signature."""
+    """Equal modules share an executable. A module with another signature does not."""
     device = JaxDevice("cpu")
     bundle = read_bundle(doubling)
     signatures = check_signatures(bundle)
@@ -121,7 +122,7 @@ def test_a_second_start_compiles_nothing(filled: Path, doubling: Path) -> None:
 
 @pytest.mark.long
 def test_a_damaged_entry_costs_a_compilation_once(filled: Path, tmp_path: Path, doubling: Path) -> None:
-    """An entry with a flipped bit, a truncated one, and one that is not an executable are compiled again and replaced."""
+    """Three damaged entries are compiled again and replaced: one has a flipped bit, one is truncated, one is not an executable."""
     cache = Path(shutil.copytree(filled, tmp_path / "cache"))
     first, second, third = cache.iterdir()
     flipped = bytearray(first.read_bytes())
@@ -142,7 +143,10 @@ def test_a_damaged_entry_costs_a_compilation_once(filled: Path, tmp_path: Path, 
 def test_a_folder_that_cannot_be_made_is_replaced_by_the_servers_own(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The next runtime of the server finds the entries, the folder is private, and the log names the reason."""
+    """If the cache folder cannot be made, entries go to the server's own folder, which is private.
+
+    The server's next runtime finds them there, and the log has the reason.
+    """
     (tmp_path / "home").touch()
     folder, own = tmp_path / "home/xla", tmp_path / "own"
 
@@ -157,7 +161,10 @@ def test_a_folder_that_cannot_be_made_is_replaced_by_the_servers_own(
 
 
 def test_a_folder_on_a_read_only_file_system_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An image may bring executables. New ones are kept until the server ends, and the obstacle is known at once."""
+    """Executables in a read-only folder, such as that of an image, are used. New ones are kept only until the server ends.
+
+    The obstacle is known at once, before an entry is written.
+    """
     folder = tmp_path / "cache"
     open_cache(folder).put("k", b"code")
     monkeypatch.setattr(os, "access", lambda *_: False)
@@ -171,7 +178,10 @@ def test_a_folder_on_a_read_only_file_system_is_read(tmp_path: Path, monkeypatch
 def test_what_the_configured_folder_does_not_take_is_kept_in_the_servers_own(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Entries of before are still found. The reason is logged once, and gone when the folder takes entries again."""
+    """If the configured folder refuses entries, they go to the server's own folder. The reason is logged once.
+
+    When the folder accepts entries again, the obstacle is gone, and all entries are found.
+    """
     folder = tmp_path / "cache"
     cache = open_cache(folder, tmp_path / "own")
     cache.put("before", b"1")
@@ -189,7 +199,7 @@ def test_what_the_configured_folder_does_not_take_is_kept_in_the_servers_own(
 
 
 def test_others_cannot_write_to_the_servers_own_folder(tmp_path: Path) -> None:
-    """An executable is code that the runtime runs."""
+    """The server's own folder is not used if others can write to it, because the runtime runs its executables."""
     own = tmp_path / "own"
     own.mkdir()
     own.chmod(0o777)
@@ -200,7 +210,10 @@ def test_others_cannot_write_to_the_servers_own_folder(tmp_path: Path) -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 120)), max_size=30))
 def test_the_servers_own_folder_has_a_bound(puts: list[tuple[str, int]]) -> None:
-    """Its files never take more; the entry that was written or read last is there, if it fits at all."""
+    """The files of the server's own folder never exceed its limit.
+
+    The latest entry is always in it, unless it alone exceeds the limit.
+    """
     with tempfile.TemporaryDirectory() as folder:
         own = Path(folder) / "own"
         cache = CompileCache(None, own, own_bytes=300)
@@ -213,7 +226,7 @@ def test_the_servers_own_folder_has_a_bound(puts: list[tuple[str, int]]) -> None
 
 
 def test_the_servers_own_folder_loses_the_least_recently_used_entry(tmp_path: Path) -> None:
-    """Reading an entry counts as a use."""
+    """If the server's own folder is full, the least recently used entry is removed. Reading an entry is a use as well."""
     cache = CompileCache(None, tmp_path, own_bytes=250)
     cache.put("read", b"x" * 50)
     cache.put("unread", b"x" * 50)
@@ -249,7 +262,7 @@ def test_no_damage_goes_unnoticed(tmp_path: Path) -> None:
 def test_a_full_disk_keeps_no_partial_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log says once why no entry can be written."""
+    """A full disk leaves no partial entry, and the log has the reason once."""
 
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -264,7 +277,7 @@ def test_a_full_disk_keeps_no_partial_entry(
 
 
 def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:
-    """Partial files of a killed process are removed after an hour; newer ones stay."""
+    """Partial files of killed processes are removed if they are older than an hour."""
     for name, age in (("old", 7200), ("new", 60)):
         path = tmp_path / f".unfinished-{name}"
         path.write_bytes(b"half")
@@ -276,7 +289,10 @@ def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> N
 
 
 def test_a_thread_may_require_entries_or_do_without_them(tmp_path: Path) -> None:
-    """What compiles nothing wants no miss; what is not a model's leaves no entry. Other uses go on as before."""
+    """A thread may require that entries exist, and then a missing one is an error.
+
+    It may also bypass the cache for a while.
+    """
     cache = CompileCache(tmp_path)
     cache.put("there", b"code")
 

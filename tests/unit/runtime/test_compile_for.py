@@ -1,4 +1,4 @@
-"""Compiling a repository for a card: the file that is written, also if something goes wrong on the way."""
+"""Compiling a repository for a card: the file is complete, even if the command is interrupted or fails."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ KIND = CARDS["l4"].kind
 
 
 class FakeCompiler:
-    """`AheadCompiler` without jax's plugin: an executable is its module, and nothing is known about its work."""
+    """`AheadCompiler` without jax's plugin. An executable is its module, and its work cannot be estimated."""
 
     hardware = Hardware("cuda", (8, 9))
 
@@ -49,7 +49,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def have(
     monkeypatch: pytest.MonkeyPatch, modules: dict[str, bytes], then: BaseException | None = None
 ) -> None:
-    """Let the repository have these models, of one module each; `then` is raised when they are compiled."""
+    """Let the repository have these models of one module each. `then` is raised after the last one."""
 
     def models_of(*_: object) -> Iterator[tuple[str, Iterator[compile_for.Module]]]:
         for name, module in modules.items():
@@ -68,7 +68,7 @@ def stored(repository: Path) -> dict[str, bytes | None]:
 def test_an_executable_without_an_estimate_is_written(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another version of jaxlib may lack the analysis, which is private."""
+    """An executable is written without an estimate of its time if jaxlib lacks the analysis, which is a private function."""
     have(monkeypatch, {"cats": b"miaow"})
 
     assert compile_for.main([str(repository), "l4"]) == 0
@@ -81,7 +81,10 @@ def test_an_executable_without_an_estimate_is_written(
 def test_a_convolution_that_only_a_card_can_tune_is_left_to_the_server(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """cuDNN on a real card refuses such an executable. The next run knows it, and compiles nothing again."""
+    """An executable that cuDNN refuses on a real card is not written: the server must compile its module on the card.
+
+    The next run of the command remembers this, and compiles nothing.
+    """
     have(monkeypatch, {"cats": b"miaow", "dogs": b"convolve"})
 
     assert compile_for.main([str(repository), "l4"]) == 0
@@ -99,7 +102,7 @@ def test_a_convolution_that_only_a_card_can_tune_is_left_to_the_server(
 def test_an_interrupted_run_loses_no_executable(
     repository: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    """It writes those that it has, and those of an earlier run that it did not reach."""
+    """An interrupted run writes the executables that it has compiled, and keeps those of an earlier run that it did not reach."""
     have(monkeypatch, {"cats": b"miaow", "dogs": b"woof", "bats": b"convolve"})
     assert compile_for.main([str(repository), "l4"]) == 0
     have(monkeypatch, {"birds": b"tweet", "cats": b"miaow"}, error)
@@ -116,7 +119,7 @@ def test_an_interrupted_run_loses_no_executable(
 
 
 def test_a_folder_that_is_no_repository_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both commands say what to do."""
+    """If the folder is not a repository, both commands name it and say what to do."""
     for command in (compile_for.main, card_profile.main):
         assert command([str(tmp_path / "nowhere"), "l4"]) == 1
         assert (
@@ -127,7 +130,7 @@ def test_a_folder_that_is_no_repository_is_named(tmp_path: Path, capsys: pytest.
 def test_a_profile_that_cannot_be_written_is_refused_before_the_tuning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Tuning takes minutes of a card."""
+    """If the profile's file cannot be written, the command fails before the tuning, which would occupy a card for minutes."""
     (tmp_path / "rsrv.yaml").write_text("")
     monkeypatch.setattr(card_profile, "JaxDevice", None)
     for file in (tmp_path, tmp_path / "nowhere" / "l4.profile"):

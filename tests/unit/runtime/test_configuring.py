@@ -1,4 +1,4 @@
-"""The scheduler's settings change while the runtime serves, or stay what they are and say why."""
+"""The scheduler's settings change while the runtime serves. A wrong change is refused with a reason."""
 
 import os
 from pathlib import Path
@@ -17,8 +17,8 @@ from tests.unit.runtime.watchers import Operator, configure
 
 
 def test_what_is_changed_holds_from_then_on(runtime: Runtime, doubling: Path) -> None:
-    """The answer has the whole section; settings that are not named stay through later changes."""
-    engine = make_engine(runtime, doubling)  # The device is up.
+    """A change of settings is answered with the whole section. Later changes keep the settings that they do not name."""
+    engine = make_engine(runtime, doubling)  # This waits until the device is up.
     before = configure(runtime, {})
     assert before == {**SchedulerSection().model_dump(), "depth": 1}
 
@@ -34,7 +34,10 @@ def test_what_is_changed_holds_from_then_on(runtime: Runtime, doubling: Path) ->
 
 
 def test_settings_of_the_file_that_was_read_again_hold(runtime: Runtime, doubling: Path) -> None:
-    """A model's weight and limit reach the scheduler; a section that goes leaves the defaults, and others stay."""
+    """Settings of a file that was read again take effect.
+
+    A model whose section is removed gets the defaults; other sections stay.
+    """
     make_engine(runtime, doubling)
     document: dict[str, Any] = {
         "scheduler": {"meta_concurrency": 3},
@@ -93,7 +96,7 @@ def test_settings_of_the_file_that_was_read_again_hold(runtime: Runtime, doublin
 def test_a_wrong_document_keeps_the_last_good_one(
     runtime: Runtime, changes: dict[str, Any], message: str
 ) -> None:
-    """A wrong value is refused, no setting changes, and the next good document is followed."""
+    """A document with a wrong value is refused and changes nothing. The next correct document takes effect."""
     policy = runtime.loop._catalog.policy
     with Operator(runtime) as operator:
         operator.want("other", weight=2)
@@ -108,7 +111,10 @@ def test_a_wrong_document_keeps_the_last_good_one(
 
 
 def test_an_older_document_is_not_followed(runtime: Runtime) -> None:
-    """A revision that is not newer, or of a former control process, changes nothing; the answer has the one that is followed."""
+    """A document of an older revision or of a former control process changes nothing.
+
+    The answer has the revision that the runtime follows.
+    """
     policy = runtime.loop._catalog.policy
     whole = {**policy.document, "paused": "hold"}
 

@@ -16,11 +16,11 @@ from tests.waiting import PATIENCE_S
 
 
 class Over(Exception):
-    """Ends an endless loop."""
+    """Raised to end an endless loop."""
 
 
 class Rests:
-    """Replaces waiting: records the pauses, and ends the loop after a number of them."""
+    """Replaces the function that waits. It records the seconds, and ends the loop after a number of calls."""
 
     def __init__(self, times: int, then: Callable[[], None] | None = None) -> None:
         self.seconds: list[float] = []
@@ -43,7 +43,7 @@ def python(code: str) -> list[str]:
 def test_one_that_ends_is_started_again_later_and_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Restarts come after 1, 2, 4 ... 60 seconds, and the log has the exit status."""
+    """A control process that fails is started again after 1, 2, 4 ... 60 seconds. The log has its exit status."""
     rests = Rests(8)
 
     with pytest.raises(Over):
@@ -55,7 +55,10 @@ def test_one_that_ends_is_started_again_later_and_later(
 
 
 def test_one_that_lived_long_is_started_again_soon(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """After a long life, the restart comes after one second again; an end without an error, as with the server, has no line."""
+    """After a control process has lived long, its restart waits only one second again.
+
+    An exit without an error is not logged.
+    """
     times = iter([0.0, 1.0, 1.0, 2.0, 2.0, 62.0, 62.0, 63.0])
     rests = Rests(4)
 
@@ -67,7 +70,7 @@ def test_one_that_lived_long_is_started_again_soon(tmp_path: Path, caplog: pytes
 
 
 def test_one_that_cannot_be_started_costs_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If the process cannot be started, one line says so, and the next try comes."""
+    """If the control process cannot be started, the log has one line for each attempt."""
     with pytest.raises(Over):
         supervise([str(tmp_path / "nothing")], tmp_path, Rests(2))
 
@@ -77,7 +80,7 @@ def test_one_that_cannot_be_started_costs_a_line(tmp_path: Path, caplog: pytest.
 
 
 def test_one_of_an_earlier_runtime_is_left_alone_until_it_ends(tmp_path: Path) -> None:
-    """While a control process of an earlier runtime holds the lock, no second one is started."""
+    """No control process is started while that of an earlier runtime holds the lock."""
     fd = os.open(tmp_path / CONTROL_LOCK, os.O_RDWR | os.O_CREAT)
     fcntl.flock(fd, fcntl.LOCK_EX)
     started = tmp_path / "started"
@@ -97,7 +100,7 @@ def test_one_of_an_earlier_runtime_is_left_alone_until_it_ends(tmp_path: Path) -
 
 
 def test_it_can_take_the_lock_and_belongs_to_no_terminal_of_ours(tmp_path: Path) -> None:
-    """The process can take the lock, and has its own session and an empty stdin."""
+    """The control process can take the lock. It has its own session and an empty stdin."""
     said = tmp_path / "said"
     code = f"""
 import fcntl, os, sys
@@ -112,7 +115,7 @@ open({str(said)!r}, "w").write(f"{{os.getsid(0) == os.getpid()}} {{sys.stdin.rea
 
 
 def test_nothing_is_started_when_the_server_has_gone(tmp_path: Path) -> None:
-    """If the server has gone, no process is started, and the directory is removed."""
+    """If the runtime's directory is gone, as after the server's end, no further control process is started and no directory is left."""
     directory = tmp_path / "runtime"
     directory.mkdir()
     (directory / "control.sock").touch()

@@ -67,9 +67,10 @@ BUSY = UnfinishedTask(Phase.EXECUTING, hung=False, key="y@1", ended=2)
 def test_the_blame_of_a_death(
     found: list[UnfinishedTask], crashed: bool, who: list[tuple[str, str, str, float]]
 ) -> None:
-    """A hang, then untried code, then, after a crash, the running models; least those that had run well before.
+    """A death is blamed on a task that hung, else on code that was not proven yet, else, after a crash, on the running models.
 
-    A kill -9 is not blamed on running models, and the second death by one request on none.
+    A model that has run well gets a smaller share of the blame. A kill -9 is not blamed on running models, and a second
+    death by the same request is blamed on no model.
     """
     blamed = blame(found, crashed=crashed, now=1.7e9)
 
@@ -92,13 +93,13 @@ def deaths(*how: str) -> list[Death]:
     ],
 )
 def test_three_deaths_exclude_a_model(how: list[str], tried: bool) -> None:
-    """Fewer deaths do not, for they may be due to two requests."""
+    """A model is excluded after three deaths. Two may be due to two requests."""
     assert (verdict(deaths(*how), 1.7e9) is None) == tried
 
 
 @pytest.mark.parametrize("phase", ["BUILDING", "WARMING", "LOADING"])
 def test_one_hang_without_a_request_excludes_a_model(phase: str) -> None:
-    """The model would hang again, also after a day."""
+    """A model that hung once without a request is excluded, also a day later, because it would hang again."""
     hung = [Death(phase, "hung", 1.7e9)]
 
     assert verdict(hung, 1.7e9) is not None
@@ -106,7 +107,10 @@ def test_one_hang_without_a_request_excludes_a_model(phase: str) -> None:
 
 
 def test_a_verdict_has_the_cause_and_the_remedies() -> None:
-    """Count, time and phase, and three ways to have the model loaded again. No path: clients see it."""
+    """A verdict has the number of deaths, the time, the phase, and three ways to load the model again.
+
+    It has no path, because clients see it.
+    """
     assert verdict(deaths("crashed", "crashed", "hung"), 1.7e9) == (
         "the model has ended the runtime 3 times: at 2023-11-14 22:13:20 UTC it hung while executing. It is not "
         "loaded again until its bundle changes, the server restarts, or deaths.json in the runtime's private "
@@ -115,13 +119,13 @@ def test_a_verdict_has_the_cause_and_the_remedies() -> None:
 
 
 def test_deaths_long_ago_do_not_count() -> None:
-    """A model that is always busy gets a share of each death."""
+    """Deaths of more than an hour ago do not exclude a model, because a model that is always busy gets a share of each death."""
     assert verdict(deaths("crashed", "crashed", "crashed"), 1.7e9 + 3500) is not None
     assert verdict(deaths("crashed", "crashed", "crashed"), 1.7e9 + 3700) is None
 
 
 def run_well(activity: Activity, key: str, times: int) -> None:
-    """Execute a model from launch to output, and load it, some times."""
+    """Load a model and execute it from launch to output, `times` times."""
     for _ in range(times):
         for place in (activity.launch, activity.read, activity.weights):
             place.begin(Phase.EXECUTING, key)
@@ -129,7 +133,7 @@ def run_well(activity: Activity, key: str, times: int) -> None:
 
 
 def crash(activity: Activity, memory: bytearray, accounts: dict[str, list[Death]], *keys: str) -> None:
-    """Crash the runtime while these models execute, the first of them launched earlier."""
+    """Crash the runtime while these models execute. The first one was launched earlier than the second."""
     for place, key in zip((activity.read, activity.launch, activity.weights), keys, strict=False):
         place.begin(Phase.EXECUTING, key)
     for key, death in blame(read_slots(bytes(memory)), crashed=True, now=1.7e9).items():
@@ -142,7 +146,10 @@ def tried(accounts: dict[str, list[Death]], key: str) -> bool:
 
 @given(st.data())
 def test_a_busy_model_is_not_blamed_for_the_crashes_of_others(data: st.DataObject) -> None:
-    """Three other models, which sometimes run well, crash the runtime, each until it is excluded."""
+    """Three models that sometimes run well crash the runtime until each is excluded.
+
+    A busy model beside them is never excluded.
+    """
     accounts: dict[str, list[Death]] = {}
     bad = ["a@1", "b@1", "c@1"]
     while left := [key for key in bad if tried(accounts, key)]:
@@ -161,7 +168,10 @@ def test_a_busy_model_is_not_blamed_for_the_crashes_of_others(data: st.DataObjec
 
 @given(st.data())
 def test_a_model_that_always_crashes_is_found_beside_any_others(data: st.DataObject) -> None:
-    """After three deaths if it is alone or the others have run well; after eight beside two that have not yet."""
+    """A model that always crashes is excluded after three deaths if it is alone or the other models have run well.
+
+    With two other models that have not run well yet, it is excluded after at most eight deaths.
+    """
     accounts: dict[str, list[Death]] = {}
     deaths, soonest = 0, data.draw(st.sampled_from([0, 20]))
     while tried(accounts, "bad@1"):
@@ -177,7 +187,7 @@ def test_a_model_that_always_crashes_is_found_beside_any_others(data: st.DataObj
 
 
 def test_a_hung_loop_blames_no_model(tmp_path: Path) -> None:
-    """A model that was being built is not the reason for the end."""
+    """If the loop hung, a model that was being built is not blamed."""
     activity = Activity(BlackBox(tmp_path).memory)
     activity.build.begin(Phase.BUILDING, "b@1")
     activity.round.begin(Phase.LOOPING, "")
@@ -187,7 +197,7 @@ def test_a_hung_loop_blames_no_model(tmp_path: Path) -> None:
 
 
 def test_a_cleared_box_blames_no_model(tmp_path: Path) -> None:
-    """The runtime clears it when its loop fails, even if a model is being built."""
+    """If the loop fails, the runtime clears the black box, so that a model that was being built is not blamed."""
     box = BlackBox(tmp_path)
     Activity(box.memory).build.begin(Phase.BUILDING, "b@1")
     box.clear()
@@ -196,7 +206,7 @@ def test_a_cleared_box_blames_no_model(tmp_path: Path) -> None:
 
 
 def record(**damage: object) -> str:
-    """Return a history of three deaths that would exclude m@1, but for the damage."""
+    """Return a history of three deaths. Without `damage`, it would exclude m@1."""
     death = {"phase": "EXECUTING", "how": "crashed", "at": 1.7e9, "share": 1.0, **damage}
     return json.dumps({"m@1": [death] * 3})
 
@@ -216,7 +226,7 @@ def record(**damage: object) -> str:
     ],
 )
 def test_a_damaged_history_blames_no_model(tmp_path: Path, text: str) -> None:
-    """The file may hold any text."""
+    """A history file with any damaged text excludes no model."""
     file = tmp_path / paths.DEATHS
     history = CrashHistory(file, lambda: 1.7e9)
     file.write_text(record())
@@ -228,7 +238,7 @@ def test_a_damaged_history_blames_no_model(tmp_path: Path, text: str) -> None:
 
 
 def test_the_box_outlives_its_process(tmp_path: Path) -> None:
-    """The next process reads the unfinished tasks of a killed one, and no ended tasks."""
+    """The next process finds the unfinished tasks of a killed process in the black box, and no ended tasks."""
     activity = Activity(BlackBox(tmp_path).memory)
     activity.build.begin(Phase.BUILDING, "a-long-name@1")
     activity.build.end()
@@ -244,7 +254,7 @@ def test_the_box_outlives_its_process(tmp_path: Path) -> None:
 def test_a_death_counts_once_if_the_next_runtime_is_killed_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next runtime ends when it has just counted the death; the one after it finds one death."""
+    """A runtime is killed just after it has counted a death. The runtime after it does not count the death again."""
     box = BlackBox(tmp_path)
     Activity(box.memory).read.begin(Phase.EXECUTING, "m@1")
     box.crashed("Segmentation fault")
@@ -265,7 +275,7 @@ def test_a_death_counts_once_if_the_next_runtime_is_killed_as_well(
 
 
 def test_a_successful_build_clears_earlier_deaths(tmp_path: Path) -> None:
-    """Two kills while it was built count until it is built; a third one later counts as the first."""
+    """Two kills during builds are forgotten after a successful build, so a third kill is like the first one."""
     for _ in range(2):
         Activity(BlackBox(tmp_path).memory).build.begin(Phase.BUILDING, "m@1")
     box = BlackBox(tmp_path)
@@ -279,7 +289,7 @@ def test_a_successful_build_clears_earlier_deaths(tmp_path: Path) -> None:
 
 
 def test_a_successful_build_keeps_deaths_of_executions(tmp_path: Path) -> None:
-    """A build proves nothing about executions."""
+    """A successful build does not clear deaths of executions, because it proves nothing about executions."""
     book = CrashHistory(tmp_path / paths.DEATHS, lambda: 0.0)
     for _ in range(3):
         book.add("m@1", Death("EXECUTING", "hung", 0.0))
@@ -298,12 +308,12 @@ def test_a_successful_build_keeps_deaths_of_executions(tmp_path: Path) -> None:
 
 @given(st.binary(max_size=SLOT_BYTES * SLOTS + 100))
 def test_a_box_of_random_bytes_is_read(content: bytes) -> None:
-    """No content ends the runtime that reads it."""
+    """A runtime reads a black box of any content without failing."""
     assert len(read_slots(content)) <= SLOTS
 
 
 def test_a_runtime_without_room_for_a_box_has_none(tmp_path: Path) -> None:
-    """It starts without one."""
+    """A runtime starts without a black box if there is no room for one."""
     box = BlackBox(tmp_path / "not there")
 
     Activity(box.memory).build.begin(Phase.BUILDING, "m@1")
@@ -329,7 +339,10 @@ os.kill(os.getpid(), int(sys.argv[2]))
 def test_a_crash_while_executing_counts_and_a_kill_does_not(
     tmp_path: Path, number: signal.Signals, counts: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A fatal signal leaves stacks, which the next runtime logs."""
+    """A crash while a model executes adds to its deaths, and a kill does not.
+
+    The next runtime logs the stacks of a fatal signal.
+    """
     for _ in range(3):
         ended = subprocess.run([sys.executable, "-c", _DIE, str(tmp_path), str(number.value)], check=False)
         assert ended.returncode == -number
@@ -344,7 +357,7 @@ def test_a_crash_while_executing_counts_and_a_kill_does_not(
 def test_a_first_load_is_not_proven_before_it_ends(
     start_runtime: StartRuntime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Reading some of its weights does not prove that the load ends well."""
+    """A first load is unfinished until its last tensor is on the device: reading some of its weights does not prove the load."""
     box = BlackBox(tmp_path)
     runtime = start_runtime(blackbox=box)
     runtime.device.uploads.clear()
@@ -362,7 +375,7 @@ def test_a_first_load_is_not_proven_before_it_ends(
 
 
 def told(engine: Engine) -> str:
-    """Return the error of a request."""
+    """Send a request, and return the message of its error, or ""."""
     (answer,) = ask(engine, FakeRequest({"x": ramp(1)}))
     return "" if answer.error is None else answer.error.message
 
@@ -370,7 +383,10 @@ def told(engine: Engine) -> str:
 def test_a_model_that_hung_is_refused_and_the_others_come_back(
     start_runtime: StartRuntime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Its clients get the reason, its stub retries, and it loads after the history is deleted."""
+    """Clients of a model that hung get the reason, and its stub retries.
+
+    Others are served. The model loads when the history is deleted.
+    """
     settings = load_settings("stub: {in_place_ms: 0}")
     runtime = start_runtime(settings, asynchronous=True, blackbox=BlackBox(tmp_path))
     good, bad = (make_engine(runtime, doublings[a], name=name) for a, name in (("a", "good"), ("b", "bad")))
@@ -382,11 +398,11 @@ def test_a_model_that_hung_is_refused_and_the_others_come_back(
     assert place is not None
     place.mark_hung()
     assert place.task is not None
-    # Copied as if the process ended now: later writes of this one are not in the copy.
+    # This copy has the content at this moment: later writes of this runtime are not in it.
     after = tmp_path / "after"
     after.mkdir()
     shutil.copy(tmp_path / paths.BLACKBOX, after)
-    for _ in range(2):  # by other requests
+    for _ in range(2):  # Two other requests hung before.
         CrashHistory(after / paths.DEATHS).add(place.task.key, Death("EXECUTING", "hung", time.time()))
     runtime.stop()
     runtime.device.gate.set()

@@ -25,7 +25,10 @@ from tests.unit.runtime.fake_cuda import FakeCuda
 def test_memory_is_page_locked_for_all_contexts_until_it_is_undone(
     read_only: bool, written: bool, flags: int
 ) -> None:
-    """Memory is page-locked for all contexts, as read-only where the device supports and allows that, and unlocked."""
+    """Memory is page-locked for all contexts, and unlocked later.
+
+    It is read-only if the device supports this and does not write to it.
+    """
     library = FakeCuda(read_only=read_only)
     driver = Driver(0, library)
 
@@ -38,7 +41,7 @@ def test_memory_is_page_locked_for_all_contexts_until_it_is_undone(
 
 
 def test_a_refusal_has_the_drivers_name_for_it() -> None:
-    """An error of the driver has its name, and the thread's context is restored."""
+    """An error of the driver has the driver's name for it, and the thread's context is restored."""
     library = FakeCuda(failing={"cuMemHostRegister_v2": 712})
 
     with pytest.raises(
@@ -50,13 +53,16 @@ def test_a_refusal_has_the_drivers_name_for_it() -> None:
 
 
 def test_a_machine_without_a_driver_is_told_so() -> None:
-    """A missing driver library or device is an error that names the call."""
+    """If the driver or the device is missing, the error names the failed call."""
     with pytest.raises(CudaError, match="cuInit"):
         Driver(0, FakeCuda(failing={"cuInit": 100}))
 
 
 def test_a_large_array_is_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transfers of other streams wait for the link during one piece only; the array arrives whole."""
+    """A large array is copied in pieces, so that transfers of other streams wait for one piece only.
+
+    The whole array arrives.
+    """
     monkeypatch.setattr(cuda, "_PIECE_BYTES", 1000)
     library = FakeCuda()
     stream = CopyStream(Driver(0, library))
@@ -71,7 +77,7 @@ def test_a_large_array_is_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_one_event_follows_all_copies_to_the_host() -> None:
-    """Consecutive bytes of the device fill several arrays."""
+    """Consecutive bytes of the device are copied to several arrays, and one event follows all copies."""
     library = FakeCuda()
     stream = CopyStream(Driver(0, library))
     source, first, second = np.arange(9, dtype=np.uint8), np.zeros(4, np.uint8), np.zeros(5, np.uint8)
@@ -90,7 +96,7 @@ def test_one_event_follows_all_copies_to_the_host() -> None:
 
 @pytest.mark.parametrize("function", ["cuMemcpyHtoDAsync_v2", "cuEventRecord"])
 def test_a_copy_that_fails_no_longer_reads_its_source(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pieces that were enqueued before the failure are complete, and no event is left."""
+    """When a copy fails, all pieces that were enqueued before are complete, and no event is left."""
     monkeypatch.setattr(cuda, "_PIECE_BYTES", 1000)
     library = FakeCuda(failing={function: 700})
     source, target = np.ones(1000, np.uint8), np.zeros(1000, np.uint8)
@@ -115,7 +121,7 @@ def test_a_copy_that_fails_no_longer_reads_its_source(function: str, monkeypatch
     ],
 )
 def test_jaxs_own_variables_win(environment: dict[str, str], expected: dict[str, object]) -> None:
-    """jax's environment variables take precedence over the options; transfers are never staged."""
+    """jax's environment variables take precedence over the options. Transfers are never staged."""
     options = client_options(MemoryShare(0.8), environment)
 
     assert options == {"should_stage_host_to_device_transfers": False, **expected}
@@ -131,7 +137,10 @@ def test_jaxs_own_variables_win(environment: dict[str, str], expected: dict[str,
     ],
 )
 def test_two_servers_share_a_card_by_jaxs_variables(environment: dict[str, str], expected: float) -> None:
-    """Either of them counts; an empty one is not set, and jax will refuse one that is not a number."""
+    """Each of jax's two variables sets the share of the card's memory.
+
+    An empty one is ignored. jax itself refuses one that is no number.
+    """
     assert memory_fraction(0.8, environment) == expected
 
 
@@ -147,7 +156,7 @@ def test_two_servers_share_a_card_by_jaxs_variables(environment: dict[str, str],
 def test_a_card_is_known_by_its_device_node(
     nodes: tuple[str, ...], found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A container may be given a card other than the first; WSL2 has its node without a card."""
+    """A device node shows that there is a card, which need not be the first one. WSL2's node dxg exists without a card."""
     monkeypatch.setattr(
         cuda, "CARD_SIGNS", tuple(f"{tmp_path}/{Path(sign).name}" for sign in cuda.CARD_SIGNS)
     )
@@ -161,7 +170,10 @@ def test_a_card_is_known_by_its_device_node(
 def test_a_container_that_refuses_cards_is_not_warned_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a device node it has been given a card, by CDI, which also sets "void"."""
+    """There is no warning for "void" or "none".
+
+    With "void", a container may still have a card by CDI, which also sets this value.
+    """
     sign = tmp_path / "card"
     sign.touch()
     monkeypatch.setattr(cuda, "CARD_SIGNS", (str(sign),))

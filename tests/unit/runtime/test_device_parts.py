@@ -29,7 +29,7 @@ LIMIT = 256
 
 
 class Card:
-    """jax's device, with these bytes in use at one call after the other."""
+    """jax's device. Each call for its statistics reports the next of `in_use`."""
 
     def __init__(self, *in_use: int) -> None:
         self._in_use = iter(in_use)
@@ -53,13 +53,13 @@ def executions(memory: DeviceMemory, programs: Any, launching: Lock) -> DeviceEx
 
 
 def test_an_allocation_waits_for_the_memory_of_freed_buffers() -> None:
-    """XLA frees it on a thread of its own, soon after the call that frees."""
+    """An allocation waits for memory that XLA frees on its own thread, soon after the call that frees it."""
     card = limited(LIMIT, LIMIT, 0)
 
     card.require([LIMIT])
 
     with pytest.raises(StopIteration):
-        card.in_use()  # all were asked for
+        card.in_use()  # The card was asked for all values.
 
 
 def test_a_launch_that_waits_for_memory_does_not_hold_up_others() -> None:
@@ -82,7 +82,7 @@ def test_a_launch_that_waits_for_memory_does_not_hold_up_others() -> None:
 
 
 def test_a_device_without_room_to_put_tensors_together_says_so() -> None:
-    """A merge without room raises OutOfMemory, so that weights are evicted and it is retried."""
+    """A merge without room raises OutOfMemory, so that weights are evicted and the merge is retried."""
 
     class Programs:
         @staticmethod
@@ -97,7 +97,7 @@ def test_a_device_without_room_to_put_tensors_together_says_so() -> None:
 
 
 class CardArray:
-    """An array of jax on a card. `content` is its content when it was deleted."""
+    """An array of jax on a card. `content` is what it held when it was deleted."""
 
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
         self._memory = np.zeros(shape, dtype)
@@ -115,7 +115,10 @@ class CardArray:
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_an_upload_that_ends_early_waits_for_the_copies_in_flight(broken: bool) -> None:
-    """The caller may unmap the sources then, and the memory on the card may get another use."""
+    """An upload that fails or is abandoned waits for its copies in flight.
+
+    Afterwards, the caller may unmap the sources, and the card's memory may be used for something else.
+    """
     made: list[CardArray] = []
 
     class Programs:
@@ -146,7 +149,7 @@ def test_an_upload_that_ends_early_waits_for_the_copies_in_flight(broken: bool) 
 def test_a_stored_executable_is_loaded_on_a_full_device(
     doubling: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It takes no memory to load, because no kernel is timed."""
+    """A stored executable is loaded on a full device, because loading does not time kernels and needs no memory."""
     bundle = read_bundle(doubling)
     key, signature = next(iter(check_signatures(bundle).items()))
     target = CompileTarget("card", "9.0", "jax 1", "")
@@ -159,7 +162,7 @@ def test_a_stored_executable_is_loaded_on_a_full_device(
     def cannot_lower(_: object) -> None:
         raise RuntimeError("told to")
 
-    # Otherwise, an executable that is not machine code of this CPU would not get as far as this.
+    # With a placeholder, an executable that is not machine code of this CPU would already fail here.
     monkeypatch.setattr(device_executables, "lower_placeholder", cannot_lower)
     monkeypatch.setattr(device_executables, "use_cache", lambda cache: False)
     examiner = ErrorExaminer(lambda reason: None)

@@ -1,4 +1,4 @@
-"""Tensors on the device: what they take there, and what leaves with a load that fails."""
+"""Tensors on the device: how many bytes they take, and which ones are freed when a load fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rsrv_bundle.weights import TensorKey
 
 
 class MemoryOfDevice:
-    """Names of the tensors on a device; its memory may run out."""
+    """A fake device that has the names of its tensors. If it is full, an upload raises OutOfMemory."""
 
     def __init__(self) -> None:
         self.held: set[str] = set()
@@ -43,7 +43,7 @@ def on_device(device: MemoryOfDevice) -> DeviceWeights:
 
 
 def weights_of(**sizes: int) -> Any:
-    """Return the host's weights of a model: tensors by name with their bytes."""
+    """Return the host's weights of a model. `sizes` has the bytes of each tensor by name."""
     tensors = tuple(HostTensor(TensorKey(name, "u8", (size,)), size) for name, size in sizes.items())
     return SimpleNamespace(tensors=tensors, distinct={tensor.key: tensor.nbytes for tensor in tensors})
 
@@ -56,7 +56,10 @@ def load(on_device: DeviceWeights, weights: Any, pool: Any = None) -> None:
 def test_a_tensor_kept_for_a_load_that_fails_is_freed(
     device: MemoryOfDevice, on_device: DeviceWeights
 ) -> None:
-    """`b` was to take over a tensor of `a`, which left for it: nobody else would ever free that tensor."""
+    """A tensor of `a` was kept for the load of `b`, which fails.
+
+    The tensor is freed, because no other model would free it.
+    """
     a, b = weights_of(own=1, shared=2), weights_of(shared=2, other=4)
     load(on_device, a)
     on_device.free(a, loading_for=b)
@@ -70,7 +73,7 @@ def test_a_tensor_kept_for_a_load_that_fails_is_freed(
 
 
 def test_the_state_of_a_model_counts_while_its_weights_are_on_the_device(on_device: DeviceWeights) -> None:
-    """After any number of loads and evictions the device holds no byte of it."""
+    """A model's state adds to the bytes on the device while its weights are there, for any number of loads and evictions."""
     pool: Any = SimpleNamespace(nbytes=100, load=lambda _: None, unload=lambda _: None)
     weights = weights_of(own=1)
     for _ in range(3):

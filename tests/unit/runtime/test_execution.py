@@ -33,7 +33,7 @@ BLOCKS = {
 
 @dataclass
 class FakeModel:
-    """A model whose executables a device does not need."""
+    """A model for a device that does not use its executables."""
 
     key = "model"
     pool: StatePool | None = None
@@ -43,7 +43,7 @@ class FakeModel:
 
 
 def lay_out(block: Block, rows: list[int], gaps: list[int]) -> list[RequestSlice]:
-    """Return one segment with inputs and outputs of each request in order, with gaps between some."""
+    """Return slices of one segment: inputs and outputs of each request in order, with gaps in between."""
     parts, at = [], 0
     for count, gap in zip(rows, gaps, strict=True):
         nbytes = block.places[count].nbytes
@@ -54,7 +54,7 @@ def lay_out(block: Block, rows: list[int], gaps: list[int]) -> list[RequestSlice
 
 
 def job(parts: list[RequestSlice], size: int, block: Block) -> Dispatch:
-    """Return a dispatch of a model that returns its inputs."""
+    """Return a dispatch of these requests for a model that returns its inputs."""
     model: Any = FakeModel()
     execute = Execute(1, model.key, 0, size, sum(part.rows for part in parts), tuple(range(len(parts))))
     return Dispatch(execute, cast(CompiledModel, model), Variant(block, block, (size,)), tuple(parts))
@@ -81,7 +81,7 @@ def test_what_is_gathered_and_scattered_is_what_was_sent(block: Block, data: st.
 
     work = job(parts, size, block)
     alone = len(parts) == 1 and not padding and rows != [0]
-    # Content of an earlier batch must not show.
+    # The buffer holds content of an earlier batch, which must not appear.
     staged = None if alone else np.full(block.places[size].nbytes, 77, np.uint8)
     gathered: Any = work.gather(staged, FakeDevice(lambda inputs, weights: []))
     work.scatter(gathered)
@@ -101,7 +101,7 @@ def test_what_is_gathered_and_scattered_is_what_was_sent(block: Block, data: st.
 
 
 def lengths(extent: int) -> Variant:
-    """Return a variant whose outputs are its inputs; the padded axis stands before, between and behind the others."""
+    """Return a variant whose outputs are its inputs. The padded axis is the second, the first, or missing."""
     block = Block(
         (
             Tensor("x", "f32", (-1, extent, 2), 0, 1),
@@ -114,7 +114,10 @@ def lengths(extent: int) -> Variant:
 
 @given(data=st.data())
 def test_requests_of_several_lengths_are_padded_and_cut_back(data: st.DataObject) -> None:
-    """Behind each request are the manifest's values, missing rows are zeros, and each gets its own rows and length."""
+    """Requests of several lengths are padded with the manifest's values, and missing rows are zeros.
+
+    Each gets its own rows and length.
+    """
     interface = Interface((lengths(3), lengths(6)), exact=False)
     sent = data.draw(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 2)), min_size=1, max_size=4))
     shapes = [interface.at_length(length)[1] for length, _ in sent]
@@ -179,7 +182,7 @@ def test_a_request_is_read_in_place_only_if_it_fills_its_variant(
 
 
 def test_requests_of_one_batch_are_one_run() -> None:
-    """Adjacent equal requests are one run of copies; different ones split it."""
+    """Adjacent requests of equal size are copied as one run. Another size or a gap begins a new run."""
     block = BLOCKS["rows first"]
 
     assert [run.count for run in find_contiguous_runs(lay_out(block, [1] * 5, [0] * 5))] == [5]
@@ -191,7 +194,10 @@ def test_requests_of_one_batch_are_one_run() -> None:
 def test_only_the_memory_that_the_device_reads_is_page_locked(
     rows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of one request's segment, or that of the assembled batch: locking takes the driver a while."""
+    """Only memory that the device reads is page-locked: one request's segment, or the assembled batch.
+
+    Locking takes the driver a while.
+    """
     block = Block((Tensor("x", "f32", (-1, 10_000), 0),))
     parts = lay_out(block, rows, [0] * len(rows))
     work = job(parts, 8, block)
@@ -206,7 +212,10 @@ def test_only_the_memory_that_the_device_reads_is_page_locked(
 
 
 def test_a_large_input_without_rows_is_copied_beside_the_assembled_batch() -> None:
-    """The batch's memory is page-locked and the request's is not, so its transfer would wait for the execution before."""
+    """A large input without rows is copied into the assembled batch, which is page-locked.
+
+    The request's memory is not, so a transfer from it would wait for the previous execution.
+    """
     block = Block((Tensor("x", "f32", (-1, 3), 0), Tensor("table", "f32", (LARGE // 4,), None)))
     (part,) = lay_out(block, [1], [0])
     table = tensor_of(part, block, 1, outputs=False)
@@ -220,7 +229,7 @@ def test_a_large_input_without_rows_is_copied_beside_the_assembled_batch() -> No
 
 
 def test_requests_whose_outputs_lie_otherwise_than_their_inputs_are_copied_apart() -> None:
-    """Even if the inputs of the requests lie at equal distances in memory, their outputs may not."""
+    """Requests are copied one by one if their outputs are not at equal distances in memory, even if their inputs are."""
     block = BLOCKS["rows first"]
     parts = lay_out(block, [1] * 3, [0] * 3)
     parts[1] = replace(parts[1], outputs_at=parts[1].outputs_at + 64)
@@ -229,7 +238,7 @@ def test_requests_whose_outputs_lie_otherwise_than_their_inputs_are_copied_apart
 
 
 def test_the_next_batch_is_assembled_where_the_one_before_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory is free once the execution has ended."""
+    """After an execution has ended, the next batch is assembled in its memory. An execution in progress keeps its own."""
     block = BLOCKS["rows first"]
     work = job(lay_out(block, [1] * 3, [0] * 3), 4, block)
     device: Any = FakeDevice(lambda inputs, weights: [])
@@ -264,9 +273,9 @@ def test_the_next_batch_is_assembled_where_the_one_before_was(monkeypatch: pytes
 def test_the_device_copies_large_outputs_to_page_locked_memory(
     block: Block, rows: list[int], in_place: list[int], gathered: list[int], locks: bool
 ) -> None:
-    """To the requests' own memory if each has contiguous rows that are large enough, else together.
+    """The device copies large contiguous outputs to the requests' own memory, and others to common memory, all page-locked.
 
-    Memory that cannot be locked is left to jax, because a transfer to it would wait for the execution.
+    If memory cannot be locked, jax copies the outputs, because a transfer to such memory would wait for the execution.
     """
     parts = lay_out(block, rows, [0] * len(rows))
     rng = np.random.default_rng(1)
@@ -293,7 +302,7 @@ def test_the_device_copies_large_outputs_to_page_locked_memory(
 
 
 def test_batches_of_all_models_are_assembled_in_the_same_memory() -> None:
-    """Batches reuse a large enough block; two executions under way have two."""
+    """Batches reuse a block that is large enough. Two executions in progress have two blocks."""
     staging = Staging()
     small = staging.take(1000)
     staging.give(small)

@@ -25,7 +25,7 @@ BLOCKS = {
 
 
 class World:
-    """Requests, their data (rows first, by tensor), and outputs of earlier executions that they share."""
+    """Requests, the data that they sent (by tensor, rows first), and the outputs of earlier executions that they share."""
 
     def __init__(self, block: Block, data: st.DataObject, device: FakeDevice) -> None:
         self.block, self.data, self.device = block, data, device
@@ -33,7 +33,7 @@ class World:
         self.sent: list[list[Array]] = []
         self.outputs: dict[tuple[int, int], Array] = {}
         self.buffers: dict[tuple[int, int], Any] = {}
-        #: Places where the next request's rows may adjoin the last one's.
+        #: By output: the row after the last slice that was taken, where the next request's rows may begin.
         self.ends: dict[tuple[int, int], int] = {}
 
     def make(self, tensor: Tensor, rows: int) -> Array:
@@ -82,7 +82,7 @@ class World:
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
 @given(data=st.data())
 def test_rows_from_anywhere_are_put_together_and_given_back(block: Block, data: st.DataObject) -> None:
-    """Rows of any origin and size give the results of rows from the host."""
+    """Rows from the host and from the device, in any number, are merged into one batch. Each request gets its own rows."""
     device = FakeDevice(lambda inputs, weights: list(inputs))
     world = World(block, data, device)
     counts = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
@@ -95,7 +95,7 @@ def test_rows_from_anywhere_are_put_together_and_given_back(block: Block, data: 
     model: Any = FakeModel()
     execute = Execute(1, model.key, 0, size, total, tuple(range(len(parts))))
     job = CallDispatch(execute, cast(CompiledModel, model), variant, tuple(parts))
-    # Content of an earlier batch must not show.
+    # The buffer holds content of an earlier batch, which must not appear.
     staged = None if len(parts) == 1 and total == size else np.full(block.places[size].nbytes, 77, np.uint8)
 
     gathered = [

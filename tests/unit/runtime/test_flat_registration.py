@@ -17,7 +17,7 @@ from tests.waiting import wait_until
 
 
 def test_a_model_is_described_in_flat_form(runtime: Runtime, doubling: Path) -> None:
-    """REGISTERED comes with a document of numbers and names, without JSON."""
+    """With `flat`, REGISTERED has a document of numbers and names, which is not JSON."""
     greeted = runtime.request_model(model="doubling", bundle=str(doubling), flat=True)
 
     frame, (fd,) = answer_to_register(greeted)
@@ -28,7 +28,10 @@ def test_a_model_is_described_in_flat_form(runtime: Runtime, doubling: Path) -> 
 
 
 def test_an_added_model_takes_few_kilobytes(runtime: Runtime, doubling: Path) -> None:
-    """Thousands of small models fit beside each other: what only a model's build needs is not kept."""
+    """An added model takes few kilobytes, because the runtime keeps nothing that only the build needs.
+
+    Thousands of small models fit.
+    """
 
     def register(name: str) -> None:
         _, (fd,) = answer_to_register(runtime.request_model(model=name, bundle=str(doubling), flat=True))
@@ -40,14 +43,14 @@ def test_an_added_model_takes_few_kilobytes(runtime: Runtime, doubling: Path) ->
     try:
         for number in range(20):
             register(f"more{number}")
-        # What builds have used until a moment ago may still be there.
+        # Memory of the last builds may still be in use for a moment.
         wait_until(lambda: gc.collect() >= 0 and tracemalloc.get_traced_memory()[0] < 20 * 26_000)
     finally:
         tracemalloc.stop()
 
 
 def test_a_model_that_cannot_be_read_is_rejected_in_flat_form(runtime: Runtime, tmp_path: Path) -> None:
-    """REJECTED has the reason's length as its count, then the reason."""
+    """With `flat`, REJECTED has the reason, and its count is the reason's length."""
     greeted = runtime.request_model(model="nobody", bundle=str(tmp_path / "nothing"), flat=True)
 
     frame, _ = answer_to_register(greeted)
@@ -59,7 +62,10 @@ def test_a_model_that_cannot_be_read_is_rejected_in_flat_form(runtime: Runtime, 
 def test_what_needs_the_python_front_is_rejected_in_flat_form(
     runtime: Runtime, doubling: Path, tmp_path: Path
 ) -> None:
-    """A front without hooks must not serve a bundle that has got some, nor a meta model; the reason says what to do."""
+    """A bundle with hooks and a meta model are rejected for a flat registration, because its front has no Python.
+
+    The reason says what to do.
+    """
     shutil.copytree(doubling, tmp_path / "hooked")
     (tmp_path / "hooked/model.py").write_text("def preprocess(inputs): return inputs\n")
     write_meta(tmp_path / "meta", "def run(inputs, call): return {}\n", ["doubling"])
@@ -72,6 +78,6 @@ def test_what_needs_the_python_front_is_rejected_in_flat_form(
 
 
 def test_a_further_connection_has_no_flat_form(runtime: Runtime) -> None:
-    """A front that asks for one breaks the protocol."""
+    """A connection with `key` must not ask for the flat form: this breaks the protocol."""
     with pytest.raises(Closed):
         answer_to_register(runtime.request_model(key="doubling", flat=True))

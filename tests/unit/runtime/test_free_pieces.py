@@ -5,12 +5,12 @@ from random import Random
 from rsrv.runtime.free_pieces import FreePieces
 
 MIB = 1 << 20
-#: address of the arena's first byte
+#: Address of the first byte of the arena.
 START = 1 << 40
 
 
 def test_a_new_arena_has_room_for_all_of_its_bytes() -> None:
-    """Sizes are rounded up to 256 bytes, and allocations of no bytes need no room."""
+    """In a new arena, sizes are rounded up to 256 bytes, and an allocation of no bytes needs no room."""
     pieces = FreePieces(START, 1024)
 
     assert pieces.fits([1000])
@@ -20,7 +20,7 @@ def test_a_new_arena_has_room_for_all_of_its_bytes() -> None:
 
 
 def test_two_pieces_are_no_room_for_one_allocation() -> None:
-    """What is freed is room again, together with its neighbours."""
+    """Two separate free pieces have no room for one allocation. A freed piece joins its free neighbours."""
     pieces = FreePieces(START, 300 * MIB)
     for key in range(3):
         pieces.add(key, START + key * 100 * MIB, 100 * MIB)
@@ -37,7 +37,10 @@ def test_two_pieces_are_no_room_for_one_allocation() -> None:
 
 
 def test_a_small_rest_is_lost_with_its_piece() -> None:
-    """XLA splits off a rest of 128 MiB, or one as large as the allocation."""
+    """XLA splits a piece only if the rest has 128 MiB, or is as large as the allocation.
+
+    A smaller rest is lost with its piece.
+    """
     pieces = FreePieces(START, 330 * MIB)
 
     assert pieces.fits([202 * MIB, 128 * MIB])
@@ -52,7 +55,7 @@ def test_a_small_rest_is_lost_with_its_piece() -> None:
 
 
 def test_the_best_piece_is_taken_and_the_largest_allocation_first() -> None:
-    """A large piece stays for a large tensor, in any order of the tensors."""
+    """An allocation gets the smallest piece that is large enough, so a large piece stays free for a large tensor, in any order."""
     pieces = FreePieces(START, 400 * MIB)
     pieces.add(0, START + 50 * MIB, 150 * MIB)
 
@@ -62,7 +65,10 @@ def test_the_best_piece_is_taken_and_the_largest_allocation_first() -> None:
 
 
 def test_what_lay_between_two_weights_and_is_freed_is_known_once_a_weight_takes_its_place() -> None:
-    """An execution's memory behind a weight looks like a rest that belongs to the weight."""
+    """Memory between two weights seems to belong to the first one. It is known to be free after another weight was there and left.
+
+    The memory of an execution looks the same as a rest that was not split off.
+    """
     pieces = FreePieces(START, 300 * MIB)
     pieces.add(1, START + 150 * MIB, 150 * MIB)
     pieces.add(0, START, 100 * MIB)
@@ -77,7 +83,7 @@ def test_what_lay_between_two_weights_and_is_freed_is_known_once_a_weight_takes_
 
 
 def test_an_allocation_outside_of_the_arena_changes_nothing() -> None:
-    """The allocator may have a further range, whose pieces are not known."""
+    """An allocation outside of the arena changes nothing, because the allocator may have another range, whose pieces are unknown."""
     pieces = FreePieces(START, 100 * MIB)
     pieces.add(0, START - MIB, MIB)
     pieces.add(1, START + 100 * MIB, MIB)
@@ -89,7 +95,7 @@ def test_an_allocation_outside_of_the_arena_changes_nothing() -> None:
 
 
 def test_the_pieces_follow_an_allocator_that_loads_and_evicts_at_random() -> None:
-    """The allocator hands out the smallest piece that suffices, and joins freed pieces with their neighbours."""
+    """The pieces match an allocator that takes the smallest sufficient piece and joins freed pieces with their free neighbours."""
     random = Random(3)
     pieces = FreePieces(START, 4096 * MIB)
     free, taken = {START: 4096 * MIB}, dict[int, tuple[int, int]]()

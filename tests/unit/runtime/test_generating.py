@@ -25,7 +25,7 @@ from tests.waiting import PATIENCE_S, wait_until
 
 
 class Client:
-    """A registered connection that generates."""
+    """A stub's connection that is registered and begins generations."""
 
     def __init__(self, runtime: Runtime, bundle: Path) -> None:
         self.runtime = runtime
@@ -79,7 +79,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def connect(start_runtime: StartRuntime, bundle: Path) -> Iterator[Connect]:
-    """Connect clients; in the end no generation, sequence or request may be left in the runtime."""
+    """Yield a function that connects clients. At the end, the runtime may have no generation, sequence or request left."""
     runtimes: list[Runtime] = []
 
     def start(runtime: Runtime | None = None, path: Path = bundle) -> Client:
@@ -107,7 +107,7 @@ def _nothing_is_left(runtime: Runtime) -> bool:
 
 @pytest.mark.parametrize("prompt", [[3], [1, 2, 3], [5] * 8, [5] * 9, [2] * 20])
 def test_an_answer_is_the_models(client: Client, prompt: list[int]) -> None:
-    """A prompt may be shorter than a chunk, as long, or longer; its answer ends at the limit or a stop token."""
+    """A prompt is shorter than a chunk, as long, or longer. Its answer ends at the limit or at a stop token."""
     tokens, reason = client.generate(prompt)
 
     assert tokens == expected(prompt)
@@ -120,7 +120,7 @@ def test_a_full_context_ends_an_answer(client: Client) -> None:
 
 
 def test_generations_share_executions(client: Client) -> None:
-    """Those that run step together, also one that comes later; nothing of one is in the answer of another."""
+    """Running generations share their executions, also one that begins later. Each answer depends on its own prompt only."""
     client.runtime.device.gate.clear()
     first = client.ask([1], max_tokens=30, stop=[])
     client.runtime.device.gate.wait_until_held()
@@ -136,14 +136,14 @@ def test_generations_share_executions(client: Client) -> None:
             assert token == total % 13 + 1
             total += token
         assert len(answer) == 30
-    # 30 steps of four, and at most a few before all had arrived.
+    # 30 executions of four generations, and at most a few before all had begun.
     assert len(client.runtime.device.executed) - warm <= 30 + 3
 
 
 def test_generations_share_executions_of_a_device_that_works_ahead(
     start_runtime: StartRuntime, connect: Connect
 ) -> None:
-    """With two executions at a time, those that came at different times come together all the same."""
+    """Generations that begin at different times share executions, even if the device has two executions at a time."""
     client = connect(start_runtime(compute=count, asynchronous=True))
     numbers = []
     for n in range(1, 5):
@@ -152,14 +152,17 @@ def test_generations_share_executions_of_a_device_that_works_ahead(
     before = len(client.runtime.device.executed)
     assert [client.end(number)[0] for number in numbers] == [Status.OK] * 4
 
-    # The last one has 33 tokens to go, and the others fewer.
+    # The last generation needs 33 more tokens, and the others fewer.
     assert len(client.runtime.device.executed) - before <= 33
 
 
 def test_a_prompt_that_comes_while_another_request_waits_is_read_in_short_chunks(
     start_runtime: StartRuntime, connect: Connect, bundle: Path
 ) -> None:
-    """From its first chunk on. The long one reads more tokens per second, and takes 0.7 s."""
+    """While another request waits, a prompt is read in short chunks from the first one on.
+
+    A long chunk reads more tokens per second, but takes 0.7 s.
+    """
     first = start_runtime(compute=count)
     Client(first, bundle).connection.close()
     (key,) = first.device.costs
@@ -184,7 +187,10 @@ def test_a_prompt_that_comes_while_another_request_waits_is_read_in_short_chunks
 
 
 def test_more_generations_than_slots_wait_for_one(client: Client) -> None:
-    """Each gets its answer in the end; a slot that was used holds nothing of its former generation."""
+    """More generations than slots wait for a slot, and each gets its answer.
+
+    A slot keeps nothing of its former generation.
+    """
     numbers = {client.ask([n], max_tokens=5): [n] for n in range(1, 30)}
 
     for number, prompt in numbers.items():
@@ -204,7 +210,7 @@ def test_more_generations_than_slots_wait_for_one(client: Client) -> None:
 
 
 def test_a_version_that_does_not_generate_shows_no_answers(client: Client, tmp_path: Path) -> None:
-    """A model's next version only keeps state: the sums of the version that generated are not its."""
+    """If a model's next version only keeps state, the status does not show the sums of the version that generated."""
     client.generate([1])
     following = export_counting(tmp_path / "counting")
     manifest = json.loads((following / "manifest.yaml").read_text())
@@ -218,7 +224,7 @@ def test_a_version_that_does_not_generate_shows_no_answers(client: Client, tmp_p
 
 
 def test_values_without_sense_are_refused(client: Client) -> None:
-    """The client learns which value it is; the connection goes on."""
+    """A generation with an invalid value fails, and the error names the value. The connection stays open."""
     status, reason = client.end(client.ask([1] * CONTEXT))
 
     assert status is Status.INVALID
@@ -227,7 +233,7 @@ def test_values_without_sense_are_refused(client: Client) -> None:
 
 
 def test_logits_that_are_not_finite_end_one_generation(client: Client) -> None:
-    """Another one in the same executions goes on."""
+    """A generation with logits that are not finite fails. Another generation in the same executions is answered."""
     good, bad = client.ask([3], max_tokens=5), client.ask([1] * 9 + [BROKEN])
 
     status, text = client.end(bad)
@@ -239,7 +245,10 @@ def test_logits_that_are_not_finite_end_one_generation(client: Client) -> None:
 
 
 def held(client: Client, prompt: Sequence[int] = (1,), steps: int = 2, **more: object) -> int:
-    """Begin a generation whose step after so many is held by the device; the device holds every other one, too."""
+    """Begin a generation, let the device execute `steps` steps, and hold the next one.
+
+    Executions of other requests are held as well.
+    """
     client.runtime.device.gate.clear(after=steps)
     number = client.ask(list(prompt), **{"max_tokens": 30, "stop": [], **more})
     client.runtime.device.gate.wait_until_held()
@@ -256,7 +265,7 @@ def pause(client: Client, mode: str | None) -> None:
 
 
 def test_a_cancelled_generation_ends_with_its_step(client: Client) -> None:
-    """The step that executes is its last one."""
+    """A cancelled generation ends after the step that is executing."""
     number = held(client)
     client.connection.cancel([number])
     operate("ping")
@@ -267,7 +276,7 @@ def test_a_cancelled_generation_ends_with_its_step(client: Client) -> None:
 
 
 def test_a_generation_that_waits_for_a_slot_is_cancelled_at_once(client: Client) -> None:
-    """It has neither a step nor a state."""
+    """A generation that waits for a slot is cancelled at once, because it has neither a step nor a state."""
     running = [held(client, steps=0), *(client.ask([n], max_tokens=2) for n in range(1, 4))]
     waiting = client.ask([9])
     client.connection.cancel([waiting])
@@ -278,7 +287,7 @@ def test_a_generation_that_waits_for_a_slot_is_cancelled_at_once(client: Client)
 
 
 def test_an_operator_aborts_a_generation_by_its_clients_id(client: Client) -> None:
-    """It counts once, and ends with its step; a generation with another id goes on."""
+    """An operator aborts a generation by its client's id. It ends after its step, and one with another id continues."""
     number = held(client, tag=request_tag("mine"))
     other = client.ask([2], tag=request_tag("other"))
     aborted = operate("abort", request="mine")
@@ -290,7 +299,7 @@ def test_an_operator_aborts_a_generation_by_its_clients_id(client: Client) -> No
 
 
 def test_an_operator_finds_a_slow_step_by_its_number(client: Client) -> None:
-    """A step has no connection; its number says that it is one."""
+    """An operator finds the slowest step of a generation, and then the same step by its number, which begins with "step."."""
     client.generate([1, 2, 3])
     (slowest, *_) = operate("slowest", model="counting")["requests"]
     assert slowest["number"].startswith("step.")
@@ -298,7 +307,7 @@ def test_an_operator_finds_a_slow_step_by_its_number(client: Client) -> None:
 
 
 def test_a_held_generation_stands_still_until_its_deadline(client: Client) -> None:
-    """After the pause, another one goes on where it was; one with a deadline has ended by then."""
+    """A generation that an operator holds continues after the pause. One whose deadline passes during the pause fails."""
     number, late = held(client), client.ask([2], deadline_ns=time.monotonic_ns() + 200_000_000)
     pause(client, "hold")
     client.runtime.device.gate.set()
@@ -313,7 +322,10 @@ def test_a_held_generation_stands_still_until_its_deadline(client: Client) -> No
 
 
 def test_a_deadline_ends_a_generation_within_a_step(client: Client) -> None:
-    """The tokens before it are the client's; the step that executed meanwhile is the last."""
+    """When its deadline passes, a generation ends after the step that is executing.
+
+    The client keeps the tokens until then.
+    """
     number = held(client, deadline_ns=time.monotonic_ns() + 10**12)
     client.runtime.pass_time(2000.0)
     client.runtime.device.gate.set()
@@ -326,7 +338,7 @@ def test_a_deadline_ends_a_generation_within_a_step(client: Client) -> None:
 
 
 def test_generations_go_on_while_a_model_drains(client: Client) -> None:
-    """A new one is refused."""
+    """While a model drains, its generations continue, and a new one is refused."""
     number = held(client)
     pause(client, "drain")
     late = client.ask([2])
@@ -339,7 +351,7 @@ def test_generations_go_on_while_a_model_drains(client: Client) -> None:
 
 
 def test_a_model_that_rejects_ends_its_generations(client: Client) -> None:
-    """They end after the step that executes."""
+    """If an operator rejects requests for a model, its generations end after the step that is executing."""
     number = held(client)
     pause(client, "reject")
     client.runtime.device.gate.set()
@@ -350,7 +362,7 @@ def test_a_model_that_rejects_ends_its_generations(client: Client) -> None:
 
 
 def test_a_failed_execution_ends_its_generations(client: Client) -> None:
-    """Their state is gone; a new one is served."""
+    """A failed execution ends its generations, because their state is lost. A new generation is served."""
     number = held(client)
     client.runtime.device.fail_next("launch", error=DeviceError("told to"))
     client.runtime.device.gate.set()
@@ -361,7 +373,7 @@ def test_a_failed_execution_ends_its_generations(client: Client) -> None:
 
 
 def test_a_closed_connection_ends_its_generations(client: Client, connect: Connect) -> None:
-    """Those that run, and those that wait for a slot; others go on."""
+    """When a connection closes, its running and waiting generations end. Those of other connections continue."""
     other = connect(client.runtime)
     number = held(client, steps=1)
     for n in range(6):
@@ -378,7 +390,7 @@ def test_a_closed_connection_ends_its_generations(client: Client, connect: Conne
 def test_a_client_that_reads_nothing_is_disconnected(
     client: Client, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What waits for it is bounded, and its generations end with it."""
+    """A client that does not read its tokens is disconnected when too many wait, and its generations end."""
     monkeypatch.setattr("rsrv.runtime.transport._MAX_BACKLOG", 50)
     other = connect(client.runtime)
 
@@ -394,7 +406,7 @@ def test_a_client_that_reads_nothing_is_disconnected(
 
 
 def test_a_second_generation_of_one_number_breaks_the_protocol(client: Client, connect: Connect) -> None:
-    """Tokens of the two could not be told apart."""
+    """Two generations with the same number break the protocol, because their tokens could not be distinguished."""
     other = connect(client.runtime)
     client.runtime.device.gate.clear()
     for _ in range(2):
@@ -404,7 +416,7 @@ def test_a_second_generation_of_one_number_breaks_the_protocol(client: Client, c
 
 
 def test_generations_are_for_models_that_generate(start_runtime: StartRuntime, doubling: Path) -> None:
-    """A stub that asks another model for one is broken."""
+    """A stub that begins a generation on a model that does not generate loses its connection."""
     connection = start_runtime().connect()
     connection.register({"model": "doubling", "bundle": str(doubling)})
     send(connection.sock, pack_generate(Generate(1, [1])))
@@ -416,7 +428,10 @@ def test_generations_are_for_models_that_generate(start_runtime: StartRuntime, d
 def test_an_unloaded_version_ends_its_generations_last(
     client: Client, connect: Connect, tmp_path: Path
 ) -> None:
-    """A new version serves while the generations of the old one go on."""
+    """While generations of an old version continue, the new version serves.
+
+    The old version leaves after the last of them.
+    """
     number = held(client)
     new = export_counting(tmp_path / "new", slots=5)
     client.runtime.device.gate.set()
@@ -427,7 +442,7 @@ def test_an_unloaded_version_ends_its_generations_last(
 
 
 def test_when_full_refuses(start_runtime: StartRuntime, connect: Connect, tmp_path: Path) -> None:
-    """A model that lets nothing wait says when to retry."""
+    """With `when_full: refuse`, a generation without a free slot fails with QUEUE_FULL, and the error names the slots."""
     runtime = start_runtime(compute=count)
     client = connect(runtime, export_counting(tmp_path / "counting", when_full="refuse"))
     numbers = [held(client, steps=0), *(client.ask([n]) for n in range(3))]

@@ -22,7 +22,7 @@ from rsrv.wire.generation import Generate
 from rsrv_bundle.spec import GenerateSpec
 
 SPEC = GenerateSpec("tokens", "lengths", "sampling", "token", 64, (0,), 8, None, "{text}")
-#: lengths 1, 16 and 128, where the longest costs more than a prompt may take while others wait
+#: lengths 1, 16 and 128; the longest takes more time than a prompt may take while others wait
 CHUNKS = Chunks((1, 16, 128), (0.001, 0.004, 0.06))
 
 
@@ -42,7 +42,10 @@ def begin(ask: Generate, counts: GenerationCounts | None = None, chunks: Chunks 
 def test_every_generation_reads_its_prompt_and_ends_once(
     prompt: list[int], lengths: list[int], answer: list[int], most: int | None, cancelled_at: int | None
 ) -> None:
-    """Chunks are the prompt, then each token; what was sent is a prefix of what the model said, within all limits."""
+    """A generation's steps read the prompt in chunks, and then each token of its answer.
+
+    The tokens that are sent are the first ones of the model's, within all limits, and never a stop token.
+    """
     counts = GenerationCounts()
     chunks = Chunks([1, *lengths], [0.001 * length for length in [1, *lengths]])
     generation = begin(Generate(1, prompt, most), counts, chunks)
@@ -75,7 +78,7 @@ def test_every_generation_reads_its_prompt_and_ends_once(
 
 
 def test_own_stop_tokens_replace_the_models() -> None:
-    """A client that wants no end but the limit sends an empty list."""
+    """A client's stop tokens replace the model's. A client that wants no stop token sends an empty list."""
     generation = begin(Generate(1, [3], 2, stop=[9]))
     generation.next_chunk(others_wait=False)
 
@@ -84,7 +87,10 @@ def test_own_stop_tokens_replace_the_models() -> None:
 
 
 def test_chunks_are_the_fastest_that_let_others_wait_briefly() -> None:
-    """A long chunk reads most tokens per second, and may hold up others for 5 ms, or for four steps of a slow model."""
+    """Without other requests, the chunk that reads the most tokens per second is chosen.
+
+    While others wait, a chunk may take at most 5 ms, or as long as four of the shortest ones.
+    """
     assert CHUNKS.choose(128, others_wait=False) == 1
     assert Chunks((1, 128), (0.001, 0.06)).choose(128, others_wait=False) == 1
     assert Chunks((1, 128), (0.001, 0.006)).choose(128, others_wait=True) == 0
@@ -93,12 +99,18 @@ def test_chunks_are_the_fastest_that_let_others_wait_briefly() -> None:
 
 
 def test_a_last_token_takes_the_shortest_chunk() -> None:
-    """It executes with the steps of others, even if a longer chunk was measured to be cheaper."""
+    """The last token of a prompt takes the shortest chunk, even if a longer one was measured to be faster.
+
+    Thus it shares the steps of others.
+    """
     assert Chunks((16, 1), (0.001, 0.002)).choose(1, others_wait=False) == 1
 
 
 def test_times_are_counted_from_the_arrival_and_from_token_to_token() -> None:
-    """The wait for a slot and the prompt are a part of the first token's time."""
+    """The first token's time begins with the arrival, so it includes the wait for a slot and the prompt.
+
+    The time of a later token begins with the token before it.
+    """
     counts = GenerationCounts()
     generation = begin(Generate(1, [3] * 20), counts)
     for now in (1.0, 2.0, 2.5, 3.0):
@@ -110,7 +122,10 @@ def test_times_are_counted_from_the_arrival_and_from_token_to_token() -> None:
 
 
 def test_means_are_of_answers_that_have_a_token() -> None:
-    """Prompts whose answer stops at once, or that are still read, make other prompts no longer."""
+    """Mean lengths only have generations whose answer has a token.
+
+    Prompts that are still read or end at once are left out.
+    """
     counts = GenerationCounts()
     for prompt, token in ([3] * 10, 5), ([3] * 16, 0), ([3] * 128, 5):
         generation = begin(Generate(1, prompt), counts)
@@ -123,7 +138,10 @@ def test_means_are_of_answers_that_have_a_token() -> None:
 
 
 def test_each_token_is_due_by_the_rate_that_was_asked_for() -> None:
-    """Times count from the arrival, so a late token makes up for nothing; steps of the prompt are due with the first token."""
+    """Each token is due at the requested rate from the arrival, even if an earlier one was late.
+
+    All steps of the prompt are due with the first token.
+    """
     generation = Generation(Generate(1, [3] * 17, tokens_per_s=4.0), SPEC, CHUNKS, GenerationCounts(), 10.0)
     generation.grant()
     dues = []
@@ -148,7 +166,7 @@ def test_each_token_is_due_by_the_rate_that_was_asked_for() -> None:
     ],
 )  # fmt: skip
 def test_a_generation_that_cannot_be_has_a_reason(ask: Generate, problem: str) -> None:
-    """A client learns which value is senseless, and what it may be."""
+    """A generation with an invalid value is refused. The reason names the value and the values that are allowed."""
     found = find_problem(ask, SPEC)
 
     assert problem in found
@@ -156,7 +174,7 @@ def test_a_generation_that_cannot_be_has_a_reason(ask: Generate, problem: str) -
 
 
 def test_generations_lie_side_by_side() -> None:
-    """Those at one time take the first free places of a block; one behind its end is in another block."""
+    """Generations take the first free places of a block. When the block is full, they take places of another block."""
     memory = StepMemory(64, 128)
     places = [memory.take() for _ in range(65)]
     assert places == list(range(65))
@@ -170,7 +188,7 @@ def test_generations_lie_side_by_side() -> None:
 
 
 def test_a_step_without_a_slot_is_an_error() -> None:
-    """It would have executed on the state of another sequence."""
+    """A step of a generation without a slot is an error. It would execute on the state of another sequence."""
     generation = Generation(Generate(1, [1]), SPEC, CHUNKS, GenerationCounts(), 0.0)
 
     with pytest.raises(GenerationError, match="waits for a slot"):

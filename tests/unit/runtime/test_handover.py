@@ -1,4 +1,7 @@
-"""Models that a runtime leaves to the next one: those on the device return first, the latest used before others."""
+"""The note about models that a runtime leaves to the next one.
+
+The models on the device return first, the latest used first.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ DOGS = HandedModel("dogs@1", "dogs", "/repository/dogs/1/bundle", resident=False
 
 
 def test_a_note_is_read_by_the_next_runtime(tmp_path: Path) -> None:
-    """Each model has its place, unknown ones come last, and only weights that were on the device return."""
+    """The next runtime reads the order of the models from the note.
+
+    Unknown models are last. Only weights that were on the device return.
+    """
     first = Handover(tmp_path / "note")
     assert first.returns("dogs@1"), "without a note, all return"
     first.write([CATS, DOGS], wait=True)
@@ -48,13 +54,13 @@ def test_a_damaged_note_costs_only_the_order(tmp_path: Path, text: str) -> None:
 
 
 def test_a_note_that_cannot_be_written_is_left_out(tmp_path: Path) -> None:
-    """The directory is gone with its server; the runtime goes on."""
+    """If the note cannot be written, as when the directory is gone with its server, the runtime continues."""
     Handover(tmp_path / "gone" / "note").write([CATS], wait=True)
     assert not (tmp_path / "gone").exists()
 
 
 def put_to_sleep(runtime: Runtime) -> None:
-    """Have a runtime sleep, and its stubs end."""
+    """Let a runtime sleep, and close its stubs' connections."""
     with Operator(runtime) as operator:
         assert operator.do("sleep", drain_s=30, force=True) == {}
     wait_until(lambda: not runtime.alive)
@@ -64,7 +70,10 @@ def put_to_sleep(runtime: Runtime) -> None:
 def test_after_a_sleep_models_return_without_a_stub(
     start_runtime: StartRuntime, tmp_path: Path, doublings: dict[str, Path]
 ) -> None:
-    """The note has the latest used first. A model leaves with its stub, once that has registered; one without a bundle stays away."""
+    """After a sleep, models return without a stub, except one whose bundle is gone. The note has the latest used one first.
+
+    When a stub has registered for such a model and leaves, the model leaves as well.
+    """
     note = tmp_path / "note"
     first = start_runtime(SETTINGS, handover=Handover(note))
     engines = [make_engine(first, doublings[name], name=name) for name in "abc"]
@@ -89,7 +98,7 @@ def test_after_a_sleep_models_return_without_a_stub(
 
 
 class Busy(Inspector):
-    """Keeps the build thread until the gate opens."""
+    """Keeps the build thread waiting until the gate opens."""
 
     def __init__(self, gate: Gate) -> None:
         super().__init__()
@@ -99,7 +108,7 @@ class Busy(Inspector):
 def test_models_that_have_not_returned_before_the_next_sleep_return_after_it(
     start_runtime: StartRuntime, tmp_path: Path, doublings: dict[str, Path]
 ) -> None:
-    """A sleep that is forced while they wait for their turn leaves them to the runtime after."""
+    """If the next sleep is forced while models wait for their return, the note still has them for the runtime after that."""
     note, gate = tmp_path / "note", Gate()
     first = start_runtime(SETTINGS, handover=Handover(note))
     for name in "ab":
@@ -119,7 +128,10 @@ def test_models_that_have_not_returned_before_the_next_sleep_return_after_it(
 def test_another_version_takes_the_place_of_one_that_returned(
     start_runtime: StartRuntime, tmp_path: Path, doublings: dict[str, Path]
 ) -> None:
-    """The bundle changed during the sleep: the stub's version is served, and the one that returned leaves."""
+    """A bundle changes during a sleep.
+
+    The old version returns, until a stub registers the new version, which replaces it.
+    """
     note = tmp_path / "note"
     first = start_runtime(SETTINGS, handover=Handover(note))
     make_engine(first, doublings["a"], name="a")

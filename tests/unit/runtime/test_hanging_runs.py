@@ -1,4 +1,4 @@
-"""The time that counts as a meta model's own."""
+"""Which time counts as the time of a meta model's own code."""
 
 import queue
 import threading
@@ -10,7 +10,7 @@ from tests.unit.runtime.metas import SOON, Run, answer_of, assert_y, both_kinds,
 
 @both_kinds
 def test_a_run_that_waits_for_a_call_does_not_hang(runtime: Runtime, start_meta: StartMeta, run: Run) -> None:
-    """A run that waits for a call never counts as hanging; a hook that hangs is reported."""
+    """A run that waits for a call is not reported as hanging, even if it waits longer than a hook that is reported."""
     engine = start_meta(runtime, run)
     guard = engine._process.guard
     guard._backstop = FakeBackstop()
@@ -29,7 +29,7 @@ def test_a_run_that_waits_for_a_call_does_not_hang(runtime: Runtime, start_meta:
     hanging = threading.Thread(target=hangs)
     hanging.start()
 
-    # The run has waited for longer than the hook has hung.
+    # By this time, the run has waited longer than the hook.
     assert "the model's preprocess hook hangs" in said.get(timeout=SOON)
     assert said.empty()
 

@@ -1,4 +1,4 @@
-"""Host weights: one copy of each tensor while a model keeps it; other weights are read from the file."""
+"""Host weights: there is one copy of each tensor while a model keeps it. Weights without a copy are read from their file."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make(tmp_path: Path) -> MakeBundle:
 
 @pytest.fixture(params=["private", "shared"])
 def store(request: pytest.FixtureRequest) -> Iterator[HostStore]:
-    """Return a store; at the end its counts are checked, and /dev/shm is empty."""
+    """Yield a store. At the end, its counts are checked, and nothing of it is left in /dev/shm."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rsrv-test-") as shm:
         memory = HostMemory() if request.param == "private" else SharedMemory(Path(shm))
         store = HostStore(memory)
@@ -66,7 +66,10 @@ def weights_file(bundle: Bundle) -> Path:
 
 
 def rewrite(bundle: Bundle, offset: int = -1, *, dated: bool = True) -> None:
-    """Change one byte in place; `dated`: also advance the file's time, even if the test is fast."""
+    """Change one byte of the weights file in place.
+
+    `dated`: also advance the file's time, which a fast test may not change.
+    """
     path = weights_file(bundle)
     before = path.stat()
     content = bytearray(path.read_bytes())
@@ -76,13 +79,13 @@ def rewrite(bundle: Bundle, offset: int = -1, *, dated: bool = True) -> None:
 
 
 def resident_bytes() -> int:
-    """Return the bytes of this process in memory, but for those of files, which the kernel may drop at any time."""
+    """Return how many bytes of this process are in memory, except pages of files, which the kernel may drop at any time."""
     lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return sum(int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
 
 
 def test_equal_tensors_of_two_models_are_held_once(store: HostStore, make: MakeBundle) -> None:
-    """The copy stays until the last of the two models drops it."""
+    """Two models have an equal tensor. The host has one copy, until the last of the two drops it."""
     first = store.open(make(a=large(1), b=small(2)), keep=True)
     alone = store.counts
     second = store.open(make(x=small(2), y=large(1)), keep=True)
@@ -98,7 +101,10 @@ def test_equal_tensors_of_two_models_are_held_once(store: HostStore, make: MakeB
 def test_equal_bytes_of_another_type_or_shape_are_another_tensor_in_the_same_memory(
     store: HostStore, make: MakeBundle
 ) -> None:
-    """A device must not confuse them; the host shares the bytes."""
+    """Tensors with equal bytes and different types or shapes share memory on the host.
+
+    Their keys differ, so a device keeps them apart.
+    """
     array = large(1)
     weights = store.open(make(a=array, b=array.view(np.int32), c=array.reshape(-1)), keep=True)
 
@@ -115,7 +121,7 @@ def test_equal_bytes_of_another_type_or_shape_are_another_tensor_in_the_same_mem
 def test_both_format_versions_give_the_modules_arguments(
     store: HostStore, make: MakeBundle, keep: bool
 ) -> None:
-    """Format 2.0 stores transposes; the same tensor has the same key, and one copy."""
+    """Format 2.0 stores transposed tensors. A tensor has the same key and the same copy in both formats."""
     arrays = {
         "matrix": np.arange(LARGE, dtype=np.int16).reshape(4, -1),
         "cube": np.arange(24, dtype=np.float64).reshape(2, 3, 4),
@@ -132,7 +138,7 @@ def test_both_format_versions_give_the_modules_arguments(
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_every_element_type_and_every_shape(private: HostStore, make: MakeBundle, keep: bool) -> None:
-    """Scalars and empty tensors as well; read-only, contiguous and aligned."""
+    """Tensors of all types and shapes, also scalars and empty ones, are read-only, contiguous and aligned."""
     arrays = [
         np.ones(shape).astype(dtypes.numpy_dtype(token))
         for token in dtypes.TOKENS
@@ -155,7 +161,7 @@ def test_every_element_type_and_every_shape(private: HostStore, make: MakeBundle
 
 
 def test_a_model_without_weights_takes_no_memory(store: HostStore, make: MakeBundle, tmp_path: Path) -> None:
-    """With or without a weights file."""
+    """A model without weights takes no memory, whether it has a weights file or not."""
     for bundle in (make(), read_bundle(make_bundle(tmp_path, name="none"))):
         weights = store.open(bundle, keep=True)
         assert weights.kept
@@ -165,7 +171,7 @@ def test_a_model_without_weights_takes_no_memory(store: HostStore, make: MakeBun
 
 
 def test_keeping_and_dropping_are_idempotent(store: HostStore, make: MakeBundle) -> None:
-    """An operator may set a residency that the model already has."""
+    """Keeping or dropping weights twice changes nothing, because an operator may set a residency that the model already has."""
     weights = store.open(make(a=large(1), b=small(1)), keep=False)
     assert store.counts == HostCounts(0, 0, 0)
     weights.drop()
@@ -185,7 +191,7 @@ def test_keeping_and_dropping_are_idempotent(store: HostStore, make: MakeBundle)
 
 
 def test_a_tensor_that_another_model_keeps_is_not_read_again(store: HostStore, make: MakeBundle) -> None:
-    """The content is known: neither keeping nor reading needs the file, even if it has changed."""
+    """A tensor that another model keeps is not read again, even if the file has changed, because its content is known."""
     keeper = store.open(make(a=large(1)), keep=True)
     bundle = make(a=large(1))
     other = store.open(bundle, keep=False)
@@ -199,14 +205,14 @@ def test_a_tensor_that_another_model_keeps_is_not_read_again(store: HostStore, m
 
 
 def test_dropping_gives_the_memory_back_to_the_system_at_once(store: HostStore, make: MakeBundle) -> None:
-    """No allocator keeps it."""
+    """Dropping weights returns their memory to the system at once. No allocator keeps it."""
     size = 32 << 20
     bundle = make(**{f"w{i}": np.full(size // 16, i, np.uint8) for i in range(16)})
     gc.collect()
     without = resident_bytes()
     weights = store.open(bundle, keep=True)
     arrays = [weights.read(index) for index in range(16)]
-    assert sum(int(array[::4096].sum()) for array in arrays)  # shared pages count when they are touched
+    assert sum(int(array[::4096].sum()) for array in arrays)  # Shared pages count after a touch.
     del arrays
     kept = resident_bytes()
     weights.drop()
@@ -216,7 +222,7 @@ def test_dropping_gives_the_memory_back_to_the_system_at_once(store: HostStore, 
 
 
 def test_a_bundle_that_is_replaced_atomically_can_still_be_read(store: HostStore, make: MakeBundle) -> None:
-    """By a rename or a removal: the open file stays readable."""
+    """Weights stay readable if their file is replaced by a rename, or removed, because it is open."""
     bundle = make(a=large(1))
     weights = store.open(bundle, keep=False)
     os.replace(weights_file(make(a=large(2))), weights_file(bundle))
@@ -232,7 +238,7 @@ def test_a_bundle_that_is_replaced_atomically_can_still_be_read(store: HostStore
 def test_a_file_that_is_written_in_place_is_an_error_with_a_remedy(
     store: HostStore, make: MakeBundle, change: str
 ) -> None:
-    """Only for reads of the file; host copies stay valid."""
+    """If a weights file was written in place, reading or keeping its weights fails with a remedy. Host copies stay valid."""
     bundle = make(a=large(1), b=large(2))
     kept, unkept = store.open(bundle, keep=True), store.open(make(c=small(1)), keep=False)
     absent = store.open(bundle, keep=False)
@@ -253,7 +259,7 @@ def test_a_file_that_is_written_in_place_is_an_error_with_a_remedy(
 
 
 def test_a_file_that_has_its_content_again_is_read_again(store: HostStore, make: MakeBundle) -> None:
-    """The content of each tensor decides, not the file's time or its other tensors."""
+    """A tensor can be read if it has its old content. The file's time and its other tensors do not matter."""
     bundle = make(a=large(1), b=large(2))
     weights = store.open(bundle, keep=False)
     rewrite(bundle)
@@ -273,7 +279,7 @@ def test_a_file_that_has_its_content_again_is_read_again(store: HostStore, make:
 def test_weights_that_do_not_match_the_manifest_are_not_opened(
     store: HostStore, make: MakeBundle, offset: int, keep: bool
 ) -> None:
-    """Damaged before the runtime opened the file, in the first tensor or in the last; no tensor is kept."""
+    """Weights that do not match the manifest's checksum cannot be opened, and no tensor of them is kept, until the file is repaired."""
     bundle = make("3", a=large(1), b=large(2))
     before = open_files()
     rewrite(bundle, bundle.weights[0].offset + offset if offset > 0 else offset)
@@ -290,7 +296,10 @@ def test_weights_that_do_not_match_the_manifest_are_not_opened(
 
 
 def test_a_change_that_hides_its_time_is_found_by_content(store: HostStore, make: MakeBundle) -> None:
-    """Otherwise models that share the key would get the weights of another."""
+    """A change that leaves the file's time as it was is found by the content.
+
+    Else models would share wrong weights by their key.
+    """
     bundle = make(a=large(1), b=large(2))
     weights = store.open(bundle, keep=False)
     rewrite(bundle, dated=False)
@@ -303,7 +312,7 @@ def test_a_change_that_hides_its_time_is_found_by_content(store: HostStore, make
 
 
 def test_a_missing_or_short_file_leaks_nothing(store: HostStore, make: MakeBundle) -> None:
-    """No reference and no descriptor."""
+    """If the file is missing or short, no reference and no descriptor is left."""
     short, gone = make(a=large(1), b=large(2)), make(a=large(1))
     before = open_files()
     os.truncate(weights_file(short), weights_file(short).stat().st_size - 1)
@@ -319,7 +328,7 @@ def test_a_missing_or_short_file_leaks_nothing(store: HostStore, make: MakeBundl
 
 
 class Interrupted(HostMemory):
-    """Memory that calls `before` at each allocation."""
+    """Memory that calls `before` before each allocation."""
 
     def __init__(self, before: Callable[[], object]) -> None:
         self.before = before
@@ -332,7 +341,7 @@ class Interrupted(HostMemory):
 
 
 def test_a_file_that_changes_while_it_is_opened(make: MakeBundle) -> None:
-    """References taken before are dropped, and the file is closed."""
+    """If the file changes while its weights are read, the tensors that were read are released, and the file is closed."""
     before = open_files()
     bundle = make(a=large(1), b=large(2))
     memory = Interrupted(lambda: rewrite(bundle))
@@ -348,7 +357,7 @@ def test_a_file_that_changes_while_it_is_opened(make: MakeBundle) -> None:
 
 
 def test_a_load_that_runs_out_of_memory_changes_nothing(make: MakeBundle) -> None:
-    """No part of the model is kept."""
+    """If the memory is full in the middle of a load, no tensor of the model is kept."""
     left = [1, 1]
 
     def run_out() -> None:
@@ -373,7 +382,7 @@ def test_a_load_that_runs_out_of_memory_changes_nothing(make: MakeBundle) -> Non
 
 
 def test_two_threads_that_keep_a_tensor_at_once_keep_one_copy(make: MakeBundle) -> None:
-    """Both have read it: one copy stays, the other is released."""
+    """Two threads read the same tensor at once. The host keeps one copy and releases the other."""
     meeting = threading.Barrier(2)
     memory = Interrupted(lambda: None)
     store = HostStore(memory)
@@ -407,7 +416,7 @@ class Driver:
         self.locked[address] = nbytes
 
         def unlock() -> None:
-            # The memory is still mapped: for a driver, unmapping locked memory is an error.
+            # The memory must still be mapped here. For a driver, it is an error to unmap locked memory.
             maps = Path("/proc/self/maps").read_text().splitlines()
             bounds = [[int(word, 16) for word in line.split()[0].split("-")] for line in maps]
             assert any(start <= address < end for start, end in bounds)
@@ -420,7 +429,10 @@ class Driver:
 def test_each_mapping_is_page_locked_once_and_until_its_last_view_is_gone(
     make: MakeBundle, shared: bool, tmp_path: Path
 ) -> None:
-    """For any number of models; small tensors have no pages of their own."""
+    """Memory is page-locked once for all models, until its last view is freed.
+
+    Small tensors are not, as they share pages.
+    """
     driver = Driver()
     store = HostStore(SharedMemory(tmp_path) if shared else HostMemory(), driver.lock)
     first = store.open(make(a=large(1), b=small(1)), keep=True)
@@ -444,7 +456,7 @@ def test_each_mapping_is_page_locked_once_and_until_its_last_view_is_gone(
 def test_memory_that_cannot_be_page_locked_is_used_without_the_lock(
     make: MakeBundle, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log says so once, not for every tensor."""
+    """If memory cannot be page-locked, it is used without the lock. The log has one line for all tensors."""
 
     def refuse(address: int, nbytes: int) -> Callable[[], None]:
         raise OSError("no more")
@@ -464,7 +476,7 @@ def test_memory_that_cannot_be_page_locked_is_used_without_the_lock(
 def test_a_store_that_is_closed_during_a_load_leaves_nothing(
     make: MakeBundle, monkeypatch: pytest.MonkeyPatch, at: int, opened: bool
 ) -> None:
-    """The server ends while a model is added: no tensor of it stays in shared memory."""
+    """If the store closes during a load, as at the server's end, no tensor of the model stays in shared memory."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rsrv-test-") as shm:
         store = HostStore(SharedMemory(Path(shm)))
         bundle = make(a=large(1), b=large(2), c=large(3))
@@ -488,7 +500,7 @@ def test_a_store_that_is_closed_during_a_load_leaves_nothing(
 def test_a_file_that_was_exchanged_before_it_was_opened_is_refused(
     private: HostStore, make: MakeBundle
 ) -> None:
-    """Its tensors may lie elsewhere than the old header says."""
+    """A file that was replaced after its header was read is refused, because its tensors may be at other places."""
     bundle, other = make(a=small(1), b=small(2)), make(b=small(2), a=small(1))
     os.replace(weights_file(other), weights_file(bundle))
 

@@ -52,7 +52,7 @@ def copy(model: str, used: float, **tensors: int) -> HostCopy:
 
 
 def test_a_copy_fits_within_the_limit_and_beside_everything_else() -> None:
-    """An eighth of all memory stays free, so that no copy leaves as soon as it is made."""
+    """A copy fits if it exceeds no limit and leaves an eighth of all memory free, so that no copy must leave soon."""
     limit = MemoryLimit(copies=4 * GIB, total=16 * GIB)
 
     assert limit.fits(3 * GIB, 8 * GIB, GIB)
@@ -62,7 +62,10 @@ def test_a_copy_fits_within_the_limit_and_beside_everything_else() -> None:
 
 
 def test_copies_give_back_what_exceeds_the_limit_or_what_others_need() -> None:
-    """While memory is scarce, until an eighth of it is free, so that the next check finds nothing to do."""
+    """Copies must free what exceeds the limit, and what others need, until an eighth of all memory is free.
+
+    Thus the next check frees nothing.
+    """
     limit = MemoryLimit(copies=4 * GIB, total=16 * GIB)
 
     assert limit.excess(5 * GIB, 8 * GIB) == GIB
@@ -71,12 +74,12 @@ def test_copies_give_back_what_exceeds_the_limit_or_what_others_need() -> None:
     assert limit.excess(3 * GIB, GIB) <= 0
     assert limit.excess(3 * GIB, GIB // 2) == 2 * GIB - GIB // 2
     assert limit.excess(0, 2 * GIB, GIB) == GIB
-    # Once it was short, it is until enough is free.
+    # After a shortage has begun, it lasts until enough memory is free.
     assert [limit.lacking(GIB, ends=ends) for ends in (False, True)] == [0, GIB]
 
 
 def test_the_default_limit_leaves_a_quarter_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is the container's memory, if it is limited."""
+    """By default, copies may take three quarters of the memory. This is the container's memory, if that is limited."""
     monkeypatch.setattr("rsrv.runtime.host_memory.total_memory", lambda: 16 * GIB)
 
     assert memory_limit(None) == MemoryLimit(12 * GIB, 16 * GIB)
@@ -84,7 +87,7 @@ def test_the_default_limit_leaves_a_quarter_of_the_memory(monkeypatch: pytest.Mo
 
 
 def test_the_least_recently_used_copies_leave_first() -> None:
-    """Only as many as needed, and none that was used later than the one that needs the room."""
+    """The least recently used copies leave first, and no more than needed. Copies used after `before` stay."""
     copies = [
         copy("new", 3.0, a=10),
         copy("old", 1.0, b=10),
@@ -100,7 +103,7 @@ def test_the_least_recently_used_copies_leave_first() -> None:
 
 
 def test_a_shared_tensor_leaves_with_its_last_copy() -> None:
-    """A copy whose tensors all stay for others stays, too."""
+    """A shared tensor is freed with its last copy. A copy is not chosen if all its tensors stay for other copies."""
     copies = [copy("a", 1.0, base=10, head_a=1), copy("b", 2.0, base=10, head_b=1), copy("c", 3.0, base=10)]
 
     assert choose_copies(copies, 2) == (["a", "b"], 0)
@@ -110,7 +113,7 @@ def test_a_shared_tensor_leaves_with_its_last_copy() -> None:
 
 @pytest.mark.parametrize(("left", "dropped"), [(0, ["old"]), (10, ["old"]), (20, [])])
 def test_what_the_last_runtime_left_leaves_before_copies(left: int, dropped: list[str]) -> None:
-    """Copies of present models are dropped only for what is missing then."""
+    """Tensors that the last runtime left are removed before host copies of models, which are dropped only if this is not enough."""
     mover, outbox = Mock(lacks_mappings=False), deque[Any]()
     mover.host = SimpleNamespace(
         limit=MemoryLimit(100, 1600), taken=120 - left, left=left, promised=0, ahead=0
@@ -151,7 +154,7 @@ _SIZES = {"t": 0, "u": 1, "v": 2, "w": 3, "x": 5}
 def test_any_choice_frees_enough_or_all_that_may_leave(
     some: list[tuple[float, dict[str, int]]], excess: int, before: float
 ) -> None:
-    """No copy in use leaves, none used later, and none in vain."""
+    """The choice frees enough, or all that may leave. It has no copy that is in use or was used later, and none in vain."""
     copies = [
         HostCopy(str(index), {tensor: _SIZES[tensor] for tensor in tensors}, used)
         for index, (used, tensors) in enumerate(some)
@@ -179,13 +182,13 @@ def warm(key: str, since: float, *executables: int) -> WarmModel:
 
 
 def chosen(models: list[WarmModel], most: int, *busy: int) -> list[str]:
-    """Return the choice; `busy`: executables of models that may not fall back."""
+    """Return the chosen models. `busy` has the executables of models that may not fall back."""
     users = Counter([*busy, *(one for model in models for one in model.executables)])
     return [one.key for one in choose_cold(models, users, most)]
 
 
 def test_the_least_recently_used_fall_back_first() -> None:
-    """As few as are asked for."""
+    """The least recently used models fall back first, and no more than requested."""
     models = [warm("new", 3.0, 1), warm("old", 1.0, 2), warm("middle", 2.0, 3)]
 
     assert chosen(models, 1) == ["old"]
@@ -194,12 +197,15 @@ def test_the_least_recently_used_fall_back_first() -> None:
 
 
 def test_a_model_whose_executables_others_need_stays() -> None:
-    """It would free next to nothing; with the last model that has them, all of these leave."""
+    """A model whose executables others need stays, because it would free almost nothing.
+
+    When all models with these executables are idle, all fall back.
+    """
     family = [warm("a", 1.0, 7), warm("b", 2.0, 7)]
 
     assert chosen([*family, warm("own", 3.0, 8)], 1, 7) == ["own"]
     assert chosen([*family, warm("own", 3.0, 8)], 2) == ["a", "b"]
-    # Nothing else is there.
+    # There is no other model.
     assert chosen(family, 1, 7) == ["a"]
 
 
@@ -210,7 +216,7 @@ some_models = st.lists(st.tuples(st.integers(0, 5), st.frozensets(st.integers(0,
 def test_any_choice_frees_memory_if_it_can(
     some: list[tuple[int, frozenset[int]]], busy: list[int], most: int
 ) -> None:
-    """It is bounded, names no model twice, and is empty only if none is idle."""
+    """The choice has at most `most` models, none twice, and is empty only if there is no idle model."""
     models = [warm(str(index), since, *executables) for index, (since, executables) in enumerate(some)]
 
     found = chosen(models, most, *busy)
@@ -227,7 +233,10 @@ def test_any_choice_frees_memory_if_it_can(
 
 
 def test_a_model_beyond_the_limit_is_opened_without_a_copy(tmp_path: Path) -> None:
-    """Its tensors are identified, and read from the file; it gets a copy when there is room."""
+    """A model that exceeds the limit is opened without a copy, and its tensors are read from the file.
+
+    It gets a copy later if there is room.
+    """
     store = HostStore(HostMemory(), limit=MemoryLimit(large(1).nbytes, 0))
     first = store.open(bundle_of(tmp_path, {"a": large(1)}, "first"), keep=True)
     second = store.open(bundle_of(tmp_path, {"a": large(2)}, "second"), keep=True)
@@ -244,7 +253,7 @@ def test_a_model_beyond_the_limit_is_opened_without_a_copy(tmp_path: Path) -> No
 
 
 def test_a_copy_of_shared_tensors_needs_little_room(tmp_path: Path) -> None:
-    """Only what it adds counts."""
+    """A copy needs room only for tensors that no other copy has."""
     store = HostStore(HostMemory(), limit=MemoryLimit(large(1).nbytes + 2 * small(1).nbytes, 0))
     store.open(bundle_of(tmp_path, {"a": large(1), "b": small(1)}, "first"), keep=True)
     second = store.open(bundle_of(tmp_path, {"a": large(1), "b": small(2)}, "second"), keep=True)
@@ -259,7 +268,7 @@ def test_a_copy_of_shared_tensors_needs_little_room(tmp_path: Path) -> None:
 def test_memory_that_others_take_counts_before_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kill by the kernel is not how the limit shows."""
+    """Memory that others take is known before a copy is made, so that the kernel does not kill the process."""
     monkeypatch.setattr(host_weights, "spare_memory", lambda: 100 + large(1).nbytes)
     store = HostStore(HostMemory(), limit=MemoryLimit(GIB, 16 * 101))
 
@@ -269,7 +278,7 @@ def test_memory_that_others_take_counts_before_it_is_read(
 def test_memory_for_weights_on_a_cpu_is_not_for_copies(
     start_runtime: StartRuntime, doublings: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights take an eighth of a small host, and what of that is free when all are loaded is promised to them."""
+    """On a CPU, weights get an eighth of a small host's memory. Copies may not use this memory, even if it is free."""
     limit = MemoryLimit(GIB, 16 * _BYTES)
     monkeypatch.setattr("rsrv.runtime.model_builder.memory_limit", lambda setting: limit)
     monkeypatch.setattr(host_copies, "REVIEW_S", 0.01)
@@ -289,7 +298,7 @@ def test_memory_for_weights_on_a_cpu_is_not_for_copies(
 
 
 def test_weights_that_are_being_read_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are there already, and those that are still to come: other copies stay if there is room for all."""
+    """Weights that are being read count once, from the beginning of the read: neither twice nor too late."""
     arrays = {name: large(index) for index, name in enumerate("abc")}
     store = HostStore(HostMemory(), limit=MemoryLimit(GIB, 0))
     weights = store.open(bundle_of(tmp_path, arrays, "bundle"), keep=False)
@@ -312,7 +321,10 @@ def test_weights_that_are_being_read_count_once(tmp_path: Path, monkeypatch: pyt
 def test_weights_that_are_read_ahead_are_not_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool
 ) -> None:
-    """They count until the load has ended. Without room the file is read all the same, for the kernel's cache."""
+    """Weights that were read ahead are not read again by the load, and count until it ends.
+
+    Without room in memory, the file is read ahead into the kernel's cache only.
+    """
     read, real = list[int](), WeightsFile.read_into
 
     def noted(file: WeightsFile, index: int, out: Bytes, *, digest: str | None = None) -> None:
@@ -328,7 +340,7 @@ def test_weights_that_are_read_ahead_are_not_read_again(
 
     assert read == [1]
     assert store.taken == (2 * size if room else size)
-    # The load finds what other models had copies of, too.
+    # The load also finds the tensors that another model had when they were read ahead.
     other.drop()
     assert [(weights.read(index) == index + 1).all() for index in (0, 1)] == [True, True]
     assert read == ([1] if room else [1, 1])
@@ -337,7 +349,7 @@ def test_weights_that_are_read_ahead_are_not_read_again(
 
 
 def test_the_weights_of_two_models_are_kept_between_read_and_load(tmp_path: Path) -> None:
-    """However many wait for room on the device: their memory is that of host copies."""
+    """Only two models' weights may be in memory between their read and their load, because they take the memory of host copies."""
     store = HostStore(HostMemory(), limit=MemoryLimit(GIB, 0))
     several = [
         store.open(
@@ -361,7 +373,7 @@ def test_the_weights_of_two_models_are_kept_between_read_and_load(tmp_path: Path
 def test_a_read_ahead_that_is_abandoned_or_fails_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between two tensors it may be abandoned; what was read by then is freed, and so it is when the disk fails."""
+    """A read ahead that is abandoned between two tensors, or that fails, frees what it has read."""
     store = HostStore(HostMemory(), limit=MemoryLimit(GIB, 0))
     weights = store.open(bundle_of(tmp_path, {"a": large(1), "b": large(2)}, "one"), keep=False)
     asked = iter([False, True])
@@ -379,7 +391,7 @@ def test_a_read_ahead_that_is_abandoned_or_fails_leaves_nothing(
 
 
 def test_a_store_that_closes_during_a_read_ahead_ends_it(tmp_path: Path) -> None:
-    """The end of the runtime leaves nothing of it."""
+    """If the store closes after a read ahead, the weights that were read are freed."""
     store = HostStore(HostMemory(), limit=MemoryLimit(GIB, 0))
     store.open(bundle_of(tmp_path, {"a": large(1)}, "other"), keep=True)
     weights = store.open(bundle_of(tmp_path, {"a": large(1), "b": large(2)}, "one"), keep=False)
@@ -431,7 +443,10 @@ two_copies = pytest.mark.parametrize(
 
 @two_copies
 def test_a_model_that_is_loaded_takes_the_place_of_the_least_recently_used(house: House) -> None:
-    """Every request is answered, with a copy or without."""
+    """A loaded model gets a host copy in place of the least recently used one.
+
+    All requests are answered, with a copy or without.
+    """
     house.serve("a", "b")
     house.spread("a", "b")
     house.serve("c")
@@ -448,7 +463,7 @@ def test_a_model_that_is_loaded_takes_the_place_of_the_least_recently_used(house
 def test_an_idle_copy_leaves_and_comes_back_with_the_next_load(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file is read again."""
+    """The copy of an idle model is dropped. The next load reads the file again."""
     monkeypatch.setattr(host_copies, "REVIEW_S", 0.01)
     house.serve("a")
     command(os.getpid(), {"command": "evict", "model": "a"})
@@ -462,7 +477,7 @@ def test_an_idle_copy_leaves_and_comes_back_with_the_next_load(
 def test_copies_leave_when_memory_is_scarce_and_come_back_later(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests are answered all the time."""
+    """All copies are dropped while memory is scarce, and made again later. Requests are answered all the time."""
     monkeypatch.setattr(host_copies, "REVIEW_S", 0.01)
     house.serve("a", "b")
     house.spread("a", "b")
@@ -482,7 +497,7 @@ def test_copies_leave_when_memory_is_scarce_and_come_back_later(
 @pytest.mark.parametrize("house", ["host_memory_bytes: 0, weight_budget_bytes: 12"], indirect=True)
 @pytest.mark.parametrize("fault", ["removed", "cut", "overwritten"])
 def test_a_file_that_changed_fails_its_own_requests_only(house: House, tmp_path: Path, fault: str) -> None:
-    """Weights that are only on disk cannot be loaded: clients get the reason, and others are served."""
+    """Weights that changed on the disk cannot be loaded: their clients get the reason, and other models are served."""
     mine = tmp_path / "mine"
     shutil.copytree(house.bundles["a"], mine)
     house.bundles["a"] = mine
@@ -501,7 +516,7 @@ def test_a_file_that_changed_fails_its_own_requests_only(house: House, tmp_path:
 
     for _ in range(2):
         if fault == "removed":
-            # The file is open: its content is there until the model leaves.
+            # The file is still open, so its content exists until the model leaves.
             assert house.ask("a") == 1
         else:
             text = "could not be loaded: weights.safetensors: was written to since the model was loaded"
@@ -511,7 +526,7 @@ def test_a_file_that_changed_fails_its_own_requests_only(house: House, tmp_path:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """Return a gate that every read of a weights file waits at while it is clear."""
+    """Yield a gate. While it is clear, every read of a weights file waits at it."""
     gate, real = Gate(), WeightsFile.read_into
 
     def read(file: WeightsFile, index: int, out: Bytes, *, digest: str | None = None) -> None:
@@ -527,10 +542,13 @@ three_models = pytest.mark.parametrize("house", [f"weight_budget_bytes: {3 * _BY
 
 
 def stall(house: House, disk: Gate) -> Any:
-    """Stall the disk while it reads the weights of `a` for a request, which is returned; `b` is only on the host."""
+    """Send a request for `a`, and stall the disk while it reads the weights of `a`.
+
+    Return the request. `b` has a host copy only.
+    """
     house.serve("a", "b", "c")
     set_residency(house.runtime, "a", "unpinned")
-    # A read would find what is still to be freed.
+    # The read would find tensors that are not freed yet.
     wait_until(lambda: house.status()["host"]["tensors"] == 2)
     for name in "ab":
         command(os.getpid(), {"command": "evict", "model": name})
@@ -542,7 +560,7 @@ def stall(house: House, disk: Gate) -> Any:
 
 @three_models
 def test_a_disk_that_stalls_delays_no_load_from_host_memory(house: House, disk: Gate) -> None:
-    """Models whose weights are in host memory are loaded and answered meanwhile, and copies are dropped."""
+    """While the disk stalls, models with host copies are loaded and answered, and copies are dropped."""
     slow = stall(house, disk)
 
     assert (
@@ -558,7 +576,7 @@ def test_a_disk_that_stalls_delays_no_load_from_host_memory(house: House, disk: 
 
 @three_models
 def test_weights_that_were_read_for_a_load_leave_host_memory_with_it(house: House, disk: Gate) -> None:
-    """An unpinned model takes host memory from its read to its load only."""
+    """The weights of an unpinned model take host memory only from their read to the end of their load."""
     slow = stall(house, disk)
     host = house.runtime.loop._weights.mover
     assert host is not None
@@ -572,7 +590,7 @@ def test_weights_that_were_read_for_a_load_leave_host_memory_with_it(house: Hous
 
 @three_models
 def test_a_model_that_leaves_while_its_weights_are_read_is_gone_after_that(house: House, disk: Gate) -> None:
-    """Its requests end at once, and the next model on disk is read after it."""
+    """If a model leaves while its weights are read, its requests end at once. Later reads wait for the end of this one."""
     slow = stall(house, disk)
     house.engines.pop("a").close()
     wait_until(lambda: house.status()["models"].get("a", {}).get("state") != "ready")
@@ -589,7 +607,7 @@ def test_a_model_that_leaves_while_its_weights_are_read_is_gone_after_that(house
 def test_a_read_that_fails_fails_its_own_requests(
     house: House, disk: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client gets the reason, further requests are refused for a while, and others are served."""
+    """If a read fails, its client gets the reason, and the model is not loaded for a while. Others are served."""
     monkeypatch.setattr("rsrv.scheduler.weights._FIRST_BACKOFF_S", 60.0)
     slow = stall(house, disk)
 
@@ -609,7 +627,7 @@ def test_a_read_that_fails_fails_its_own_requests(
 def test_weights_that_no_request_needs_any_more_do_not_stay_read(
     house: House, disk: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was read for a request that is cancelled meanwhile is freed at the next check of host memory."""
+    """Weights that were read for a request that is cancelled meanwhile are freed at the next check of host memory."""
     monkeypatch.setattr(host_copies, "REVIEW_S", 0.01)
     slow = stall(house, disk)
     slow.cancelled = True
@@ -625,7 +643,10 @@ def test_weights_that_no_request_needs_any_more_do_not_stay_read(
 
 @two_copies
 def test_the_loop_does_not_read_the_kernels_figures(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take milliseconds, in which requests would wait."""
+    """The loop itself does not read the kernel's numbers about memory.
+
+    This takes milliseconds, in which requests would wait.
+    """
     threads = set[str]()
 
     def spare() -> int:

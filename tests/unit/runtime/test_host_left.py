@@ -1,4 +1,4 @@
-"""Host copies that outlive a runtime: what it leaves, what the next one finds, and what is swept."""
+"""Host copies that outlive a runtime: what it leaves, what the next runtime uses, and what a sweep removes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rsrv_bundle.weights import WeightsFile
 from tests.unit.runtime.weights import bundle_of, check_counts, large, small
 from tests.waiting import wait_until
 
-#: A live server, by its process, and one that has ended.
+#: Names of a server that lives, which is this process, and of a server that has ended.
 LIVE = f"{os.getpid()}-{start_time(os.getpid())}-gpu0"
 ENDED = f"{os.getpid()}-1-gpu0"
 
 
 @pytest.fixture(autouse=True)
 def old_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every file count as settled."""
+    """Let every file seem to be written long ago."""
     monkeypatch.setattr("rsrv_bundle.weights._SETTLED_NS", -(1 << 62))
 
 
@@ -43,7 +43,7 @@ def tensors(shm: Path) -> int:
 
 
 def killed(store: HostStore) -> None:
-    """End a store as by SIGKILL: the kernel drops its locks, and removes nothing."""
+    """End a store as SIGKILL does: the kernel releases its locks, and no file is removed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "unlink", _refuse)
         patch.setattr(shutil, "rmtree", _nothing)
@@ -65,7 +65,7 @@ def right(weights: HostWeights) -> bool:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the bytes of each read of a weights file."""
+    """Return a list that gets the number of bytes of each read of a weights file."""
     found: list[int] = []
     real = os.preadv
 
@@ -82,7 +82,10 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_the_next_runtime_reads_only_small_tensors(
     shm: Path, bundle: Bundle, reads: list[int], end: str
 ) -> None:
-    """Large ones are in shared memory, and a note has the digests of all."""
+    """After a runtime's death, the next one reads only small tensors.
+
+    Large ones are in shared memory, and a note has all digests.
+    """
     store = start(shm)
     store.open(bundle, keep=True)
     if end == "killed":
@@ -105,7 +108,7 @@ def test_the_next_runtime_reads_only_small_tensors(
 def test_a_model_without_a_host_copy_is_not_read_until_it_is_loaded(
     shm: Path, bundle: Bundle, reads: list[int]
 ) -> None:
-    """The digests say what its tensors are."""
+    """The next runtime does not read a model without a host copy until it is loaded, because the note has the digests of its tensors."""
     store = start(shm)
     before = store.open(bundle, keep=False)
     killed(store)
@@ -119,7 +122,7 @@ def test_a_model_without_a_host_copy_is_not_read_until_it_is_loaded(
 
 
 def test_tensors_of_late_fronts_survive_a_sweep(shm: Path, bundle: Bundle, tmp_path: Path) -> None:
-    """The next runtime sweeps when the first models are there; others register later, or at their next request."""
+    """A sweep keeps tensors of models that have not registered yet. Some stubs register late, or at their next request."""
     store = start(shm)
     store.open(bundle, keep=True)
     killed(store)
@@ -127,7 +130,7 @@ def test_tensors_of_late_fronts_survive_a_sweep(shm: Path, bundle: Bundle, tmp_p
     early = after.open(bundle_of(tmp_path, {"z": large(9)}, "early"), keep=True)
 
     assert after.sweep() == 0
-    assert start(shm, f"{LIVE[:-1]}1").sweep() == 0  # of another device, or another server
+    assert start(shm, f"{LIVE[:-1]}1").sweep() == 0  # A store of another device or server
 
     assert right(after.open(bundle, keep=True))
     early.close()
@@ -136,7 +139,7 @@ def test_tensors_of_late_fronts_survive_a_sweep(shm: Path, bundle: Bundle, tmp_p
 
 
 def test_tensors_of_a_server_that_has_ended_are_swept(shm: Path, bundle: Bundle) -> None:
-    """With its notes: the server and its runtime were killed together."""
+    """The tensors and notes of a server that has ended are swept."""
     store = start(shm, ENDED)
     store.open(bundle, keep=True)
     killed(store)
@@ -151,7 +154,7 @@ def test_tensors_of_a_server_that_has_ended_are_swept(shm: Path, bundle: Bundle)
 def test_tensors_of_a_file_that_changed_meanwhile_are_swept(
     shm: Path, bundle: Bundle, tmp_path: Path, change: str
 ) -> None:
-    """The bundle was replaced while no runtime had it: nothing wants the old tensors."""
+    """If a weights file changed while no runtime had its model, its old tensors are swept, because no model needs them."""
     store = start(shm)
     store.open(bundle, keep=True)
     killed(store)
@@ -165,7 +168,7 @@ def test_tensors_of_a_file_that_changed_meanwhile_are_swept(
     else:
         content = bundle.weights_file.read_bytes()
         bundle.weights_file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        # Its time shows a write, and so does its ctime, even within one tick of the clock.
+        # The file's times show the write, even within one tick of the clock.
         os.utime(bundle.weights_file, ns=(1, 1))
 
     assert start(shm).sweep() == 2
@@ -176,7 +179,7 @@ def test_tensors_of_a_file_that_changed_meanwhile_are_swept(
 def test_a_file_that_was_written_a_moment_ago_is_not_noted(
     shm: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another write may show no trace: file systems round times."""
+    """A file that was written a moment ago gets no note. File systems round times, so another write might not be seen."""
     monkeypatch.setattr("rsrv_bundle.weights._SETTLED_NS", 1 << 62)
     store = start(shm)
     store.open(bundle, keep=True)
@@ -189,7 +192,7 @@ def test_a_file_that_was_written_a_moment_ago_is_not_noted(
     "damage", ["", "{", "[]", '["a", "b", ["../../etc/passwd"]]', '["a", "b", 3]', "[" * 200_000]
 )
 def test_a_damaged_note_costs_a_read(shm: Path, bundle: Bundle, damage: str) -> None:
-    """A disk that was full, or an operator: the weights are read, and noted again."""
+    """If a note is damaged, as by a full disk or an operator, the weights are read, and the note is written again."""
     store = start(shm)
     store.open(bundle, keep=True)
     (note,) = (shm / f"rsrv-weights-u{os.getuid()}" / LIVE).iterdir()
@@ -206,7 +209,7 @@ def test_a_damaged_note_costs_a_read(shm: Path, bundle: Bundle, damage: str) -> 
 
 
 def test_a_note_for_another_manifest_costs_a_read(shm: Path, bundle: Bundle, tmp_path: Path) -> None:
-    """The file may not match that one's checksum."""
+    """If the manifest has another checksum than the note, the weights are read and checked again."""
     store = start(shm)
     store.open(bundle, keep=True)
     killed(store)
@@ -221,7 +224,7 @@ def test_a_note_for_another_manifest_costs_a_read(shm: Path, bundle: Bundle, tmp
 
 
 def test_a_tensor_that_is_gone_is_read_and_shared_again(shm: Path, bundle: Bundle, reads: list[int]) -> None:
-    """An operator emptied the directory."""
+    """If an operator has removed a tensor's file, the tensor is read and shared again."""
     store = start(shm)
     weights = store.open(bundle, keep=True)
     (shm / f"rsrv-weights-u{os.getuid()}" / weights.tensors[0].key.digest).unlink()
@@ -237,14 +240,14 @@ def test_a_tensor_that_is_gone_is_read_and_shared_again(shm: Path, bundle: Bundl
 
 
 def test_left_tensors_leave_when_memory_is_needed(shm: Path, bundle: Bundle, tmp_path: Path) -> None:
-    """They count until then; models that have come back keep theirs."""
+    """Tensors that no model has taken yet are removed if memory is needed. Models that have come back keep theirs."""
     store = start(shm)
     store.open(bundle, keep=True)
     store.open(bundle_of(tmp_path, {"z": large(9)}, "other"), keep=True)
     killed(store)
     after = start(shm)
     back = after.open(bundle, keep=True)
-    assert after.left == 0  # nothing was read yet
+    assert after.left == 0  # The notes are not read yet.
     after.sweep()
     assert after.left == large(9).nbytes
 
@@ -257,7 +260,10 @@ def test_left_tensors_leave_when_memory_is_needed(shm: Path, bundle: Bundle, tmp
 
 
 def test_left_tensors_leave_one_model_after_the_other(shm: Path, tmp_path: Path) -> None:
-    """The oldest note first, and no more than needed: the other models need not be read again."""
+    """Left tensors are removed model by model, the oldest note first, and no more than needed.
+
+    The others need not be read again.
+    """
     store = start(shm)
     bundles = [bundle_of(tmp_path, {"a": large(value)}, f"bundle{value}") for value in range(3)]
     for age, one in enumerate(bundles):
@@ -277,7 +283,10 @@ def test_left_tensors_leave_one_model_after_the_other(shm: Path, tmp_path: Path)
 
 
 def test_what_another_device_left_does_not_count(shm: Path, bundle: Bundle) -> None:
-    """This runtime cannot remove it: as long as it counted, no copy of this one would leave for want of memory."""
+    """Tensors that another device's runtime left do not count here.
+
+    This runtime cannot remove them, so its own copies would never be dropped for lack of memory.
+    """
     other = start(shm, f"{LIVE[:-1]}1")
     other.open(bundle, keep=True)
     killed(other)
@@ -289,7 +298,7 @@ def test_what_another_device_left_does_not_count(shm: Path, bundle: Bundle) -> N
 
 
 def test_a_left_tensor_counts_once_when_its_model_comes_back(shm: Path, bundle: Bundle) -> None:
-    """As one of the copies: counted twice, it would exceed the limit."""
+    """A left tensor whose model comes back becomes a copy, and is not a left tensor any more."""
     store = start(shm)
     store.open(bundle, keep=True)
     killed(store)
@@ -304,7 +313,7 @@ def test_a_left_tensor_counts_once_when_its_model_comes_back(shm: Path, bundle: 
 
 
 def test_two_models_of_one_file_share_its_note(shm: Path, bundle: Bundle) -> None:
-    """It goes with the last of them."""
+    """Two models with the same file share its note, which is removed with the last of them."""
     store = start(shm)
     first, second = (store.open(bundle, keep=True) for _ in range(2))
     notes = shm / f"rsrv-weights-u{os.getuid()}" / LIVE
@@ -320,7 +329,7 @@ def test_two_models_of_one_file_share_its_note(shm: Path, bundle: Bundle) -> Non
 def test_the_end_of_the_server_removes_what_a_sleeping_runtime_left(
     shm: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its spare does so, and a runtime whose settings share nothing any more."""
+    """When the server ends, the tensors that a sleeping runtime left are removed, by its spare or by a runtime that shares no memory."""
     store = start(shm)
     store.open(bundle, keep=True)
     killed(store)
@@ -337,7 +346,10 @@ def test_the_end_of_the_server_removes_what_a_sleeping_runtime_left(
 def test_a_modest_process_takes_a_share_of_its_descriptors(
     shm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Sockets need some, too: further tensors are private."""
+    """With `modest`, only a share of the descriptors is used for tensors, because sockets need some as well.
+
+    Further tensors are private.
+    """
     monkeypatch.setattr(host_memory, "_MAX_MODEST", 1)
     memory = SharedMemory(shm, modest=True)
     blocks = [memory.place(digit * 64, np.zeros(large(0).nbytes, np.uint8)) for digit in "ab"]
@@ -350,7 +362,7 @@ def test_a_modest_process_takes_a_share_of_its_descriptors(
 
 
 def test_a_left_tensor_that_rsrv_did_not_make_is_not_used(shm: Path, bundle: Bundle) -> None:
-    """A process that insists on sharing refuses the model; a modest one has a private copy."""
+    """A left file that rsrv did not make is not used: the model is refused, or, with `modest`, it gets a private copy."""
     store = start(shm)
     digest = store.open(bundle, keep=True).tensors[0].key.digest
     killed(store)
@@ -365,7 +377,10 @@ def test_a_left_tensor_that_rsrv_did_not_make_is_not_used(shm: Path, bundle: Bun
 
 
 def test_a_note_names_its_file_by_all_that_the_system_tells(bundle: Bundle) -> None:
-    """A link to it is the same file until the link's making shows in the ctime."""
+    """A note names a file by all that the system reports about it, including its ctime.
+
+    A change of mode is therefore seen.
+    """
     file = WeightsFile(bundle)
     assert bundle.weights_file is not None
     assert WeightsFile.version_of(str(bundle.weights_file)) == file.version

@@ -35,7 +35,7 @@ def start_peer(shm: Path) -> Iterator[Callable[..., Peer]]:
 
 
 def filled(value: int, nbytes: int = LARGE) -> tuple[str, Bytes]:
-    """Return digest and bytes of the tensor that a peer's `place VALUE NBYTES` makes."""
+    """Return digest and bytes of the tensor that a peer makes for `place VALUE NBYTES`."""
     content = np.full(nbytes, value, np.uint8)
     return hashlib.sha256(content.data).hexdigest(), content
 
@@ -64,7 +64,7 @@ def mapping_of(array: np.ndarray[Any, Any]) -> str:
 
 @pytest.mark.parametrize("nbytes", [0, 1, 100, LARGE - 1, LARGE, LARGE + 1])
 def test_new_memory_is_aligned_and_of_the_requested_size(nbytes: int) -> None:
-    """To 64 bytes, so that jax uses it in place; from LARGE on to pages, which a GPU's driver locks."""
+    """Memory is aligned to 64 bytes, so that jax uses it in place, or to pages from LARGE on, because a GPU's driver locks pages."""
     memory = fresh(nbytes)
 
     assert memory.nbytes == nbytes
@@ -74,13 +74,13 @@ def test_new_memory_is_aligned_and_of_the_requested_size(nbytes: int) -> None:
 
 
 def test_more_memory_than_the_machine_has_is_an_error_with_a_remedy() -> None:
-    """The model fails to load; the runtime goes on."""
+    """A request for more memory than the machine has fails with a remedy. The runtime continues."""
     with pytest.raises(HostMemoryError, match="serve fewer models"):
         fresh(1 << 60)
 
 
 def test_private_memory_is_not_copied() -> None:
-    """It becomes read-only."""
+    """Private memory takes the array itself without a copy, and makes it read-only."""
     digest, content = filled(1)
 
     block = HostMemory().place(digest, content)
@@ -92,7 +92,7 @@ def test_private_memory_is_not_copied() -> None:
 def test_a_shared_tensor_is_one_file_for_all_and_gone_with_its_last_user(
     shm: Path, start_peer: Callable[..., Peer]
 ) -> None:
-    """Each process counts only its own uses."""
+    """All processes share one file of a tensor, which is removed with its last user. Each process counts its own uses."""
     peers = [start_peer(), start_peer()]
     assert peers[0].ask(f"place 1 {LARGE}") == "placed"
     made = inode(shm, 1)
@@ -106,7 +106,7 @@ def test_a_shared_tensor_is_one_file_for_all_and_gone_with_its_last_user(
 
 
 def test_a_shared_tensor_is_read_only(shm: Path) -> None:
-    """Through the mapping and through the file."""
+    """A shared tensor can be written neither through its mapping nor through its file."""
     block = place(SharedMemory(shm), 1)
 
     assert mapping_of(block.bytes).split()[1] == "r--s"
@@ -117,7 +117,7 @@ def test_a_shared_tensor_is_read_only(shm: Path) -> None:
 
 
 def test_a_view_outlives_the_release(shm: Path) -> None:
-    """Its memory is freed with the last view."""
+    """A view stays valid after its tensor was released. Its memory is freed with the last view."""
     memory = SharedMemory(shm)
     block = place(memory, 7)
     view = block.bytes.view(np.uint16)
@@ -132,13 +132,13 @@ def test_a_view_outlives_the_release(shm: Path) -> None:
 
 
 def test_small_tensors_stay_private(shm: Path) -> None:
-    """A file, a mapping and two descriptors cost more than sharing saves."""
+    """Small tensors are private. A file, a mapping and two descriptors would cost more than sharing saves."""
     assert place(SharedMemory(shm), 1, LARGE - 1).bytes.tolist() == [1] * (LARGE - 1)
     assert names(shm) == []
 
 
 def test_nothing_of_a_runtime_stays_open(shm: Path) -> None:
-    """Descriptors of the directory, of files that it made, and of files that it found."""
+    """After its end, a runtime leaves no descriptor open: of the directory, of files it made, or of files it found."""
     before = open_files()
     memory = SharedMemory(shm)
     blocks = [place(memory, 1), place(memory, 1), place(memory, 2)]
@@ -153,7 +153,7 @@ def test_nothing_of_a_runtime_stays_open(shm: Path) -> None:
 def test_a_restarted_runtime_uses_the_tensors_of_a_killed_one(
     shm: Path, start_peer: Callable[..., Peer]
 ) -> None:
-    """A file with a name is complete."""
+    """A restarted runtime uses the file of a killed one, because a file gets its name only when it is complete."""
     first = start_peer()
     assert first.ask(f"place 1 {LARGE}") == "placed"
     made = inode(shm, 1)
@@ -168,7 +168,7 @@ def test_a_restarted_runtime_uses_the_tensors_of_a_killed_one(
 
 
 def test_a_sweep_removes_only_unused_tensors(shm: Path, start_peer: Callable[..., Peer]) -> None:
-    """Tensors of any process and other files stay."""
+    """A sweep removes only tensors without a user. Tensors of any live process stay, and so do other files."""
     killed, alive = start_peer(), start_peer()
     assert killed.ask(f"place 1 {LARGE}") == "placed"
     assert alive.ask(f"place 2 {LARGE}") == "placed"
@@ -187,7 +187,7 @@ def test_a_sweep_removes_only_unused_tensors(shm: Path, start_peer: Callable[...
 def test_a_sweep_without_a_free_descriptor_removes_nothing(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading a directory takes one; it is not an error."""
+    """A sweep without a free descriptor, which reading a directory needs, removes nothing and does not fail."""
     memory = SharedMemory(shm)
 
     def refuse(_: object) -> list[str]:
@@ -201,7 +201,7 @@ def test_a_sweep_without_a_free_descriptor_removes_nothing(
 def test_a_publisher_that_is_killed_before_the_link_leaves_nothing(
     shm: Path, start_peer: Callable[..., Peer]
 ) -> None:
-    """The file has no name yet, so the kernel frees it with its process."""
+    """If a process is killed before its new file has a name, the kernel frees the file."""
     peer = start_peer()
     peer.ask("pause link")
     assert peer.ask(f"place 1 {LARGE}") == "at link"
@@ -214,7 +214,7 @@ def test_a_publisher_that_is_killed_before_the_link_leaves_nothing(
 def test_the_slower_of_two_publishers_uses_the_file_of_the_other(
     shm: Path, start_peer: Callable[..., Peer]
 ) -> None:
-    """Both have filled a file; one of them gets the name."""
+    """Two processes have filled a file for the same tensor. One file gets the name, and both use it."""
     slow, fast = start_peer(), start_peer()
     slow.ask("pause link")
     assert slow.ask(f"place 1 {LARGE}") == "at link"
@@ -232,7 +232,10 @@ def test_the_slower_of_two_publishers_uses_the_file_of_the_other(
 def test_a_file_that_is_removed_between_opening_and_locking_is_made_again(
     shm: Path, start_peer: Callable[..., Peer]
 ) -> None:
-    """The lock alone does not suffice: a file without a name can be locked, too."""
+    """A file is removed after another process has opened it and before it has locked it. The other process makes a new file.
+
+    The lock alone does not suffice, because a file without a name can be locked as well.
+    """
     leaving, coming = start_peer(), start_peer()
     assert leaving.ask(f"place 1 {LARGE}") == "placed"
     coming.ask("pause flock")
@@ -250,7 +253,7 @@ def test_a_file_that_is_removed_between_opening_and_locking_is_made_again(
 def test_a_new_user_does_not_wait_for_views_after_the_release(
     shm: Path, start_peer: Callable[..., Peer]
 ) -> None:
-    """Views keep the memory and the open file, but must not keep its lock."""
+    """A new user does not wait until the views of a released tensor are freed. They keep the memory, but not the lock."""
     leaving, coming = SharedMemory(shm), start_peer()
     block = place(leaving, 1)
     view = block.bytes[:1]
@@ -267,14 +270,17 @@ def test_a_new_user_does_not_wait_for_views_after_the_release(
 def test_a_new_user_during_the_removal_waits_and_makes_the_file_again(
     shm: Path, start_peer: Callable[..., Peer]
 ) -> None:
-    """The last user has the exclusive lock and has not yet removed the name."""
+    """A new user comes while the last user, with the exclusive lock, removes the file.
+
+    The new user waits and makes the file again.
+    """
     leaving, coming = start_peer(), start_peer()
     assert leaving.ask(f"place 1 {LARGE}") == "placed"
     leaving.ask("pause unlink")
     assert leaving.ask("release") == "at unlink"
     coming.ask("pause flock")
     assert coming.ask(f"place 1 {LARGE}") == "at flock"
-    # It has opened the file; the result is the same if it requests the lock before or after the removal.
+    # The new user has opened the file. The result is the same whether it locks the file before or after the removal.
     coming.say("go")
     assert leaving.ask("go") == "released"
 
@@ -286,7 +292,7 @@ def test_a_new_user_during_the_removal_waits_and_makes_the_file_again(
 def test_a_process_killed_during_the_removal_blocks_no_other(
     shm: Path, start_peer: Callable[..., Peer]
 ) -> None:
-    """The kernel drops its lock, and the file that it did not remove is used."""
+    """A process is killed while it removes a file. The kernel releases its lock, and the next process uses the file."""
     leaving, coming = start_peer(), start_peer()
     assert leaving.ask(f"place 1 {LARGE}") == "placed"
     made = inode(shm, 1)
@@ -300,7 +306,7 @@ def test_a_process_killed_during_the_removal_blocks_no_other(
 
 
 def test_a_sweep_does_not_remove_a_new_file(shm: Path, start_peer: Callable[..., Peer]) -> None:
-    """A file is locked before it has a name, so a sweep never takes it for unused."""
+    """A sweep does not remove a new file, because it is locked before it gets its name."""
     publisher = start_peer()
     publisher.ask("pause link")
     assert publisher.ask(f"place 1 {LARGE}") == "at link"
@@ -313,7 +319,10 @@ def test_a_sweep_does_not_remove_a_new_file(shm: Path, start_peer: Callable[...,
 
 
 def test_a_name_that_was_given_to_another_file_is_not_removed(shm: Path) -> None:
-    """An operator emptied the directory, and another runtime made the tensor again."""
+    """A process does not remove a name that belongs to another file.
+
+    An operator has emptied the directory, and another runtime has made the tensor again.
+    """
     first, second = SharedMemory(shm), SharedMemory(shm)
     old = place(first, 1)
     (first.path / filled(1)[0]).unlink()
@@ -341,7 +350,7 @@ def test_a_name_that_was_given_to_another_file_is_not_removed(shm: Path) -> None
 def test_an_error_of_the_system_has_a_remedy(
     shm: Path, monkeypatch: pytest.MonkeyPatch, code: int, remedy: str
 ) -> None:
-    """No incomplete file stays, and no descriptor leaks."""
+    """An error of the operating system is reported with a remedy. No incomplete file and no descriptor is left."""
     memory = SharedMemory(shm)
     before = open_files()
 
@@ -358,7 +367,7 @@ def test_an_error_of_the_system_has_a_remedy(
 
 
 def test_a_mapping_that_is_refused_leaves_no_file(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file already has its name when it is mapped."""
+    """If a new file cannot be mapped, it is removed, although it already has its name."""
     memory = SharedMemory(shm)
     before = open_files()
 
@@ -374,7 +383,7 @@ def test_a_mapping_that_is_refused_leaves_no_file(shm: Path, monkeypatch: pytest
 
 
 def test_the_directory_is_closed_to_others(shm: Path) -> None:
-    """The umask of the process makes no difference."""
+    """The directory and its files are closed to other users, whatever the umask of the process is."""
     old = os.umask(0o777)
     try:
         memory = SharedMemory(shm)
@@ -389,7 +398,7 @@ def test_the_directory_is_closed_to_others(shm: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o750, 0o702])
 def test_a_directory_that_others_can_enter_is_refused(shm: Path, mode: int) -> None:
-    """Another user could put a file there under any name."""
+    """A directory that other users can enter is refused. They could put any file there."""
     path = SharedMemory(shm).path
     path.chmod(mode)
 
@@ -398,7 +407,7 @@ def test_a_directory_that_others_can_enter_is_refused(shm: Path, mode: int) -> N
 
 
 def test_another_users_directory_is_refused(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another user made it first, under this user's name."""
+    """A directory of another user, who made it under this user's name, is refused."""
     uid = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: uid)
 
@@ -407,7 +416,7 @@ def test_another_users_directory_is_refused(shm: Path, monkeypatch: pytest.Monke
 
 
 def test_a_link_in_the_directorys_place_is_refused(shm: Path, tmp_path: Path) -> None:
-    """It may lead anywhere."""
+    """A symbolic link in the place of the directory is refused, because it may lead anywhere."""
     (shm / f"rsrv-weights-u{os.getuid()}").symlink_to(tmp_path)
 
     with pytest.raises(HostMemoryError, match="off"):
@@ -416,7 +425,7 @@ def test_a_link_in_the_directorys_place_is_refused(shm: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("wrong", ["size", "mode", "pipe", "link"])
 def test_a_file_that_rsrv_did_not_make_is_refused(shm: Path, tmp_path: Path, wrong: str) -> None:
-    """Reading a file that is too short would kill the process."""
+    """A file that rsrv did not make is refused. For example, reading a file that is too short would kill the process."""
     memory = SharedMemory(shm)
     digest, content = filled(1)
     path = memory.path / digest
@@ -439,7 +448,10 @@ def test_a_file_that_rsrv_did_not_make_is_refused(shm: Path, tmp_path: Path, wro
 def test_shared_memory_by_default_leaves_half_of_it_to_triton(
     shm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Tensors that find no room are private, and one line says so; those that another runtime has placed are shared."""
+    """With `modest`, half of the shared memory stays free for Triton. Further tensors are private, and the log has one line.
+
+    Tensors that another runtime has placed are shared.
+    """
     generous, modest = SharedMemory(shm), SharedMemory(shm, modest=True)
     first = place(generous, 1)
     real = os.statvfs
@@ -465,7 +477,10 @@ def test_shared_memory_by_default_leaves_half_of_it_to_triton(
 def test_shared_memory_by_default_is_private_if_its_directory_is_not_safe(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A setting that asks for it fails instead."""
+    """By default, memory is private if the shared directory is not safe.
+
+    If the setting requires shared memory, this is an error.
+    """
 
     def refuse(parent: Path, *, owner: str, modest: bool) -> SharedMemory:
         raise HostMemoryError("remove it")

@@ -19,7 +19,7 @@ from tests.unit.runtime.weights import Array, bundle_of, check_counts, large, sm
 
 
 class Runtimes(RuleBasedStateMachine):
-    """Two runtimes on one /dev/shm, models that come, change residency and go, and processes that die."""
+    """Two runtimes on one /dev/shm. Models are added, removed and change residency, and processes die."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,11 +36,11 @@ class Runtimes(RuleBasedStateMachine):
             bundle_of(self.path, {f"w{i}": array for i, array in enumerate(arrays)}, f"b{index}")
             for index, arrays in enumerate(self.arrays)
         ]
-        #: of the second runtime: two large tensors and a small one
+        #: Limit of the second runtime's host copies: two large tensors and a small one.
         self.limit = 2 * large(1).nbytes + small(1).nbytes
         self.stores = [self.start(0), self.start(1)]
         self.models: list[list[tuple[HostWeights, list[Array]]]] = [[], []]
-        #: What the last killed process may have left.
+        #: Files that processes may have left when they were killed.
         self.left: set[str] = set()
         self.views: list[tuple[Array, Array]] = []
 
@@ -78,7 +78,7 @@ class Runtimes(RuleBasedStateMachine):
 
     @rule(runtime=st.integers(0, 1))
     def die(self, runtime: int) -> None:
-        """End as by SIGKILL: the kernel closes everything and removes nothing."""
+        """End a runtime as SIGKILL does: the kernel closes its files and removes none."""
         self.left |= self.held(runtime)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("rsrv.runtime.host_memory.os.unlink", _refuse)
@@ -106,7 +106,7 @@ class Runtimes(RuleBasedStateMachine):
         names = {path.name for path in self.path.glob("rsrv-weights-*/*")}
         held = self.held(0) | self.held(1)
         assert held <= names <= held | self.left
-        # Leftovers that were used again were removed with their last user.
+        # A file that is used again is removed with its last user, and is then not left any more.
         self.left &= names
         for read, expected in self.views:
             np.testing.assert_array_equal(read, expected)

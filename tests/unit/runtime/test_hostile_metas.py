@@ -59,7 +59,7 @@ class Peer:
             self.lane.receive(PATIENCE_S)
 
     def works(self, token: int) -> bool:
-        """Return whether a whole run works."""
+        """Return whether a run and its call are answered."""
         self.enter(token, request=1000)
         self.call(token, request=1001)
         wanted, well = {1000, 1001}, True
@@ -74,7 +74,7 @@ class Peer:
 
 @pytest.fixture
 def join(runtime: Runtime, doublings: dict[str, Path], tmp_path: Path) -> Callable[[], Peer]:
-    """Open one more connection of the same meta model."""
+    """Return a function that opens one more connection of the same meta model."""
     meta = write_meta(tmp_path / "meta", "def run(inputs, call): ...", ["a", "b"])
 
     def join() -> Peer:
@@ -127,7 +127,7 @@ MISDEEDS: dict[str, list[Deed]] = {
 def test_a_misbehaving_stub_of_a_meta_model_loses_its_connection_only(
     join: Callable[[], Peer], misdeeds: list[Deed]
 ) -> None:
-    """A misbehaving stub loses its connection and its runs; others are served, as many as before."""
+    """A stub that misbehaves loses its connection and its runs. The other stub's runs find all places free."""
     other, culprit = join(), join()
     assert culprit.works(50)
 
@@ -161,7 +161,7 @@ CONFUSED: dict[str, list[Deed]] = {
 
 @pytest.mark.parametrize("deeds", CONFUSED.values(), ids=CONFUSED.keys())
 def test_confused_messages_of_a_stub_harm_no_other(join: Callable[[], Peer], deeds: list[Deed]) -> None:
-    """Confused messages are answered or ignored, others are served, and nothing stays when the stub goes."""
+    """Messages in a senseless order are answered or ignored, other stubs are served, and the stub's end leaves nothing."""
     other, confused = join(), join()
 
     for deed in deeds:
@@ -191,11 +191,11 @@ def test_calls_of_a_run_that_is_not_let_in_are_not_kept_without_end(
 
 
 def test_what_calls_under_way_will_keep_counts_already(join: Callable[[], Peer], runtime: Runtime) -> None:
-    """Memory that calls in progress will keep counts: the second of two calls gets QUEUE_FULL."""
+    """Memory that a call in progress will keep is reserved at once, so a second such call gets QUEUE_FULL."""
     peer = join()
     for step in (ENTER, HEAR):
         step(peer)
-    runtime.device.memory_limit = 1000  # Runs may keep 50 of these; four rows take 48.
+    runtime.device.memory_limit = 1000  # Runs may keep 50 bytes of this memory, and four rows take 48.
     runtime.device.gate.clear()
 
     peer.call(7, rows=4, outputs=[Spot(1, 0, 5)])
@@ -209,7 +209,7 @@ def test_what_calls_under_way_will_keep_counts_already(join: Callable[[], Peer],
 
 
 def test_a_call_that_fails_keeps_nothing(join: Callable[[], Peer], runtime: Runtime) -> None:
-    """A call that fails keeps no memory, and its number is free for the next one."""
+    """A call that fails keeps no memory, and the number of its output can be used again."""
     peer = join()
     for step in (ENTER, HEAR):
         step(peer)
@@ -227,7 +227,10 @@ def test_a_call_that_fails_keeps_nothing(join: Callable[[], Peer], runtime: Runt
 def test_a_connection_ends_while_the_scheduler_expires_its_runs(
     join: Callable[[], Peer], runtime: Runtime
 ) -> None:
-    """The first event of the connection's end expires a waiting run whose own end is still to be handled."""
+    """While a connection's end is handled, the scheduler expires its waiting run.
+
+    Handling the end of this run does not fail.
+    """
     other, leaving = join(), join()
     deadline_s = time.monotonic() + 100
     leaving.enter(7, 8, 9, deadline_ns=int(deadline_s * 1e9))
@@ -249,7 +252,7 @@ def test_a_connection_ends_while_the_scheduler_expires_its_runs(
 
 
 def test_a_token_is_good_for_the_models_that_its_meta_model_calls() -> None:
-    """A token is valid for its meta model's callees, in any version, once its run is admitted."""
+    """A token is valid while its run is admitted, and for the callees of its meta model, in any version."""
     group = Registration("meta@1", "meta", "d1", ("a@1",), {}, is_meta=True, calls=("a",))
     runs = Runs()
     connection: Any = object()

@@ -34,7 +34,7 @@ class Client:
         return good._replace(**changes)
 
     def read_on(self) -> None:
-        """Read until the connection is closed, which raises."""
+        """Read until the connection is closed, which raises Closed."""
         while True:
             self.lane.receive(PATIENCE_S)
 
@@ -96,7 +96,7 @@ def test_a_misbehaving_stub_loses_its_connection_only(
     ],
 )
 def test_a_registration_without_sense_is_refused(runtime: Runtime, body: dict[str, object]) -> None:
-    """A malformed registration closes the connection; one of a missing model is rejected with a reason."""
+    """A malformed registration closes the connection. A registration that names an unknown model by its key is rejected."""
     greeted = runtime.request_model(**body)
 
     if "key" in body:
@@ -127,7 +127,10 @@ def test_a_stranger_is_turned_away_at_the_greeting(runtime: Runtime, doubling: P
 def test_a_stub_of_another_version_learns_what_to_do(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The runtime disconnects the stub after its greeting, by which the stub's own error names both versions and the remedy."""
+    """The runtime sends its greeting to a stub of another version, and disconnects it.
+
+    With the greeting, the stub makes an error that names both versions and the remedy.
+    """
     sock = connect(runtime.socket)
     send(sock, frames.pack_json(Kind.HELLO, {"magic": frames.MAGIC, "version": 1}))
     receiver = Receiver(sock)
@@ -144,9 +147,10 @@ def test_a_stub_of_another_version_learns_what_to_do(
 
 
 def test_stubs_that_die_before_their_answers_disturb_no_other(runtime: Runtime, doubling: Path) -> None:
-    """Stubs that die before their answers leave others served, in any order of the two ends."""
+    """Stubs that die before their answers do not disturb others, in any order of the stub's end and the execution's end."""
     other = Client(runtime, doubling)
-    runtime.device.seconds = 0.01  # executed on the device's thread, so that they can meet
+    # The device's thread executes, so that both ends can happen at the same time.
+    runtime.device.seconds = 0.01
     for _ in range(50):
         culprit = Client(runtime, doubling)
         culprit.lane.submit([culprit.submission(id=i) for i in range(5)])
@@ -156,7 +160,7 @@ def test_stubs_that_die_before_their_answers_disturb_no_other(runtime: Runtime, 
 
 
 def test_a_stub_that_dies_with_requests_in_flight_disturbs_no_other(runtime: Runtime, doubling: Path) -> None:
-    """If a stub dies, its requests end, and their memory lives until the device is done."""
+    """If a stub dies, its requests end. Their memory is freed only after the device has used it."""
     other, culprit = Client(runtime, doubling), Client(runtime, doubling)
     runtime.device.gate.clear()
     culprit.lane.submit([culprit.submission(id=i) for i in range(20)])
@@ -167,7 +171,7 @@ def test_a_stub_that_dies_with_requests_in_flight_disturbs_no_other(runtime: Run
 
 
 def test_a_stub_that_does_not_read_stalls_no_other(start_runtime: StartRuntime, doubling: Path) -> None:
-    """Completions of a stub that does not read wait in the runtime, while others get theirs."""
+    """Completions for a stub that does not read wait in the runtime, while other stubs get theirs."""
     runtime = start_runtime(load_settings("scheduler: {max_queue_depth: 10000}"))
     other, lazy = Client(runtime, doubling), Client(runtime, doubling)
     for start in range(0, 4000, 500):
@@ -181,7 +185,7 @@ def test_a_stub_that_does_not_read_stalls_no_other(start_runtime: StartRuntime, 
 
 
 def test_a_descriptor_that_is_no_memory_closes_the_connection(runtime: Runtime) -> None:
-    """A descriptor that is not sealed memory closes the connection, and is closed itself."""
+    """A second descriptor for the same segment closes the connection."""
     greeted = runtime.open()
     fd = create_sealed(4096, "twice")
     send(greeted.sock, frames.pack_ids(Kind.SEGMENT, [0]), [fd])
@@ -209,7 +213,7 @@ def test_a_deadline_that_is_years_away_does_not_end_the_runtime(runtime: Runtime
 
 
 def test_a_peer_that_asks_and_does_not_read_is_given_up(runtime: Runtime, doubling: Path) -> None:
-    """A peer that asks without reading is disconnected, because each answer holds a descriptor."""
+    """A peer that sends commands without reading the answers is disconnected, because each answer holds a descriptor."""
     other = Client(runtime, doubling)
     greeted = runtime.open()
     before = len(open_files())
@@ -226,7 +230,7 @@ def test_a_peer_that_asks_and_does_not_read_is_given_up(runtime: Runtime, doubli
 
 
 def test_segments_without_end_close_their_connection(runtime: Runtime, doubling: Path) -> None:
-    """A connection with too many segments is closed, because mappings are limited."""
+    """A connection with too many segments is closed, because a process has a limited number of mappings."""
     other, culprit = Client(runtime, doubling), Client(runtime, doubling)
     fd = create_sealed(4096, "one of many")
     culprit.lane.sock.setblocking(True)
@@ -243,7 +247,7 @@ def test_segments_without_end_close_their_connection(runtime: Runtime, doubling:
 
 
 def test_address_space_without_end_closes_its_connection(runtime: Runtime, doubling: Path) -> None:
-    """A connection that maps too much address space is closed."""
+    """A connection whose segments take too much address space is closed."""
     other, culprit = Client(runtime, doubling), Client(runtime, doubling)
     for id in (10, 11):
         fd = create_sealed(600 << 30, "hollow")
@@ -261,9 +265,9 @@ def test_connections_without_end_wait_outside(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Connections get half of the descriptors, and the log says which limit to raise.
+    """Connections get half of the descriptors. Further ones wait, and the log says which limit to raise.
 
-    Open connections are served, and a free place is taken again.
+    Open connections are served. When one closes, a waiting connection takes its place.
     """
     caplog.set_level("INFO")
     monkeypatch.setattr("rsrv.runtime.transport.resource.getrlimit", lambda of: (256 + 40, 256 + 40))

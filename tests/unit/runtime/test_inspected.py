@@ -45,7 +45,7 @@ def test_a_bundle_that_crashes_the_parser_is_refused_and_the_others_are_served(
 def test_the_inspector_ends_when_nothing_is_built(
     start_runtime: StartRuntime, inspector: Inspector, doubling: Path
 ) -> None:
-    """The process ends when nothing is built, because models need its memory."""
+    """The inspector's process ends when nothing is built, because models need its memory."""
     runtime = start_runtime(inspector=inspector)
     client = Client(runtime, doubling)
     wait_until(lambda: inspector._child is None)
@@ -55,7 +55,7 @@ def test_the_inspector_ends_when_nothing_is_built(
 def test_a_module_that_is_exchanged_while_it_is_read_is_not_compiled(
     start_runtime: StartRuntime, inspector: Inspector, doubling: Path, tmp_path: Path
 ) -> None:
-    """The runtime compiles exactly the inspected module, or rejects the bundle."""
+    """A module that is replaced after its inspection is not compiled: the runtime rejects the bundle."""
     bundle = shutil.copytree(doubling, tmp_path / "bundle")
     module = bundle / "model.b8.mlir"
 

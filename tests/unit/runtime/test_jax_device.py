@@ -29,7 +29,10 @@ from tests.unit.runtime.conftest import build_here
 def test_a_container_that_cannot_see_the_machines_card_serves_from_the_cpu_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The driver shows its cards in every container, also in those that shall not use them."""
+    """In a container without the machine's card, the runtime serves from the CPU, and the log has a warning.
+
+    The driver shows the machine's cards in each container, also in those that may not use them.
+    """
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(cuda, "CARD_SIGNS", ())
@@ -42,7 +45,7 @@ def test_a_container_that_cannot_see_the_machines_card_serves_from_the_cpu_with_
 
 
 def test_a_built_model_computes_at_every_size(doubling: Path) -> None:
-    """Each executable computes on the uploaded weights; freed weights are gone at once."""
+    """Each executable computes with the uploaded weights. Freed weights cannot be used."""
     device = JaxDevice("cpu")
     model = build_here(doubling, device)
     assert model.weights is not None
@@ -62,7 +65,7 @@ def test_a_built_model_computes_at_every_size(doubling: Path) -> None:
 
 
 def test_the_interface_says_what_the_modules_take(doubling: Path) -> None:
-    """The interface has open batch axes and compiled extents."""
+    """A model's interface has -1 for batch axes, and the compiled extents of the other axes."""
     bundle = read_bundle(doubling)
 
     interface = describe(bundle, check_signatures(bundle))
@@ -86,7 +89,7 @@ def tensors(count: int, failing: Exception | None = None) -> Iterator[Array]:
 
 
 def test_an_upload_brings_every_tensor_in_order() -> None:
-    """Tensors are uploaded in order while the iterator is read, and are unusable after freeing."""
+    """Tensors are uploaded in the order of the iterator, and cannot be used after they were freed."""
     device = JaxDevice("cpu")
 
     buffers = device.upload(tensors(5))
@@ -98,9 +101,9 @@ def test_an_upload_brings_every_tensor_in_order() -> None:
 
 
 def test_an_upload_that_ends_early_leaves_nothing() -> None:
-    """An upload that is abandoned, or whose source fails, leaves nothing."""
+    """An upload that is abandoned, or whose source fails, leaves no array."""
     device = JaxDevice("cpu")
-    gc.collect()  # Garbage arrays of another test would vanish during this one.
+    gc.collect()  # Garbage of another test would be freed during this one.
     before = len(jax.live_arrays())
     for given_up_at in (0, 2, 5):
         answers = iter([False] * given_up_at + [True])
@@ -113,9 +116,9 @@ def test_an_upload_that_ends_early_leaves_nothing() -> None:
 
 
 def test_an_upload_reads_what_it_moves_as_it_goes() -> None:
-    """The source is read tensor by tensor as the transfers proceed."""
+    """An upload reads the next tensor from its source after it has transferred the one before."""
     device = JaxDevice("cpu")
-    gc.collect()  # Garbage arrays of another test would vanish during this one.
+    gc.collect()  # Garbage of another test would be freed during this one.
     before = len(jax.live_arrays())
     there: list[int] = []
 
@@ -134,9 +137,9 @@ ENDLESS = (1 << 46,)
 
 
 def test_an_upload_without_room_says_so_and_leaves_nothing() -> None:
-    """An upload without room raises OutOfMemory, and frees the tensors before it."""
+    """An upload without room raises OutOfMemory, and frees the tensors that it has uploaded."""
     device = JaxDevice("cpu")
-    gc.collect()  # Garbage arrays of another test would vanish during this one.
+    gc.collect()  # Garbage of another test would be freed during this one.
     before = len(jax.live_arrays())
 
     with pytest.raises(OutOfMemory):
@@ -180,7 +183,7 @@ def test_the_scratch_of_an_execution_is_what_it_takes_beside_its_weights(doublin
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (1000, 33), (1024, 512)])
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, jnp.bfloat16])
 def test_an_upload_to_a_cpu_is_one_copy(shape: tuple[int, ...], dtype: type) -> None:
-    """An upload to a CPU copies once, and does not use the mapping of the file."""
+    """An upload to a CPU makes one copy, and does not use the file's mapping itself."""
     device = JaxDevice("cpu")
     source: Array = np.full(shape, 3, dtype)
     source.flags.writeable = False
@@ -245,7 +248,7 @@ def test_freed_memory_goes_back_to_the_system(rounds: int, sizes: list[int]) -> 
 
 
 def watch_blocks(monkeypatch: pytest.MonkeyPatch) -> list[ref[allocation.Bytes]]:
-    """Return the blocks that uploads to a CPU allocate from now on."""
+    """Return a list that gets each block that an upload to a CPU allocates."""
     allocate, blocks = allocation.aligned, list[ref[allocation.Bytes]]()
 
     def aligned(nbytes: int, *, huge_pages: bool = False) -> allocation.Bytes:
@@ -258,7 +261,7 @@ def watch_blocks(monkeypatch: pytest.MonkeyPatch) -> list[ref[allocation.Bytes]]
 
 
 def test_a_tensor_that_takes_anothers_place_takes_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replacing tensor takes the memory of the replaced one during an upload; the rest is freed."""
+    """An upload reuses the memory of tensors of equal size that were freed for it. Memory that it does not need is freed."""
     device, blocks = JaxDevice("cpu"), watch_blocks(monkeypatch)
     sizes = [1 << 18, 1 << 18, 1 << 19]
     first = device.upload(np.full(size, 1, np.float32) for size in sizes)
@@ -351,7 +354,10 @@ def test_an_execution_whose_outputs_all_stay_on_the_device_does_not_fail_unnotic
     ],
 )
 def test_only_an_error_that_ends_the_context_loses_the_device(name: str, ends: bool) -> None:
-    """After another error, the other models still execute."""
+    """Only an error of CUDA that ends the context loses the device.
+
+    After another error, the device executes other models.
+    """
     lost: list[str] = []
     device = JaxDevice("cpu", lost=lost.append)
 
@@ -365,7 +371,10 @@ def test_only_an_error_that_ends_the_context_loses_the_device(name: str, ends: b
 
 
 def test_an_upload_that_the_host_has_no_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, the kernel would kill a process. Few bytes are not worth a check of the memory."""
+    """An upload to a CPU is refused if the host has no room, because the kernel would kill a process.
+
+    Before a small upload, the memory is not checked.
+    """
     device = JaxDevice("cpu")
     monkeypatch.setattr("rsrv.runtime.device_transfers.spare_memory", lambda: 1 << 20)
 
@@ -380,7 +389,10 @@ def test_an_upload_that_the_host_has_no_room_for_is_refused(monkeypatch: pytest.
 
 
 def test_weights_that_were_evicted_for_an_upload_leave_it_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, the next upload may use their memory, which is freed if the host has no room beside it."""
+    """On a CPU, an upload may use the memory of evicted weights.
+
+    If the host has no room beside them, they are freed first.
+    """
     device, blocks = JaxDevice("cpu"), watch_blocks(monkeypatch)
 
     def spare() -> int:
@@ -393,7 +405,7 @@ def test_weights_that_were_evicted_for_an_upload_leave_it_room(monkeypatch: pyte
 
 
 def test_a_cpu_has_executed_when_the_launch_returns(tmp_path: Path) -> None:
-    """On a CPU, the launch contains the execution, and its seconds count."""
+    """On a CPU, the execution has ended when the launch returns. Its time is a part of the reported seconds."""
     export_bundle(
         lambda params, x: {"y": jax.lax.fori_loop(0, 60, lambda _, y: jnp.tanh(y @ params["w"]), x)},
         {"w": np.eye(256, dtype=np.float32)},
@@ -415,7 +427,7 @@ def test_a_cpu_has_executed_when_the_launch_returns(tmp_path: Path) -> None:
 
 
 def test_a_profile_is_in_its_directory_when_it_ends(doubling: Path, tmp_path: Path) -> None:
-    """A profile is in its directory when it ends, and each has its own."""
+    """When a profile ends, its file is in its own directory."""
     device = JaxDevice("cpu")
     for name in ("first", "second"):
         directory = tmp_path / name

@@ -1,4 +1,4 @@
-"""Variables of the server's shell that would change what jax and XLA do."""
+"""Variables in the server's environment that would change what jax and XLA do."""
 
 import os
 
@@ -8,7 +8,10 @@ from rsrv.runtime.jax_environment import XlaFlagsError, check_xla_flags, drop_ja
 
 
 def test_variables_for_debugging_do_not_reach_jax() -> None:
-    """JAX_DISABLE_JIT would fail all models, and JAX_DEBUG_NANS each answer with a NaN. The choice of devices stays."""
+    """jax gets no debugging variables. JAX_DISABLE_JIT would fail all models, JAX_DEBUG_NANS each answer with a NaN.
+
+    The choice of devices and XLA's flags stay.
+    """
     environment = {
         "JAX_DISABLE_JIT": "1",
         "JAX_PLATFORMS": "cpu",
@@ -32,7 +35,10 @@ def test_variables_for_debugging_do_not_reach_jax() -> None:
     ],
 )
 def test_flags_that_would_end_each_runtime_are_refused_with_the_reason(flags: str, reason: str) -> None:
-    """XLA ends a process at the first compilation, so each runtime would die, and its models would stay cold."""
+    """Flags that XLA does not accept are refused with the reason.
+
+    XLA would end each runtime at its first compilation, and the models would stay cold.
+    """
     with pytest.raises(
         XlaFlagsError, match=f"XLA_FLAGS in the environment of tritonserver cannot be used: {reason}"
     ):
@@ -40,5 +46,5 @@ def test_flags_that_would_end_each_runtime_are_refused_with_the_reason(flags: st
 
 
 def test_flags_that_xla_knows_are_accepted() -> None:
-    """Operators may tune XLA."""
+    """Flags that XLA accepts are allowed, because operators may tune XLA."""
     check_xla_flags({**os.environ, "XLA_FLAGS": "--xla_cpu_enable_fast_math=false"})

@@ -1,4 +1,4 @@
-"""Modules that earlier runtimes parsed and compiled: neither is done again, and damage costs only time."""
+"""Modules that earlier runtimes parsed and compiled are not parsed or lowered again. A damaged file only costs time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rsrv_bundle.modules import check_signatures
 from tests.builders import export_sums
 from tests.logged import logged_here
 
-#: makes a device three times, each with what the former has left: the second lowers no module, and the third finds damage;
-#: also a loaded executable takes the memory of a model's state over
+#: Script that makes three devices, one after another, which use the same files. The second lowers no module. The third
+#: finds damaged entries. A loaded executable also updates a model's state in place.
 _THREE_DEVICES = """
 import hashlib, sys
 from pathlib import Path
@@ -76,9 +76,12 @@ print(counts()[0])
 
 @pytest.mark.long
 def test_known_executables_are_loaded_without_lowering_their_modules(tmp_path: Path, doubling: Path) -> None:
-    """The answers of each are right, also when what the cache has cannot be loaded, and the modules are compiled again."""
+    """Executables that the cache has are loaded without lowering their modules. If an entry cannot be loaded, its module is compiled again.
+
+    The answers are right in all cases.
+    """
     (tmp_path / "cache").mkdir(mode=0o700)
-    # Modules of equal signatures, which share a placeholder.
+    # Its modules have the signatures of `doubling`, so both share a placeholder.
     tripling = tmp_path / "tripling"
     export_bundle(
         lambda params, x: {"y": 3 * x + params["w"]},
@@ -102,7 +105,7 @@ def test_known_executables_are_loaded_without_lowering_their_modules(tmp_path: P
 def test_known_modules_are_not_parsed(
     tmp_path: Path, doubling: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next runtime starts no process for parsing, and checks the bundle against the same signatures."""
+    """The next runtime starts no process to parse known modules, and checks the bundle against the same signatures."""
     bundle = read_bundle(doubling)
     with closing(Inspector(KnownModules(tmp_path / "known"))) as inspector:
         first = check_signatures(bundle, inspector)
@@ -119,7 +122,7 @@ def test_known_modules_are_not_parsed(
 
 
 def test_the_shortest_start_of_a_model_is_kept(tmp_path: Path) -> None:
-    """A start that is not much shorter takes no line of the file."""
+    """The shortest start of a model on a device is kept. A start that is not much shorter adds no line to the file."""
     known = KnownModules(tmp_path / "known")
     for seconds in (9.0, 0.5, 8.0, 0.4, 0.3):
         known.add_start("m@1", "cpu", seconds)
@@ -129,7 +132,7 @@ def test_the_shortest_start_of_a_model_is_kept(tmp_path: Path) -> None:
 
 
 def test_measured_costs_are_kept_for_the_same_model_and_device(tmp_path: Path) -> None:
-    """The next runtime has a model's costs of the same sizes; a cost that is not a duration is passed over."""
+    """The next runtime knows the costs of the same model on the same device. Costs that are not durations are ignored."""
     path = tmp_path / "known"
     known = KnownModules(path)
     known.add_costs("a@1", "here", {(0, 1): 0.25, (0, 4): 0.5})
@@ -145,9 +148,9 @@ def test_measured_costs_are_kept_for_the_same_model_and_device(tmp_path: Path) -
 
 
 def test_damaged_lines_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A line that a killed runtime left half written, and lines of another version, cost what they would have saved.
+    """Damaged lines, such as one that a killed runtime left incomplete, are ignored. Their modules are parsed again.
 
-    One line of the log counts them, and none takes another line with it.
+    The log has one line with their number, and the other lines of the file stay valid.
     """
     path = tmp_path / "known"
     known = KnownModules(path)
@@ -173,7 +176,7 @@ def test_damaged_lines_are_passed_over(tmp_path: Path, caplog: pytest.LogCapture
 def test_a_file_that_cannot_be_written_costs_only_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One line of the log says so, and the process goes on with what it knows."""
+    """If the file cannot be written, the log has one line, and the process uses what it knows."""
     known = KnownModules(tmp_path / "missing" / "known")
     known.add_entry("a", "here", "key")
     known.add_entry("b", "here", "key")

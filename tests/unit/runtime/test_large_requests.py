@@ -1,4 +1,4 @@
-"""Requests with more rows than the largest compiled size, against the real loop: they are submitted in parts."""
+"""Requests with more rows than the largest compiled size are submitted in parts. The tests use the real loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.unit.runtime.test_poison import HOSTILE, Server
 from tests.unit.runtime.watchers import Operator
 from tests.waiting import PATIENCE_S, wait_until
 
-#: Rows of a request of seven parts: the largest size of `doubling` is 8.
+#: Rows of a request with seven parts. The largest size of `doubling` is 8.
 ROWS = 53
 
 
@@ -44,7 +44,7 @@ def send(engine: Engine, rows: int = ROWS, **options: Any) -> FakeRequest:
 
 
 def hold_first_parts(runtime: Runtime, engine: Engine, **options: Any) -> FakeRequest:
-    """Send a large request whose first part executes while the next ones wait."""
+    """Send a large request, and wait until its first part executes and the next ones are queued."""
     runtime.device.executed.clear()
     runtime.device.gate.clear()
     request = send(engine, **options)
@@ -64,7 +64,7 @@ def test_any_number_of_rows_is_answered(runtime: Runtime, start_engine: StartEng
 
 
 def test_small_requests_of_the_same_batch_are_answered_as_well(start_engine: StartEngine) -> None:
-    """A batch of Triton with small and large requests, one of them without a part in it, is answered by replies."""
+    """A batch with small and large requests is answered completely, also if no part of a large one fits in it."""
     engine = start_engine()
     for counts in ([1, ROWS, 3], [ROWS, 20], [2, 1]):
         answers = ask(engine, *(FakeRequest({"x": ramp(rows)}) for rows in counts))
@@ -87,7 +87,7 @@ def collected_by_hand() -> Iterator[None]:
 def test_the_tensors_of_an_answered_request_are_free_at_once(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A large request is not in a cycle of references, in which its tensors would stay until Python collects garbage."""
+    """The tensors of a large request are freed at once after its answer, because it is in no cycle of references."""
     made: list[weakref.ref[LargeRequest]] = []
     begin = LargeRequest.begin
 
@@ -102,7 +102,7 @@ def test_the_tensors_of_an_answered_request_are_free_at_once(
 
 
 def test_hooks_see_the_whole_request(start_engine: StartEngine) -> None:
-    """Each hook is called once, with all rows."""
+    """For a large request, each hook is called once, with all rows."""
     seen: list[int] = []
 
     def note(arrays: dict[str, Array]) -> dict[str, Array]:
@@ -117,7 +117,7 @@ def test_hooks_see_the_whole_request(start_engine: StartEngine) -> None:
 def test_a_hook_that_refuses_the_request_lets_no_part_begin(
     runtime: Runtime, start_engine: StartEngine
 ) -> None:
-    """The client gets the hook's text."""
+    """If the hook of a large request raises BadInput, the client gets its text, and no part is executed."""
 
     def refuse(arrays: dict[str, Array]) -> dict[str, Array]:
         raise BadInput("too dark")
@@ -130,7 +130,7 @@ def test_a_hook_that_refuses_the_request_lets_no_part_begin(
 
 
 def test_other_requests_execute_between_the_parts(runtime: Runtime, engine: Engine) -> None:
-    """Only some parts are in the queue at a time, so a small request that comes later is answered long before the large one."""
+    """A small request is executed between the parts of a large one, because only some parts are queued at a time."""
     large = hold_first_parts(runtime, engine)
     small = send_one(engine)
     wait_until(lambda: queued("doubling") == MAX_PARTS)
@@ -141,7 +141,7 @@ def test_other_requests_execute_between_the_parts(runtime: Runtime, engine: Engi
 
 
 def test_the_first_failure_ends_the_request_and_its_other_parts(runtime: Runtime, engine: Engine) -> None:
-    """The client gets the failure of the first part, and the parts that wait do not execute."""
+    """If a part fails, the client gets this failure, and the waiting parts are not executed."""
     request = hold_first_parts(runtime, engine)
     runtime.device.fail = "the card is on fire"
     runtime.device.gate.set()
@@ -151,7 +151,7 @@ def test_the_first_failure_ends_the_request_and_its_other_parts(runtime: Runtime
 
 
 def test_a_client_that_cancels_ends_all_parts(runtime: Runtime, engine: Engine) -> None:
-    """The parts that wait are cancelled, and no further part is submitted."""
+    """If a client cancels a large request, its waiting parts are cancelled, and no further part is submitted."""
     request = hold_first_parts(runtime, engine)
     request.cancelled = True
     assert refused(answer_of(request), FakeError.CANCELLED, "cancelled")
@@ -162,7 +162,7 @@ def test_a_client_that_cancels_ends_all_parts(runtime: Runtime, engine: Engine) 
 
 
 def test_all_parts_have_the_deadline_of_the_request(runtime: Runtime, engine: Engine) -> None:
-    """When it passes, the request ends once, although its first part still executes."""
+    """When its deadline passes, a large request ends once, although its first part still executes."""
     request = hold_first_parts(runtime, engine, timeout_us=10**9)
     runtime.pass_time(2000.0)
     assert refused(answer_of(request), FakeError.UNAVAILABLE, "DEADLINE")
@@ -175,7 +175,7 @@ def test_all_parts_have_the_deadline_of_the_request(runtime: Runtime, engine: En
 def test_a_full_queue_refuses_a_large_request_only_at_its_first_part(
     start_runtime: StartRuntime, doubling: Path
 ) -> None:
-    """The first part takes a place in the queue, and the others follow. Another request finds the queue full."""
+    """If the first part of a large request is accepted, so are the others. Another request finds the queue full."""
     runtime = start_runtime(load_settings("scheduler: {max_queue_depth: 2}\nstub: {in_place_ms: 0}"))
     engine = make_engine(runtime, doubling)
     large = hold_first_parts(runtime, engine)
@@ -197,7 +197,7 @@ def test_parts_are_as_small_as_executions_may_be(start_runtime: StartRuntime, do
 def test_a_slow_answer_carries_the_number_of_its_first_part(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client can ask `rsrv why` about it."""
+    """The answer to a large request that was slow has the number of its first part, for `rsrv why`."""
     monkeypatch.setattr(FakePbUtils, "InferenceResponse", NewResponse)
     monkeypatch.setattr("rsrv.stub.engine._SLOW_S", 0.0)
     engine = start_engine()
@@ -205,7 +205,7 @@ def test_a_slow_answer_carries_the_number_of_its_first_part(
 
 
 def test_operators_see_one_request_with_its_parts(runtime: Runtime, engine: Engine) -> None:
-    """While it is in progress, by its client's id, and afterwards, by the number of its first part."""
+    """Operators see a large request as one request: by its client's id, and later by the number of its first part."""
     request = hold_first_parts(runtime, engine, id="ours")
     with Operator(runtime) as operator:
         (waiting,) = operator.do("find", request="ours")["requests"]
@@ -264,7 +264,7 @@ def send_hostile(server: Server) -> FakeRequest:
 def test_a_death_repeats_only_the_parts_without_an_answer(
     server: CountingServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next runtime executes the rest, and the parts of both runtimes make one answer."""
+    """After a runtime's death, only the parts without an answer are repeated. The parts of both runtimes make one answer."""
     answered, take = list[RowRange](), LargeRequest.take
 
     def note(large: LargeRequest, part: RowRange, outcome: Any) -> None:
@@ -286,7 +286,10 @@ def test_a_death_repeats_only_the_parts_without_an_answer(
 
 
 def test_a_part_that_ends_two_runtimes_ends_its_request(server: Server) -> None:
-    """The request fails, and so does a later one with a part of equal inputs, although its other rows differ."""
+    """If a part ends two runtimes, its request fails.
+
+    A later request with an equal part fails as well, whatever its other rows are.
+    """
     request = send_hostile(server)
     server.crash()
     server.executing.get(timeout=PATIENCE_S)
@@ -298,7 +301,7 @@ def test_a_part_that_ends_two_runtimes_ends_its_request(server: Server) -> None:
 
 
 def test_a_large_request_waits_as_a_whole_for_a_runtime(server: Server) -> None:
-    """A request that arrives while there is no runtime is submitted in parts to the next one."""
+    """A large request that arrives while there is no runtime is submitted in parts to the next one."""
     server.runtime.stop()
     request = FakeRequest({"x": ramp(ROWS)})
     wait_until(lambda: server.hostile.session.attachment is None)
@@ -324,7 +327,7 @@ async def async_run(inputs: dict[str, Array], call: Any) -> dict[str, Array]:
 def test_a_call_with_many_rows_is_executed_in_parts(
     runtime: Runtime, start_meta: StartMeta, run: Any
 ) -> None:
-    """A run gets all rows of its callees in their order, and no execution has more rows than the largest size."""
+    """A run calls a model with many rows. It gets all rows in their order, and no execution exceeds the largest size."""
     engine = start_meta(runtime, run)
     runtime.device.executed.clear()
     (answer,) = ask(engine, FakeRequest({"x": ramp(ROWS)}))
@@ -335,7 +338,7 @@ def test_a_call_with_many_rows_is_executed_in_parts(
 def test_a_buffer_that_is_filled_again_does_not_change_a_large_call_before(
     runtime: Runtime, start_meta: StartMeta
 ) -> None:
-    """All parts of a call have the inputs with which the run made it."""
+    """A run changes a buffer after a large call. All parts of the call have the inputs from before the change."""
 
     async def run(inputs: dict[str, Array], call: Any) -> dict[str, Array]:
         buffer = inputs["x"].copy()

@@ -1,4 +1,4 @@
-"""Bans from the loop: their conditions and ends, and their effect in an executor; the tests set the time."""
+"""Bans of models from the loop: when they begin and end, and their effect in an executor. The tests set the time."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def slow(bans: LoopBans, seconds: float, *moments: float, model: str = "m") -> l
 
 
 def test_a_single_slow_execution_bans_nothing() -> None:
-    """A single slow execution, as of a descheduled CPU, bans nothing, and neither do fast ones."""
+    """A single slow execution, as on a CPU that was busy, bans nothing, and neither do fast executions."""
     bans = LoopBans()
 
     assert slow(bans, 0.04, 0.0, 1.0) == [False, False]
@@ -58,7 +58,7 @@ def test_slow_executions_far_apart_ban_nothing() -> None:
 
 
 def test_a_model_that_comes_back_begins_without_slow_executions() -> None:
-    """An unloaded model's ban and slow executions are forgotten; the total stays."""
+    """If a model is unloaded, its ban and its slow executions are forgotten. The total number of bans stays."""
     bans = LoopBans()
     slow(bans, 1.0, 0.0)
     slow(bans, 0.08, 0.0, model="other")
@@ -74,7 +74,10 @@ def test_a_model_that_comes_back_begins_without_slow_executions() -> None:
 def test_the_loop_executes_a_banned_model_again_when_the_ban_ends(
     doubling: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each execution takes 40 ms in place of 0.1 ms: the third one moves the model to a thread, with a line of the log."""
+    """After three slow executions, the model is banned and a thread executes it, with a line of the log.
+
+    When the ban ends, the loop executes the model again. Each execution takes 40 ms, and 0.1 ms are expected.
+    """
     now = 0.0
 
     def compute(inputs: list[Array], weights: list[Array]) -> list[Array]:
@@ -88,7 +91,7 @@ def test_the_loop_executes_a_banned_model_again_when_the_ban_ends(
     executor = Executor(inbox, Activity(), lambda: now)
 
     def on_loop(number: int) -> bool:
-        """Execute once; return whether the loop did it."""
+        """Execute once. Return whether the loop executed."""
         dispatch = lay_out(model, number, 1, np.random.default_rng(0), 1e-4)
         executor.start(dispatch, device, depth=1, contended=False)
         short = executor.short is not None

@@ -1,4 +1,4 @@
-"""A runtime process as stubs start it: models that go leave no memory behind."""
+"""A runtime process as stubs start it. Models that are unloaded leave no memory behind."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ from tests.unit.bundle.forge import seal
 from tests.unit.runtime.metas import answer_of, assert_y, engine_of
 from tests.waiting import wait_until
 
-#: More of them compile more, and show no more.
+#: Number of different models. More would take more compilations and show nothing else.
 MODELS = 4
 
 
@@ -34,14 +34,14 @@ def products(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture
 def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
-    """Return a launcher of a runtime that ends with a fake tritonserver."""
-    # Not below tmp_path, because a socket's path is limited to 107 characters.
+    """Yield a launcher of a runtime that ends with a fake tritonserver."""
+    # The path is not below tmp_path, because a socket's path may have at most 107 characters.
     home = Path(tempfile.mkdtemp(prefix="rsrv-test-"))
     monkeypatch.setenv("RSRV_RUNTIME_DIR", str(home))
     monkeypatch.setenv("RSRV_RUNTIME_PYTHON", sys.executable)
     monkeypatch.setenv("RSRV_RUNTIME__COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("RSRV_CONTROL__ENABLED", "false")
-    # It comes after two quiet seconds, and takes a socket.
+    # A spare would start after two quiet seconds, and take a socket.
     monkeypatch.setenv("RSRV_RUNTIME__SPARE", "false")
     server = subprocess.Popen(["sleep", "infinity"])
     try:
@@ -58,7 +58,7 @@ def engine(launcher: Launcher, bundle: Path) -> Engine:
 
 
 def come_and_go(launcher: Launcher, bundle: Path, number: int) -> None:
-    """Load a model, ask it, and unload it; every third time with a request in flight."""
+    """Load a model, send requests, and unload it. For every third model, a request is in flight at the end."""
     stub = engine(launcher, bundle)
     for rows in (1, 3):
         x = question(number, rows)
@@ -74,7 +74,7 @@ def come_and_go(launcher: Launcher, bundle: Path, number: int) -> None:
 
 
 def at_rest(launcher: Launcher) -> Held:
-    """Return the runtime's figures when all models are gone, and the connections that asked for its status."""
+    """Return the runtime's numbers after all models and all connections for the status have ended."""
     pid = read_status(launcher.server_pid)["pid"]
     wait_until(lambda: not read_status(launcher.server_pid)["models"], what="the models' end")
     return settled(lambda: held(pid))
@@ -90,7 +90,7 @@ def at_rest(launcher: Launcher) -> Held:
 def test_models_that_come_and_go_leave_nothing(
     launcher: Launcher, products: list[Path], tmp_path: Path, rounds: int
 ) -> None:
-    """After many models have come and gone, memory, descriptors and threads are as after one round."""
+    """After many models were loaded and unloaded, memory, descriptors and threads are as after the first ones."""
     broken = Path(shutil.copytree(products[0], tmp_path / "broken"))
     (broken / "model.b4.mlir").write_bytes(b"ML\xefR no module at all")
     seal(broken)

@@ -1,4 +1,4 @@
-"""Meta models that call through Triton, and the tokens that prove whose sub-call a request is."""
+"""Meta models that call through Triton, and the tokens that prove to which run a sub-call belongs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ StartThrough = Callable[..., tuple[MetaEngine, FakeCallees]]
 
 @pytest.fixture
 def start_through(runtime: Runtime, start_meta: StartMeta, doublings: dict[str, Path]) -> StartThrough:
-    """Start a meta model, and the Triton through which it calls internal models: one stub each."""
+    """Return a function that starts a meta model and a fake Triton with a stub for each internal model."""
 
     def start(
         run: Run, calls: str = "ab", *, hooks: dict[str, Hooks] | None = None
@@ -64,7 +64,7 @@ def start_through(runtime: Runtime, start_meta: StartMeta, doublings: dict[str, 
 
 
 def claim(token: int, value: float = 1) -> FakeRequest:
-    """Return a request that claims to be a sub-call."""
+    """Return a request with the token of a run, as a sub-call has it."""
     return FakeRequest({"x": rows(1, value)}, parameters=with_token(token))
 
 
@@ -81,7 +81,7 @@ def test_calls_through_triton_give_the_same(start_through: StartThrough, run: Ru
     assert len(triton.tokens) == 40
     assert 0 not in triton.tokens
     assert len(set(triton.tokens)) == 20
-    # The answer leaves before the run does.
+    # The request is answered before its run ends.
     wait_until(lambda: status_of()["outcomes"]["answered"] == 20)
     assert status_of()["calls"] == 40
 
@@ -137,7 +137,7 @@ def test_failures_are_told_in_the_same_words_on_both_ways(
     code: str,
     text: str,
 ) -> None:
-    """A callee's refusals and its hooks' exceptions have the same code and text with both transports."""
+    """With both transports, a callee's refusals and the exceptions of its hooks have the same code and text."""
     runtime = start_runtime(load_settings(f"meta: {{transport: {transport}}}"))
     engines = {"a": model_engine(runtime, doublings["a"], hooks, internal=True)} if transport == "bls" else {}
     engine = start_meta(
@@ -204,7 +204,7 @@ def test_an_internal_model_serves_running_meta_models_only(
 def test_a_sub_call_with_a_later_deadline_ends_with_its_run(
     runtime: Runtime, start_engine: StartEngine, start_through: StartThrough
 ) -> None:
-    """A request that some other code makes with a run's token has the run's deadline, if its own is later."""
+    """A request with a run's token ends at the run's deadline, even if its own deadline is later."""
     pause = Pause()
     (engine, triton), plain = start_through(stopping(pause)), start_engine()
     one = request(timeout=1000)
@@ -251,7 +251,7 @@ def test_a_token_is_decimal_text(start_engine: StartEngine, parameter: str) -> N
 def test_a_clients_own_parameter_on_a_meta_model_means_nothing(
     runtime: Runtime, start_through: StartThrough
 ) -> None:
-    """A client's own token on a meta model is ignored: the run makes its own."""
+    """A token that a client sends to a meta model is ignored. The run gets its own token."""
     engine, triton = start_through(chain)
     (answer,) = ask(engine, claim(42))
     assert_y(answer, rows(1, 8))

@@ -1,4 +1,4 @@
-"""Sub-calls of meta models beside other requests and beside each other."""
+"""Sub-calls of meta models that wait for the device with other requests or with each other."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ class Log:
 def test_sub_calls_overtake_what_waits_and_take_it_along(
     start_runtime: StartRuntime, start_meta: StartMeta, doublings: dict[str, Path], discipline: str
 ) -> None:
-    """Sub-calls overtake waiting requests, and those of the same model share their execution."""
+    """A sub-call is executed before waiting requests of other models.
+
+    Waiting requests of its own model share its execution.
+    """
     log, pause = Log(), Pause()
     runtime = start_runtime(compute=log.compute)
     configure(runtime, {"discipline": discipline})
@@ -59,7 +62,7 @@ def test_sub_calls_overtake_what_waits_and_take_it_along(
     pause.reached()
     runtime.device.gate.clear()
     log.entries.clear()
-    # The first of d executes; then two of d wait, more urgent than anything, and two of b.
+    # The first request for d executes. Two for d wait, which are the most urgent ones, and two for b.
     requests = [request(8, 9), request(8, 9, 10, priority=1), request(8, 9, 10, priority=1)]
     threads = [send(d, *requests)]
     runtime.device.gate.wait_until_held()
@@ -83,7 +86,7 @@ def test_sub_calls_overtake_what_waits_and_take_it_along(
 def test_of_several_calls_side_by_side_the_oldest_goes_first_and_the_others_wait(
     start_runtime: StartRuntime, start_meta: StartMeta, doublings: dict[str, Path]
 ) -> None:
-    """Of many parallel calls, the oldest goes first, so that an urgent plain request is not locked out."""
+    """Only the oldest of many parallel calls is executed before other requests, so that these are not blocked by all of the calls."""
     log, pause = Log(), Pause()
     runtime = start_runtime(compute=log.compute)
     configure(runtime, {"discipline": "fifo"})
@@ -116,7 +119,7 @@ def test_of_several_calls_side_by_side_the_oldest_goes_first_and_the_others_wait
 
 
 def test_runs_share_executions(runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta) -> None:
-    """Runs of two meta models share an execution of their callee, and are charged by rows."""
+    """Runs of two meta models share an execution of their callee. Each is charged for its rows."""
     configure(runtime, {"meta_concurrency": 4})
     pause = Pause()
 
@@ -152,8 +155,9 @@ def test_runs_share_executions(runtime: Runtime, start_engine: StartEngine, star
 def test_runs_are_answered_whether_in_place_or_later(
     start_runtime: StartRuntime, start_meta: StartMeta
 ) -> None:
-    """Short runs are answered in place after some measurements, and slow ones later."""
-    # So long that a busy machine's runs count as short, too; before any measurement a run is expected to take 200 ms.
+    """After some runs have been measured, short runs are answered in place. Slow ones are answered later."""
+    # The limit is so long that runs are short even on a busy machine. A run that was not measured yet is expected to
+    # take 200 ms.
     runtime = start_runtime(load_settings("stub: {in_place_ms: 150}"))
     engine = start_meta(runtime, chain)
     ways: list[bool] = []
@@ -170,7 +174,7 @@ def test_runs_are_answered_whether_in_place_or_later(
         assert_y(answer, rows(1, 4 * n + 4))
     runtime.device.gate.clear()
     slow = [request(1, n) for n in range(2)]
-    assert engine.execute(slow) is None  # This takes a while.
+    assert engine.execute(slow) is None  # The device is held, so these runs are slow.
     runtime.device.gate.set()
     for n, one in enumerate(slow):
         assert_y(answer_of(one), rows(1, 4 * n + 4))

@@ -117,7 +117,7 @@ def test_user_code_that_goes_wrong_fails_its_request_only(
 
 
 def test_unawaited_calls_end_before_the_next_run(runtime: Runtime, start_meta: StartMeta) -> None:
-    """Calls that the run did not await end before the next run, and do not mix with its answers."""
+    """The calls that a run has not awaited end before the next run, and do not mix with its answers."""
 
     async def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         if inputs["x"][0, 0] == 100:
@@ -131,13 +131,13 @@ def test_unawaited_calls_end_before_the_next_run(runtime: Runtime, start_meta: S
         (answer,) = ask(engine, request())
         assert_y(answer, rows(1))
         assert_served(engine)
-    wait_until(lambda: status_of()["running"] == 0)  # The answer leaves before the run does.
+    wait_until(lambda: status_of()["running"] == 0)  # The request is answered before its run ends.
 
 
 def test_one_of_several_awaited_calls_fails_while_others_are_under_way(
     runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta
 ) -> None:
-    """If one of several awaited calls fails, the run ends after the others have ended."""
+    """If one of several awaited calls fails, the run ends only after the others have ended."""
 
     async def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         if inputs["x"][0, 0] == 100:
@@ -162,7 +162,7 @@ def test_one_of_several_awaited_calls_fails_while_others_are_under_way(
 
 
 def test_an_awaited_run_may_catch_a_failure_and_go_on(runtime: Runtime, start_meta: StartMeta) -> None:
-    """A run may catch a failed call, by gather's return_exceptions or a try, and continue."""
+    """A run may catch the failure of a call, with gather's return_exceptions or with `try`, and continue."""
 
     async def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         async def refused() -> Any:

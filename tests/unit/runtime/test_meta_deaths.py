@@ -1,4 +1,4 @@
-"""Runs of meta models that have begun outlive their runtime: the calls under way are repeated in the next one."""
+"""A meta model's run outlives its runtime: the next runtime repeats the calls that were in progress."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ from tests.unit.runtime.metas import (
 )
 from tests.waiting import wait_until
 
-#: text for a client whose run had a tensor on the device that is gone
+#: Part of the error that a client gets if its run kept a tensor on the device, and the runtime has ended.
 LOST = "a tensor that this request kept on the device"
 
 
 class Deaths:
-    """A meta model's runtimes, one after another."""
+    """The runtimes of a meta model, one after another."""
 
     def __init__(self, start: StartRuntime, settings: str = "") -> None:
         self._start = start
@@ -63,7 +63,7 @@ class Deaths:
         self.runtime.stop()
 
     def die_in_a_call(self) -> None:
-        """Have the runtime die while its device, which is held, executes."""
+        """Wait until the device, which is held, executes, and then let the runtime die."""
         self.runtime.device.gate.wait_until_held()
         self.die()
         self.runtime.device.gate.set()
@@ -72,9 +72,9 @@ class Deaths:
         self.runtime = self._start(self._settings, blackbox=box)
 
     def replace(self, engine: MetaEngine) -> None:
-        """Have the next runtime serve the engine's model after the death of this one."""
+        """End the runtime, start the next one, and wait until it serves the engine's model."""
         self.die()
-        # Until the engine notices the death it counts as ready.
+        # The engine seems to be ready until it notices the death.
         wait_until(lambda: engine.session.reading is None)
         self.come_back()
         wait_until(lambda: engine.session.reading)
@@ -87,7 +87,7 @@ def deaths(start_runtime: StartRuntime) -> Deaths:
 
 @both_kinds
 def test_runs_in_a_call_go_on_in_the_next_runtime(deaths: Deaths, start_meta: StartMeta, run: Run) -> None:
-    """Runs inside and runs that wait for admission are all answered, each once, and right."""
+    """After a runtime's death, runs in a call and runs that wait for admission are all answered once and correctly."""
     engine = start_meta(deaths.runtime, run)
     requests = [request(value=n) for n in range(5)]
     deaths.runtime.device.gate.clear()
@@ -107,7 +107,7 @@ def test_runs_in_a_call_go_on_in_the_next_runtime(deaths: Deaths, start_meta: St
 def test_the_memory_of_a_dead_runtimes_calls_is_freed_with_them(
     deaths: Deaths, start_meta: StartMeta, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shared memory is scarce, so lost calls and their connections must not wait for a garbage collection."""
+    """After a death, the memory of lost calls and connections is freed without a garbage collection, because it is scarce."""
     collect = gc.collect
     collect()
     gc.disable()
@@ -134,12 +134,12 @@ def test_the_memory_of_a_dead_runtimes_calls_is_freed_with_them(
 
 
 def count_memory_files() -> int:
-    """Return the number of segments of shared memory that this process maps."""
+    """Return how many segments of shared memory this process maps."""
     return sum("memfd:rsrv-tensors" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def test_a_run_between_calls_goes_on_with_its_results(deaths: Deaths, start_meta: StartMeta) -> None:
-    """Results of the dead runtime are inputs of the next one, and what was executed is not executed again."""
+    """A runtime dies between two calls of a run. The next one executes only the second call, with the first one's result."""
     pause = Pause()
     engine = start_meta(deaths.runtime, stopping(pause))
     one = request(value=3)
@@ -157,7 +157,7 @@ def test_a_run_between_calls_goes_on_with_its_results(deaths: Deaths, start_meta
 def test_a_run_that_was_just_let_in_begins_in_the_next_runtime(
     deaths: Deaths, start_meta: StartMeta, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The runtime that admitted it died before the run had a connection."""
+    """A runtime dies just after it has admitted a run, which has no connection yet. The run begins in the next runtime."""
     pause = Pause()
     engine = start_meta(deaths.runtime, stopping(pause))
     requests = [request(value=n) for n in range(3)]
@@ -184,7 +184,7 @@ def test_a_run_that_was_just_let_in_begins_in_the_next_runtime(
 
 
 def test_calls_in_parallel_are_repeated_as_they_were_sent(deaths: Deaths, start_meta: StartMeta) -> None:
-    """A buffer that the run fills again for the next call does not change the call before."""
+    """Parallel calls are repeated with the inputs that they were sent with, even if the run has filled its buffer again."""
 
     async def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         buffer, calls = np.zeros_like(inputs["x"]), []
@@ -210,7 +210,10 @@ def test_calls_in_parallel_are_repeated_as_they_were_sent(deaths: Deaths, start_
 def test_a_call_is_repeated_as_the_next_version_of_its_model_takes_it(
     start_runtime: StartRuntime, start_meta: StartMeta, tmp_path: Path, kind: str
 ) -> None:
-    """The runtime died while the bundles were exchanged. A call that does not fit the new version is refused."""
+    """A bundle is exchanged while its runtime dies.
+
+    The call is repeated with the new version, or refused if it does not fit.
+    """
     bundle, columns = tmp_path / "callee", 5 if kind == "other columns" else 3
 
     def compute(inputs: Any, weights: Any) -> list[Any]:
@@ -248,13 +251,13 @@ def test_a_call_is_repeated_as_the_next_version_of_its_model_takes_it(
 def test_a_run_goes_on_at_the_other_device(
     start_runtime: StartRuntime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """It does not wait for its own device's next runtime, and its tensors go there with it."""
+    """If a device's runtime dies, a run continues on the other device at once, and takes its tensors there."""
     pause, runtimes = Pause(), list[Runtime]()
     process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
     write_meta(tmp_path / "meta", "def run(inputs, call): ...", "ab")
 
     def open_session(device: int) -> Session:
-        # The next runtime takes the socket's path, so this one gets another one.
+        # The next runtime takes the socket's path, so this runtime's socket is renamed.
         runtime = start_runtime(devices=2)
         runtime.socket = runtime.socket.rename(runtime.socket.with_name(f"{device}.sock"))
         runtimes.append(runtime)
@@ -291,7 +294,10 @@ def test_a_run_goes_on_at_the_other_device(
 
 
 def keeping(pause: Pause, begun: list[float]) -> Run:
-    """Return `stopping` with the first result on the device; it notes its beginnings."""
+    """Return a run like `stopping` that keeps the first result on the device.
+
+    It adds its input to `begun` when it begins.
+    """
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         begun.append(inputs["x"][0, 0])
@@ -303,7 +309,10 @@ def keeping(pause: Pause, begun: list[float]) -> Run:
 
 
 def test_a_run_whose_tensor_is_gone_fails_with_the_reason(deaths: Deaths, start_meta: StartMeta) -> None:
-    """The client is told why, and may try again."""
+    """If a run's tensor was on the device of a dead runtime, the run fails.
+
+    The client gets the reason, and may try again.
+    """
     pause, begun = Pause(), list[float]()
     engine = start_meta(deaths.runtime, keeping(pause, begun))
     one = request()
@@ -320,7 +329,7 @@ def test_a_run_whose_tensor_is_gone_fails_with_the_reason(deaths: Deaths, start_
 
 
 def outlive(one: FakeRequest, engine: MetaEngine, deaths: Deaths, pause: Pause, *, times: int) -> None:
-    """Execute a request that pauses, and have its runtime die in each pause but the last, which are 1,000 s apart."""
+    """Execute a request that pauses. Its runtime dies in each pause except the last one. The deaths are 1,000 s apart."""
     passed = [0.0]
     engine._process.front._clock = lambda: time.monotonic() + passed[0]
     assert engine.execute([one]) is None
@@ -334,7 +343,10 @@ def outlive(one: FakeRequest, engine: MetaEngine, deaths: Deaths, pause: Pause, 
 
 
 def test_a_restartable_run_begins_again_once_for_each_death(deaths: Deaths, start_meta: StartMeta) -> None:
-    """It gets its inputs again, the client the right answer, and the time between two deaths does not count."""
+    """A restartable run begins again after each death with its inputs, and is answered correctly.
+
+    The time between two deaths is no part of the wait for a runtime.
+    """
     pause, begun = Pause(), list[float]()
     engine = start_meta(deaths.runtime, keeping(pause, begun), restartable=True)
     one = request(value=5)
@@ -347,7 +359,10 @@ def test_a_restartable_run_begins_again_once_for_each_death(deaths: Deaths, star
 def test_a_restartable_run_that_uses_another_runs_tensor_does_not_begin_again(
     deaths: Deaths, start_meta: StartMeta
 ) -> None:
-    """Its own runtime did not die, so beginning again would be in vain."""
+    """A restartable run that uses the tensor of another run fails and is not repeated.
+
+    The tensor would be missing each time, because its own runtime did not die.
+    """
     kept: list[Any] = []
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -369,10 +384,11 @@ def test_a_restartable_run_that_uses_another_runs_tensor_does_not_begin_again(
 
 
 def test_a_run_that_two_runtimes_died_with_is_not_tried_again(deaths: Deaths, start_meta: StartMeta) -> None:
-    """Its calls may be the cause; later runs are served, but for those with its inputs."""
+    """A run that was in progress at two deaths fails. A later run with its inputs fails at once, and others are served."""
     pause = Pause()
     engine = start_meta(deaths.runtime, stopping(pause))
-    # No result begins with a byte of 0, as memory without one does: this device goes on after the death.
+    # The answer must not begin with a zero byte, because memory without an answer does: this device still writes the
+    # answer after the death.
     one = request(value=0.3)
     deaths.runtime.device.gate.clear()
     assert engine.execute([one]) is None
@@ -396,7 +412,10 @@ def test_a_run_that_two_runtimes_died_with_is_not_tried_again(deaths: Deaths, st
 def test_a_run_that_may_have_ended_a_runtime_has_the_device_to_itself(
     deaths: Deaths, start_meta: StartMeta
 ) -> None:
-    """If its calls end the next runtime, too, no other request is suspected; other runs' calls have company."""
+    """After a death, the calls of a run that may have caused it execute alone, so that another death blames only this run.
+
+    Calls of other runs share the device.
+    """
     pause, box = Pause(), BlackBox()
     engine = start_meta(deaths.runtime, stopping(pause))
     suspect, other = request(value=0.3), request(value=0.4)
@@ -417,7 +436,7 @@ def test_a_run_that_may_have_ended_a_runtime_has_the_device_to_itself(
 
 
 def test_a_run_waits_for_retry_s_after_each_death(deaths: Deaths, start_meta: StartMeta) -> None:
-    """A run may be long: the time between two deaths does not count."""
+    """After each death, a run waits for a runtime for `retry_s`. The time between two deaths is no part of this."""
     pause = Pause()
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -443,7 +462,7 @@ def test_a_run_waits_no_longer_than_its_request(
     kind: str,
     pass_stub_time: Callable[[float], None],
 ) -> None:
-    """Deadline, cancellation, unloading and `retry_s` end the wait for a runtime."""
+    """A run's wait for the next runtime ends with its deadline, its cancellation, its model's unload, or after `retry_s`."""
     deaths = Deaths(start_runtime, "stub: {retry_s: 0.2}" if kind == "retry_s" else "stub: {retry_s: 60}")
     engine = start_meta(deaths.runtime, run)
     one = request(timeout=1000 if kind == "deadline" else 0)
@@ -474,7 +493,10 @@ def test_a_run_waits_no_longer_than_its_request(
 def test_calls_through_triton_are_repeated(
     start_runtime: StartRuntime, start_meta: StartMeta, doublings: Any, run: Any
 ) -> None:
-    """The callee's stub refuses a call whose runtime died; the run enters the next one, and calls again."""
+    """If a runtime dies, the callee's stub refuses the run's call through Triton.
+
+    The run enters the next runtime and calls again.
+    """
     deaths = Deaths(start_runtime, "meta: {transport: bls}")
     engines = {name: model_engine(deaths.runtime, doublings[name], internal=True) for name in "ab"}
     pause = Pause()

@@ -31,7 +31,7 @@ from tests.waiting import wait_until
 
 
 def hold_device(runtime: Runtime, plain: Engine) -> Any:
-    """Hold the device with a plain request until its gate opens; return the waiting thread."""
+    """Hold the device with a plain request until its gate opens. Return the thread that waits for the answer."""
     runtime.device.gate.clear()
     thread = send(plain, request())
     runtime.device.gate.wait_until_held()
@@ -40,7 +40,7 @@ def hold_device(runtime: Runtime, plain: Engine) -> Any:
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 8])
 def test_padded_rows_on_the_device_never_show(runtime: Runtime, start_meta: StartMeta, count: int) -> None:
-    """Padding never shows through three stages on the device, for any rows and outputs."""
+    """Rows of three stages stay on the device. For any number of rows, no padding appears in the result."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         first = call("a", inputs, keep_on_device=True)["y"]
@@ -60,7 +60,7 @@ def test_padded_rows_on_the_device_never_show(runtime: Runtime, start_meta: Star
 def test_runs_whose_rows_share_an_output_keep_their_own(
     runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta
 ) -> None:
-    """Runs that share one execution's output continue with their own rows, together or alone."""
+    """Runs that share an execution continue with their own rows of its output, together or alone."""
     pause = Pause()
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def test_runs_whose_rows_share_an_output_keep_their_own(
 def test_rows_from_the_host_and_the_device_share_an_execution(
     runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta, doublings: dict[str, Path]
 ) -> None:
-    """One execution merges kept rows of two outputs, a client's rows and a plain request's."""
+    """One execution merges kept rows of two outputs, a client's rows, and the row of a plain request."""
     pause = Pause()
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -122,17 +122,17 @@ def test_rows_from_the_host_and_the_device_share_an_execution(
     wait_until(lambda: queued("b") == 4)
     runtime.device.gate.set()
 
-    # a makes 3 of 1, c 5; b makes 8 and 12 of those, and 4 of 1
+    # For 1, a computes 3 and c computes 5. For these, b computes 8 and 12, and for 1 it computes 4.
     assert_y(answer_of(one), rows(2, 4 + 100 * 8 + 10_000 * 12))
     assert_y(answer_of(direct), rows(1, 16))
     for thread in (holding, waits):
         thread.join()
-    assert runtime.device.executed == [1, 8]  # 1 + 2 + 1 + 1 rows
+    assert runtime.device.executed == [1, 8]  # The second execution has 1 + 2 + 1 + 1 rows.
     assert runtime.device.merged == 1
 
 
 def test_a_handle_that_is_dropped_frees_the_device(runtime: Runtime, start_meta: StartMeta) -> None:
-    """A dropped handle frees the device with the next call at the latest."""
+    """When a run drops a handle, its tensor is freed on the device with the next call at the latest."""
     pause = Pause()
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def test_a_handle_that_is_dropped_frees_the_device(runtime: Runtime, start_meta:
     engine = start_meta(runtime, run)
     thread = send(engine, request(3))
     pause.reached()
-    # Of the last call and, until the next one tells the runtime, of the one before: outputs of size 4.
+    # The runtime keeps outputs of size 4: that of the last call, and that of the call before, until the next call tells it.
     assert status_of()["kept_bytes"] <= 2 * 4 * 3 * 4
     pause.go()
     pause.reached()
@@ -158,7 +158,7 @@ def test_a_handle_that_is_dropped_frees_the_device(runtime: Runtime, start_meta:
 
 
 def test_a_handle_does_not_outlive_its_request(runtime: Runtime, start_meta: StartMeta) -> None:
-    """A handle stored for the next run gives a clear error there."""
+    """A handle that a run stores is not valid in the next run, whose error says this."""
     stored: list[Any] = []
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def test_calls_with_kept_inputs_are_tried_again_when_memory_runs_out(
 
 
 def test_more_than_may_be_kept_is_refused(runtime: Runtime, start_meta: StartMeta) -> None:
-    """Refuse with QUEUE_FULL what exceeds half of the slack of the device, unless handles are dropped."""
+    """If a run keeps more than half of the device's slack, its call gets QUEUE_FULL, unless it drops handles before."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         kept: list[Any] = []
@@ -220,7 +220,7 @@ def plus(amount: float) -> Any:
 
 
 def test_hooks_of_stages_apply(runtime: Runtime, start_meta: StartMeta) -> None:
-    """The hooks of a stage apply to arrays and to results."""
+    """The hooks of a callee are called with the client's arrays and with results of other stages."""
     engine = start_meta(
         runtime,
         lambda inputs, call: {"y": call("b", {"x": call("a", inputs)["y"]})["y"]},
@@ -242,7 +242,7 @@ def test_hooks_of_stages_apply(runtime: Runtime, start_meta: StartMeta) -> None:
 def test_hooks_need_their_tensors_on_the_host(
     runtime: Runtime, start_meta: StartMeta, keep: Any, x: str | None, text: str
 ) -> None:
-    """A stage with hooks cannot keep outputs on the device or take kept inputs."""
+    """A stage with hooks can neither keep outputs on the device nor take kept inputs."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         first = call("b", inputs, keep_on_device=True)["y"] if x else inputs["x"]
@@ -262,7 +262,7 @@ def test_an_output_that_is_not_there_cannot_be_kept(runtime: Runtime, start_meta
 
 @pytest.mark.parametrize("misuse", ["result", "numpy"])
 def test_a_handle_is_not_an_array(runtime: Runtime, start_meta: StartMeta, misuse: str) -> None:
-    """Returning a handle or computing with it fails the request, and the log says so."""
+    """A run that returns a handle, or computes with it, fails its request with an error that refers to the log."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         kept = call("a", inputs, keep_on_device=True)["y"]

@@ -1,4 +1,4 @@
-"""Every end of a meta model's run frees its place, and no memory is reused too early."""
+"""Each end of a meta model's run frees its place, and no memory is reused too early."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_deadline_may_be_as_far_away_as_it_likes(
     runtime: Runtime, start_meta: StartMeta, count: int
 ) -> None:
-    """A deadline may be years away, beyond the operating system's range of waiting."""
+    """A deadline may be years away, which is longer than the operating system can wait."""
     engine = start_meta(runtime, chain)
     for answer in ask(engine, *(request(timeout=1e8) for _ in range(count))):
         assert_y(answer, rows(1, 8))
@@ -54,7 +54,7 @@ def test_a_deadline_may_be_as_far_away_as_it_likes(
 def test_a_run_that_waited_leaves_though_its_stage_outlasts_its_deadline(
     start_runtime: StartRuntime, start_meta: StartMeta, short_grace: None
 ) -> None:
-    """A run whose call outlasts the deadline leaves both of its connections' places free."""
+    """A run that has waited ends at its deadline, although its call still executes. Its place is free for the next run."""
     runtime, pause = start_runtime(load_settings("scheduler: {meta_concurrency: 1}")), Pause()
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def test_a_run_that_waited_leaves_though_its_stage_outlasts_its_deadline(
     sending = send(engine, first)
     pause.reached()
     engine.execute([second])
-    runtime.device.gate.clear(after=1)  # the last call of the first
+    runtime.device.gate.clear(after=1)  # Only the last call of the first run is executed.
     pause.go()
     sending.join()
 
@@ -86,7 +86,7 @@ def test_scratch_is_nothing_that_the_runtime_may_still_write_to(
     pass_stub_time: Callable[[float], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The memory of an abandoned call is not used as scratch."""
+    """The memory of an abandoned call is not used as scratch while the runtime may still write to it."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         with pytest.raises(CallError):
@@ -103,7 +103,7 @@ def test_scratch_is_nothing_that_the_runtime_may_still_write_to(
         )
         return {"y": sum(buffers) / len(buffers)}
 
-    # The call looks at the clock again soon, and the late answer is the run's.
+    # The call reads the clock again soon, and the run's late answer is sent.
     monkeypatch.setattr("rsrv.stub.direct._MAX_WAIT_S", 0.05)
     monkeypatch.setattr("rsrv.stub.deferred.DEADLINE_GRACE_S", 1e6)
     engine = start_meta(runtime, run, "a")
@@ -116,7 +116,7 @@ def test_scratch_is_nothing_that_the_runtime_may_still_write_to(
 
 
 def test_no_memory_for_scratch_is_not_the_models_fault(runtime: Runtime, start_meta: StartMeta) -> None:
-    """A lack of memory for scratch is QUEUE_FULL, so that the client may retry."""
+    """If there is no memory for scratch, the request gets QUEUE_FULL, so that the client may retry."""
     engine = start_meta(runtime, lambda inputs, call: {"y": call.scratch((1 << 50,), "f4")}, "a")
     (answer,) = ask(engine, request())
     assert_fails(answer, FakeError.UNAVAILABLE, "[rsrv:QUEUE_FULL]")
@@ -125,7 +125,7 @@ def test_no_memory_for_scratch_is_not_the_models_fault(runtime: Runtime, start_m
 def test_call_is_of_no_use_after_its_run_or_to_another_thread(
     runtime: Runtime, start_meta: StartMeta
 ) -> None:
-    """`call` is useless after its run and in another thread, and does not disturb the current run."""
+    """`call` fails after the end of its run and in another thread, without an effect on the current run."""
     old: list[Any] = []
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def test_call_is_of_no_use_after_its_run_or_to_another_thread(
 def test_an_async_run_that_goes_on_without_the_runtime_does_not_spin(
     runtime: Runtime, start_meta: StartMeta
 ) -> None:
-    """A lost connection, which stays readable, is no longer watched by the run's loop."""
+    """A run's event loop does not watch a lost connection, which is always readable, so it does not spin."""
 
     async def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         await call("a", inputs)
@@ -189,7 +189,7 @@ async def failing_awaits(inputs: dict[str, Any], call: Any) -> Any:
 
 @pytest.mark.parametrize("run", [failing_call, failing_calls, failing_await, failing_awaits])
 def test_a_call_that_failed_keeps_no_memory(runtime: Runtime, start_meta: StartMeta, run: Run) -> None:
-    """Its tensors are not left to the garbage collector, which does not know how large they are."""
+    """The tensors of a failed call are freed without the garbage collector, which does not know how large they are."""
     engine = start_meta(runtime, run)
     runtime.device.fail = "told to"
     gc.collect()
@@ -198,7 +198,7 @@ def test_a_call_that_failed_keeps_no_memory(runtime: Runtime, start_meta: StartM
         for _ in range(3):
             (answer,) = ask(engine, request())
             assert_fails(answer, FakeError.INTERNAL, "stage 'a'")
-        # The last one leaves with its thread, a moment after its answer.
+        # The last run is freed with its thread, a moment after its answer.
         wait_until(
             lambda: not any(isinstance(thing, DirectRun) for thing in gc.get_objects()),
             what="the failed runs to be freed",
@@ -208,7 +208,7 @@ def test_a_call_that_failed_keeps_no_memory(runtime: Runtime, start_meta: StartM
 
 
 def test_a_large_buffer_goes_with_its_run(runtime: Runtime, start_meta: StartMeta) -> None:
-    """Its connection may not be used again for long."""
+    """A large scratch buffer is freed after its run, because its connection may stay unused for long."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         buffer = call.scratch((1 << 26, 3), "f4")

@@ -1,4 +1,4 @@
-"""Requests of meta models that end early: deadlines, clients that go, stages that fail."""
+"""Requests of meta models that end early: by deadlines, clients that leave, and stages that fail."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_deadline_passes_between_stages(
 def test_the_deadline_passes_while_a_call_waits(
     runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta, run: Run
 ) -> None:
-    """If the deadline passes while a call waits, the call ends in the queue."""
+    """If the deadline passes while a call waits in the queue, the call and its run end there."""
     engine, plain = start_meta(runtime, run), start_engine()
     runtime.device.gate.clear()
     other = request()
@@ -86,7 +86,10 @@ def test_the_deadline_passes_in_a_stage(
     long_grace: None,
     pass_stub_time: Callable[[float], None],
 ) -> None:
-    """An execution in progress is not interrupted: the run ends before its next stage, or completes."""
+    """An execution in progress at the deadline is not interrupted.
+
+    Its run ends before the next stage, or is answered after the last one.
+    """
     engine = start_meta(runtime, run)
     for stage, code in ((0, FakeError.UNAVAILABLE), (1, None)):
         runtime.device.gate.clear(after=stage)
@@ -107,7 +110,7 @@ def test_the_deadline_passes_in_a_stage(
 def test_a_device_that_does_not_come_back_holds_no_client(
     runtime: Runtime, start_meta: StartMeta, run: Run
 ) -> None:
-    """If the device hangs, the client is answered some time after the deadline, and later ones are served."""
+    """If the device hangs, the client gets an answer some time after the deadline. Later requests are served."""
     engine = start_meta(runtime, run)
     runtime.device.gate.clear()
 
@@ -138,7 +141,7 @@ def test_a_request_whose_deadline_has_passed_calls_no_model(runtime: Runtime, st
 def test_a_client_that_goes_is_noticed_before_a_stage(
     runtime: Runtime, start_meta: StartMeta, through: str
 ) -> None:
-    """A run that would call forever ends after its client has gone."""
+    """A run that calls models without end fails at its next call after the client has left."""
     pause = Pause()
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -201,7 +204,7 @@ def test_a_run_may_go_on_without_a_stage(runtime: Runtime, start_meta: StartMeta
 
 
 def test_a_model_that_is_not_listed_cannot_be_called(runtime: Runtime, start_meta: StartMeta) -> None:
-    """A loaded model that the manifest does not list cannot be called."""
+    """A run cannot call a model that its manifest does not list, even if the model is loaded."""
     start_meta(runtime, chain, "abc", name="other")
     engine = start_meta(runtime, lambda inputs, call: call("c", inputs), "ab")
 
@@ -210,7 +213,7 @@ def test_a_model_that_is_not_listed_cannot_be_called(runtime: Runtime, start_met
 
 
 def test_external_models_are_called_through_triton(runtime: Runtime, start_meta: StartMeta) -> None:
-    """External models are called through Triton; a missing one is NOT_FOUND, by name."""
+    """External models are called through Triton. If one is missing, the client gets NOT_FOUND with its name."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         first = call("a", inputs)["y"]
@@ -252,7 +255,7 @@ def test_a_hook_of_a_stage_that_fails_is_named(
 def test_of_several_the_first_failure_is_told_when_all_have_ended(
     runtime: Runtime, start_meta: StartMeta
 ) -> None:
-    """Of several failed calls, the first failure is reported after all have ended."""
+    """If several parallel calls fail, the run gets the first failure after all of them have ended."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         if inputs["x"][0, 0] == 100:

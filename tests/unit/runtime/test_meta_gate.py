@@ -1,4 +1,4 @@
-"""Admission of meta models' runs: which begin, wait or are refused."""
+"""Admission of meta models' runs: which runs begin, wait, or are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.waiting import wait_until
 
 
 def chained(value: float) -> float:
-    """Return the result of `stopping`."""
+    """Return what `stopping` computes."""
     return 2 * (2 * value + 1) + 2
 
 
@@ -44,7 +44,7 @@ def running(meta: str = "meta") -> int:
 
 
 def test_the_third_run_waits_until_one_of_two_leaves(runtime: Runtime, start_meta: StartMeta) -> None:
-    """While two runs are between their stages, the third waits until one ends."""
+    """With two places, the third run waits until one of the first two ends."""
     pause = Pause()
     engine = start_meta(runtime, stopping(pause))
     requests = [request(value=n) for n in range(3)]
@@ -56,7 +56,7 @@ def test_the_third_run_waits_until_one_of_two_leaves(runtime: Runtime, start_met
     assert running() == 2
     assert not pause.is_reached
     pause.go()
-    pause.reached()  # The third.
+    pause.reached()  # The third run has begun.
     pause.go(2)
 
     for n, one in enumerate(requests):
@@ -64,7 +64,7 @@ def test_the_third_run_waits_until_one_of_two_leaves(runtime: Runtime, start_met
 
 
 def test_runs_that_wait_for_a_held_model_delay_no_other(runtime: Runtime, start_meta: StartMeta) -> None:
-    """Runs that wait for a paused model do not take the places of another meta model's runs."""
+    """Runs in progress that wait for a paused callee leave their places to runs of other meta models."""
     pause = Pause()
 
     def held(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def test_runs_that_wait_for_a_held_model_delay_no_other(runtime: Runtime, start_
 def test_what_a_run_does_before_its_first_call_does_not_count(
     runtime: Runtime, start_meta: StartMeta
 ) -> None:
-    """Computing before the first call takes no place."""
+    """A run takes a place only with its first call."""
     pause = Pause()
 
     def late(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -114,14 +114,14 @@ def test_what_a_run_does_before_its_first_call_does_not_count(
     for n in range(3):
         send(quick, one := request(value=n)).join()
         assert_y(answer_of(one), rows(1, 2 * n + 2))
-    wait_until(lambda: running() == 0)  # The last answer leaves before its run does.
+    wait_until(lambda: running() == 0)  # The last request is answered before its run ends.
     pause.go(2)
     for one in computing:
         assert_y(answer_of(one), rows(1, 3))
 
 
 def test_meta_models_without_callees_are_not_counted(runtime: Runtime, start_meta: StartMeta) -> None:
-    """Runs without any callee take no place."""
+    """Runs of a meta model without callees take no place."""
     pause = Pause()
     engine = start_meta(runtime, stopping(pause))
     alone = start_meta(runtime, lambda inputs, call: {"y": inputs["x"] * 7}, [], name="alone")
@@ -142,7 +142,7 @@ def test_meta_models_without_callees_are_not_counted(runtime: Runtime, start_met
 
 @pytest.fixture
 def full(runtime: Runtime, start_meta: StartMeta) -> tuple[MetaEngine, Pause, Callable[[], None]]:
-    """Yield a meta model with two runs inside, and a function that ends and checks them."""
+    """Return a meta model with two runs in progress, their pause, and a function that ends the runs and checks their answers."""
     pause = Pause()
     engine = start_meta(runtime, stopping(pause))
     inside = [request(value=n) for n in range(2)]
@@ -160,7 +160,7 @@ def full(runtime: Runtime, start_meta: StartMeta) -> tuple[MetaEngine, Pause, Ca
 def test_waiting_ends_at_the_deadline(
     runtime: Runtime, full: tuple[MetaEngine, Pause, Callable[[], None]]
 ) -> None:
-    """A run that waits beyond its deadline is answered without being called."""
+    """A run whose deadline passes while it waits for admission is answered, and its code is not called."""
     engine, pause, end = full
 
     late = request(timeout=1000)
@@ -172,14 +172,14 @@ def test_waiting_ends_at_the_deadline(
     assert running() == 2
     assert not pause.is_reached
     end()
-    # The answers leave before the runs do.
+    # The requests are answered before their runs end.
     wait_until(lambda: [status_of()["outcomes"][how] for how in ("answered", "expired")] == [2, 1])
 
 
 def test_a_client_that_goes_while_it_waits_leaves_the_line(
     full: tuple[MetaEngine, Pause, Callable[[], None]],
 ) -> None:
-    """A cancelled request leaves the line at once, and its run is not called."""
+    """A cancelled request that waits for admission ends at once, and its run is not called."""
     engine, pause, end = full
 
     gone = request()
@@ -193,7 +193,7 @@ def test_a_client_that_goes_while_it_waits_leaves_the_line(
 
 
 def test_runs_begin_by_priority(runtime: Runtime, full: tuple[MetaEngine, Pause, Callable[[], None]]) -> None:
-    """Waiting runs begin by priority, and then by arrival."""
+    """Waiting runs are admitted by priority, and those of equal priority in the order of arrival."""
     engine, pause, end = full
     configure(runtime, {"meta_concurrency": 1})
     requests = [request(value=n, priority=priority) for n, priority in ((10, 0), (11, 0), (12, 1))]
@@ -213,7 +213,7 @@ def test_runs_begin_by_priority(runtime: Runtime, full: tuple[MetaEngine, Pause,
     "settings", ["models: {meta: {max_queue_depth: 2}}", "scheduler: {max_queue_depth: 2}"]
 )
 def test_only_so_many_may_wait(start_runtime: StartRuntime, start_meta: StartMeta, settings: str) -> None:
-    """Beyond max_queue_depth, a run is refused at once."""
+    """If `max_queue_depth` runs wait for admission, a further run is refused at once."""
     pause = Pause()
     engine = start_meta(start_runtime(load_settings(settings)), stopping(pause))
     requests = [request(value=n) for n in range(4)]
@@ -231,7 +231,7 @@ def test_only_so_many_may_wait(start_runtime: StartRuntime, start_meta: StartMet
 
 
 def test_a_run_that_fails_leaves_its_place(runtime: Runtime, start_meta: StartMeta) -> None:
-    """Failed runs free their places."""
+    """A run that fails, or that ends at its deadline, frees its place."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         first = call("a", inputs)["y"]
@@ -259,7 +259,7 @@ def test_a_run_that_fails_leaves_its_place(runtime: Runtime, start_meta: StartMe
 def test_runs_of_another_meta_model_that_wait_make_the_device_look_busy(
     start_runtime: StartRuntime, start_meta: StartMeta
 ) -> None:
-    """A stub would give a request to another device rather than let it wait behind them."""
+    """If runs of another meta model wait on a device, the device looks busy to a stub, which then prefers another device."""
     runtime, pause = start_runtime(devices=2), Pause()
     other = start_meta(runtime, stopping(pause), name="other")
     pause.go()

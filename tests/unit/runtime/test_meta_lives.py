@@ -1,4 +1,4 @@
-"""Stubs of meta models, their models and the runtime come, go, and come back."""
+"""Stubs of meta models, their callees and the runtime end and return."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.waiting import PATIENCE_S, wait_until
 
 @both_kinds
 def test_the_stub_closes_while_runs_are_under_way(runtime: Runtime, start_meta: StartMeta, run: Run) -> None:
-    """Closing a stub does not wait: executing and waiting runs fail, and later ones are refused."""
+    """Closing a stub does not wait for its runs: a waiting run fails at once, and executing runs are answered."""
     engine = start_meta(runtime, run)
     runtime.device.gate.clear()
     *inside, outside = [request(value=n) for n in range(3)]
@@ -48,7 +48,7 @@ def test_the_stub_closes_while_runs_are_under_way(runtime: Runtime, start_meta: 
 
 
 def test_two_meta_models_share_a_callee(runtime: Runtime, start_meta: StartMeta) -> None:
-    """When one of two meta models leaves, its own callees leave, and the shared one stays."""
+    """When one of two meta models leaves, its own callees leave, and a shared callee stays."""
     first = start_meta(runtime, chain, "ab")
     second = start_meta(runtime, lambda inputs, call: call("c", call("b", inputs)), "bc", name="second")
     del second
@@ -66,7 +66,7 @@ def test_two_meta_models_share_a_callee(runtime: Runtime, start_meta: StartMeta)
 def test_a_further_stub_of_the_same_meta_model_shares_its_models(
     runtime: Runtime, start_meta: StartMeta
 ) -> None:
-    """Two stubs of a meta model share its callees, and one may leave."""
+    """Two stubs of a meta model share its callees. When one stub leaves, the other one is served."""
     engines = [start_meta(runtime, chain) for _ in range(2)]
     assert runtime.device.resident == 2
     for engine in engines:
@@ -80,7 +80,10 @@ def test_a_further_stub_of_the_same_meta_model_shares_its_models(
 def test_a_model_without_calls_waits_for_the_next_runtime(
     start_runtime: StartRuntime, start_meta: StartMeta
 ) -> None:
-    """Its runs need no admission; requests that come while there is no runtime are answered by the next one."""
+    """Runs of a meta model without callees need no admission.
+
+    Requests that arrive without a runtime are answered when there is one.
+    """
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         return {"y": inputs["x"]}

@@ -1,4 +1,4 @@
-"""The memory of meta models' calls: which data are copied, and how long they live."""
+"""The memory of meta models' calls: which data is copied, and how long it lives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.runtime.metas import (
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Return the shapes of all arrays made in shared memory."""
+    """Return a list that gets the shape of each array that is made in shared memory."""
     made: list[tuple[int, ...]] = []
     real = RuntimeConnection.array
 
@@ -60,7 +60,7 @@ def test_contiguous_parts_travel_by_reference_and_others_are_copied(
     part: Any,
     in_place: bool,
 ) -> None:
-    """Contiguous parts of scratch and of results pass by reference, other parts are copied."""
+    """Contiguous parts of scratch and of results are passed by reference. Other parts are copied."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         if source == "scratch":
@@ -84,7 +84,7 @@ def test_contiguous_parts_travel_by_reference_and_others_are_copied(
 
 
 def test_scratch_takes_any_shape_and_type(runtime: Runtime, start_meta: StartMeta) -> None:
-    """scratch takes any shape and type, and buffers do not overlap."""
+    """`scratch` returns buffers of any shape and type, which do not overlap."""
     asked: list[tuple[Any, Any]] = [
         (5, "u1"),
         ((), np.float64),
@@ -113,7 +113,7 @@ def test_scratch_takes_any_shape_and_type(runtime: Runtime, start_meta: StartMet
 def test_results_that_outlive_their_run_stay_as_they_are(
     runtime: Runtime, start_meta: StartMeta, closed: bool
 ) -> None:
-    """A result that the model's code stores keeps its content over later requests and the stub's end."""
+    """A result that a run stores keeps its content, even after later requests or the end of its stub."""
     stored: list[Any] = []
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def test_results_that_outlive_their_run_stay_as_they_are(
 def test_what_another_run_stored_is_copied(
     runtime: Runtime, start_meta: StartMeta, copies: list[tuple[int, ...]]
 ) -> None:
-    """A table in one run's scratch memory can be used by runs on other connections."""
+    """A table that one run has stored in its scratch memory can be an input of runs on other connections."""
     table: list[Any] = []
     pause = Pause()
 

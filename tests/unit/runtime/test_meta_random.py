@@ -27,7 +27,7 @@ from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime, double
 from tests.unit.runtime.metas import FakeCallees, answer_of, assert_fails, assert_y, memory_of, model_engine
 from tests.waiting import wait_until
 
-#: model -> what it adds to twice its input
+#: By model: what it adds to twice its input.
 MODELS = {name: n for n, name in enumerate("abcd", 1)}
 LARGEST = 8
 
@@ -36,7 +36,7 @@ LARGEST = 8
 
 @dataclass(frozen=True)
 class One:
-    """A call of a model with the value of a register."""
+    """A call of a model with the value of a register as its input."""
 
     model: str
     source: int
@@ -50,21 +50,21 @@ class Many:
 
 @dataclass(frozen=True)
 class Refused:
-    """A call with a wrong dtype, and going on."""
+    """A call with a wrong dtype, whose failure the run catches."""
 
     model: str
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A value written to scratch memory."""
+    """A value that the run writes to scratch memory."""
 
     source: int
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of a value, by reference: contiguous if `step` is 1."""
+    """Rows of a value by reference. They are contiguous if `step` is 1."""
 
     source: int
     first: int
@@ -85,13 +85,13 @@ class Drop:
 
 Step = One | Many | Refused | Buffer | Part | Plus | Drop
 Program = list[Step]
-#: Requests of a program and their replies: a result's y, several, or a buffer.
+#: What a program asks for, and its arguments. The answer is y of a result, several of them, or a buffer.
 Want = tuple[str, Any]
 
 
 def execute(program: Program, x: Array) -> Generator[Want, Any, Array]:
-    """Yield the calls of a program, receive their results, and return y of all values on the host."""
-    # (value, whether it may be on the device)
+    """Yield the calls of a program and receive their results. Return x plus a sum of all values on the host."""
+    # Values, and whether each may be on the device.
     registers: list[tuple[Any, bool]] = [(x, False)]
 
     def any_of(source: int) -> int:
@@ -130,7 +130,7 @@ def execute(program: Program, x: Array) -> Generator[Want, Any, Array]:
 
 
 class TooLarge(Exception):
-    """More rows than a call may keep on the device."""
+    """Raised if a call keeps more rows on the device than a model's largest size."""
 
 
 def model(name: str, x: Array, *, keep: bool = False) -> Array:
@@ -140,7 +140,10 @@ def model(name: str, x: Array, *, keep: bool = False) -> Array:
 
 
 def expected(program: Program, x: Array, *, bls: bool) -> Array:
-    """Compute the result by numpy alone. Raises TooLarge, but not with `bls`, which keeps nothing on the device."""
+    """Compute a program's answer with numpy.
+
+    Raises TooLarge if a call keeps too many rows. With `bls`, no call keeps any.
+    """
     running = execute(program, x)
     answer: Any = None
     while True:
@@ -211,13 +214,13 @@ async def run_awaiting(program: Program, x: Array, call: Any) -> Array:
 
 
 def slowly(inputs: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
-    """Wait so long that other calls join and share executions."""
+    """Compute slowly, so that other calls wait meanwhile and share executions."""
     Event().wait(0.0005)
     return double(inputs, weights)
 
 
 class House:
-    """Three meta models, one of which awaits, and a plain model; their programs change."""
+    """Three meta models, the last of which is asynchronous, and a plain model. The tests exchange the programs."""
 
     def __init__(
         self, runtime: Runtime, start_meta: StartMeta, doublings: dict[str, Path], *, bls: bool
@@ -246,7 +249,7 @@ class House:
         return run
 
     def ask(self, batches: list[list[Array]]) -> list[list[FakeResponse]]:
-        """Send all batches, the last for the plain model, before waiting for any."""
+        """Send all batches before waiting for answers. The last batch is for the plain model."""
         requests = [[FakeRequest({"x": x}) for x in batch] for batch in batches]
         executes = [*(engine.execute for engine in self.engines), self.plain.execute]
         answers = [
@@ -293,7 +296,7 @@ sizes = st.lists(st.sampled_from([0, 1, 1, 2, 3, 4, 5, 7, 8, 9]), min_size=1, ma
 
 
 def test_random_programs_give_what_numpy_computes_and_leave_nothing(house: House) -> None:
-    """Random programs on several engines, with either transport, give numpy's results and leave no memory."""
+    """Random programs on several engines return what numpy computes, with both transports, and no memory is left."""
 
     @FEW_EXAMPLES
     @given(st.tuples(programs, programs, programs), st.tuples(sizes, sizes, sizes, sizes))
@@ -312,7 +315,7 @@ def test_random_programs_give_what_numpy_computes_and_leave_nothing(house: House
                     assert_y(answer, y)
         wait_until(nothing_is_under_way)
         for engine in house.engines:
-            # Triton may still read the last answers; those before leave with their threads.
+            # Triton may still read the last answers. Earlier ones are freed with their threads.
             wait_until(lambda engine=engine: memory_of(engine)[1] <= 4096, what="free memory")  # type: ignore[misc]
 
     check()

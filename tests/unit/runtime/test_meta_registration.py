@@ -1,4 +1,4 @@
-"""Meta models come and go with their callees, in every order."""
+"""Meta models are loaded and unloaded with their callees, in any order."""
 
 import os
 import threading
@@ -44,7 +44,7 @@ def models() -> dict[str, Any]:
 def test_a_meta_model_with_a_broken_callee_is_refused_and_others_keep_theirs(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path, bad: str
 ) -> None:
-    """All stubs of a meta model with a broken callee get the reason; callees shared with others stay."""
+    """If a callee is broken, all stubs of its meta model get the reason. A callee that another meta model has stays."""
     both = write_meta(tmp_path / "both", CHAIN, ["a", "b"])
     other = write_meta(tmp_path / "other", CHAIN, ["b", "c"])
     calls = {n: broken_bundle(tmp_path / n, doublings[n]) if n in bad else doublings[n] for n in "ab"}
@@ -63,7 +63,7 @@ def test_a_meta_model_with_a_broken_callee_is_refused_and_others_keep_theirs(
             thread.join()
 
         assert len(reasons) == 3
-        # Of two broken ones, either may fail first.
+        # If both are broken, either may fail first.
         named = [f"model '{name}', which it calls" for name in bad]
         assert all(any(name in reason for name in named) for reason in reasons), reasons
         wait_until(lambda: models().keys() == {"b", "c"})
@@ -74,7 +74,7 @@ def test_a_meta_model_with_a_broken_callee_is_refused_and_others_keep_theirs(
 def test_a_stub_that_leaves_while_its_callees_are_built_leaves_nothing(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """If a stub leaves while its callees are built, they leave, except one that another stub wants."""
+    """If a stub leaves while its callees are built, they are dropped, except one that another stub needs."""
     meta = write_meta(tmp_path / "meta", CHAIN, ["a", "b"])
     other = write_meta(tmp_path / "other", CHAIN, ["b"])
     runtime.device.compiles.clear()
@@ -98,10 +98,10 @@ def test_a_stub_that_leaves_while_its_callees_are_built_leaves_nothing(
 def test_a_meta_model_that_comes_back_while_its_callees_leave_is_served(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A meta model that returns while its callees leave is built again and served."""
+    """A meta model comes back while its callees still leave. They are built again, and it is served."""
     meta = write_meta(tmp_path / "meta", CHAIN, ["a", "b"])
     calls = {name: doublings[name] for name in "ab"}
-    runtime.device.seconds = 0.01  # on the device's thread
+    runtime.device.seconds = 0.01  # The device's thread executes.
     lane = runtime.connect()
     lane.register({"model": "meta", "bundle": str(meta), "calls": {n: str(p) for n, p in calls.items()}})
     memory = lane.array((1, 3), np.dtype(np.float32))
@@ -134,7 +134,7 @@ def test_a_meta_model_that_comes_back_while_its_callees_leave_is_served(
 def test_callees_that_make_no_sense_are_refused_with_a_reason(
     runtime: Runtime, tmp_path: Path, calls: dict[str, Any]
 ) -> None:
-    """Invalid callees are rejected with a reason, and the connection stays."""
+    """Invalid callees are rejected with a reason."""
     meta = write_meta(tmp_path / "meta", CHAIN, ["a", "b"])
     with pytest.raises(Rejected):
         register(runtime, meta, calls)

@@ -1,4 +1,4 @@
-"""Meta models over models with unusual shapes: no or middle batch axes, variants, bf16, no rows."""
+"""Meta models whose callees have unusual shapes: no batch axis or a middle one, variants, bf16, and requests without rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.runtime.metas import ask, assert_fails, assert_y, request, rows
 
 
 def linear(inputs: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
-    """Every output is twice the sum of all inputs, plus its own weight."""
+    """Compute outputs that are twice the sum of all inputs, plus a weight of their own."""
     total = np.asarray(sum(inputs[1:], inputs[0]))
     return [(2 * total + weight).astype(total.dtype) for weight in weights]
 
@@ -70,7 +70,10 @@ def runtime(start_runtime: StartRuntime) -> Runtime:
 def test_models_of_several_tensors(
     runtime: Runtime, start_meta: StartMeta, models: dict[str, Path], count: int, keep: bool
 ) -> None:
-    """Outputs stay on the device or come back; inputs come from either place, and one may be used twice."""
+    """Each output stays on the device or returns.
+
+    Inputs come from either place, and one value may be used for two inputs.
+    """
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         x = inputs["x"]
@@ -84,14 +87,14 @@ def test_models_of_several_tensors(
 
     engine = start_meta(runtime, run, ["two"], bundles=models)
     (answer,) = ask(engine, request(count, 2))
-    # 11 and 12; 47 and 48; 193
+    # The outputs of the three calls for x = 2: 11 and 12, 47 and 48, and 193 as y.
     assert_y(answer, rows(count, 193))
 
 
 def test_inputs_of_different_numbers_of_rows_do_not_go_together(
     runtime: Runtime, start_meta: StartMeta, models: dict[str, Path]
 ) -> None:
-    """A handle of two rows beside three rows from the client is refused."""
+    """A call with a handle of two rows and an array of three rows is refused."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         kept = call("one", {"x": inputs["x"][:2]}, keep_on_device=True)["y"]
@@ -107,7 +110,7 @@ def test_inputs_of_different_numbers_of_rows_do_not_go_together(
 def test_a_batch_axis_in_the_middle(
     runtime: Runtime, start_meta: StartMeta, models: dict[str, Path], count: int, keep: bool
 ) -> None:
-    """Rows along axis 1 work, padded or not, on the device or not."""
+    """Rows along axis 1 can be padded or not, and kept on the device or not."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         x = np.arange(6 * count, dtype=np.float32).reshape(3, count, 2)
@@ -116,7 +119,7 @@ def test_a_batch_axis_in_the_middle(
         a, b = call.many([("middle", {"x": first}), ("middle", {"x": x})])
         np.testing.assert_array_equal(a["y"], 2 * (2 * x + 1) + 1)
         np.testing.assert_array_equal(b["y"], 2 * x + 1)
-        # A view with permuted axes is copied.
+        # A view with permuted axes is not contiguous, so it is copied.
         turned = np.ascontiguousarray(x.transpose(2, 1, 0)).transpose(2, 1, 0)
         np.testing.assert_array_equal(call("middle", {"x": turned})["y"], 2 * x + 1)
         return {"y": inputs["x"]}
@@ -129,7 +132,7 @@ def test_a_batch_axis_in_the_middle(
 def test_axes_that_differ_do_not_go_together_on_the_device(
     runtime: Runtime, start_meta: StartMeta, models: dict[str, Path]
 ) -> None:
-    """Kept rows along another axis are refused, and work through the host."""
+    """A handle with rows along another axis is refused. The same result can be passed through the host."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         kept = call("one", inputs, keep_on_device=True)["y"]
@@ -148,7 +151,7 @@ def test_axes_that_differ_do_not_go_together_on_the_device(
 def test_models_without_a_batch_axis(
     runtime: Runtime, start_meta: StartMeta, models: dict[str, Path], keep: bool
 ) -> None:
-    """For models without a batch axis, each request or call is an execution."""
+    """If a model has no batch axis, each of its calls is one execution."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         first = call("whole", inputs, keep_on_device=keep)["y"]
@@ -177,7 +180,7 @@ client_outputs: [{name: y, dtype: f32, shape: rc, dims: {r: 2, c: 3}}]
 def test_a_meta_model_may_return_other_rows_if_it_has_no_batch_axis(
     runtime: Runtime, start_meta: StartMeta, models: dict[str, Path]
 ) -> None:
-    """A meta model without a batch axis may return any number of rows, as axes of size -1."""
+    """A meta model without a batch axis, whose axes have size -1, may return any number of rows."""
     client = """
 client_inputs: [{name: x, dtype: f32, shape: rc, dims: {r: -1, c: 3}}]
 client_outputs: [{name: y, dtype: f32, shape: rc, dims: {r: -1, c: 3}}]
@@ -199,7 +202,7 @@ client_outputs: [{name: y, dtype: f32, shape: rc, dims: {r: -1, c: 3}}]
 def test_bf16_is_its_bits(
     runtime: Runtime, start_meta: StartMeta, models: dict[str, Path], keep: bool
 ) -> None:
-    """bf16 tensors are u16 in the model's code."""
+    """In a run, the type of a bf16 tensor is u16, with the same bits."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         bits = (inputs["x"].view(np.uint32) >> 16).astype(np.uint16)
@@ -218,7 +221,7 @@ def test_bf16_is_its_bits(
 def test_scalars_per_row(
     runtime: Runtime, start_meta: StartMeta, models: dict[str, Path], keep: bool
 ) -> None:
-    """A tensor [n] is [n] in the model's code, in both directions."""
+    """A tensor of one scalar per row has the shape [n] in a run, as input and as output."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         x = inputs["x"][:, 0].astype(np.int32)
@@ -238,7 +241,7 @@ def test_scalars_per_row(
 def test_variants_are_chosen_by_shape(
     runtime: Runtime, start_meta: StartMeta, models: dict[str, Path], keep: bool
 ) -> None:
-    """The shape selects the variant, a handle has that of its maker, and an unknown shape is refused."""
+    """The shape of an input selects the variant, also if it is a handle. An unknown shape is refused."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         x = inputs["x"]

@@ -1,4 +1,4 @@
-"""Runs of meta models whose callees are on two devices: two real runtimes, one per device."""
+"""Runs of meta models whose callees are on two devices. The tests have a real runtime for each device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.waiting import wait_until
 
 
 class FromFirst(Replicas):
-    """A model whose runs begin on device 0 and call `b` on device 1, also after a death."""
+    """A model whose runs always begin on device 0, also after a death, and call `b` on device 1."""
 
     def live(self) -> ModelReplica[Any] | None:
         return self._replicas[0]
@@ -65,9 +65,9 @@ class StagedMeta:
         self.replicas.load()
 
     def start_runtime(self, device: int) -> Runtime:
-        """Start a runtime of a device, the first one or another one after its end."""
+        """Start a runtime of a device: the first one, or the next one after its end."""
         runtime = self._start(load_settings("scheduler: {meta_concurrency: 4}"), devices=2)
-        # The next runtime takes the socket's path.
+        # The next runtime takes the socket's path, so this runtime's socket is renamed.
         runtime.socket = runtime.socket.rename(runtime.socket.with_name(f"{device}.sock"))
         self.runtimes[device:] = [runtime, *self.runtimes[device + 1 :]]
         return runtime
@@ -93,7 +93,10 @@ def staged(
 
 
 def test_each_call_is_executed_on_the_device_of_its_model(staged: StagedMeta) -> None:
-    """A tensor that was to stay on the device reaches the next one through host memory, and both runs end."""
+    """Each call is executed on its model's device.
+
+    A result that was to stay on the device reaches the other one through the host.
+    """
     before = [len(runtime.device.executed) for runtime in staged.runtimes]
     for value in range(5):
         (answer,) = ask(staged.engines[0], request(2, value))
@@ -102,19 +105,19 @@ def test_each_call_is_executed_on_the_device_of_its_model(staged: StagedMeta) ->
     executed = [len(one.device.executed) - count for one, count in zip(staged.runtimes, before, strict=True)]
     assert executed[0] == 5
     assert executed[1] >= 5
-    # The last answer leaves before its run does.
+    # The last request is answered before its run ends.
     wait_until(lambda: not any(runtime.device.kept for runtime in staged.runtimes))
 
 
 def test_a_run_by_stage_counts_as_one_request(staged: StagedMeta) -> None:
-    """The device on which it begins counts it, and each of them its own calls."""
+    """A run on two devices counts as one request, on the device where it begins. Each device counts its calls."""
     for value in range(5):
         ask(staged.engines[0], request(2, value))
 
     def counted() -> list[Any]:
         return [status_of(runtime.loop._commands.record())["metas"]["meta"] for runtime in staged.runtimes]
 
-    # The answer leaves before the run does.
+    # The request is answered before its run ends.
     wait_until(lambda: counted()[0]["outcomes"]["answered"] == 5)
     first, second = counted()
     assert not any(second["outcomes"].values())
@@ -123,7 +126,7 @@ def test_a_run_by_stage_counts_as_one_request(staged: StagedMeta) -> None:
 
 
 def test_runs_by_stage_do_not_wait_for_each_other_for_ever(staged: StagedMeta) -> None:
-    """More runs than places: all enter the devices in the same order."""
+    """More runs than places on two devices do not block each other, because all enter the devices in the same order."""
     requests = [request(1, value) for value in range(20)]
 
     assert staged.engines[0].execute(requests) is None
@@ -134,7 +137,7 @@ def test_runs_by_stage_do_not_wait_for_each_other_for_ever(staged: StagedMeta) -
 
 @pytest.mark.parametrize("device", [0, 1])
 def test_a_run_by_stage_outlives_one_of_its_runtimes(staged: StagedMeta, device: int) -> None:
-    """The run leaves the other device, too, and enters both again when there is another runtime."""
+    """If one device's runtime dies, a run leaves the other device as well, and enters both again when there is a next runtime."""
     requests = [request(1, value) for value in range(6)]
     staged.runtimes[device].device.gate.clear()
     assert staged.engines[0].execute(requests) is None

@@ -1,4 +1,4 @@
-"""The counts of a runtime and its stubs are complete, not doubled, and go with the model."""
+"""The counts of a runtime and its stubs are complete, count nothing twice, and are removed with the model."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def runtime(start_runtime: StartRuntime) -> Runtime:
 
 @contextmanager
 def reporting(engine: Engine | MetaEngine) -> Iterator[None]:
-    """Report as the stub's `initialize` and `finalize` do, but more often."""
+    """Send reports as a stub does between its `initialize` and `finalize`, but more often."""
     made = Reporting(engine.session, engine.meters, period=0.01)
     try:
         yield
@@ -51,7 +51,7 @@ def count(said: Any) -> int:
 
 
 def test_a_model_counts_requests_executions_and_hooks(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """A model counts answered, refused and failed requests, executions and hook times."""
+    """The runtime counts a model's answered, refused and failed requests, its executions, and the calls of its hooks."""
 
     def preprocess(arrays: dict[str, Any]) -> dict[str, Any]:
         if arrays["x"].min() < 0:
@@ -85,7 +85,7 @@ def test_a_model_counts_requests_executions_and_hooks(runtime: Runtime, doubling
     }
     assert (a["dispatches"], a["useful_rows"], count(a["execute"])) == (3, 6, 3)
     assert (count(a["queue_wait"]), count(a["batch_rows"])) == (3, 3)
-    assert (count(a["batch_padding"]), a["padded_rows"]) == (3, 6)  # 2 rows go with the size 4
+    assert (count(a["batch_padding"]), a["padded_rows"]) == (3, 6)  # 2 rows of size 4
     assert (a["weights"], a["queued"], a["loads"], count(a["load"])) == ("resident", 0, 1, 1)
     assert a["device_bytes"] == a["host_bytes"] == 12
     assert read_status(os.getpid())["memory"]["physical_bytes"] == 12
@@ -94,7 +94,7 @@ def test_a_model_counts_requests_executions_and_hooks(runtime: Runtime, doubling
 
 
 def test_slow_requests_have_the_time_in_their_stub(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """A slow request's time before and after the runtime comes with the stub's next report."""
+    """A slow request's time in the stub, before and after the runtime, arrives with the stub's next report."""
     entered = []
 
     def preprocess(arrays: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def test_slow_requests_have_the_time_in_their_stub(runtime: Runtime, doublings: 
     began = time.monotonic()
     with reporting(engine), Operator(runtime) as operator:
         ask(engine, FakeRequest({"x": ramp(2)}))
-        # A request on another connection had the same number.
+        # Another request in the report has the same number, because numbers are only unique on a connection.
         engine.meters.answered(Status.OK, time.perf_counter(), 0)
         ended = time.monotonic()
 
@@ -120,7 +120,10 @@ def test_slow_requests_have_the_time_in_their_stub(runtime: Runtime, doublings: 
 
 
 def test_a_new_version_adds_to_what_the_old_one_counted(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """During a reload, both versions' counts add up; a model that returns later starts from zero."""
+    """The counts of an old and a new version add up, also after the old one has left.
+
+    A model that is loaded again counts from zero.
+    """
     old = make_engine(runtime, doublings["a"], name="m")
     ask(old, FakeRequest({"x": ramp(1)}))
     new = make_engine(runtime, doublings["b"], name="m")
@@ -140,7 +143,7 @@ def test_a_new_version_adds_to_what_the_old_one_counted(runtime: Runtime, doubli
 def test_a_meta_model_counts_its_runs_and_hooks_of_what_it_calls(
     runtime: Runtime, start_meta: StartMeta
 ) -> None:
-    """A meta model counts its runs, and its callees' hooks."""
+    """The runtime counts a meta model's runs, and the hooks that it calls for its callees."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         result: dict[str, Any] = call("a", inputs)
@@ -165,7 +168,7 @@ def test_a_meta_model_counts_its_runs_and_hooks_of_what_it_calls(
 
 
 def test_a_report_of_a_stub_changes_a_record(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """The runtime sees no request that ends in the front, so only the report tells of it."""
+    """A stub's report changes the model's record, because the runtime does not see requests that end in the front."""
     a, _ = (make_engine(runtime, doublings[name], name=name) for name in "ab")
     since = read_status(os.getpid())["next"]
     with reporting(a):
@@ -175,7 +178,7 @@ def test_a_report_of_a_stub_changes_a_record(runtime: Runtime, doublings: dict[s
 
 
 def test_models_share_tensors(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """Equal tensors of two models are told once with both names, beside those that one model has alone."""
+    """A tensor that two models share is reported once with both names, apart from the bytes of each model."""
     engines = [make_engine(runtime, doublings[bundle], name=name) for name, bundle in ("aa", "bb", "ca")]
     for engine in engines:
         ask(engine, FakeRequest({"x": ramp(1)}))
@@ -189,7 +192,7 @@ def test_models_share_tensors(runtime: Runtime, doublings: dict[str, Path]) -> N
 
 
 def test_answers_by_an_aliass_name_are_counted_apart(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """They count for the model, too, and of several reports the sums are shown."""
+    """Answers to an alias count for the alias and for its model. The counts of several reports add up."""
     engine = make_engine(runtime, doublings["a"], name="a")
     engine.meters.alias = "champion"
     engine.meters.compared("different")
@@ -204,7 +207,7 @@ def test_answers_by_an_aliass_name_are_counted_apart(runtime: Runtime, doublings
 
 
 def test_reports_go_to_the_next_runtime(start_runtime: StartRuntime, doublings: dict[str, Path]) -> None:
-    """A stub reports to the runtime that follows a dead one, and nothing of what the dead one has counted."""
+    """After a runtime's death, a stub reports to the next one, and only what it has not yet reported."""
     settings = load_settings("stub: {in_place_ms: 0}")
     first = start_runtime(settings)
     engine = make_engine(first, doublings["a"], name="a")
@@ -221,9 +224,9 @@ def test_reports_go_to_the_next_runtime(start_runtime: StartRuntime, doublings: 
 def test_an_import_counts_until_its_connection_says_otherwise(
     runtime: Runtime, doublings: dict[str, Path]
 ) -> None:
-    """A stub reports the seconds and the line of an import of model.py on a connection, and then none, or closes it.
+    """An import of model.py is reported with its seconds and its line, until a report without it, or until its connection closes.
 
-    Until then, the status and the live page say that the model waits for it.
+    Until then, the status says that the model waits for the import.
     """
     engine = make_engine(runtime, doublings["a"], name="a")
     attachment = engine.session.attachment
@@ -263,7 +266,7 @@ def test_an_import_counts_until_its_connection_says_otherwise(
 def test_a_report_of_something_else_ends_its_connection_alone(
     runtime: Runtime, doublings: dict[str, Path], report: dict[str, Any]
 ) -> None:
-    """An invalid report ends its connection, and is not counted."""
+    """An invalid report closes its connection, and counts nothing."""
     engine = make_engine(runtime, doublings["a"], name="a")
     attachment = engine.session.attachment
     assert attachment is not None

@@ -23,7 +23,7 @@ from rsrv.wire.memory import BOARD_SLOTS
 
 
 class Feed:
-    """Entries that watchers would see."""
+    """A fake feed that has the entries of all keys."""
 
     def __init__(self) -> None:
         self.entries: dict[str, FeedEntry] = {}
@@ -37,7 +37,7 @@ class Feed:
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(LifecycleEvent)), max_size=30))
 def test_a_life_goes_on_by_the_table_or_not_at_all(events: list[tuple[str, LifecycleEvent]]) -> None:
-    """For any events, only those of the table change a state, and the sets of keys follow."""
+    """Only events of the table change a model's state, and the catalog's sets of keys follow. All other events raise."""
     feed: Any = Feed()
     catalog = Catalog(Policy(load_settings()), cast(StateFeed, feed))
     states: dict[str, LifecycleState] = {}
@@ -61,7 +61,7 @@ def test_a_life_goes_on_by_the_table_or_not_at_all(events: list[tuple[str, Lifec
 
 
 def test_an_illegal_event_raises_with_the_models_history() -> None:
-    """An illegal event raises with the events before it."""
+    """An illegal event raises an error that has the events before it."""
     feed: Any = Feed()
     catalog = Catalog(Policy(load_settings()), cast(StateFeed, feed))
     catalog.add("a@1", "a", "digest")
@@ -72,7 +72,7 @@ def test_an_illegal_event_raises_with_the_models_history() -> None:
 
 
 def test_a_model_that_is_gone_gives_its_slot_to_another() -> None:
-    """Otherwise, models that come after some thousands of others would have no slot on the board."""
+    """A slot on the board is reused after its model has gone, so that thousands of models can follow one another."""
     feed: Any = Feed()
     catalog = Catalog(Policy(load_settings()), cast(StateFeed, feed))
     others = {catalog.add(f"{name}@1", name, "digest").slot for name in "ab"}

@@ -1,4 +1,4 @@
-"""`runtime.numerics`: the treatment of modules and devices, and the probe, without a GPU."""
+"""`runtime.numerics`: how modules and devices are treated, and the probe. The tests need no GPU."""
 
 import logging
 import os
@@ -48,7 +48,7 @@ AMPERE, TURING = Hardware("cuda", (8, 0)), Hardware("cuda", (7, 5))
 def test_tf32_needs_compute_capability_8(
     said: tuple[str, str, object], expected: Hardware, tf32: bool
 ) -> None:
-    """CUDA devices of compute capability 8.0 and above have TF32; unknown ones do not."""
+    """CUDA devices have TF32 if their compute capability is 8.0 or above, and unknown devices have none."""
     assert hardware_of(*said) == expected
     assert expected.has_tf32 == tf32
 
@@ -66,12 +66,12 @@ def test_tf32_needs_compute_capability_8(
     ],
 )
 def test_what_is_done_to_modules(numerics: Numerics, hardware: Hardware, expected: Treatment) -> None:
-    """The setting and the hardware decide the treatment of modules."""
+    """The treatment of modules depends on the setting and the hardware."""
     assert treatment(numerics, hardware) == expected
 
 
 def rounded(matrix: Array, bits: int) -> Array:
-    """Round to so many bits of mantissa, to nearest, as tensor cores do with their inputs."""
+    """Round to `bits` bits of mantissa, to nearest, as tensor cores round their inputs."""
     half, mask = (1 << (23 - bits)) >> 1, ~((1 << (23 - bits)) - 1) & 0xFFFFFFFF
     return ((matrix.view(np.uint32) + np.uint32(half)) & np.uint32(mask)).view(np.float32)
 
@@ -80,7 +80,7 @@ def rounded(matrix: Array, bits: int) -> Array:
     ("bits", "expected"), [(23, "f32"), (22, "f32"), (16, "indeterminate"), (10, "tf32"), (7, "tf32")]
 )
 def test_the_product_tells_how_it_was_made(bits: int, expected: Computes) -> None:
-    """The product tells a mantissa of f32, of TF32 and of another length apart."""
+    """The probe's product shows whether the mantissa was that of f32, of TF32, or of another length."""
     seen: list[Array] = []
     device = Multiplier(bits, bits, seen)
 
@@ -89,7 +89,7 @@ def test_the_product_tells_how_it_was_made(bits: int, expected: Computes) -> Non
 
 
 def test_a_product_with_anything_else_in_it_is_indeterminate() -> None:
-    """A product with a wrong element or NaN is indeterminate."""
+    """A product with a wrong element or NaN shows nothing, so the probe's result is "indeterminate"."""
     ones = np.ones((512, 512), np.float32)
     for value in (2, np.nan, 0):
         wrong = ones.copy()
@@ -98,7 +98,7 @@ def test_a_product_with_anything_else_in_it_is_indeterminate() -> None:
 
 
 class Multiplier(FakeDevice):
-    """A GPU that multiplies with so many bits of mantissa by default, and at the highest precision."""
+    """A GPU that multiplies with a mantissa of `default` bits, or of `pinned` bits if the module requests f32."""
 
     def __init__(self, default: int, pinned: int, seen: list[Array] | None = None) -> None:
         super().__init__(self._multiply)
@@ -113,13 +113,13 @@ class Multiplier(FakeDevice):
 
     def _multiply(self, inputs: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
         x, y = (rounded(one, self._bits[self._latest]) for one in inputs)
-        # One of them is 1: any product of the two is exact.
+        # One factor is 1, so any product is exact.
         self._seen.append((x.astype(np.float64) @ y).astype(np.float32))
         return [self._seen[-1]]
 
 
 def test_the_probe_needs_no_gpu_to_find_f32() -> None:
-    """The probe's module on the CPU's compiler computes in f32."""
+    """The probe finds f32 with the compiler for the CPU."""
     device = JaxDevice("cpu")
     device.hardware = TURING
 
@@ -128,7 +128,7 @@ def test_the_probe_needs_no_gpu_to_find_f32() -> None:
 
 
 def test_nothing_is_probed_on_a_cpu() -> None:
-    """A CPU is not probed."""
+    """A CPU is not probed, and executes nothing."""
     device = FakeDevice(lambda inputs, weights: [])
     assert probe(device, "auto") is None
     assert probe(device, "f32") is None
@@ -136,7 +136,7 @@ def test_nothing_is_probed_on_a_cpu() -> None:
 
 
 def test_f32_holds_where_the_default_is_tf32() -> None:
-    """With `f32`, the probe reports the default's TF32 and accepts the pinned product."""
+    """With `f32`, the probe reports TF32 as the default, and accepts the device, because it computes f32 on request."""
     seen: list[Array] = []
 
     assert probe(Multiplier(10, 23, seen), "f32") == "tf32"
@@ -145,7 +145,10 @@ def test_f32_holds_where_the_default_is_tf32() -> None:
 
 @pytest.mark.parametrize(("bits", "how"), [(10, "tf32"), (16, "indeterminate")])
 def test_f32_refuses_a_device_that_rounds_what_is_pinned(bits: int, how: str) -> None:
-    """With `f32`, a device that rounds a pinned product is refused as a fault of the driver."""
+    """With `f32`, a device that rounds although a module requests f32 is refused.
+
+    The error calls it a fault of the driver.
+    """
     with pytest.raises(
         DeviceError, match=f"multiplies in {how} where a module requests f32: a fault of the driver"
     ):
@@ -153,7 +156,7 @@ def test_f32_refuses_a_device_that_rounds_what_is_pinned(bits: int, how: str) ->
 
 
 def test_a_device_that_cannot_multiply_is_said_to_be_it() -> None:
-    """A device that cannot multiply is an error of the device, and the next probe may succeed."""
+    """If a device cannot multiply, the probe raises an error of the device. The next probe may succeed."""
     device = Multiplier(10, 23)
     device.fail_next("launch", error=RuntimeError("no kernel image"))
     with pytest.raises(DeviceError, match=r"before any model is built: RuntimeError: no kernel image"):
@@ -171,7 +174,7 @@ def test_a_device_that_cannot_multiply_is_said_to_be_it() -> None:
     ],
 )
 def test_tf32_refuses_hardware_without_it(hardware: Hardware, why: str) -> None:
-    """With `tf32`, hardware without it is refused, and nothing is executed."""
+    """With `tf32`, hardware without TF32 is refused before anything is executed."""
     device = FakeDevice(lambda inputs, weights: [])
     device.hardware = hardware
 
@@ -192,7 +195,7 @@ def test_tf32_refuses_hardware_without_it(hardware: Hardware, why: str) -> None:
 def test_what_else_is_odd_is_said(
     numerics: Numerics, bits: int, said: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Other oddities are logged as warnings."""
+    """If the probe finds a precision that does not fit the setting, the log has a warning."""
     probe(Multiplier(bits, bits), numerics)
 
     warnings = [record.getMessage() for record in logged_here(caplog) if record.levelno >= logging.WARNING]
@@ -211,7 +214,7 @@ for numerics in ("auto", "f32"):
 
 
 def test_the_process_keeps_to_the_setting() -> None:
-    """The process sets CUDA's variable and jax's default by the setting, over the user's variables."""
+    """The setting decides about CUDA's variable and jax's default precision, whatever the user's variables say."""
     out = subprocess.run(
         [sys.executable, "-c", _START],
         capture_output=True,
@@ -223,7 +226,7 @@ def test_the_process_keeps_to_the_setting() -> None:
 
 
 def test_tf32_on_a_cpu_is_refused_with_the_settings() -> None:
-    """`numerics: tf32` with `platform: cpu` is refused by the settings."""
+    """The settings are refused if `numerics` is `tf32` and `platform` is `cpu`."""
     with pytest.raises(SettingsError, match="numerics: tf32 cannot be had with platform: cpu"):
         load_settings("runtime: {numerics: tf32, platform: cpu}")
 
@@ -264,7 +267,7 @@ W = np.array([[1, 2, 3], [0, 1, 4], [5, 6, 0]], np.float32)
 def test_a_model_that_asks_for_tf32_computes_on_a_cpu(
     numerics: Numerics, expected: Precision, products: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On a CPU, a TF32 algorithm is stripped or made f32, and the model and the log report it."""
+    """On a CPU, a requested TF32 algorithm is removed, or made f32. The model and the log have the resulting precision."""
     caplog.set_level(logging.INFO)
     device = JaxDevice("cpu", numerics="auto")
 
@@ -279,7 +282,7 @@ def test_a_model_that_asks_for_tf32_computes_on_a_cpu(
 
 
 def test_the_module_of_another_setting_is_another_executable(products: Path) -> None:
-    """Executables of different settings are never mixed, in the process or in the cache."""
+    """Executables for different settings are different, in the process and in the cache."""
     module, signature = product(4)
     assert treat(module, "model.mlir", "strip", signature.precision)[0] == module
     assert treat(module, "model.mlir", "pin", signature.precision)[0] != module
@@ -293,7 +296,7 @@ def test_the_module_of_another_setting_is_another_executable(products: Path) -> 
 
 
 def test_a_runtime_on_a_cpu_serves_in_f32_and_says_so(start_runtime: StartRuntime, products: Path) -> None:
-    """STATUS has the setting and the precision of each executable."""
+    """The status has the setting, and the precision of each executable."""
     runtime = start_runtime(
         load_settings(settings_text("f32")),
         compute=lambda inputs, weights: [inputs[0] @ weights[0] @ weights[0]],
@@ -312,7 +315,7 @@ def test_a_runtime_on_a_cpu_serves_in_f32_and_says_so(start_runtime: StartRuntim
 def test_a_runtime_refuses_every_model_where_tf32_is_wanted_and_not_there(
     start_runtime: StartRuntime, doubling: Path
 ) -> None:
-    """With `tf32` on a CPU, each model's load is rejected with the reason."""
+    """With `tf32` on a CPU, each model is rejected with the reason."""
     runtime = start_runtime(load_settings(settings_text("tf32")))
     for _ in range(2):
         with pytest.raises(Rejected, match="numerics is tf32, and the models would run on a CPU"):
@@ -323,7 +326,7 @@ def test_a_runtime_refuses_every_model_where_tf32_is_wanted_and_not_there(
 def test_a_runtime_on_a_gpu_probes_before_it_compiles_models(
     start_runtime: StartRuntime, doubling: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, the status has the probe's result."""
+    """On a GPU, the status has the result of the probe."""
     monkeypatch.setattr("rsrv.runtime.model_builder.probe", lambda device, numerics: "tf32")
     runtime = start_runtime()
     client = Client(runtime, doubling)

@@ -1,4 +1,4 @@
-"""Executions launched ahead: the device has the next one early, and results do not mix."""
+"""Executions that are launched ahead: the device gets the next one early, and results are not mixed up."""
 
 import json
 import os
@@ -117,7 +117,7 @@ def test_no_more_is_launched_than_the_depth_allows(runtime: Runtime, engine: Eng
 
 
 def test_a_failure_leaves_the_execution_behind_it_right(runtime: Runtime, engine: Engine) -> None:
-    """A failure that shows when outputs are read does not affect the next launched execution."""
+    """If reading the outputs of an execution fails, the execution that was launched after it is still correct."""
     runtime.device.gate.clear()
     first = [FakeRequest({"x": ramp(1, i)}) for i in range(3)]
     second = [FakeRequest({"x": ramp(1, 100 + i)}) for i in range(3)]
@@ -133,7 +133,7 @@ def test_a_failure_leaves_the_execution_behind_it_right(runtime: Runtime, engine
 
 
 def test_what_is_launched_is_answered_although_its_client_left(runtime: Runtime, engine: Engine) -> None:
-    """A launched request is answered although its client left; a waiting one ends at once."""
+    """A launched request is answered even if its client has left. A waiting one ends at once."""
     runtime.device.gate.clear()
     launched = [FakeRequest({"x": ramp(1, i)}) for i in range(2)]
     for request in launched:
@@ -152,13 +152,13 @@ def test_what_is_launched_is_answered_although_its_client_left(runtime: Runtime,
 def test_a_model_that_leaves_while_launched_keeps_its_weights_until_the_end(
     runtime: Runtime, engine: Engine
 ) -> None:
-    """A model that leaves with launched executions keeps its weights until they end."""
+    """If a model leaves, its weights stay on the device until its launched executions have ended."""
     runtime.device.gate.clear()
     for i in range(2):
         launch(runtime, engine, FakeRequest({"x": ramp(1, i)}))
 
     engine.close()
-    wait_until(lambda: read_status(os.getpid())["connections"] == 1)  # The status request's own connection.
+    wait_until(lambda: read_status(os.getpid())["connections"] == 1)  # of the status request
     assert runtime.device.resident == 1
     runtime.device.gate.set()
 
@@ -170,7 +170,7 @@ def test_a_model_that_leaves_while_launched_keeps_its_weights_until_the_end(
 def test_a_runtime_that_stops_with_executions_launched_answers_nothing_wrong(
     runtime: Runtime, engine: Engine
 ) -> None:
-    """When a runtime stops with launched executions, clients get RUNTIME_DOWN."""
+    """If a runtime stops with launched executions, their clients get RUNTIME_DOWN."""
     runtime.device.gate.clear()
     requests = [FakeRequest({"x": ramp(1, i)}) for i in range(2)]
     for request in requests:
@@ -188,7 +188,7 @@ def test_a_runtime_that_stops_with_executions_launched_answers_nothing_wrong(
 def test_the_depth_is_the_devices_by_default(
     start_runtime: StartRuntime, doubling: Path, asynchronous: bool, depth: int
 ) -> None:
-    """Without a setting, the depth is the device's, known once it is up."""
+    """Without a setting, the depth is the default of the device."""
     runtime = start_runtime(load_settings("stub: {in_place_ms: 0}"), asynchronous=asynchronous)
     make_engine(runtime, doubling)
 
@@ -215,10 +215,10 @@ serve_on_jax(*sys.argv[1:])
 
 @pytest.mark.long
 def test_jax_computes_the_same_at_any_depth(tmp_path: Path) -> None:
-    """200 random batches on an asynchronous CPU, launched one and two at a time; the arithmetic is exact.
+    """jax answers 200 random batches correctly, launched one and two at a time on an asynchronous CPU. The arithmetic is exact.
 
-    And the seconds of three executions launched together add up to no more than went by, in whichever order
-    they are read.
+    The reported seconds of three executions that are launched together add up to no more than the elapsed time, in
+    whatever order they are read.
     """
     rng = np.random.default_rng(1)
     export_bundle(
@@ -243,7 +243,7 @@ def test_jax_computes_the_same_at_any_depth(tmp_path: Path) -> None:
 
 
 def serve_on_jax(path: str) -> None:
-    """In a process of its own: print how many of 200 batches are answered right, and whether seconds add up."""
+    """Print how many of 200 batches are right at depth 1 and 2, and whether seconds add up. This runs in its own process."""
     device = JaxDevice("cpu", asynchronous_cpu=True)
     assert device.asynchronous
     model = build_here(path, device)
@@ -293,7 +293,7 @@ def right_answers(model: CompiledModel, device: Device, product: Array, depth: i
 def lay_out(
     model: CompiledModel, number: int, size: int, rng: np.random.Generator, seconds: float = 1.0
 ) -> Dispatch:
-    """A dispatch of one request per row, at most `size`, with random inputs; `seconds`: expected."""
+    """Return a dispatch of at most `size` requests of one row with random inputs. It is expected to take `seconds`."""
     (variant,) = model.interface.variants
     count = int(rng.integers(1, size + 1))
     stride = 2 * variant.inputs.places[1].nbytes

@@ -1,4 +1,7 @@
-"""A request that ends runtimes: it fails alone after two, while a killed runtime costs no request anything."""
+"""A request that ends two runtimes fails, and no other request does.
+
+A runtime that is killed has no effect on its requests.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +31,19 @@ from tests.unit.runtime.conftest import Runtime, StartRuntime, double
 from tests.unit.runtime.metas import answer_of, assert_y, engine_of
 from tests.waiting import PATIENCE_S, wait_until
 
-#: a value in the inputs of a request whose execution does not end by itself
+#: An input with this value makes an execution last until the test ends it.
 HOSTILE = 666.0
 
 
 class Server:
-    """Runtimes of one device, one after another, and the stubs of two models."""
+    """The runtimes of one device, one after another, and the stubs of two models."""
 
     def __init__(self, start: StartRuntime, directory: Path, bundles: dict[str, Path]) -> None:
         self._start = start
-        #: of the next runtime
+        #: Settings of the next runtime.
         self.settings = "stub: {in_place_ms: 0}"
         self._directory, self._bundles = directory, bundles
-        #: an item for each execution of a hostile request
+        #: Gets an item for each execution of a hostile request.
         self.executing: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.released = threading.Event()
         self.start()
@@ -53,7 +56,7 @@ class Server:
         )
 
     def crash(self) -> None:
-        """End the runtime as a fatal signal does, and start the next one."""
+        """Crash the runtime as a fatal signal does, and start the next one."""
         self.box.crashed("Fatal Python error: Segmentation fault")
         self.kill()
 
@@ -106,7 +109,7 @@ def assert_refused(one: FakeRequest, text: str = SUSPECT) -> None:
 
 
 def test_kills_cost_a_request_nothing(server: Server) -> None:
-    """It executes while four runtimes are killed, and is answered by the fifth; no model is blamed."""
+    """Four runtimes are killed while they execute a request. The fifth one answers it, and no model is blamed."""
     one = request(HOSTILE)
     assert server.hostile.execute([one]) is None
     for _ in range(4):
@@ -123,7 +126,10 @@ def test_kills_cost_a_request_nothing(server: Server) -> None:
 
 
 def test_a_hook_that_writes_into_its_inputs_gets_them_again_as_they_were_sent(server: Server) -> None:
-    """A killed runtime has the hook run a second time, which doubles the client's numbers and not its own."""
+    """A hook that changes its inputs is called again after a runtime was killed.
+
+    It gets the inputs as the client sent them.
+    """
 
     def preprocess(inputs: dict[str, Array]) -> dict[str, Array]:
         inputs["x"] *= 2
@@ -143,7 +149,7 @@ def test_a_hook_that_writes_into_its_inputs_gets_them_again_as_they_were_sent(se
 
 
 def test_a_queue_that_became_too_short_refuses_no_request_that_waited(server: Server) -> None:
-    """A runtime had accepted them; the next one answers them all."""
+    """The next runtime has a shorter queue. It refuses no waiting request, because the killed runtime had accepted them."""
     one, others = request(HOSTILE), [request(n) for n in range(10)]
     assert server.hostile.execute([one]) is None
     server.executing.get(timeout=PATIENCE_S)
@@ -160,7 +166,7 @@ def test_a_queue_that_became_too_short_refuses_no_request_that_waited(server: Se
 
 
 def test_a_hostile_request_ends_two_runtimes_and_fails_alone(server: Server) -> None:
-    """Requests of its model and of another one are answered, and the model is blamed once."""
+    """A hostile request fails after it has ended two runtimes. All others are answered, and its model is blamed once."""
     one, others, strangers = request(HOSTILE), [request(n) for n in range(5)], [request(n) for n in range(5)]
     assert server.hostile.execute([one]) is None
     server.executing.get(timeout=PATIENCE_S)
@@ -180,7 +186,7 @@ def test_a_hostile_request_ends_two_runtimes_and_fails_alone(server: Server) -> 
 
 @pytest.mark.parametrize("rows", [1, 20])
 def test_inputs_that_were_answered_after_a_death_are_as_good_as_new(server: Server, rows: int) -> None:
-    """A later death counts as their first one, also if they are the inputs of a part of a large request."""
+    """If inputs are answered after a death, this death is forgotten, also if they are a part of a large request."""
     x = np.zeros((rows, 3), np.float32)
     x[0] = HOSTILE
     one, front = FakeRequest({"x": x}), server.hostile._process.front
@@ -197,7 +203,10 @@ def test_inputs_that_were_answered_after_a_death_are_as_good_as_new(server: Serv
 
 
 def test_a_client_that_repeats_its_hostile_request_ends_no_further_runtime(server: Server) -> None:
-    """Requests with its inputs are refused, in place and later; other requests are answered."""
+    """After a hostile request has failed, a request with its inputs is refused.
+
+    Another one in the same batch is answered.
+    """
     one = request(HOSTILE)
     assert server.hostile.execute([one]) is None
     for _ in range(2):
@@ -216,7 +225,10 @@ def test_a_client_that_repeats_its_hostile_request_ends_no_further_runtime(serve
 def test_a_client_that_does_not_wait_for_the_second_try_ends_two_runtimes(
     server: Server, pass_stub_time: Callable[[float], None]
 ) -> None:
-    """Its deadline passes while the request hangs; when it sends the inputs again, they are tried alone, and then no more."""
+    """A hostile request ends at its deadline while its runtime hangs. If a client sends its inputs again, they are executed alone.
+
+    When they have ended a second runtime, this request fails.
+    """
     late = FakeRequest({"x": np.full((1, 3), HOSTILE, np.float32)}, timeout_us=10**9)
     assert server.hostile.execute([late]) is None
     server.executing.get(timeout=PATIENCE_S)
@@ -226,7 +238,7 @@ def test_a_client_that_does_not_wait_for_the_second_try_ends_two_runtimes(
     assert answer.error.message.startswith("[rsrv:DEADLINE]")
     before = server.hostile.session.reading
     server.crash()
-    # Until the stub notices the death, the runtime before counts.
+    # Until the stub notices the death, it reads the board of the runtime before.
     wait_until(lambda: server.hostile.session.reading not in (None, before))
 
     again = request(HOSTILE)
@@ -240,7 +252,7 @@ def test_a_client_that_does_not_wait_for_the_second_try_ends_two_runtimes(
 
 
 def test_a_request_of_another_model_is_no_suspect(server: Server) -> None:
-    """While one hangs, another model's request waits behind it: the death is not its own."""
+    """If a device hangs with one model's request, a waiting request of another model is not blamed."""
     one, stranger = request(HOSTILE), request(5)
     assert server.hostile.execute([one]) is None
     server.executing.get(timeout=PATIENCE_S)

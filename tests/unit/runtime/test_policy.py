@@ -9,7 +9,7 @@ from rsrv.settings import SettingsError, load_settings
 
 
 def test_the_defaults_are_the_schedulers_own() -> None:
-    """Two modules define them; they must agree."""
+    """The settings' defaults are the scheduler's, because two modules define them."""
     assert scheduler_settings(load_settings()) == SchedulerSettings()
 
 
@@ -18,12 +18,12 @@ def test_the_defaults_are_the_schedulers_own() -> None:
     [("", False, 1), ("", True, 2), ("scheduler: {depth: 1}", True, 1), ("scheduler: {depth: 3}", False, 3)],
 )
 def test_the_depth_follows_the_device_unless_it_is_set(text: str, asynchronous: bool, depth: int) -> None:
-    """A device beside the CPU needs a second execution to stay busy; a CPU is busy with one."""
+    """Without a setting, the depth is 2 for an asynchronous device, which needs a second execution to stay busy, and else 1."""
     assert scheduler_settings(load_settings(text), asynchronous=asynchronous).depth == depth
 
 
 def test_settings_of_a_model_reach_each_of_its_versions() -> None:
-    """A program follows rsrv.yaml, then the changes; programs of other models do not change."""
+    """A model's program follows rsrv.yaml and then the changes, in each version. Other models' programs do not change."""
     policy = Policy(load_settings("models: {m: {weight: 2, residency: device}}"))
     program = Program("m@1", {(0, 1): 1.0}, True, 1)
     assert policy.program(program, "m").pinned
@@ -40,7 +40,7 @@ def test_settings_of_a_model_reach_each_of_its_versions() -> None:
 
 
 def test_a_change_that_one_model_refuses_changes_no_model() -> None:
-    """A change of several models is atomic."""
+    """If a change is wrong for one model, it changes no model."""
     policy = Policy(load_settings())
 
     with pytest.raises(SettingsError, match=r"models\.a\.weight"):
@@ -50,7 +50,7 @@ def test_a_change_that_one_model_refuses_changes_no_model() -> None:
 
 
 def test_a_model_may_go_on_while_all_others_are_paused() -> None:
-    """The pause of one model, and none of one model, have precedence over that of all."""
+    """The pause of one model, or its exception, has precedence over the pause of all models."""
     policy = Policy(load_settings())
 
     policy.change({"paused": "drain", "models": {"a": {"paused": None}, "b": {"paused": "hold"}}})

@@ -1,4 +1,4 @@
-"""What the next runtime prepares beside the one that serves: executables of known modules."""
+"""Executables of known modules that a spare runtime prepares before its turn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETTINGS = load_settings("runtime: {compilation_cache_dir: null}\nmodels: {b: {m
 
 @pytest.fixture
 def repository(tmp_path: Path, doubling: Path) -> Path:
-    """Return a repository of two models and of one with a broken bundle."""
+    """Return a repository of two good models and of one whose bundle is broken."""
     for name in "abc":
         shutil.copytree(doubling, tmp_path / "gen" / name / "1" / "bundle")
     (tmp_path / "gen" / "c" / "1" / "bundle" / "manifest.yaml").write_text("no manifest")
@@ -28,7 +28,7 @@ def repository(tmp_path: Path, doubling: Path) -> Path:
 
 
 def remember(directory: Path, bundle: Path) -> dict[tuple[int, int], Signature]:
-    """Note the modules of a bundle as a runtime does that serves it."""
+    """Note the modules of a bundle, as a runtime that serves it does."""
     known = KnownModules(directory / MODULES)
 
     def read_signature(blob: bytes, file: str) -> Signature:
@@ -39,13 +39,16 @@ def remember(directory: Path, bundle: Path) -> dict[tuple[int, int], Signature]:
 
 
 def test_models_that_were_served_are_compiled(tmp_path: Path, repository: Path, doubling: Path) -> None:
-    """Compiling the same module again takes the executable that is there; a broken bundle stops nothing."""
+    """The modules of models that were served are compiled, and compiling one again returns its executable.
+
+    A broken bundle does not prevent this.
+    """
     signatures = remember(tmp_path, doubling)
 
     made = prepare(SETTINGS, repository, tmp_path, ["cpu"], 0)
 
     assert made is not None
-    # Three sizes of `a`, and the one of `b` that its settings allow.
+    # `a` has three sizes, and the settings of `b` allow one.
     assert len(made.executables) == 4
     before = made.device.cache_counts.shared
     for key, signature in signatures.items():
@@ -54,13 +57,13 @@ def test_models_that_were_served_are_compiled(tmp_path: Path, repository: Path, 
 
 
 def test_modules_that_no_runtime_has_seen_are_left_to_the_runtime(tmp_path: Path, repository: Path) -> None:
-    """A module that crashes the parser must not end the next runtime before its turn."""
+    """A module that no runtime has parsed is not prepared, because it might crash the parser and thus the spare."""
     made = prepare(SETTINGS, repository, tmp_path, ["cpu"], 0)
     assert made is not None
     assert made.executables == []
 
 
 def test_nothing_is_prepared_on_a_cpu_instead_of_a_gpu(tmp_path: Path) -> None:
-    """The settings of the next runtime ask for a GPU, and the server began on a CPU: the runtime refuses that."""
+    """Nothing is prepared if the settings ask for a GPU and the server began on a CPU, because a runtime refuses this."""
     settings = load_settings("runtime: {platform: cuda}")
     assert prepare(settings, tmp_path, tmp_path, ["cpu"], 0) is None

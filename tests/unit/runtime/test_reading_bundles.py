@@ -32,7 +32,7 @@ from tests.unit.runtime.test_hostile_peers import Client
 from tests.waiting import PATIENCE_S, wait_until
 
 EAGER, REQUESTED = Urgency.EAGER, Urgency.REQUESTED
-#: Bytes of the weights below, so many that other reads do not count.
+#: Bytes of the weights below. They are so many that other reads do not matter.
 _BYTES = 64 << 20
 
 
@@ -52,7 +52,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bytes_read() -> int:
-    """Return the bytes read by this process so far, as the kernel counts them."""
+    """Return how many bytes this process has read, as the kernel counts them."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines["rchar"])
 
@@ -62,7 +62,7 @@ def bytes_read() -> int:
 def test_adding_a_model_reads_its_weights_once(
     large: Path, tmp_path: Path, version: str, times: int, residency: str
 ) -> None:
-    """With checksums, weights are read once, and without them twice."""
+    """Weights are read once if the bundle has checksums, and else twice."""
     path = shutil.copytree(large, tmp_path / "large", copy_function=os.link)
     if version == "2.0":
         manifest = path / "manifest.yaml"
@@ -83,7 +83,7 @@ def test_adding_a_model_reads_its_weights_once(
 def test_a_runtime_refuses_torn_weights_by_name_until_they_fit_again(
     start_runtime: StartRuntime, doubling: Path, tmp_path: Path
 ) -> None:
-    """Torn weights are rejected by name until the file is complete again."""
+    """Weights that do not match the manifest are rejected with the file's name, until the file is complete."""
     runtime = start_runtime()
     path = shutil.copytree(doubling, tmp_path / "doubling")
     file = path / "weights.safetensors"
@@ -102,9 +102,9 @@ def test_a_runtime_refuses_torn_weights_by_name_until_they_fit_again(
 def test_bundles_that_requests_wait_for_are_read_first(
     doubling: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Models that register while the device starts are read in the order of need, and builds come before reads of the same need.
+    """Bundles that register while the device starts are read by urgency. Builds come before reads of equal urgency.
 
-    Tensors that a killed runtime left in shared memory are swept when all models are built.
+    When all models are built, tensors that a killed runtime left in shared memory are swept.
     """
     starts = threading.Event()
     inbox = Inbox()
@@ -154,7 +154,10 @@ def wait_until_served(greeted: Greeted) -> None:
 def test_stubs_hear_how_far_the_start_of_their_model_has_come(
     start_runtime: StartRuntime, doublings: dict[str, Path]
 ) -> None:
-    """Each step comes at once, with the time that requests may wait for the next one; also where it waits for its turn."""
+    """A stub hears each step of its model's start at once, with the time that requests may wait for the next step.
+
+    It also hears when its model waits for its turn.
+    """
     runtime = start_runtime(load_settings("runtime: {start_timeout_s: 7}"))
     wait_until(lambda: not runtime.loop._builder._busy, what="the device")
     runtime.device.compiles.clear()
@@ -184,7 +187,7 @@ def test_stubs_hear_how_far_the_start_of_their_model_has_come(
 def test_a_model_with_stored_executables_is_built_before_one_that_must_be_compiled(
     start_runtime: StartRuntime, doublings: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both return after the death of a runtime; the one that takes long registers first."""
+    """After a runtime's death, a model with stored executables is built before others, even if those registered earlier."""
     monkeypatch.setattr("rsrv.runtime.model_builder._BYTE_S", 1.0)
     runtime = start_runtime()
     keys = {name: identify(name, str(doublings[name]), {}).key for name in "abc"}
@@ -208,7 +211,7 @@ def test_a_model_with_stored_executables_is_built_before_one_that_must_be_compil
 def test_a_model_whose_stubs_have_gone_before_its_build_is_not_built(
     start_runtime: StartRuntime, doublings: dict[str, Path]
 ) -> None:
-    """While one model is compiled, others wait, read or not; those that no stub waits for any more are dropped."""
+    """If no stub waits for a model any more, it is not built, whether its bundle is read or not."""
     runtime = start_runtime()
     runtime.device.compiles.clear()
     loop, lanes = runtime.loop, dict[str, Greeted]()
@@ -237,7 +240,7 @@ def test_a_model_whose_stubs_have_gone_before_its_build_is_not_built(
 def test_builds_wait_for_serving_if_the_processors_are_busy(
     start_runtime: StartRuntime, doubling: Path
 ) -> None:
-    """The thread that builds has a lower priority than the loop, and the device's threads keep theirs."""
+    """The build thread has a lower priority than the loop. The device's threads have the same priority as the loop."""
     here = os.getpriority(os.PRIO_PROCESS, 0)
     runtime = start_runtime()
     Client(runtime, doubling).lane.close()
@@ -254,7 +257,7 @@ def test_builds_wait_for_serving_if_the_processors_are_busy(
 def test_fronts_hear_how_long_a_start_takes_where_deadlines_count(
     start_runtime: StartRuntime, doubling: Path, discipline: str, asked: bool
 ) -> None:
-    """With edf, a front with requests gets the seconds of the model's shortest build; a new model's are not known."""
+    """With edf, a front with waiting requests hears the seconds of the model's shortest build, if there was one."""
     runtime = start_runtime(load_settings(f"scheduler: {{discipline: {discipline}}}"))
     heard: list[StartProgress] = []
     wanted = {"model": "m", "bundle": str(doubling), "asked": asked}

@@ -34,7 +34,7 @@ def engines(runtime: Runtime, doublings: dict[str, Path]) -> list[Engine]:
 def test_the_least_recently_used_model_is_evicted_and_comes_back(
     runtime: Runtime, engines: list[Engine]
 ) -> None:
-    """With room for two, each request loads its model and evicts the least recently used one."""
+    """With room for two models, each request for the third one loads it and evicts the least recently used one."""
     for w, engine in enumerate(engines, 1):
         assert answered(send_one(engine)) == w
 
@@ -44,7 +44,7 @@ def test_the_least_recently_used_model_is_evicted_and_comes_back(
 def test_a_model_with_known_costs_is_served_without_a_warm_up(
     start_runtime: StartRuntime, doublings: dict[str, Path]
 ) -> None:
-    """After a runtime's death its model is ready before its weights are, and nothing executes before the first request."""
+    """After a runtime's death, a model with known costs is ready before its weights are loaded, and needs no warm-up."""
     first = start_runtime()
     make_engine(first, doublings["a"], name="a").close()
     first.stop()
@@ -54,7 +54,7 @@ def test_a_model_with_known_costs_is_served_without_a_warm_up(
 
     engine = make_engine(second, doublings["a"], name="a")
 
-    second.device.uploads.wait_until_held()  # The weights return without a request.
+    second.device.uploads.wait_until_held()  # The weights are loaded without a request.
     late = send_one(engine)
     assert not second.device.executed
     second.device.uploads.set()
@@ -65,7 +65,7 @@ def test_a_model_with_known_costs_is_served_without_a_warm_up(
 def test_a_new_version_is_warmed_up_although_its_costs_are_known(
     start_runtime: StartRuntime, doublings: dict[str, Path]
 ) -> None:
-    """The weights of a version that was served before are on the device when it replaces another one again."""
+    """A new version is warmed up before it replaces the old one, even if its costs are known, so its weights are on the device."""
     first = start_runtime()
     make_engine(first, doublings["a"], name="model").close()
     first.stop()
@@ -81,7 +81,7 @@ def test_a_new_version_is_warmed_up_although_its_costs_are_known(
 
 
 def test_a_model_executes_while_anothers_weights_upload(runtime: Runtime, engines: list[Engine]) -> None:
-    """A model executes while another's upload is held."""
+    """One model executes while the upload of another one is held."""
     a, _, c = engines
     runtime.device.uploads.clear()
 
@@ -112,7 +112,10 @@ def test_weights_upload_while_a_model_is_compiled(
 def test_a_model_warms_up_while_another_is_compiled(
     start_runtime: StartRuntime, doublings: dict[str, Path]
 ) -> None:
-    """A warming model keeps its weights where there is room for one, without waiting for a compilation."""
+    """With room for one model, a model keeps its weights until it is warmed up.
+
+    It does not wait while another one is compiled.
+    """
     runtime = start_runtime(
         load_settings(f"stub: {{in_place_ms: 0}}\nruntime: {{weight_budget_bytes: {_BYTES}}}")
     )
@@ -136,7 +139,7 @@ def test_a_model_warms_up_while_another_is_compiled(
 def test_a_compaction_does_not_wait_for_a_compilation(
     runtime: Runtime, engines: list[Engine], doublings: dict[str, Path]
 ) -> None:
-    """A compaction waits for a warm-up, and not for a compilation."""
+    """A compaction waits for a warm-up, but not for a compilation."""
     runtime.device.uploads.clear()
     warming = register(runtime, "d", doublings["d"])
     runtime.device.uploads.wait_until_held()
@@ -157,7 +160,7 @@ def test_a_compaction_does_not_wait_for_a_compilation(
 def test_a_model_larger_than_the_budget_is_served_alone(
     start_runtime: StartRuntime, doublings: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A model larger than the budget is served alone, and the log has the numbers and the setting."""
+    """A model larger than the budget is served alone. The log has its bytes, and the setting to raise."""
     runtime = start_runtime(
         load_settings(f"stub: {{in_place_ms: 0}}\nruntime: {{weight_budget_bytes: {_BYTES - 1}}}")
     )
@@ -172,7 +175,7 @@ def test_a_model_larger_than_the_budget_is_served_alone(
 def test_what_fails_at_the_start_is_tried_again_with_the_next_model(
     start_runtime: StartRuntime, doublings: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fault of shared memory refuses models with its reason, until it is repaired and the next one loads."""
+    """If shared memory cannot be used, models are rejected with the reason. After a repair, the next model is loaded."""
     failures = iter([True, True, False])
 
     def shared(setting: bool | None, owner: str) -> HostMemory:

@@ -1,4 +1,4 @@
-"""The command `restart`: a runtime ends for the next one, which answers what waited."""
+"""The command `restart`: a runtime ends, and the next one answers the waiting requests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def until_a_restart_is_under_way(runtime: Runtime) -> None:
 def test_what_executes_is_answered_and_what_waits_is_given_to_the_next_runtime(
     start_runtime: StartRuntime, runtime: Runtime, engine: Engine
 ) -> None:
-    """The old runtime executes only the first request, the next one the second and one that came in between."""
+    """The old runtime only ends the execution. The next one answers the waiting request and one that came in between."""
     executing, waiting = one_executes_and_one_waits(runtime, engine)
     runtime.device.executed.clear()
     with Operator(runtime) as operator:
@@ -66,7 +66,10 @@ def test_what_executes_is_answered_and_what_waits_is_given_to_the_next_runtime(
 def test_a_closed_engine_has_no_connection_to_a_runtime_that_has_ended(
     start_runtime: StartRuntime, runtime: Runtime, engine: Engine
 ) -> None:
-    """The next runtime answers a request that has waited. So execute() does not use that runtime's connections."""
+    """After a restart, the next runtime answers a waiting request.
+
+    Closing the engine closes the connections to both runtimes.
+    """
     ended = engine.session.attachment
     assert ended is not None
     with Operator(runtime) as operator:
@@ -85,7 +88,7 @@ def test_a_closed_engine_has_no_connection_to_a_runtime_that_has_ended(
 def test_runs_in_progress_end_in_the_old_runtime_and_others_begin_in_the_next_one(
     start_runtime: StartRuntime, runtime: Runtime, start_meta: StartMeta, run: Run
 ) -> None:
-    """Of three runs two are in progress: they are answered before there is another runtime, and the third one after."""
+    """Two runs in progress are answered before the old runtime ends. A waiting run begins in the next one."""
     engine = start_meta(runtime, run)
     requests = [request(value=n) for n in range(3)]
     runtime.device.gate.clear()
@@ -106,7 +109,10 @@ def test_runs_in_progress_end_in_the_old_runtime_and_others_begin_in_the_next_on
 
 
 def test_generations_in_progress_end_in_the_old_runtime(start_runtime: StartRuntime, tmp_path: Path) -> None:
-    """One that comes meanwhile gets no slot there, so that its stub can have it begin in the next runtime."""
+    """A running generation ends in the old runtime.
+
+    A later one gets no slot there, so that its stub can repeat it in the next runtime.
+    """
     runtime = start_runtime(SETTINGS, compute=count)
     client = Client(runtime, export_counting(tmp_path / "counting"))
     runtime.device.gate.clear()
@@ -128,7 +134,7 @@ def test_generations_in_progress_end_in_the_old_runtime(start_runtime: StartRunt
 def test_generations_that_take_too_long_keep_their_runtime(
     start_runtime: StartRuntime, tmp_path: Path
 ) -> None:
-    """The command fails, and both generations go on: one that has executed, and one that has waited for a slot."""
+    """If a generation takes too long, the restart fails. Both generations are answered, also one that began later."""
     runtime = start_runtime(SETTINGS, compute=count)
     client = Client(runtime, export_counting(tmp_path / "counting"))
     with Operator(runtime) as operator:
@@ -144,7 +150,10 @@ def test_generations_that_take_too_long_keep_their_runtime(
 
 
 def test_nothing_is_restarted_if_it_takes_too_long(runtime: Runtime, engine: Engine) -> None:
-    """The command fails with what is in progress, and the runtime answers as before."""
+    """If an execution takes too long, the restart fails with a count of what is in progress.
+
+    The runtime answers as before.
+    """
     executing, waiting = one_executes_and_one_waits(runtime, engine)
     with Operator(runtime) as operator:
         refused = operator.do("restart", drain_s=0.001)
@@ -162,7 +171,10 @@ def test_nothing_is_restarted_if_it_takes_too_long(runtime: Runtime, engine: Eng
 def test_a_forced_end_begins_again_what_is_in_progress(
     start_runtime: StartRuntime, runtime: Runtime, engine: Engine, command: str
 ) -> None:
-    """An execution that does not end in time is the next runtime's, as what waits; it is answered once, and right."""
+    """If a restart or a sleep is forced, the next runtime repeats the execution in progress.
+
+    Each request is answered once.
+    """
     asked = one_executes_and_one_waits(runtime, engine)
     with Operator(runtime) as operator:
         assert operator.do(command, drain_s=0, force=True) == {}
@@ -175,7 +187,7 @@ def test_a_forced_end_begins_again_what_is_in_progress(
 def test_a_second_restart_is_refused_and_one_whose_caller_left_is_withdrawn(
     runtime: Runtime, engine: Engine
 ) -> None:
-    """When the first caller has left, the waiting request executes, and the runtime lives."""
+    """If the caller of a restart leaves, the restart is withdrawn: the runtime executes the waiting request and continues."""
     executing, waiting = one_executes_and_one_waits(runtime, engine)
     first = Operator(runtime)
     first.send(command="restart", drain_s=30)

@@ -29,7 +29,7 @@ from tests.unit.runtime.metas import answer_of
 ROOT = Path(__file__).resolve().parents[3]
 PRODUCT = ("bundles/rsrv_bundle", "gateway", "model_repository_gen", "triton_backend")
 
-#: modules whose data is code, and functions that run text
+#: Modules that turn data into code, and functions that run text.
 _UNSAFE_MODULES = {
     "pickle",
     "cPickle",
@@ -55,7 +55,7 @@ _LAST_WORDS = {name.rpartition(".")[2] for name in _UNSAFE_CALLS}
 
 
 def unsafe(source: str) -> Iterator[str]:
-    """Return the uses in a source text that turn data into code."""
+    """Yield the parts of a source text that turn data into code."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):
@@ -75,7 +75,7 @@ def unsafe(source: str) -> Iterator[str]:
 
 
 def test_nothing_turns_data_into_code() -> None:
-    """The product has no pickle, no eval and no shell; it runs only a bundle's model.py, which is code."""
+    """The product uses no pickle, no eval and no shell. Its only exec runs a bundle's model.py, which is code."""
     sources = [path for folder in PRODUCT for path in sorted((ROOT / folder).rglob("*.py"))]
     assert len(sources) > 80
     found = {str(path.relative_to(ROOT)): list(unsafe(path.read_text())) for path in sources}
@@ -87,7 +87,10 @@ def test_nothing_turns_data_into_code() -> None:
 def test_another_user_cannot_talk_to_a_runtime(
     start_runtime: StartRuntime, tmp_path: Path, open_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither through the private directory, nor if that were open to all. Only root can act as another user here."""
+    """Another user can connect neither in the private directory nor at a socket that is open to all.
+
+    Only root can act as another user, so for other users the test connects as the same user.
+    """
     runtime = start_runtime()
     root = os.getuid() == 0
     assert stranger_hears(runtime.socket) == ("PermissionError" if root else "a greeting")
@@ -97,12 +100,12 @@ def test_another_user_cannot_talk_to_a_runtime(
     way_in.chmod(0o666)
     with caplog.at_level(logging.WARNING):
         assert stranger_hears(way_in) == ("the end" if root else "a greeting")
-    runtime.open().sock.close()  # By then the loop has logged what it refused.
+    runtime.open().sock.close()  # By this time, the loop has logged what it refused.
     assert ("refused a connection: the peer runs as uid 65534" in caplog.text) == root
 
 
 def stranger_hears(path: Path) -> str:
-    """Return the answer to the greeting of another user, who was taken as far as the directory."""
+    """Return what another user hears from the runtime. The process changes to the socket's directory while it may."""
     script = """
 import os, socket, sys
 from rsrv.wire.frames import hello
@@ -134,7 +137,7 @@ def open_folder(tmp_path: Path) -> Iterator[Path]:
 def test_a_stub_does_not_talk_to_another_users_runtime(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another user may have made the directory first, and may listen in it."""
+    """A stub does not connect to the runtime of another user, who may have made the directory first."""
     with listen(tmp_path / "socket"):
         monkeypatch.setattr(os, "getuid", lambda: 12345)
         with pytest.raises(ProtocolError, match="run both as one user"):
@@ -142,7 +145,10 @@ def test_a_stub_does_not_talk_to_another_users_runtime(
 
 
 def test_the_cache_of_compiled_code_is_private(tmp_path: Path) -> None:
-    """Its executables are run: a directory that others can write to is refused, one that they can read is closed."""
+    """A cache directory that others can write to is refused, because its executables are run.
+
+    One that they can read is closed to them.
+    """
     for mode, expected in ((0o700, 0o700), (0o755, 0o700), (0o750, 0o700)):
         directory = tmp_path / f"{mode:o}"
         directory.mkdir()
@@ -161,7 +167,7 @@ SECRET = "hunter2-never-to-be-seen"
 
 
 def leaky(arrays: dict[str, Array]) -> dict[str, Array]:
-    """Fail as a hook with secrets in its error."""
+    """Raise an error with secrets, as a faulty hook might."""
     raise RuntimeError(f"{os.environ['RSRV_TEST_TOKEN']} in {__file__}")
 
 
@@ -173,7 +179,7 @@ def leaky(arrays: dict[str, Array]) -> dict[str, Array]:
 def test_errors_of_clients_have_no_secrets(
     runtime: Runtime, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hooks: Hooks
 ) -> None:
-    """No environment, no path and no traceback, for any failure and any message of it."""
+    """No error that a client gets has a part of the environment, a path or a traceback."""
     monkeypatch.setenv("RSRV_TEST_TOKEN", SECRET)
     engine = start_engine(hooks)
     runtime.device.fail = f"{SECRET} in {tmp_path}"

@@ -1,4 +1,4 @@
-"""Sequences and their slots: no slot serves two, each request is answered once, and nothing is left behind."""
+"""Sequences and their slots: no slot serves two sequences, each request ends once, and nothing is left behind."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ TIMEOUT_S = 10.0
 
 
 class House:
-    """Sequences of one model, with the requests that they let through and refused."""
+    """The sequences of one model, and the requests that are executing, waiting and refused."""
 
     def __init__(self, slots: int = 2, when_full: WhenFull = "wait", limit: int = 100) -> None:
         self.sequences = SequenceTable()
@@ -27,8 +27,9 @@ class House:
         self.limit = limit
         self.now = 0.0
         self._ids = iter(range(1, 10**9))
-        #: requests by the scheduler's or the waiting ones' fate
+        #: Sequences of the requests in the scheduler, by the request's number.
         self.executing: dict[int, SequenceEntry] = {}
+        #: Sequences of the requests that wait for a slot, by the request's number.
         self.waiting: dict[int, SequenceEntry] = {}
         self.refused: dict[int, tuple[Status, str]] = {}
         self.answers: Counter[int] = Counter()
@@ -56,13 +57,13 @@ class House:
             self.finish(id, executed=False)
 
     def finish(self, id: int, *, executed: bool = True) -> None:
-        """End a request, by an execution or a cancellation."""
+        """End a request that was executed or cancelled."""
         sequence = self.executing.pop(id, None) or self.waiting.pop(id)
         self.answers[id] += 1
         self.take(self.sequences.done(sequence, executed=executed, now=self.now))
 
     def run(self, id: int, flags: int = 0) -> None:
-        """Have a step executed at once."""
+        """Send a request that is executed at once."""
         self.finish(self.ask(id, flags))
 
     def pass_time(self, seconds: float) -> None:
@@ -85,7 +86,10 @@ class House:
 
 
 def test_a_sequence_keeps_its_slot_from_start_to_end() -> None:
-    """Steps of several sequences are let through together; an ended one leaves its slot to the next."""
+    """Steps of several sequences are executed at the same time, each in its slot.
+
+    After an end, another sequence gets the slot.
+    """
     house = House()
     first, second = house.ask(7, START), house.ask(8, START)
     rows = [house.executing[id].row for id in (first, second)]
@@ -113,7 +117,7 @@ def test_a_sequence_keeps_its_slot_from_start_to_end() -> None:
 def test_a_wrong_request_says_what_is_wrong(
     id: int, flags: int, rows: int, status: Status, text: str
 ) -> None:
-    """Ids that are missing, unknown or busy are refused, and change nothing."""
+    """A request with a missing, unknown or busy id is refused and changes nothing."""
     house = House()
     house.ask(1, START)
     refused = house.refused[house.ask(id, flags, rows=rows)]
@@ -124,7 +128,7 @@ def test_a_wrong_request_says_what_is_wrong(
 
 
 def test_a_second_end_is_of_no_sequence() -> None:
-    """After its end a sequence is unknown, until it starts again."""
+    """After its end, a sequence is unknown, until it starts again."""
     house = House()
     house.run(7, START | END)
     assert house.refused[house.ask(7, END)][0] is Status.SEQUENCE_LOST
@@ -132,7 +136,7 @@ def test_a_second_end_is_of_no_sequence() -> None:
 
 
 def test_a_live_sequence_may_begin_again() -> None:
-    """START of a live sequence begins it again in its slot, as Triton has it."""
+    """START of a live sequence begins it again in the same slot, as in Triton."""
     house = House()
     house.run(7, START)
     row = house.executing[house.ask(7, START)].row
@@ -141,7 +145,7 @@ def test_a_live_sequence_may_begin_again() -> None:
 
 
 def test_further_sequences_wait_in_turn() -> None:
-    """With `wait`, starts get slots in the order in which they came; others that go away lose their turn."""
+    """With `wait`, starts get slots in the order of arrival. A start that is cancelled loses its turn."""
     house = House(slots=1)
     house.run(1, START)
     second, third, fourth = house.ask(2, START), house.ask(3, START), house.ask(4, START)
@@ -156,7 +160,7 @@ def test_further_sequences_wait_in_turn() -> None:
 
 
 def test_so_many_wait_and_no_more() -> None:
-    """Beyond the queue's limit a start is refused, with the time after which an idle sequence may have expired."""
+    """If the queue is full, a start is refused. The error has the time until an idle sequence may expire."""
     house = House(slots=1, limit=1)
     house.run(1, START)
     house.now = 4.0
@@ -167,7 +171,7 @@ def test_so_many_wait_and_no_more() -> None:
 
 
 def test_a_start_is_refused_where_none_may_wait() -> None:
-    """With `refuse`, a start without a free slot ends at once."""
+    """With `refuse`, a start without a free slot is refused at once."""
     house = House(slots=1, when_full="refuse")
     house.ask(1, START)
     assert house.refused[house.ask(2, START)] == (
@@ -178,7 +182,10 @@ def test_a_start_is_refused_where_none_may_wait() -> None:
 
 
 def test_before_the_end_of_the_runtime_no_sequence_gets_a_slot() -> None:
-    """One that has a slot goes on; others wait, also with slots free, and get theirs if the runtime goes on after all."""
+    """Before the runtime's end, no sequence gets a slot, even if one is free. A sequence with a slot continues.
+
+    If the runtime does not end, the waiting sequences get their slots.
+    """
     house = House(when_full="refuse")
     house.run(7, START)
     house.take(house.sequences.hold(held=True))
@@ -192,7 +199,7 @@ def test_before_the_end_of_the_runtime_no_sequence_gets_a_slot() -> None:
 
 
 def test_the_least_recently_used_sequence_goes_to_the_host() -> None:
-    """With `host`, an idle sequence gives its slot to another one, and gets one back with its next step."""
+    """With `host`, an idle sequence gives its slot to another one. Its next step gets a slot again."""
     house = House(slots=2, when_full="host")
     house.run(1, START)
     house.run(2, START)
@@ -202,7 +209,7 @@ def test_the_least_recently_used_sequence_goes_to_the_host() -> None:
     row = house.executing[house.ask(2)].row
     assert not row.begins
     assert row.slot != taken.slot
-    # Both slots are in use now, so this one waits for the first that is idle.
+    # Both slots are in use, so this step waits for the first slot that is idle.
     waits = house.ask(1)
     assert waits in house.waiting
     house.finish(min(house.executing))
@@ -211,7 +218,10 @@ def test_the_least_recently_used_sequence_goes_to_the_host() -> None:
 
 
 def test_an_idle_sequence_expires() -> None:
-    """A sequence without a request for the timeout ends, on the device and on the host; a step starts the time again."""
+    """A sequence ends if it has no request for the timeout, on the device or on the host.
+
+    Each step begins the timeout again.
+    """
     house = House(slots=1, when_full="host")
     house.run(1, START)
     house.run(2, START)
@@ -227,7 +237,7 @@ def test_an_idle_sequence_expires() -> None:
 
 
 def test_a_request_expires_while_it_waits_for_a_slot() -> None:
-    """The deadline of a waiting request ends it; a waiting sequence that had begun keeps its state."""
+    """A request ends at its deadline while it waits for a slot. A sequence that had begun keeps its state."""
     house = House(slots=1, when_full="host")
     house.run(1, START)
     house.ask(2, START)
@@ -240,7 +250,7 @@ def test_a_request_expires_while_it_waits_for_a_slot() -> None:
 
 
 def test_a_start_that_did_not_execute_leaves_no_sequence() -> None:
-    """A first step that was refused or cancelled leaves nothing; a later one leaves the sequence as it was."""
+    """If its first step is refused or cancelled, a sequence is gone. If a later step is, the sequence is as before."""
     house = House()
     house.finish(house.ask(1, START), executed=False)
     assert not house.sequences
@@ -252,7 +262,7 @@ def test_a_start_that_did_not_execute_leaves_no_sequence() -> None:
 
 
 def test_a_closed_connection_ends_its_sequences() -> None:
-    """Idle ones end at once, others with their request; those of other connections stay."""
+    """If a connection closes, its idle sequences end at once, and its busy ones after their request. Others stay."""
     house = House(slots=3)
     house.finish(house.ask(1, START, owner=1))
     house.finish(house.ask(2, START, owner=2))
@@ -265,7 +275,7 @@ def test_a_closed_connection_ends_its_sequences() -> None:
 
 
 def test_a_sequence_ends_with_the_connection_of_its_latest_request() -> None:
-    """A front may send the steps of one sequence on several connections, and close the earlier ones."""
+    """A sequence ends with the connection of its latest request. A front may have closed earlier connections."""
     house = House()
     house.finish(house.ask(1, START, owner=1))
     house.finish(house.ask(1, owner=2))
@@ -279,7 +289,10 @@ def test_a_sequence_ends_with_the_connection_of_its_latest_request() -> None:
 
 
 def test_lost_state_ends_every_sequence_that_had_some() -> None:
-    """Requests that wait with a state, or are queued, end as lost; a start that waits gets a slot."""
+    """If the states are lost, their sequences end, also those with a waiting or queued request.
+
+    A waiting start gets a slot.
+    """
     house = House(slots=1, when_full="host")
     house.run(1, START)
     queued = house.ask(2, START)
@@ -295,7 +308,7 @@ def test_lost_state_ends_every_sequence_that_had_some() -> None:
 
 
 def test_steps_go_on_with_what_was_and_starts_do_not() -> None:
-    """A pause of mode drain lets the steps of a live sequence through, and refuses a start, of a live one, too."""
+    """The step of a live sequence is accepted before a pause, so mode drain executes it. A new start is not."""
     house = House()
     house.run(7, START)
     assert [house.executing[house.ask(7, flags)].request.accepted for flags in (0,)] == [True]  # type: ignore[union-attr]
@@ -305,7 +318,7 @@ def test_steps_go_on_with_what_was_and_starts_do_not() -> None:
 
 
 def test_a_start_that_waits_for_a_slot_outlasts_a_pause() -> None:
-    """It came before the pause, so mode drain executes it when a slot is free; one that came later is refused."""
+    """A start that waited before the pause is accepted, so mode drain executes it. A later start is not."""
     house = House(slots=1)
     house.run(7, START)
     early = house.ask(8, START)
@@ -319,7 +332,7 @@ def test_a_start_that_waits_for_a_slot_outlasts_a_pause() -> None:
 
 
 def test_the_longest_idle_make_room_in_host_memory() -> None:
-    """Stored sequences end in the order of their last use, and idle ones only while their model has left the device."""
+    """Stored states make room in the order of their last use. Idle states only count if their model has left the device."""
     house = House(slots=1, when_full="host")
     for id in (1, 2, 3):
         house.run(id, START)
@@ -338,7 +351,7 @@ def test_the_longest_idle_make_room_in_host_memory() -> None:
 
 
 def test_sequences_of_a_model_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """States on the host cannot grow without limit."""
+    """A model has a maximum number of sequences, so that states on the host cannot grow without limit."""
     monkeypatch.setattr("rsrv.runtime.sequences.MAX_SEQUENCES", 3)
     house = House(slots=1, when_full="host")
     for id in (1, 2, 3):
@@ -360,7 +373,7 @@ EVENTS = st.tuples(
 def test_any_course_keeps_slots_and_answers_apart(
     when_full: WhenFull, slots: int, course: list[tuple[str, int, int, int]]
 ) -> None:
-    """Whatever happens, no slot serves two sequences, each request ends once, and all slots come back."""
+    """After any events, no slot serves two sequences, each request ends once, and all sequences and slots are released."""
     house = House(slots, when_full, limit=3)
     asked, losses = list[int](), 0
     for event, id, flags, owner in course:

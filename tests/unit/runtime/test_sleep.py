@@ -1,4 +1,4 @@
-"""The command `sleep`: a runtime ends, its stubs are told to come back with a request, and the next runtime stays back."""
+"""The command `sleep`: a runtime ends, its stubs become cold, and the next runtime waits until a stub connects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTINGS = load_settings("stub: {in_place_ms: 0}")
 
 @dataclass
 class Successor(spare.Successor):
-    """Records what the runtime asks of the next one."""
+    """Records what the runtime asks of the next runtime."""
 
     problem: str = ""
     disk_is_full: bool = False
@@ -65,7 +65,7 @@ def runtime(start_runtime: StartRuntime, successor: Successor) -> Runtime:
 def test_stubs_hear_cold_before_the_runtime_ends(
     runtime: Runtime, successor: Successor, doubling: Path
 ) -> None:
-    """A stub reads COLD and then the end; the next runtime was told to stay back, and is no fresh one."""
+    """Before the runtime ends for a sleep, its stub gets COLD. The spare is kept as it is, and is told to stay back."""
     greeted = runtime.request_model(model="doubling", bundle=str(doubling))
     greeted.sock.settimeout(PATIENCE_S)
     frame, fds = answer_to_register(greeted)
@@ -82,14 +82,14 @@ def test_stubs_hear_cold_before_the_runtime_ends(
     wait_until(lambda: not runtime.alive)
     assert runtime.loop.sleeps
     assert successor.asked == ["prepare", "stay back"]
-    # While the device sleeps, its counters are shown.
+    # The counters are shown while the device sleeps.
     assert successor.status["models"]["doubling"]["outcomes"]["answered"] == 0
 
 
 def test_a_device_with_waiting_requests_does_not_sleep(
     runtime: Runtime, engine: Engine, successor: Successor
 ) -> None:
-    """The command fails, the spare is withdrawn, and both requests are answered here."""
+    """If a request waits, the sleep fails and the spare is withdrawn. The runtime answers all requests."""
     executing, waiting = one_executes_and_one_waits(runtime, engine)
     with Operator(runtime) as operator:
         operator.send(command="sleep", drain_s=30.0)
@@ -113,7 +113,7 @@ def test_a_device_with_waiting_requests_does_not_sleep(
 def test_without_a_next_runtime_the_device_stays_awake(
     runtime: Runtime, engine: Engine, successor: Successor, why: str
 ) -> None:
-    """The reason is told, and requests are answered as before; the same holds for a second attempt."""
+    """If there can be no next runtime, a sleep fails with the reason, also the second time, and requests are answered as before."""
     with Operator(runtime) as operator:
         for _ in range(2):
             refused = operator.do("sleep", drain_s=30)
@@ -126,7 +126,7 @@ def test_without_a_next_runtime_the_device_stays_awake(
 def test_a_sleep_is_refused_during_a_restart_and_withdrawn_with_its_caller(
     runtime: Runtime, engine: Engine, successor: Successor
 ) -> None:
-    """A second end waits for no first one, and a caller that leaves changes nothing."""
+    """A sleep is refused during a restart. If its caller leaves, a restart or a sleep is withdrawn."""
     executing, waiting = one_executes_and_one_waits(runtime, engine)
     first = Operator(runtime)
     first.send(command="restart", drain_s=30)
@@ -150,7 +150,10 @@ def test_a_sleep_is_refused_during_a_restart_and_withdrawn_with_its_caller(
 def test_requests_that_a_sleep_interrupts_wait_as_for_a_start(
     start_runtime: StartRuntime, successor: Successor, doubling: Path, tmp_path: Path
 ) -> None:
-    """The next runtime may have to import its modules first, so `retry_s`, which is for deaths, is no limit."""
+    """Requests that a forced sleep interrupts wait as for the start of a model, and not only for `retry_s`.
+
+    `retry_s` is for deaths. After a sleep, the next runtime may have to import its modules first.
+    """
     settings = load_settings("stub: {in_place_ms: 0, retry_s: 0}")
     runtime = start_runtime(settings, blackbox=BlackBox(tmp_path))
     runtime.loop.have_successor(successor)
@@ -174,7 +177,7 @@ def test_requests_that_a_sleep_interrupts_wait_as_for_a_start(
 def test_a_device_without_requests_sleeps_by_itself(
     start_runtime: StartRuntime, successor: Successor, doubling: Path
 ) -> None:
-    """The request is answered first."""
+    """A device that has had no request for `idle.server` sleeps. A request in progress is answered before."""
     runtime = start_runtime(load_settings("{stub: {in_place_ms: 0}, runtime: {idle: {server: 1}}}"))
     runtime.loop.have_successor(successor)
     engine = make_engine(runtime, doubling)

@@ -1,4 +1,4 @@
-"""The spare runtime: it waits, takes over the socket, ends with the server, and is replaced."""
+"""The spare runtime: it waits for its turn, takes over the socket, ends with the server, and is replaced."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rsrv.wire.socket import connect, listen, readable
 from tests.status import read_status
 from tests.waiting import PATIENCE_S, wait_until
 
-#: the arguments: pids in the places of tritonserver and of the runtime, a named pipe, and the modules
+#: Script whose arguments are the pids of a fake tritonserver and a fake runtime, a named pipe, and the modules to import.
 _WAITS = """
 import os, sys
 from rsrv.runtime.spare import wait_for_turn
@@ -44,7 +44,7 @@ os._exit(0)
 
 @pytest.fixture
 def server() -> Iterator[subprocess.Popen[bytes]]:
-    """A process in the place of tritonserver."""
+    """Yield a process that represents tritonserver."""
     with subprocess.Popen(["sleep", "600"]) as process:
         yield process
         process.kill()
@@ -56,9 +56,9 @@ def server() -> Iterator[subprocess.Popen[bytes]]:
 def test_a_spare_imports_and_waits_for_an_end(
     server: subprocess.Popen[bytes], tmp_path: Path, ends: str, told: bytes
 ) -> None:
-    """The spare takes over after the runtime's end, but never after the server's, for which its imports are no reason to stay.
+    """A spare takes over after the runtime's end. After the server's end it does not, even if it is still importing.
 
-    A module that is missing does not stop it.
+    A module that cannot be imported does not stop the spare.
     """
     checked = tmp_path / "checked"
     os.mkfifo(checked)
@@ -75,7 +75,7 @@ def test_a_spare_imports_and_waits_for_an_end(
 
 
 def test_a_spare_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside it, a sixteenth of the memory stays free."""
+    """A spare is only started if a sixteenth of the memory stays free with it."""
     monkeypatch.setattr("rsrv.runtime.host_memory.total_memory", lambda: 1600 << 20)
     for free, expected in ((189, False), (191, True)):
         monkeypatch.setattr("rsrv.runtime.spare.spare_memory", lambda free=free: free << 20)
@@ -83,9 +83,9 @@ def test_a_spare_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_spare_that_ends_is_replaced_while_no_model_is_built(tmp_path: Path) -> None:
-    """Each spare starts after a quiet time without a build, has the socket and the runtime's pidfd, and is followed by another one.
+    """A spare starts after a quiet time without a build. If it ends, another one starts, unless the server has ended.
 
-    No other follows one that ended with the server.
+    Each spare has the socket and the runtime's pidfd.
     """
     marks = tmp_path / "marks"
     script = (
@@ -124,7 +124,10 @@ def renewed(keeper: SpareKeeper, *, fresh: bool = True) -> str:
 def test_a_system_without_a_thread_left_is_the_reason_of_a_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The runtime goes on: an error would end it, or have all later restarts wait for this one."""
+    """If the system has no thread for a restart, it is refused with the reason, and the runtime continues.
+
+    An exception would end the runtime, or would let later restarts wait for this one.
+    """
     with socket.socket() as listener:
         keeper = SpareKeeper(["true"], os.environ, listener.fileno(), tmp_path, lambda: False)
         monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("no thread")))
@@ -132,7 +135,7 @@ def test_a_system_without_a_thread_left_is_the_reason_of_a_refusal(
 
 
 READY = f"speaks version {PROTOCOL_VERSION}"
-#: A spare that says its argument, and ends when its socket is closed.
+#: A spare that reports its argument, and ends when its socket is closed.
 _READY_UNTIL_CLOSED = "import os, sys; os.write(0, sys.argv[1].encode()); sys.stdin.read()"
 
 MakeKeeper = Callable[..., SpareKeeper]
@@ -141,7 +144,7 @@ Children = Callable[[], set[psutil.Process]]
 
 @pytest.fixture
 def make_keeper(tmp_path: Path) -> Iterator[MakeKeeper]:
-    """Make a keeper of spares that are ready, while no model is built."""
+    """Return a function that makes a keeper whose spares are ready, in a runtime that builds no model."""
     command = [sys.executable, "-c", _READY_UNTIL_CLOSED, READY]
     with socket.socket() as listener:
         yield partial(SpareKeeper, command, os.environ, listener.fileno(), tmp_path, lambda: False)
@@ -149,7 +152,7 @@ def make_keeper(tmp_path: Path) -> Iterator[MakeKeeper]:
 
 @pytest.fixture
 def children() -> Children:
-    """Return a function for the children that this process has got since the test began."""
+    """Return a function that returns the child processes that this process has started since the beginning of the test."""
     mine = psutil.Process()
     before = set(mine.children())
     return lambda: set(mine.children()) - before
@@ -169,7 +172,10 @@ def children() -> Children:
 def test_a_fresh_spare_replaces_the_one_before_if_it_can_serve(
     make_keeper: MakeKeeper, children: Children, said: str, told: str
 ) -> None:
-    """After two renewals there is one spare; a fresh one that cannot serve ends, and its reason is told."""
+    """After a second renewal there is one spare: the fresh one, or the old one if the fresh one cannot serve.
+
+    The answer then has the reason.
+    """
     first = make_keeper()
     assert renewed(first) == ""
     (kept,) = children()
@@ -189,7 +195,7 @@ def test_a_fresh_spare_replaces_the_one_before_if_it_can_serve(
 def test_a_spare_that_replaced_another_one_is_the_only_one(
     make_keeper: MakeKeeper, children: Children
 ) -> None:
-    """With `runtime.spare: true` a keeper waits for the end of the spare, which a renewal replaces: it keeps the new one."""
+    """If a renewal replaces a spare while its keeper waits for its end, the keeper keeps the new spare."""
     pauses: list[float] = []
     keeper = make_keeper(rest=pauses.append)
     keeping = threading.Thread(target=keeper.keep, daemon=True)
@@ -210,7 +216,10 @@ def test_a_spare_that_replaced_another_one_is_the_only_one(
 
 
 def test_a_spare_whose_turn_does_not_come_is_replaced(make_keeper: MakeKeeper, children: Children) -> None:
-    """It has a device, on a GPU a context and host memory. A spare has none."""
+    """A prepared spare that is withdrawn is replaced by another one, because it takes a context and host memory on a GPU.
+
+    A spare that is not prepared stays.
+    """
     keeper = make_keeper(rest=lambda _: None)
     keeping = threading.Thread(target=keeper.keep, daemon=True)
     keeping.start()
@@ -234,7 +243,7 @@ def test_a_spare_whose_turn_does_not_come_is_replaced(make_keeper: MakeKeeper, c
 def test_a_withdrawal_does_not_wait_for_the_end_of_the_spare(
     make_keeper: MakeKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop withdraws the spare, and requests would wait while the driver ends the spare's context."""
+    """The loop does not wait for the end of a withdrawn spare, because the driver needs long to end the spare's context."""
     waiting = Queue[threading.Thread]()
     keeper = make_keeper()
     assert renewed(keeper) == ""
@@ -255,7 +264,7 @@ def launcher(
 ) -> Iterator[Callable[[], Launcher]]:
     settings = tmp_path / "rsrv.yaml"
     settings.write_text("runtime: {platform: cpu, compilation_cache_dir: null}\ncontrol: {enabled: false}")
-    # Not below tmp_path, because a socket's path is limited to 107 characters.
+    # The path is not below tmp_path, because a socket's path may have at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="rsrv-test-", ignore_cleanup_errors=True) as home:
         monkeypatch.setenv("RSRV_RUNTIME_DIR", home)
         yield lambda: Launcher(server.pid, "0", settings, tmp_path, dict(os.environ))
@@ -265,7 +274,7 @@ def launcher(
 
 
 class Machine(NamedTuple):
-    """Two processes in the places of tritonserver and the runtime, and a socket on which the spare is called."""
+    """Two processes that represent tritonserver and the runtime, and the socket at which a spare waits for a connection."""
 
     server: subprocess.Popen[bytes]
     listener: socket.socket
@@ -286,7 +295,7 @@ def sleeping(server: subprocess.Popen[bytes]) -> Iterator[Machine]:
 
 
 def test_the_spare_of_a_device_that_sleeps_waits_for_a_connection(sleeping: Machine) -> None:
-    """A connection that came before its turn counts as well."""
+    """While its device sleeps, a spare waits for a connection. A connection from before its turn is enough."""
     answer = sleeping.waits()
     assert not answer.done()
     with connect(Path(sleeping.listener.getsockname())):
@@ -295,14 +304,14 @@ def test_the_spare_of_a_device_that_sleeps_waits_for_a_connection(sleeping: Mach
 
 
 def test_the_spare_of_a_device_that_sleeps_ends_with_the_server(sleeping: Machine) -> None:
-    """Nobody would wake it."""
+    """While its device sleeps, a spare ends with the server, because nothing would wake it."""
     answer = sleeping.waits()
     sleeping.server.kill()
     assert not answer.result(PATIENCE_S)
 
 
 def test_ends_are_seen_beside_more_than_a_thousand_open_files(server: subprocess.Popen[bytes]) -> None:
-    """A process with a thousand connections waits for the end of another one by a descriptor above 1023."""
+    """A process with more than a thousand open files can wait for the ends of other processes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
     low = os.pidfd_open(server.pid)
@@ -320,7 +329,10 @@ def test_ends_are_seen_beside_more_than_a_thousand_open_files(server: subprocess
 def test_a_spare_for_a_planned_end_is_withdrawn_with_it(
     make_keeper: MakeKeeper, children: Children, tmp_path: Path
 ) -> None:
-    """Where `runtime.spare` is false, a refused end leaves no process; the note of a sleep has the time."""
+    """With `runtime.spare: false`, a spare exists only for a planned end. If the end is withdrawn, the spare ends.
+
+    When a device goes to sleep, its last record and the time are noted.
+    """
     keeper = make_keeper()
     for fresh in (False, True, False):
         assert renewed(keeper, fresh=fresh) == ""
@@ -340,7 +352,7 @@ def spares(server: int) -> list[psutil.Process]:
 def test_connections_after_a_death_reach_the_spare(
     server: subprocess.Popen[bytes], launcher: Callable[[], Launcher]
 ) -> None:
-    """A stub that comes while there is no runtime waits at the socket, starts none, and is greeted by the spare."""
+    """After a runtime's death, a stub connects to the socket and waits until the spare greets it. It starts no runtime."""
     launcher().open().sock.close()
     old = int(read_status(server.pid)["pid"])
     (spare,) = wait_until(lambda: spares(server.pid), what="a spare")

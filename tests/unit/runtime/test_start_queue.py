@@ -24,13 +24,16 @@ def put(
 
 
 def names(queue: StartQueue, now: float = 0.0) -> Iterator[str]:
-    """Take the steps that wait, in their order."""
+    """Take the waiting steps in their order, and yield their names."""
     while (step := queue.pop(now)) is not None:
         yield step.name
 
 
 def test_models_that_requests_wait_for_start_before_those_of_operators_and_of_the_server() -> None:
-    """Starts without requests wait for those with, in the order of their arrival."""
+    """Models with waiting requests start first, then those of operators, then the server's.
+
+    Equal ones start in the order of arrival.
+    """
     queue = StartQueue()
     for name, urgency in (("sweep", C), ("eager", E), ("warm", P), ("late", E), ("asked", R)):
         put(queue, name, Demand(urgency))
@@ -38,7 +41,10 @@ def test_models_that_requests_wait_for_start_before_those_of_operators_and_of_th
 
 
 def test_the_earliest_deadline_goes_first_unless_it_has_passed() -> None:
-    """Nothing can be done for a deadline in the past, so it counts no more."""
+    """The step with the earliest deadline is taken first.
+
+    A deadline that has passed has no effect, because it cannot be met.
+    """
     queue = StartQueue()
     for name, deadline in (("patient", inf), ("soon", 5.0), ("passed", 1.0), ("sooner", 4.0)):
         put(queue, name, Demand(R, deadline))
@@ -46,7 +52,10 @@ def test_the_earliest_deadline_goes_first_unless_it_has_passed() -> None:
 
 
 def test_a_model_that_is_read_is_built_before_other_bundles_are_read() -> None:
-    """The first of many models is served before all bundles are read, but a deadline overtakes."""
+    """A model that was read is built before other bundles are read, so that it serves soon.
+
+    A step with a deadline comes before it.
+    """
     queue = StartQueue()
     put(queue, "bundle", Demand(R), reads=True)
     put(queue, "urgent", Demand(R, 9.0), reads=True)
@@ -55,7 +64,10 @@ def test_a_model_that_is_read_is_built_before_other_bundles_are_read() -> None:
 
 
 def test_no_short_build_waits_for_a_long_one_that_came_before_it() -> None:
-    """All bundles are read before the first long build, and the shortest builds come first; requests still decide."""
+    """Shorter builds come before longer ones, and bundles are read before the first long build.
+
+    A step with requests comes first.
+    """
     queue = StartQueue()
     for name, seconds in (("minutes", 90.0), ("seconds", 30.0), ("stored", 0.0)):
         put(queue, name, Demand(E), seconds=seconds)
@@ -68,7 +80,7 @@ def test_no_short_build_waits_for_a_long_one_that_came_before_it() -> None:
 
 
 def passing(queue: StartQueue, demand: Demand, *, seconds: float = 0.0, now: float = 0.0) -> int:
-    """Return how many steps, of which a new one comes each second, are taken before the step `long`."""
+    """Put a new step each second, and return how many of them are taken before the step `long`."""
     for number in range(100):
         put(queue, f"new {number}", demand, seconds=seconds, now=now + number)
         step = queue.pop(now + number)
@@ -79,24 +91,27 @@ def passing(queue: StartQueue, demand: Demand, *, seconds: float = 0.0, now: flo
 
 
 def test_a_long_build_lets_others_pass_for_as_long_as_it_takes() -> None:
-    """While a shorter build comes each second, it waits no longer than its own time."""
+    """While a shorter build arrives each second, a long build waits no longer than it takes itself."""
     queue = StartQueue()
     put(queue, "long", Demand(E), seconds=40.0)
     assert passing(queue, Demand(E), seconds=5.0) == 35
 
 
 def test_equal_starts_take_turns_by_building_time_over_weight() -> None:
-    """A model that has been built for long waits for others, and a heavy one waits less."""
+    """Of equal steps, the model with the least building time comes first. The time is divided by the model's weight."""
     queue = StartQueue()
     for name, seconds, weight in (("a", 4.0, 1.0), ("b", 1.0, 1.0), ("c", 6.0, 3.0), ("d", 2.0, 1.0)):
         queue.charge(name, seconds, 0.0)
         put(queue, name, Demand(R, weight=weight))
-    queue.charge("b", 2.0, 0.0)  # after it was put
+    queue.charge("b", 2.0, 0.0)  # This step is in the queue already.
     assert list(names(queue)) == ["c", "d", "b", "a"]
 
 
 def test_a_model_that_was_built_for_long_is_not_passed_for_ever() -> None:
-    """While a new model comes each second, it waits as long as it was built; a minute later, half of that."""
+    """While a new model arrives each second, a model waits as long as it was built before.
+
+    After a minute, it waits half as long.
+    """
     for later, seconds in ((0.0, 40.0), (60.0, 20.0)):
         queue = StartQueue()
         queue.charge("long", 40.0, 0.0)
@@ -105,7 +120,7 @@ def test_a_model_that_was_built_for_long_is_not_passed_for_ever() -> None:
 
 
 def test_a_start_that_waits_follows_its_demand() -> None:
-    """Requests make a start urgent when they come, and no more when they have ended."""
+    """A waiting step becomes urgent when requests for its model arrive, and loses its urgency when they have ended."""
     queue = StartQueue()
     for name in "abcd":
         put(queue, name, Demand(E))
@@ -132,7 +147,10 @@ def test_a_start_that_waits_follows_its_demand() -> None:
 def test_each_step_is_taken_once_and_none_overtakes_one_that_is_more_urgent(
     operations: list[tuple[str, str, Urgency, float]],
 ) -> None:
-    """Whatever happens to the queue, it agrees with a dictionary that is searched."""
+    """Whatever happens, each step is taken once, before all less urgent steps.
+
+    The test compares the queue with a dictionary.
+    """
     queue, model, now = StartQueue(), dict[str, Demand](), 0.0
     for operation, name, urgency, number in operations:
         demand = Demand(urgency, number)

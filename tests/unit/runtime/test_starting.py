@@ -1,4 +1,4 @@
-"""Models that start without a stub: they are built, held until a stub comes, and fail with a reason."""
+"""Models that start without a stub: they are built and held until a stub registers, or they fail with a reason."""
 
 import os
 import threading
@@ -31,7 +31,7 @@ def runtime(start_runtime: StartRuntime) -> Runtime:
 
 
 def start(models: dict[str, Path], **more: Any) -> dict[str, str]:
-    """Start models; return those that failed, with the reasons."""
+    """Start models. Return the reasons of those that failed, by name."""
     said = command(
         os.getpid(), {"command": "start", "models": {k: str(v) for k, v in models.items()}, **more}
     )
@@ -44,7 +44,7 @@ def served() -> list[str]:
 
 
 def states(runtime: Runtime) -> dict[str, str]:
-    """Return the states of all models, by name."""
+    """Return the states of all models by name."""
     entries = list(runtime.loop._catalog.entries.values())
     return {entry.name: entry.state.value for entry in entries}
 
@@ -54,7 +54,7 @@ def is_ready(runtime: Runtime, name: str) -> Callable[[], bool]:
 
 
 def test_a_model_is_ready_before_its_first_stub_comes(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """The stub of a model that was started is answered without a build; when the stub leaves, the model goes."""
+    """The stub of a model that was started before registers without a build. When the stub leaves, so does the model."""
     assert start({"a": doublings["a"]}) == {}
     wait_until(is_ready(runtime, "a"))
     runtime.device.compiles.clear()
@@ -67,7 +67,7 @@ def test_a_model_is_ready_before_its_first_stub_comes(runtime: Runtime, doubling
 
 
 def test_a_model_that_is_held_stays_until_it_is_let_go(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """A second start changes nothing; a model that is let go is unloaded."""
+    """A second start of a held model changes nothing. When the model is released, it is unloaded."""
     start({"a": doublings["a"], "b": doublings["b"]})
     wait_until(is_ready(runtime, "a"))
     wait_until(is_ready(runtime, "b"))
@@ -81,7 +81,10 @@ def test_a_model_that_is_held_stays_until_it_is_let_go(runtime: Runtime, doublin
 def test_a_second_start_that_fails_keeps_no_model_for_good(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Its bundle changed while the first start read it: the model that came of that can still be let go."""
+    """A second start, whose bundle has changed, fails during the first one.
+
+    The model of the first start can still be released.
+    """
     registry = runtime.loop._registry
 
     def start_twice() -> None:
@@ -101,7 +104,7 @@ def test_a_second_start_that_fails_keeps_no_model_for_good(
 def test_a_model_that_is_held_falls_back_when_it_is_idle(
     start_runtime: StartRuntime, doublings: dict[str, Path]
 ) -> None:
-    """No stub has come for it within idle.executable."""
+    """A held model without a stub falls back when it has been idle for `idle.executable`."""
     runtime = start_runtime(load_settings("runtime: {idle: {executable: 10m}}"))
     start({"a": doublings["a"]})
     wait_until(is_ready(runtime, "a"))
@@ -115,7 +118,7 @@ def test_a_model_that_is_held_falls_back_when_it_is_idle(
 def test_another_version_takes_the_place_of_one_that_is_held(
     runtime: Runtime, doublings: dict[str, Path]
 ) -> None:
-    """When a stub brings the next version of a model, the one without a stub goes."""
+    """When a stub registers the next version of a held model, the version without a stub leaves."""
     start({"a": doublings["a"]})
     wait_until(is_ready(runtime, "a"))
 
@@ -129,7 +132,7 @@ def test_another_version_takes_the_place_of_one_that_is_held(
 def test_a_model_that_is_leaving_starts_again_when_it_is_gone(
     runtime: Runtime, doublings: dict[str, Path], let_go: bool
 ) -> None:
-    """The start is kept, unless the model is let go meanwhile."""
+    """A model that is started while it drains starts again after it has gone, unless it is released meanwhile."""
     engine = make_engine(runtime, doublings["a"], name="a")
     runtime.device.gate.clear()
     assert engine.execute([FakeRequest({"x": ramp(1)})]) is None
@@ -152,7 +155,7 @@ def test_a_model_that_is_leaving_starts_again_when_it_is_gone(
 def test_two_stubs_are_served_by_a_model_that_was_leaving_when_they_came(
     runtime: Runtime, doublings: dict[str, Path]
 ) -> None:
-    """Once the draining model is gone, it starts again for both stubs."""
+    """Two stubs that register while their model drains are served when the model has gone and started again."""
     engine = make_engine(runtime, doublings["a"], name="a")
     runtime.device.gate.clear()
     assert engine.execute([FakeRequest({"x": ramp(1)})]) is None
@@ -176,7 +179,7 @@ def test_two_stubs_are_served_by_a_model_that_was_leaving_when_they_came(
 
 
 def test_a_model_that_cannot_be_built_is_kept_no_longer(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """A schedule starts it again and again: the runtime has the reason of the latest start, and nothing of the others."""
+    """If a model cannot be built, the runtime keeps only the reason of the latest start, however often the model is started."""
     runtime.device.fail = "told to"
     for _ in range(3):
         start({"a": doublings["a"]})
@@ -192,7 +195,10 @@ def test_a_model_that_cannot_be_built_is_kept_no_longer(runtime: Runtime, doubli
 def test_a_model_for_whose_executables_no_mapping_is_left_is_refused(
     runtime: Runtime, doublings: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """XLA would end the runtime, and with it all models. The mappings are counted again for the next one."""
+    """A model is refused if too few mappings are left for its executables, because XLA would end the runtime.
+
+    For the next model, the mappings are counted again.
+    """
     left = iter([100, 30000])
     monkeypatch.setattr(model_builder, "spare_mappings", lambda: (next(left), 65530))
     start({"a": doublings["a"]})
@@ -206,14 +212,17 @@ def test_a_model_for_whose_executables_no_mapping_is_left_is_refused(
 def test_a_connection_registers_without_reading_the_others(
     runtime: Runtime, doublings: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a runtime's death thousands come back: to read all of them for each one took the loop seconds."""
+    """A registration does not look at all connections.
+
+    After a runtime's death, thousands register, which would take seconds.
+    """
     monkeypatch.setattr(Transport, "connections", property(lambda self: pytest.fail("all were read")))
     make_engine(runtime, doublings["a"], name="a")
     monkeypatch.undo()
 
 
 def test_a_bundle_that_cannot_be_read_is_a_reason(runtime: Runtime, tmp_path: Path) -> None:
-    """The reason is told to those who poll, and a poll does not start the model again."""
+    """The reason why a bundle cannot be read is in the answer to a poll, which does not start the model again."""
     start({"a": tmp_path / "nowhere"})
 
     wait_until(lambda: "a" in start({"a": tmp_path / "nowhere"}, poll=True))

@@ -28,14 +28,14 @@ _BYTES = 12
 
 
 def register(runtime: Runtime, name: str, bundle: Path) -> RuntimeConnection:
-    """Return a connection for a model. Raises Rejected."""
+    """Register a model, and return the connection. Raises Rejected."""
     lane = runtime.connect()
     lane.register({"model": name, "bundle": str(bundle)})
     return lane
 
 
 def test_a_command_is_answered_after_its_changes(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """An operator who looks at the models when a pause is answered finds it, however busy the runtime is."""
+    """A command is answered after the changes that it causes, so that an operator sees them after the answer."""
     make_engine(runtime, doublings["a"], name="a")
     document = {**runtime.loop._catalog.policy.document, "paused": "hold"}
     with Operator(runtime) as operator:
@@ -53,7 +53,7 @@ def test_a_command_is_answered_after_its_changes(runtime: Runtime, doublings: di
 
 
 def test_a_model_comes_serves_and_goes(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """Each step of a model's life is one change, and nothing is left at the end."""
+    """Each step of a model's life is one change, and no entry is left at the end."""
     with Watcher(runtime) as watcher:
         assert (watcher.revision, watcher.entries) == (0, {})
 
@@ -83,7 +83,7 @@ def test_a_model_comes_serves_and_goes(runtime: Runtime, doublings: dict[str, Pa
 
 
 def test_weights_that_move_are_seen_to_move(start_runtime: StartRuntime, doublings: dict[str, Path]) -> None:
-    """Each load and eviction of weights is a change, here with room for one of two models."""
+    """Each load and each eviction of weights is a change. The device has room for one of two models."""
     runtime = start_runtime(
         load_settings(f"stub: {{in_place_ms: 0}}\nruntime: {{weight_budget_bytes: {_BYTES}}}")
     )
@@ -102,7 +102,7 @@ def test_weights_that_move_are_seen_to_move(start_runtime: StartRuntime, doublin
 def test_a_failed_model_stays_to_be_seen_until_a_newer_one_comes(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A failed model stays with its reason until a newer version of that name comes."""
+    """A failed model's entry stays with its reason until a newer version of the model is loaded."""
     with Watcher(runtime) as watcher:
         for name in "ab":
             with pytest.raises(Rejected) as caught:
@@ -122,7 +122,10 @@ def test_a_failed_model_stays_to_be_seen_until_a_newer_one_comes(
 def test_a_bundle_that_cannot_be_read_is_a_failed_model(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A model whose bundle cannot be read has failed, unless it serves; it is gone when a version can be read."""
+    """If a bundle cannot be read, its model has failed, unless another version serves.
+
+    The entry is removed with the next good version.
+    """
     torn = shutil.copytree(doublings["a"], tmp_path / "torn")
     (torn / "weights.safetensors").write_bytes(b"")
     with Watcher(runtime) as watcher:
@@ -141,7 +144,7 @@ def test_a_bundle_that_cannot_be_read_is_a_failed_model(
 def test_a_bundle_with_many_faults_is_a_failed_model(
     runtime: Runtime, doubling: Path, tmp_path: Path
 ) -> None:
-    """Watchers get the reason as the stub does, which is the beginning of a long one."""
+    """If the reason of a failure is long, watchers get the same beginning of it as the stub."""
     faulty = shutil.copytree(doubling, tmp_path / "faulty")
     with (faulty / "manifest.yaml").open("a") as manifest:
         manifest.writelines(f"no_such_section_{n}: 1\n" for n in range(100))
@@ -152,7 +155,7 @@ def test_a_bundle_with_many_faults_is_a_failed_model(
 
 
 def test_what_failed_can_come_again_as_it_is(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """A failed version that is tried again is the same entry, loading and then ready."""
+    """If a failed version is loaded again, it keeps its entry, which becomes "loading" and then "ready"."""
     runtime.device.fail = "told to"
     with Watcher(runtime) as watcher:
         with pytest.raises(Rejected, match="told to"):
@@ -167,7 +170,7 @@ def test_what_failed_can_come_again_as_it_is(runtime: Runtime, doublings: dict[s
 
 
 def test_two_versions_of_a_model_are_two_entries(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """Two versions of a model are two entries; the old one leaves alone."""
+    """Two versions of a model have two entries. When the old version leaves, only its entry is removed."""
     old = register(runtime, "m", doublings["a"])
     with Watcher(runtime) as watcher:
         register(runtime, "m", doublings["b"])
@@ -183,7 +186,7 @@ def test_two_versions_of_a_model_are_two_entries(runtime: Runtime, doublings: di
 def test_a_meta_model_is_ready_when_all_that_it_calls_are(
     runtime: Runtime, doublings: dict[str, Path], start_meta: StartMeta
 ) -> None:
-    """A meta model's entry names its callees and is ready when they are; these have no stubs."""
+    """A meta model's entry names its callees, and is ready when they are. Callees have no stubs."""
     with Watcher(runtime) as watcher:
         engine = start_meta(runtime, lambda inputs, call: {"y": call("a", inputs)["y"]}, "ab")
         watcher.until(lambda: watcher.is_("meta", state="ready"))
@@ -202,7 +205,7 @@ def test_a_meta_model_is_ready_when_all_that_it_calls_are(
 def test_a_meta_model_fails_with_what_it_calls(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A meta model fails with its callee, and callees that no other uses leave."""
+    """If a callee fails, its meta model fails with the same reason. The other callees leave unless they are used."""
     meta = write_meta(tmp_path / "meta", "def run(inputs, call): ...", ["a", "b"])
     calls = {"a": str(doublings["a"]), "b": str(broken_bundle(tmp_path / "b", doublings["b"]))}
     with Watcher(runtime) as watcher:
@@ -219,7 +222,10 @@ def test_a_meta_model_fails_with_what_it_calls(
 def test_what_is_not_tried_any_more_is_seen_to_have_failed(
     start_runtime: StartRuntime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A model that is refused for its past is one failed entry, for any number of tries."""
+    """A model that is refused because of earlier deaths has one failed entry, however often it is loaded.
+
+    So has its meta model.
+    """
     box = BlackBox(tmp_path)
     key = f"a@{read_bundle(doublings['a']).digest[:12]}"
     box.history.add(key, Death("LOADING", "hung", 0.0))
@@ -242,7 +248,7 @@ def test_what_is_not_tried_any_more_is_seen_to_have_failed(
 
 
 def test_what_operators_change_is_told(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """Pauses and residencies are one change each; repeated commands are none."""
+    """Each pause and each change of residency is one change. A command that repeats another one causes no change."""
     make_engine(runtime, doublings["a"], name="a")
     with Watcher(runtime) as watcher, Operator(runtime) as operator:
         for _ in range(2):
@@ -259,7 +265,7 @@ def test_what_operators_change_is_told(runtime: Runtime, doublings: dict[str, Pa
 
 
 def test_watching_again_sends_another_snapshot(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """A second WATCH on a connection sends another snapshot, and each change once."""
+    """A second WATCH on a connection sends another snapshot. Each change is still sent once."""
     with Watcher(runtime) as watcher:
         send(watcher._greeted.sock, pack_json(Kind.WATCH, {}))
         assert watcher._receive() == {"instance": watcher.instance, "revision": 0, "entries": {}}
@@ -295,7 +301,7 @@ def test_changes_lead_to_what_a_new_watcher_is_given(
     tmp_path_factory: pytest.TempPathFactory,
     done: list[tuple[Any, ...]],
 ) -> None:
-    """After any steps, the changes add up to a new watcher's snapshot."""
+    """After any steps, a watcher's changes add up to the snapshot of a new watcher."""
     folder = tmp_path_factory.mktemp("models")
     bundles = {**doublings, "x": broken_bundle(folder / "x", doublings["a"])}
     runtime = start_runtime(load_settings(f"runtime: {{weight_budget_bytes: {_BYTES}}}"))
@@ -343,7 +349,7 @@ def ask_for(runtime: Runtime, wanted: dict[str, Any]) -> RuntimeConnection:
 
 
 def test_only_the_latest_failures_are_remembered() -> None:
-    """Only a limited number of failures is remembered, and each forgotten one is a change."""
+    """A limited number of failures is remembered. The removal of an older one is a change."""
     watching = StateFeed(transport=None)  # type: ignore[arg-type]
 
     for number in range(300):

@@ -1,4 +1,4 @@
-"""Pools of state on jax's device: each sequence finds its own state, wherever it lay, and never another's."""
+"""Pools of state on jax's device: each sequence finds its own state in any slot, and never another sequence's."""
 
 import random
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ SLOTS = 3
 
 @dataclass
 class Machine:
-    """A model of `export_sums` on a device, and what its sequences should have."""
+    """A model of `export_sums` on a device, and the states that its sequences should have."""
 
     device: JaxDevice
     model: CompiledModel
-    #: sequence -> its expected sum and steps
+    #: By sequence: its expected sum and its expected number of steps.
     expected: dict[str, tuple[float, int]] = field(default_factory=dict)
     tensors: dict[str, SequenceTensors] = field(default_factory=dict)
 
@@ -34,7 +34,7 @@ class Machine:
         return self.model.pool
 
     def step(self, *rows: tuple[str, int, bool], size: int = 3, value: float = 1.0) -> list[Array]:
-        """Execute (sequence, slot, begins) rows, and check every answer."""
+        """Execute rows of (sequence, slot, begins), and check each answer."""
         slots = []
         for name, slot, begins in rows:
             tensors = self.tensors.setdefault(name, SequenceTensors())
@@ -75,7 +75,7 @@ def machine(request: pytest.FixtureRequest, sums: Path) -> Machine:
 
 
 def test_a_step_leaves_the_pools_where_they_are(machine: Machine) -> None:
-    """The state of each row grows by its input, in the memory that the pools have had from the start."""
+    """A step adds its input to the state of each row. The pools stay in the same memory."""
 
     def addresses() -> list[int]:
         return [array.unsafe_buffer_pointer() for array in machine.pool._pools.arrays]  # type: ignore[union-attr]
@@ -91,7 +91,7 @@ def test_a_step_leaves_the_pools_where_they_are(machine: Machine) -> None:
 def test_a_warm_up_that_fails_on_the_device_leaves_no_broken_pools(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device that works ahead fails when its outputs are read: then its pools have the error, too, and go."""
+    """If a warm-up fails when its outputs are read, the pools have failed as well, and are dropped."""
     with monkeypatch.context() as patched:
         patched.setattr(machine.device, "read", fail)
         with pytest.raises(DeviceError, match="told to"):
@@ -101,7 +101,7 @@ def test_a_warm_up_that_fails_on_the_device_leaves_no_broken_pools(
 
 
 def test_evicted_pools_keep_the_state_of_live_sequences(machine: Machine) -> None:
-    """Live sequences continue after an eviction, in the same slot or in another one; ended ones take no memory."""
+    """After an eviction, live sequences continue in any slot. Sequences that have ended take no memory."""
     machine.step(("a", 0, True), ("b", 1, True), ("c", 2, True), value=5.0)
     ended = machine.tensors["b"]
     machine.end("b")
@@ -115,7 +115,7 @@ def test_evicted_pools_keep_the_state_of_live_sequences(machine: Machine) -> Non
 def test_state_that_was_lost_is_never_replaced_by_zeros(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a loss, a sequence that continues fails, and sequences that begin find empty slots."""
+    """After the states are lost, a sequence that continues fails, and one that begins finds an empty slot."""
     machine.step(("a", 0, True), ("b", 1, True))
     with monkeypatch.context() as patched:
         patched.setattr(machine.device, "read", fail)
@@ -124,7 +124,7 @@ def test_state_that_was_lost_is_never_replaced_by_zeros(
     with pytest.raises(StateLost):
         machine.step(("b", 1, False))
     machine.step(("c", 1, True))
-    # An execution that was launched before the loss fails now.
+    # An execution from before the loss fails. It does not lose the new states.
     with monkeypatch.context() as patched:
         patched.setattr(machine.device, "read", fail)
         with pytest.raises(DeviceError, match="told to"):
@@ -135,7 +135,10 @@ def test_state_that_was_lost_is_never_replaced_by_zeros(
 def test_a_launch_that_fails_with_the_pools_in_its_hands_loses_them(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the memory of the pools is gone, all states are; the next execution gets new pools."""
+    """If a launch fails after it has taken the memory of the pools, all states are lost.
+
+    The next execution gets new pools.
+    """
     machine.step(("a", 0, True))
     launch = machine.device.launch
 
@@ -158,7 +161,10 @@ def test_a_launch_that_fails_with_the_pools_in_its_hands_loses_them(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_nobody_sees_anothers_state(machine: Machine, seed: int) -> None:
-    """Sequences begin, step, move, end and begin again in any slots, between evictions and refused executions."""
+    """Sequences begin, step, move and end in any slots, with evictions and refused executions in between.
+
+    Each step must find the state of its own sequence.
+    """
     rng = random.Random(seed)
     for round in range(120):
         match rng.choice(["step"] * 8 + ["evict", "refuse", "end", "warm"]):

@@ -1,4 +1,4 @@
-"""Models with state in a runtime: steps of sequences over the socket, through scheduler and executor."""
+"""Models with state in a runtime: steps of sequences are sent over the socket to the scheduler and the executor."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from tests.waiting import wait_until
 
 
 class Client(SequenceClient):
-    """A client of `export_sums`, which leaves at the end of the test."""
+    """A client of `export_sums`, whose connection is closed at the end of the test."""
 
     def __init__(self, runtime: Runtime, bundle: Path) -> None:
         super().__init__(runtime.open(), bundle)
@@ -36,7 +36,7 @@ class Client(SequenceClient):
         return self.send(id, flags, np.full(3, value, np.float32), **changes)
 
     def sums(self, number: int) -> tuple[float, int]:
-        """Return a sequence's sum and steps by the answer of a request."""
+        """Return the sum and the number of steps of a sequence, from the answer to a request."""
         _, (total, steps) = self.answer(number)
         assert total[0] == total[1] == total[2]
         return float(total[0]) - 1, int(steps)
@@ -50,7 +50,7 @@ class Client(SequenceClient):
 
 
 def counts() -> dict[str, int]:
-    """Return the number of sequences in each state."""
+    """Return the number of sequences by state."""
     found: dict[str, int] = read_status(os.getpid())["models"]["sums"]["sequences"]
     return found
 
@@ -77,7 +77,7 @@ def runtime(start_runtime: StartRuntime) -> Runtime:
 
 
 def compute(inputs: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
-    """Compute what the models with and without state do."""
+    """Compute what the models of this module compute, with and without state."""
     return double(inputs, weights) if len(inputs) == 1 else add_to_sums(inputs, weights)
 
 
@@ -92,7 +92,7 @@ def start_client(runtime: Runtime, bundles: Callable[..., Path]) -> StartClient:
 
 
 def test_a_sequence_remembers_what_came_before(start_client: StartClient) -> None:
-    """Each step goes on where the sequence was; ends are ends, and a new start begins at zero."""
+    """Each step continues its sequence. After its end a sequence is unknown, and a new start begins at zero."""
     client = start_client()
     assert [client.step(7, START), client.step(7), client.step(8, START, 5.0), client.step(7)] == [
         (1.0, 1), (2.0, 2), (5.0, 1), (3.0, 3),
@@ -104,7 +104,10 @@ def test_a_sequence_remembers_what_came_before(start_client: StartClient) -> Non
 
 
 def test_the_record_has_the_sequences_and_the_memory_of_their_state(start_client: StartClient) -> None:
-    """Sequences with a slot, in host memory and without are told apart; state takes device memory as weights do."""
+    """The status counts sequences by state, and the memory of their states.
+
+    On the device, state is a part of the model's weights.
+    """
     client = start_client("host")
     for id in range(1, 6):
         client.step(id, START)
@@ -116,7 +119,7 @@ def test_the_record_has_the_sequences_and_the_memory_of_their_state(start_client
 
 
 def test_steps_of_several_sequences_share_an_execution(runtime: Runtime, start_client: StartClient) -> None:
-    """Steps that wait for the device are executed together, each on its own state."""
+    """Steps of several sequences that wait for the device are executed together, each on its own state."""
     client = start_client()
     for id in (1, 2, 3):
         client.step(id, START, float(id))
@@ -132,7 +135,7 @@ def test_steps_of_several_sequences_share_an_execution(runtime: Runtime, start_c
 
 
 def test_a_start_waits_for_a_slot_until_it_is_cancelled_or_granted(start_client: StartClient) -> None:
-    """With three slots, a fourth sequence begins when another one ends."""
+    """With three slots, a fourth sequence begins when another one ends. A waiting start can be cancelled."""
     client = start_client()
     for id in (1, 2, 3):
         client.step(id, START)
@@ -147,7 +150,7 @@ def test_a_start_waits_for_a_slot_until_it_is_cancelled_or_granted(start_client:
 
 
 def test_a_start_that_waits_too_long_ends_at_its_deadline(start_client: StartClient) -> None:
-    """A waiting request's deadline is kept without the scheduler."""
+    """A start that waits for a slot ends at its deadline, although the scheduler does not know it."""
     client = start_client()
     for id in (1, 2, 3):
         client.step(id, START)
@@ -155,7 +158,7 @@ def test_a_start_that_waits_too_long_ends_at_its_deadline(start_client: StartCli
 
 
 def test_idle_sequences_expire(start_client: StartClient) -> None:
-    """A slot whose sequence was idle for its timeout goes to the next one, without any other request."""
+    """If a sequence is idle for its timeout, a waiting start gets its slot, without another request."""
     client = start_client("wait", 0.2)
     for id in (1, 2, 3):
         client.step(id, START)
@@ -164,7 +167,10 @@ def test_idle_sequences_expire(start_client: StartClient) -> None:
 
 
 def test_a_failed_execution_ends_the_sequences(runtime: Runtime, start_client: StartClient) -> None:
-    """The pools are lost with it: requests that wait for the device end as lost, and new sequences begin at zero."""
+    """A failed execution loses the state of all sequences of the model.
+
+    Queued steps fail, and new sequences begin at zero.
+    """
     client = start_client()
     for id in (1, 2):
         client.step(id, START)
@@ -187,7 +193,7 @@ def test_a_failed_execution_ends_the_sequences(runtime: Runtime, start_client: S
 
 
 def test_a_closed_connection_gives_its_slots_back(start_client: StartClient) -> None:
-    """Abandoned sequences end with their connection."""
+    """When a connection closes, its sequences end, and their slots are free."""
     gone, client = start_client(), start_client()
     for id in (1, 2, 3):
         gone.step(id, START)
@@ -200,7 +206,7 @@ def test_a_closed_connection_gives_its_slots_back(start_client: StartClient) -> 
 def test_sequences_end_by_themselves_while_a_model_drains(
     runtime: Runtime, start_client: StartClient
 ) -> None:
-    """Steps go on to the end; new sequences are refused."""
+    """While a model drains, its sequences continue until they end. New sequences are refused."""
     client = start_client()
     operator = Operator(runtime)
     client.step(1, START)
@@ -218,7 +224,10 @@ def start_five(
     bundles: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., tuple[Runtime, Client]]:
-    """Start a runtime that always reviews its host's memory, and five sequences: it has three slots of 16 bytes."""
+    """Return a function that starts a runtime with three slots of 16 bytes, and five sequences.
+
+    The runtime reviews host memory often.
+    """
 
     def start(settings: str = "") -> tuple[Runtime, Client]:
         monkeypatch.setattr(host_copies, "REVIEW_S", 0.01)
@@ -234,7 +243,10 @@ def start_five(
 def test_state_leaves_a_host_that_is_short_of_memory(
     start_five: Callable[..., tuple[Runtime, Client]],
 ) -> None:
-    """Sequences on the host count against `runtime.host_memory_bytes`; the one that was idle the longest ends."""
+    """States on the host may not exceed `runtime.host_memory_bytes`.
+
+    If they do, the sequence that was idle the longest ends.
+    """
     _, client = start_five("runtime: {host_memory_bytes: 30}")
     wait_until(lambda: counts()["stored"] == 1)
     assert client.refused(1)[0] is Status.SEQUENCE_LOST
@@ -244,7 +256,7 @@ def test_state_leaves_a_host_that_is_short_of_memory(
 def test_state_leaves_a_full_host_while_models_leave_for_want_of_mappings(
     start_five: Callable[..., tuple[Runtime, Client]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Models that fall back because mappings are few free no memory for state: `runtime.host_memory_bytes` holds all the same."""
+    """If models fall back because mappings are few, this frees no memory for states. They still may not exceed the limit."""
     monkeypatch.setattr("rsrv.runtime.weight_mover.spare_mappings", lambda: (0, 1000))
     monkeypatch.setattr("rsrv.runtime.registry.Registry.relieve", lambda *_: True)
     runtime, _ = start_five("runtime: {host_memory_bytes: 30}")
@@ -255,7 +267,7 @@ def test_state_leaves_a_full_host_while_models_leave_for_want_of_mappings(
 def test_state_stays_where_memory_is_not_plentiful_again(
     start_five: Callable[..., tuple[Runtime, Client]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sequences end while memory is scarce, and no longer until twice as much is free: others may have it for days."""
+    """Sequences end only while memory is scarce, and not until twice as much is free, because others may use it for days."""
     spare, reads = 8 << 30, 0
 
     def read() -> int:
@@ -284,14 +296,14 @@ def test_state_stays_where_memory_is_not_plentiful_again(
 def test_a_meta_model_cannot_call_a_model_with_state(
     runtime: Runtime, bundles: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """A run's calls are of no sequence, so the registration says what is wrong."""
+    """A meta model cannot call a model with state, because its calls belong to no sequence. The registration is rejected."""
     meta = write_meta(tmp_path / "meta", "def run(inputs, call): ...", ["sums"])
     with pytest.raises(Rejected, match="'sums' keeps state for sequences, so it cannot be called"):
         runtime.connect().register({"model": "meta", "bundle": str(meta), "calls": {"sums": str(bundles())}})
 
 
 def test_state_survives_depth(start_runtime: StartRuntime, bundles: Callable[..., Path]) -> None:
-    """With two executions in flight, each finds what the one before has left."""
+    """With two executions in flight, each one finds the states that the one before has left."""
     runtime = start_runtime(load_settings("scheduler: {depth: 2}"), compute=add_to_sums, asynchronous=True)
     client = Client(runtime, bundles())
     for id in (1, 2, 3):
@@ -304,9 +316,9 @@ def test_state_survives_depth(start_runtime: StartRuntime, bundles: Callable[...
 def test_models_that_evict_each_other_keep_their_sequences(
     start_runtime: StartRuntime, bundles: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """With memory for one of two models, each step evicts the other's pools, and finds its own as they were left.
+    """With memory for one of two models, each step evicts the other model's pools. Each model finds its states again.
 
-    The models are equal but for their names: their weights are shared, and their state is not.
+    The models differ only in their names, so they share their weights. They do not share their state.
     """
     settings = load_settings("runtime: {weight_budget_bytes: 70}")
     runtime = start_runtime(settings, compute=add_to_sums)
@@ -333,7 +345,10 @@ def test_models_that_evict_each_other_keep_their_sequences(
 def test_ten_thousand_sequences_leave_slots_and_memory_as_they_were(
     start_client: StartClient, runtime: Runtime
 ) -> None:
-    """Some end, some end twice, some never execute, and some are abandoned with their connection."""
+    """Ten thousand sequences end, end twice, are cancelled, or are abandoned with their connection.
+
+    Then all slots are free, and the process has as much memory as before.
+    """
 
     def thousand(number: int) -> None:
         client = start_client("host")

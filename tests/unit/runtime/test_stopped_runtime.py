@@ -1,4 +1,4 @@
-"""A runtime that does not answer: clients are answered in time, and service resumes afterwards."""
+"""A runtime that does not respond: clients are answered in time, and later requests are served."""
 
 import os
 import threading
@@ -34,10 +34,10 @@ from tests.waiting import PATIENCE_S, wait_until
 
 StartMeta = Callable[..., Any]
 
-#: Requests that are more than fit between stub and runtime.
+#: Number of requests that are more than fit in the socket between stub and runtime.
 FLOOD = 2000
-#: Seconds for all of them on a slow machine. If execute() waited for the stopped runtime, or each refusal took the 0.2 s of
-#: the first, it would take minutes.
+#: Seconds for all of these requests on a slow machine. They would take minutes if execute() waited for the stopped
+#: runtime, or if each refusal took 0.2 s as the first one does.
 FLOOD_S = PATIENCE_S
 
 
@@ -59,7 +59,7 @@ def stopped(runtime: Runtime) -> Iterator[None]:
 
 
 def give_up_direct(engine: Engine) -> FakeRequest:
-    """Send a request that holds the connection for answers in place, so that the next are answered later."""
+    """Send a request that keeps the connection for answers in place, so that later requests are answered by the thread."""
     one = request()
     assert engine.execute([one]) is None
     return one
@@ -71,7 +71,10 @@ def idle(engine: Engine) -> bool:
 
 
 def test_deadlines_are_kept_while_the_runtime_is_stopped(runtime: Runtime, start_engine: StartEngine) -> None:
-    """Deadlines are kept, and the memory of such requests is not reused until the runtime answers."""
+    """Requests are answered at their deadlines while the runtime is stopped.
+
+    Their memory is not reused before the runtime answers.
+    """
     engine = start_engine()
     with stopped(runtime):
         give_up_direct(engine)
@@ -97,7 +100,7 @@ def test_deadlines_are_kept_while_the_runtime_is_stopped(runtime: Runtime, start
 def test_a_late_answer_runs_no_hook(
     runtime: Runtime, doubling: Path, pass_stub_time: Callable[[float], None]
 ) -> None:
-    """A late answer runs no postprocess hook; one in time does."""
+    """If an answer comes after its request's deadline, no postprocess hook is called for it."""
     calls = []
     hooks = Hooks(postprocess=lambda arrays: calls.append(1) or arrays)  # type: ignore[func-returns-value]
     engine = engine_of(runtime.open, doubling, hooks=hooks)
@@ -110,7 +113,8 @@ def test_a_late_answer_runs_no_hook(
     runtime.device.gate.set()
     (answer,) = ask(engine, request())
     assert answer.error is None
-    wait_until(lambda: engine._direct is engine._attachment.direct)  # The late request's connection is back.
+    # Wait until the late request's connection is free again.
+    wait_until(lambda: engine._direct is engine._attachment.direct)
     assert calls == [1]
     engine.close()
 
@@ -122,7 +126,7 @@ def takes_requests(engine: Engine) -> bool:
 def test_more_than_a_stopped_runtime_can_be_told_is_refused_at_once(
     start_runtime: StartRuntime, doubling: Path
 ) -> None:
-    """Requests that do not fit between stub and runtime are refused, and the others answered later."""
+    """Requests that do not fit in the socket of a stopped runtime are refused at once. The others are answered later."""
     runtime = start_runtime(load_settings("scheduler: {max_queue_depth: 10000}"))
     engine = engine_of(runtime.open, doubling)
     assert takes_requests(engine)
@@ -153,11 +157,11 @@ def test_more_than_a_stopped_runtime_can_be_told_is_refused_at_once(
 def test_a_batch_that_a_stopped_runtime_takes_half_of_is_answered_in_full(
     start_runtime: StartRuntime, doubling: Path
 ) -> None:
-    """Of a batch that fits only in part, the rest is refused."""
+    """If a batch fits only partly in the socket of a stopped runtime, the rest of it is refused."""
     settings = "{scheduler: {max_queue_depth: 10000}, stub: {in_place_ms: 1000000}}"
     runtime = start_runtime(load_settings(settings))
     engine = engine_of(runtime.open, doubling)
-    engine._largest = 1  # A frame each.
+    engine._largest = 1  # Each request gets a frame of its own.
     with stopped(runtime):
         requests = [request(value=n) for n in range(FLOOD)]
         started = time.monotonic()
@@ -177,7 +181,7 @@ def test_a_batch_that_a_stopped_runtime_takes_half_of_is_answered_in_full(
 def test_runs_that_wait_to_be_let_in_keep_their_deadline(
     start_runtime: StartRuntime, start_meta: StartMeta
 ) -> None:
-    """Waiting runs are answered at their deadline, and the runtime does not admit them later."""
+    """A run that waits for admission is answered at its deadline, and is not admitted later."""
     runtime = start_runtime(load_settings("scheduler: {meta_concurrency: 1}"))
     engine = start_meta(runtime, chain)
     assert_served(engine)
@@ -193,7 +197,7 @@ def test_runs_that_wait_to_be_let_in_keep_their_deadline(
 
 
 def test_segments_are_announced_once_however_often_it_takes(runtime: Runtime, doubling: Path) -> None:
-    """A segment that could not be announced is announced by the next send, once and in order."""
+    """If a segment cannot be announced, the next send announces it, once and in order."""
     lane = runtime.connect()
     body = lane.register({"model": "doubling", "bundle": str(doubling)})
     assert body["key"]
@@ -221,7 +225,7 @@ def test_segments_are_announced_once_however_often_it_takes(runtime: Runtime, do
 
 
 def test_a_connection_detects_that_its_socket_was_closed_by_others(runtime: Runtime) -> None:
-    """A socket closed by other code is detected, and one closed by itself is not."""
+    """A connection knows whether other code has closed its socket. Closing the connection itself does not count."""
     well, closed_by_others, closed = (RuntimeConnection(runtime.open()) for _ in range(3))
     os.close(closed_by_others.sock.fileno())
     closed.close()
@@ -234,7 +238,7 @@ def test_a_connection_detects_that_its_socket_was_closed_by_others(runtime: Runt
 def test_a_connection_that_is_closed_while_it_is_checked_was_not_robbed(
     start_runtime: StartRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A connection that one thread closes while another checks it does not count as closed by others."""
+    """If a thread closes a connection while another one checks it, this is no closing by other code."""
     lane = start_runtime().connect()
     real = os.fstat
 
@@ -249,7 +253,7 @@ def test_a_connection_that_is_closed_while_it_is_checked_was_not_robbed(
 def test_memory_that_the_machine_does_not_have_is_not_asked_for(
     runtime: Runtime, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory that the machine lacks is not allocated, because its use would trigger the OOM killer."""
+    """A connection does not allocate memory that the machine lacks, because the kernel would kill a process when it is used."""
     monkeypatch.setattr("rsrv.stub.connection.spare_memory", lambda: 3 << 20)
     lane = runtime.connect()
     assert lane.array((1 << 20,), np.dtype(np.uint8)).nbytes == 1 << 20
@@ -258,7 +262,7 @@ def test_memory_that_the_machine_does_not_have_is_not_asked_for(
 
 
 def test_every_request_is_heard_whose_stub_ends(runtime: Runtime, start_engine: StartEngine) -> None:
-    """When a stub ends, waiting requests get the reason, and later ones are told to retry."""
+    """When a stub ends because of a hook, its waiting requests get the reason. Later requests get RUNTIME_DOWN."""
     engine = start_engine()
     left: list[int] = []
     engine._process.end._leave = left.append

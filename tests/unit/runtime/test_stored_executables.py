@@ -1,4 +1,4 @@
-"""Executables beside a model repository: the file, whose it must be, and what loads them."""
+"""Executables next to a model repository: the file, its owner, and when its executables are loaded."""
 
 import json
 import logging
@@ -27,14 +27,14 @@ MODULE, OTHER = "a" * 64, "b" * 64
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
-    """A file with one executable for `HERE`."""
+    """Write a file with one executable for `HERE`, and return its path."""
     path = tmp_path / "l4.executables"
     write_executables(path, HERE, False, {MODULE: b"machine code"})
     return path
 
 
 def replace_entry(path: Path, name: str, content: bytes) -> None:
-    """Write the archive again with another entry, whose checksum is right."""
+    """Write the archive again with another content of this entry. The entry's checksum is right."""
     with zipfile.ZipFile(path) as archive:
         entries = {each: archive.read(each) for each in archive.namelist()}
     with zipfile.ZipFile(path, "w") as archive:
@@ -49,7 +49,7 @@ def change_index(path: Path, **changes: Any) -> None:
 
 
 def test_an_executable_is_found_by_the_digest_of_its_module(stored: Path) -> None:
-    """Another module has none."""
+    """An executable is found by the digest of its module. Other modules have none."""
     found = find_executables(stored.parent, HERE)
     assert found is not None
     with found:
@@ -58,7 +58,7 @@ def test_an_executable_is_found_by_the_digest_of_its_module(stored: Path) -> Non
 
 
 def test_a_new_file_replaces_the_old_one_and_leaves_nothing_beside_it(stored: Path) -> None:
-    """A server that starts meanwhile reads the one or the other."""
+    """A new file replaces the old one atomically, and no other file is left."""
     write_executables(stored, HERE, True, {OTHER: b"other code"})
     with StoredExecutables(stored) as found:
         assert found.contents.tuned
@@ -80,7 +80,7 @@ def test_a_new_file_replaces_the_old_one_and_leaves_nothing_beside_it(stored: Pa
 def test_another_target_compiles_and_one_line_says_what_differs(
     stored: Path, caplog: pytest.LogCaptureFixture, change: dict[str, str], why: str
 ) -> None:
-    """A card, a version or a flag may each change the code."""
+    """If a file is for another card, version or flag, models are compiled. The log has one line with the difference."""
     assert find_executables(stored.parent, replace(HERE, **change)) is None
     (record,) = logged_here(caplog)
     assert record.getMessage() == f"no stored executable is used, and models are compiled: {stored} has {why}"
@@ -89,7 +89,7 @@ def test_another_target_compiles_and_one_line_says_what_differs(
 def test_files_for_other_cards_lie_beside_the_one_that_is_used(
     stored: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One repository serves several kinds of servers, without a warning."""
+    """A repository may have files for several kinds of cards. The one for this card is used, without a warning."""
     caplog.set_level(logging.INFO)
     write_executables(stored.with_name("a100.executables"), replace(HERE, card="A100"), False, {})
     found = find_executables(stored.parent, HERE)
@@ -101,7 +101,10 @@ def test_files_for_other_cards_lie_beside_the_one_that_is_used(
 
 
 def test_a_tuned_file_is_preferred_to_another_one_for_the_same_card(stored: Path) -> None:
-    """rsrv-gen --compile-for writes l4.executables for the card's name, and another file for a profile's."""
+    """A tuned file is preferred to another file for the same card.
+
+    rsrv-gen --compile-for may have written both: l4.executables for the card's name, and another file for a profile's.
+    """
     tuned = stored.with_name("ours.executables")
     write_executables(tuned, HERE, True, {OTHER: b"tuned code"})
 
@@ -115,14 +118,14 @@ def test_a_tuned_file_is_preferred_to_another_one_for_the_same_card(stored: Path
 def test_a_repository_without_executables_says_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Most repositories have none."""
+    """A repository without executables causes no line in the log."""
     assert find_executables(tmp_path, HERE) is None
     assert not logged_here(caplog)
 
 
 @pytest.mark.parametrize("mode", [0o664, 0o646, 0o666])
 def test_a_file_that_others_can_write_is_refused(stored: Path, mode: int) -> None:
-    """It is machine code."""
+    """A file that others can write to is refused, because it has machine code."""
     stored.chmod(mode)
     with pytest.raises(StoredExecutablesError, match="be writable by no other user, who could run code"):
         StoredExecutables(stored)
@@ -130,7 +133,7 @@ def test_a_file_that_others_can_write_is_refused(stored: Path, mode: int) -> Non
 
 
 def test_a_file_of_another_user_is_refused(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file's owner could run code in the runtime."""
+    """A file of another user is refused, because its owner could run code in the runtime."""
     status = stored.stat()
     monkeypatch.setattr("os.fstat", lambda _: os.stat_result((*status[:4], 12345, *status[5:])))
     with pytest.raises(StoredExecutablesError, match="must belong to root or to uid"):
@@ -140,7 +143,7 @@ def test_a_file_of_another_user_is_refused(stored: Path, monkeypatch: pytest.Mon
 def test_a_changed_byte_of_an_executable_costs_a_compilation(
     stored: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is never loaded."""
+    """An executable with a changed byte is not loaded, and its module is compiled."""
     replace_entry(stored, MODULE, b"machine c0de")
     with StoredExecutables(stored) as found:
         assert found.get(MODULE) is None
@@ -149,7 +152,10 @@ def test_a_changed_byte_of_an_executable_costs_a_compilation(
 
 
 def test_no_flipped_bit_of_the_file_does_more_than_cost_a_compilation(stored: Path) -> None:
-    """A flipped bit changes lengths, flags and checksums of the archive, too; no executable is wrong, and no error escapes."""
+    """For any flipped bit of the file, an executable is either correct or missing, and no error escapes.
+
+    A bit may also change lengths, flags and checksums of the archive.
+    """
     whole = stored.read_bytes()
     for position in range(len(whole)):
         damaged = bytearray(whole)
@@ -162,7 +168,7 @@ def test_no_flipped_bit_of_the_file_does_more_than_cost_a_compilation(stored: Pa
 
 @pytest.mark.parametrize("content", [b"", b"PK\x05\x06 no archive", b"{}"])
 def test_a_damaged_file_says_what_to_do(tmp_path: Path, content: bytes) -> None:
-    """The server starts, and compiles."""
+    """The error about a damaged file says which command to run."""
     path = tmp_path / "l4.executables"
     path.write_bytes(content)
     with pytest.raises(StoredExecutablesError, match=r"is damaged or .* run rsrv-gen --compile-for again"):
@@ -170,20 +176,21 @@ def test_a_damaged_file_says_what_to_do(tmp_path: Path, content: bytes) -> None:
 
 
 def test_a_file_of_a_later_format_is_refused(stored: Path) -> None:
-    """Its index may mean something else."""
+    """A file of a later format is refused, because its index may have another meaning."""
     change_index(stored, format=3)
     with pytest.raises(StoredExecutablesError, match="its format is 3, not 2"):
         StoredExecutables(stored)
 
 
 def test_an_index_without_digests_is_refused(stored: Path) -> None:
-    """An error at the first module would leave the runtime without a device."""
+    """An index without digests is refused at once. An error at the first module would leave the runtime without a device."""
     change_index(stored, digests=[])
     with pytest.raises(StoredExecutablesError, match="digests of its index is not an object"):
         StoredExecutables(stored)
 
 
-#: loads a bundle's executables from a repository, and says how many were compiled and how many loaded
+#: Scripts: `_STORE` stores a bundle's executables in a repository. `_LOAD` loads them, and prints how many modules were
+#: compiled and how many executables were loaded.
 _STORE = """
 import sys
 from pathlib import Path
@@ -218,9 +225,9 @@ print(json.dumps([device.cache_counts.compiled, device.cache_counts.from_cache])
 
 
 def test_a_stored_executable_is_loaded_and_answers_right(tmp_path: Path, doubling: Path) -> None:
-    """On the real jax device, without a compilation cache: of three modules none is compiled."""
+    """The real jax device loads three stored executables without a compilation cache, and compiles nothing."""
     for script in (_STORE, _LOAD):
-        # Processes of their own, as those that store and load are: jax shares executables within a process.
+        # Storing and loading have processes of their own, because jax shares executables within a process.
         command = [sys.executable, "-c", script, str(tmp_path), str(doubling)]
         out = subprocess.run(command, capture_output=True, text=True, check=False)
         assert out.returncode == 0, out.stderr

@@ -1,4 +1,4 @@
-"""Strings of clients: hooks get and return them, and modules do not see them."""
+"""Strings of clients: hooks get and return them. Modules do not get them."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from tests.waiting import PATIENCE_S
 
 Array = npt.NDArray[Any]
 
-#: strings of any bytes, one a row
+#: Strings of any bytes, one per row.
 TEXTS = np.array([b"one", "zwei \N{SNOWMAN}".encode(), b"", b"\xff\0"], object)
 LABELS = (WireTensor("labels", "bytes", (-1, 1)),)
 _CLIENT_TEXT = [{"name": "text", "dtype": "bytes", "shape": "n"}]
 _CLIENT_LABELS = [{"name": "labels", "dtype": "bytes", "shape": "n"}]
-#: both, in a meta model's manifest
+#: The input `text` and the output `labels` in a meta model's manifest.
 _CLIENT = "client_inputs: [{name: text, dtype: bytes, shape: n}]\nclient_outputs: [{name: labels, dtype: bytes, shape: n}]\n"
 
 
 @pytest.fixture(scope="module")
 def lengths(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model of strings, whose module doubles their lengths and adds one."""
+    """Return a model of strings. Its module doubles the lengths of the strings and adds one."""
     path = tmp_path_factory.mktemp("bundles") / "lengths"
     export_bundle(
         lambda params, x: {"y": 2 * x + params["w"]},
@@ -72,10 +72,10 @@ def ask(engine: Engine, texts: Array) -> FakeResponse:
 
 
 def test_hooks_turn_strings_into_tensors_and_tensors_into_strings(runtime: Runtime, lengths: Path) -> None:
-    """`preprocess` gets bytes, one string a row; text that `postprocess` returns is sent in UTF-8."""
+    """`preprocess` gets one string per row, as bytes. A text that `postprocess` returns is sent in UTF-8."""
     engine = start(runtime, lengths)
 
-    answer = ask(engine, TEXTS.reshape(-1, 1))  # as Triton hands them over
+    answer = ask(engine, TEXTS.reshape(-1, 1))  # This is the shape that Triton passes.
 
     engine.close()
     assert answer.error is None
@@ -93,7 +93,7 @@ def test_hooks_turn_strings_into_tensors_and_tensors_into_strings(runtime: Runti
     ],
 )
 def test_strings_of_all_kinds_are_sent_as_they_are(runtime: Runtime, lengths: Path, labels: Any) -> None:
-    """Lists of bytes and text, numpy's own strings, a column, and a class with methods of its own."""
+    """Strings may be returned as lists of bytes or text, numpy's strings, a column, or a class with methods of its own."""
     engine = start(runtime, lengths, lambda outputs: {"labels": labels})
 
     answer = ask(engine, TEXTS[:2])
@@ -104,7 +104,10 @@ def test_strings_of_all_kinds_are_sent_as_they_are(runtime: Runtime, lengths: Pa
 
 
 def test_zeros_at_the_end_of_listed_strings_stay(runtime: Runtime, lengths: Path) -> None:
-    """And one long string makes the others no longer: numpy's own strings would take 8 MB each."""
+    """Zero bytes at the end of strings in a list are sent. A long string does not make the others longer.
+
+    As an array of numpy's own strings, each one would take 8 MB.
+    """
     long = [b"a\0", "x" * 2_000_000, *[b""] * 2]
     engine = start(runtime, lengths, lambda outputs: {"labels": long})
 
@@ -117,7 +120,7 @@ def test_zeros_at_the_end_of_listed_strings_stay(runtime: Runtime, lengths: Path
 
 @pytest.mark.parametrize("labels", [[1.5], [b"a", "b"], np.array([None], object), ["\ud800"]])
 def test_what_is_no_string_fails_its_request(runtime: Runtime, lengths: Path, labels: Any) -> None:
-    """Numbers, None, text that has no UTF-8, and too many strings are the hook's fault."""
+    """If `postprocess` returns numbers, None, text that is not valid UTF-8, or too many strings, its request fails."""
     engine = start(runtime, lengths, lambda outputs: {"labels": labels})
 
     answer = ask(engine, TEXTS[:1])
@@ -131,7 +134,7 @@ def test_what_is_no_string_fails_its_request(runtime: Runtime, lengths: Path, la
 def test_tensors_that_are_not_as_triton_writes_strings_are_refused(
     runtime: Runtime, lengths: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A string that says that it is longer than its tensor is the client's fault."""
+    """A string tensor that Triton cannot decode is refused as the client's fault."""
     engine = start(runtime, lengths)
     request = FakeRequest({"text": TEXTS[:1]})
 
@@ -152,7 +155,11 @@ def test_tensors_that_are_not_as_triton_writes_strings_are_refused(
 def test_long_strings_end_their_request_even_if_they_find_no_room(
     runtime: Runtime, lengths: Path, start_meta: StartMeta, monkeypatch: pytest.MonkeyPatch, of_meta: bool
 ) -> None:
-    """They count, and not what the module answers: with the end in one step, Triton would lose both."""
+    """If long strings do not fit in Triton's shared memory, the answer and its end are sent separately.
+
+    If both were sent together, Triton would lose both. The size of the strings matters, not that of the module's
+    outputs.
+    """
     monkeypatch.setattr(replies, "free_shared_memory", lambda: 1 << 20)
     sent: queue.SimpleQueue[int] = queue.SimpleQueue()
     monkeypatch.setattr(FakeSender, "send", lambda sender, response=None, flags=0: sent.put(flags))
@@ -175,7 +182,7 @@ def test_long_strings_end_their_request_even_if_they_find_no_room(
 
 
 def test_a_meta_model_passes_strings_on(runtime: Runtime, lengths: Path, start_meta: StartMeta) -> None:
-    """It may give text to a model that takes strings; what it returns is sent as strings."""
+    """A meta model may call a model with text. Strings that it returns are sent as strings."""
 
     def run(inputs: Mapping[str, Array], call: Any) -> dict[str, Any]:
         texts = [one.decode(errors="replace") for one in inputs["text"]]
@@ -199,20 +206,20 @@ def test_a_meta_model_passes_strings_on(runtime: Runtime, lengths: Path, start_m
 
 
 def test_no_strings_are_strings() -> None:
-    """A list without elements has no type that could say so."""
+    """A list without elements is sent as strings, although its type does not show this."""
     none = encode_strings(np.asarray([]))
     assert none is not None
     assert (none.shape, none.dtype.kind) == ((0,), "O")
 
 
 def test_strings_count_with_their_bytes() -> None:
-    """Limits of memory hold for them, too."""
+    """The size of a string tensor includes its bytes, so limits of memory apply to it."""
     assert size_of(np.array([b"a" * 1000, b""], object)) == 1016
     assert size_of(np.zeros(10, np.float32)) == 40
 
 
 def test_equal_strings_are_recognized_after_a_death() -> None:
-    """By what they hold, and not by where: each request has objects of its own; how they are cut counts."""
+    """Equal strings have the same digest in each request, whatever their objects are. Where one string ends matters."""
     digest = digest_of({"text": np.array([b"a" * 40, b"b"], object)})
 
     assert digest_of({"text": np.array([b"a" * 40, b"b"], object)}) == digest

@@ -1,4 +1,4 @@
-"""The stub's engine against the real loop: every request is answered once, with its own rows."""
+"""The stub's engine and the real loop: each request is answered once, with its own rows."""
 
 import json
 import queue
@@ -51,7 +51,10 @@ def test_requests_of_one_execute_share_an_execution_and_get_their_own_rows(
 def test_a_bad_shape_is_refused_and_its_neighbours_are_answered(
     start_engine: StartEngine, array: Array, text: str
 ) -> None:
-    """A wrong shape is refused with the input and both shapes; its neighbours are answered."""
+    """A request with a wrong shape is refused, and the error has the input and both shapes.
+
+    Others in its batch are answered.
+    """
     engine = start_engine()
 
     before, bad, after = ask(engine, *(FakeRequest({"x": x}) for x in (ramp(1), array, ramp(2))))
@@ -62,7 +65,7 @@ def test_a_bad_shape_is_refused_and_its_neighbours_are_answered(
 
 
 def test_no_rows_need_no_device(runtime: Runtime, start_engine: StartEngine) -> None:
-    """An empty batch is answered with empty outputs of the right shape."""
+    """A request without rows is answered with empty outputs of the right shape, without an execution."""
     engine = start_engine()
     runtime.device.executed.clear()
 
@@ -75,7 +78,7 @@ def test_no_rows_need_no_device(runtime: Runtime, start_engine: StartEngine) -> 
 def test_a_failing_execution_fails_its_requests_and_nothing_else(
     runtime: Runtime, start_engine: StartEngine
 ) -> None:
-    """Clients learn that it failed, not the device's words; the next request is served."""
+    """If an execution fails, its client gets an error without the device's text. The next request is served."""
     engine = start_engine()
     runtime.device.fail = "secret detail of the device"
 
@@ -92,7 +95,7 @@ def test_a_failing_execution_fails_its_requests_and_nothing_else(
 def test_what_takes_longer_than_predicted_is_answered_later(
     runtime: Runtime, start_engine: StartEngine
 ) -> None:
-    """A request that takes longer than predicted is answered later, and so are its neighbours."""
+    """A request that takes longer than predicted is answered later, together with the others of its batch."""
     engine = start_engine()
     runtime.device.gate.clear()
     requests = [FakeRequest({"x": ramp(2)}), FakeRequest({"x": np.zeros((1, 4), np.float32)})]
@@ -108,7 +111,7 @@ def test_what_takes_longer_than_predicted_is_answered_later(
 def test_a_deadline_that_passed_is_told_and_never_executed(
     runtime: Runtime, start_engine: StartEngine
 ) -> None:
-    """A request whose deadline has passed is refused without an execution, by either parameter."""
+    """A request whose deadline, `rsrv_deadline_unix_ns`, has passed is refused without an execution."""
     engine = start_engine()
     runtime.device.executed.clear()
     past = json.dumps({"rsrv_deadline_unix_ns": time.time_ns() - 1})
@@ -122,7 +125,7 @@ def test_a_deadline_that_passed_is_told_and_never_executed(
 def test_a_request_whose_time_runs_out_in_the_queue_is_not_executed(
     runtime: Runtime, start_engine: StartEngine
 ) -> None:
-    """A request whose deadline passes in the queue is answered before the device is free."""
+    """A request whose deadline passes in the queue is answered at once, while the device is busy."""
     engine = start_engine()
     runtime.device.gate.clear()
     first, second = FakeRequest({"x": ramp(1)}), FakeRequest({"x": ramp(1)}, timeout_us=10**9)
@@ -142,7 +145,7 @@ def test_a_request_whose_time_runs_out_in_the_queue_is_not_executed(
 def test_each_waiting_request_is_checked_for_cancellation(
     runtime: Runtime, start_engine: StartEngine
 ) -> None:
-    """Of 60 waiting requests, a cancelled one is found, although each round checks only a few."""
+    """Of 60 waiting requests, the cancelled one ends, although each check looks only at a few."""
     engine = start_engine()
     runtime.device.gate.clear()
     requests = [FakeRequest({"x": ramp(1)}) for _ in range(60)]
@@ -159,7 +162,7 @@ def test_each_waiting_request_is_checked_for_cancellation(
 def test_a_fault_in_serving_a_client_leaves_the_others_served(
     runtime: Runtime, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread that reads answers survives any exception of is_cancelled()."""
+    """If is_cancelled() raises, the thread that reads answers continues."""
 
     def fault(self: FakeSender) -> bool:
         raise RuntimeError("a fault of Triton's")
@@ -171,7 +174,7 @@ def test_a_fault_in_serving_a_client_leaves_the_others_served(
     for request in requests:
         assert engine.execute([request]) is None
     with pytest.raises(queue.Empty):
-        requests[0].answers.get(timeout=0.2)  # Long enough for a check.
+        requests[0].answers.get(timeout=0.2)  # A check happens in this time.
 
     runtime.device.gate.set()
 
@@ -206,14 +209,14 @@ def test_executions_of_any_length_and_depth_do_not_mix(
     ],
 )
 def test_a_wrong_parameter_of_ours_is_the_clients_fault(start_engine: StartEngine, parameters: str) -> None:
-    """The message names the parameter."""
+    """A wrong value of a parameter of rsrv is the client's fault, and the error names the parameter."""
     (answer,) = ask(start_engine(), FakeRequest({"x": ramp(1)}, parameters=parameters))
 
     assert refused(answer, FakeError.INVALID_ARG, "parameter rsrv_")
 
 
 def test_hooks_change_tensors_on_both_sides(runtime: Runtime, start_engine: StartEngine) -> None:
-    """preprocess sees what the client sent, postprocess the request's own rows."""
+    """`preprocess` gets the client's tensors. `postprocess` gets the request's own rows."""
     engine = start_engine(
         Hooks(lambda arrays: {"x": arrays["x"] * 10}, lambda arrays: {"y": arrays["y"][:, :1]}),
         (WireTensor("y", "f32", (-1, 1)),),
@@ -233,7 +236,7 @@ def raising(arrays: dict[str, Array]) -> dict[str, Array]:
 
 @pytest.mark.parametrize("hooks", [Hooks(preprocess=raising), Hooks(postprocess=lambda a: raising_result(a))])
 def test_a_hook_that_raises_fails_its_own_request(start_engine: StartEngine, hooks: Hooks) -> None:
-    """A hook that raises fails its request without its text, and the neighbours are answered."""
+    """If a hook raises, its request fails without the exception's text. Others in the batch are answered."""
     engine = start_engine(hooks)
     bad = np.full((1, 3), 666, np.float32)
 
@@ -281,7 +284,7 @@ def raising_result(arrays: dict[str, Array]) -> dict[str, Array]:
     ],
 )
 def test_a_hook_with_a_wrong_result_fails_its_request(start_engine: StartEngine, result: object) -> None:
-    """A hook that returns nothing, wrong names or wrong types fails its request."""
+    """A request fails if its hook returns nothing, wrong names or wrong types."""
     wrong: Callable[..., Any] = lambda arrays: result
 
     for hooks in (Hooks(preprocess=wrong), Hooks(postprocess=wrong)):
@@ -290,7 +293,7 @@ def test_a_hook_with_a_wrong_result_fails_its_request(start_engine: StartEngine,
 
 
 def test_a_preprocess_that_changes_the_rows_is_named(start_engine: StartEngine) -> None:
-    """The error is about preprocess, not about a postprocess that the model may lack; one that restores the rows is fine."""
+    """If `preprocess` changes the number of rows, the error names it, unless `postprocess` restores the number."""
 
     def doubled(arrays: dict[str, Array]) -> dict[str, Array]:
         return {"x": np.repeat(arrays["x"], 2, axis=0)}
@@ -306,7 +309,10 @@ def test_a_preprocess_that_changes_the_rows_is_named(start_engine: StartEngine) 
 def test_the_runtimes_end_is_told_and_its_successor_is_used(
     runtime: Runtime, start_runtime: StartRuntime, start_engine: StartEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """When the runtime ends, a line says so; requests in flight and later ones wait for its successor, which answers them."""
+    """When the runtime ends, the log has one line.
+
+    Requests in flight and later ones wait, and the next runtime answers them.
+    """
     engine = start_engine()
     runtime.device.gate.clear()
     held = [FakeRequest({"x": ramp(1, i)}) for i in range(5)]
@@ -328,7 +334,10 @@ def test_the_runtimes_end_is_told_and_its_successor_is_used(
 def test_a_model_is_ready_for_calls_while_its_runtime_restarts(
     runtime: Runtime, start_runtime: StartRuntime, start_engine: StartEngine
 ) -> None:
-    """Triton 26.03 asks `is_ready`, if there is one, before each call of another model: such a call waits as a client's."""
+    """While its runtime restarts, a model is ready, so that calls of other models wait as clients' requests do.
+
+    Triton 26.03 asks `is_ready`, if the model has it, before each such call.
+    """
     stub = ModelStub()
     stub._served = engine = start_engine()
     runtime.stop()
@@ -344,7 +353,10 @@ def test_a_model_is_ready_for_calls_while_its_runtime_restarts(
 def test_a_request_waits_whose_runtime_ends_during_its_hook(
     runtime: Runtime, start_runtime: StartRuntime, start_engine: StartEngine
 ) -> None:
-    """The memory of the runtime's connection is gone when the hook returns; the successor answers."""
+    """If the runtime ends during a request's hook, the memory of its connection is gone.
+
+    The next runtime answers the request.
+    """
     ends: list[Callable[[], None]] = []
 
     def preprocess(arrays: dict[str, Any]) -> dict[str, Any]:
@@ -370,7 +382,10 @@ def test_a_request_waits_whose_runtime_ends_during_its_hook(
 
 
 def test_a_runtime_that_does_not_come_back_is_told(start_runtime: StartRuntime, doubling: Path) -> None:
-    """Requests in flight and later ones fail after stub.retry_s, here at once, and the end closes the old connections."""
+    """If no next runtime comes within `stub.retry_s`, requests in flight and later ones fail. In this test, it is 0.
+
+    When the engine is closed, the old connections are closed as well.
+    """
     runtime = start_runtime(load_settings("stub: {in_place_ms: 0, retry_s: 0}"))
     engine = make_engine(runtime, doubling)
     attachment = engine.session.attachment
@@ -392,7 +407,7 @@ def test_a_runtime_that_does_not_come_back_is_told(start_runtime: StartRuntime, 
 def test_a_model_leaves_with_its_last_stub_and_comes_back(
     runtime: Runtime, doubling: Path, start_engine: StartEngine
 ) -> None:
-    """A model leaves with its last stub, and another stub gets it again."""
+    """A model leaves the runtime with its last stub. Another stub loads it again."""
     first = make_engine(runtime, doubling)
     second = make_engine(runtime, doubling)
     assert runtime.device.resident == 1
@@ -409,7 +424,7 @@ def test_a_model_leaves_with_its_last_stub_and_comes_back(
 
 
 def test_the_stub_closes_while_requests_wait(runtime: Runtime, doubling: Path) -> None:
-    """Closing the stub answers the executing and the waiting request, and waits for neither."""
+    """Closing the stub answers the executing and the waiting request with an error at once."""
     engine = make_engine(runtime, doubling)
     runtime.device.gate.clear()
     requests = [FakeRequest({"x": ramp(1)}) for _ in range(2)]
@@ -425,7 +440,7 @@ def test_the_stub_closes_while_requests_wait(runtime: Runtime, doubling: Path) -
 
 
 def test_outputs_without_axes_of_their_own_get_one_for_triton(start_engine: StartEngine) -> None:
-    """A hook's [N] is sent as [N, 1] where the configuration says so."""
+    """If a hook returns [N] and the model's configuration has [N, 1], the output gets this shape."""
     engine = start_engine(
         Hooks(postprocess=lambda arrays: {"best": arrays["y"].max(axis=1)}),
         (WireTensor("best", "f32", (-1, 1)),),
@@ -465,7 +480,7 @@ def test_a_large_answer_is_finished_even_if_it_finds_no_room(monkeypatch: pytest
 
 
 def test_a_dropped_request_is_answered(runtime: Runtime) -> None:
-    """A request that is dropped without an answer is answered by its destructor."""
+    """A reply that is dropped without an answer sends an error."""
     from rsrv.stub.replies import Reply, Responses
     from tests.fakes import FakePbUtils
 
@@ -480,7 +495,7 @@ def test_a_dropped_request_is_answered(runtime: Runtime) -> None:
 def test_memory_that_was_refused_once_is_requested_again(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, long_in_place: None
 ) -> None:
-    """A batch without memory is refused, and each later batch requests memory again."""
+    """If there is no memory for a batch, it is refused. Each later batch requests memory again."""
     engine = start_engine()
     first = engine.execute([FakeRequest({"x": ramp(1)})])
     assert first is not None
@@ -499,7 +514,7 @@ def test_memory_that_was_refused_once_is_requested_again(
         patched.setattr(Arena, "give", recorded)
         patched.setattr(
             "rsrv.stub.engine._KEEP_SLAB_BYTES", -(1 << 30)
-        )  # No memory is worth keeping, so each batch requests it.
+        )  # No memory is kept, so each batch requests it.
         patched.setattr(RuntimeConnection, "take", full)
         for _ in range(2):
             (refusal,) = ask(engine, FakeRequest({"x": ramp(1)}))

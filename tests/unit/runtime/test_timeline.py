@@ -1,4 +1,4 @@
-"""The device's recent spans."""
+"""The device's recent spans, and the requests that have arrived recently."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rsrv.scheduler import events as ev
 
 
 def test_what_the_device_did() -> None:
-    """A span is recorded when it ends, with its start and its kind."""
+    """A span is recorded when it ends. It has its kind, model, start and end."""
     timeline = Timeline()
     timeline.begins(ev.LoadWeights("a@1", 1), 10.0)
     timeline.happened(ev.WeightsLoaded("a@1", 1, 0.5), 11.0)
@@ -34,7 +34,7 @@ def test_what_the_device_did() -> None:
 
 
 def test_loads_that_end_without_weights() -> None:
-    """Failed loads are recorded from their start on."""
+    """A load that is abandoned or fails is recorded as failed, from its start."""
     timeline = Timeline()
     for epoch in (1, 2):
         timeline.begins(ev.LoadWeights("a@1", epoch), float(epoch))
@@ -47,7 +47,7 @@ def test_loads_that_end_without_weights() -> None:
 
 
 def test_an_answer() -> None:
-    """The answer has the starts as ages, and the number to continue from."""
+    """An answer has the ages of the spans' starts, and the number from which the reader continues."""
     timeline = Timeline()
     timeline.begins(ev.EvictWeights("a@1", 1), 15.0)
     assert timeline.answer("i", 0, 17.5) == {
@@ -60,7 +60,7 @@ def test_an_answer() -> None:
 
 
 def test_arrivals_are_kept_for_a_reader_only() -> None:
-    """Requests are kept from the first question on, until no reader has asked for ten seconds."""
+    """Requests are recorded only after a reader has asked for them, until none has asked for ten seconds."""
     timeline = Timeline()
     calls = ev.Request(2, "a@1", 1, 4, deadline=13.5, priority=3, run=7)
     timeline.happened(ev.RequestsArrived((ev.Request(1, "a@1", 0, 1),)), 10.0)
@@ -68,7 +68,7 @@ def test_arrivals_are_kept_for_a_reader_only() -> None:
 
     timeline.happened(ev.RequestsArrived((calls, ev.Request(3, "a@1", 0, 1, accepted=True))), 12.0)
     said = timeline.arrivals.answer("i", 0, 12.5)
-    assert said["requests"] == [(12.0, "a@1", 4, 1, 1.5, 3, True)]  # the other one came before a restart
+    assert said["requests"] == [(12.0, "a@1", 4, 1, 1.5, 3, True)]  # Request 3 came before a restart.
     assert (said["instance"], said["first"], said["next"], said["end"]) == ("i", 0, 2, 2)
 
     timeline.happened(ev.RequestsArrived((ev.Request(4, "b@1", 0, 2),)), 12.5 + ARRIVALS_S)
@@ -76,7 +76,10 @@ def test_arrivals_are_kept_for_a_reader_only() -> None:
 
 
 def test_a_slow_reader_learns_what_it_has_lost() -> None:
-    """The oldest requests are forgotten first, and `first` is above the number asked for."""
+    """The oldest requests are dropped first.
+
+    A slow reader sees the loss, because `first` is above the number it asked for.
+    """
     arrivals = RecentArrivals(2)
     arrivals.answer("i", 0, 0.0)
     arrivals.add([ev.Request(id, "a@1", 0, 1) for id in range(1, 6)], 1.0)
@@ -86,7 +89,7 @@ def test_a_slow_reader_learns_what_it_has_lost() -> None:
 
 @given(length=st.integers(1, 10), count=st.integers(0, 30), most=st.integers(1, 7))
 def test_reading_on(length: int, count: int, most: int) -> None:
-    """A reader that continues from the last answer gets all kept spans once and in order."""
+    """A reader that continues from the last answer gets all recorded spans, once and in order."""
     timeline = Timeline(length)
     for at in range(count):
         timeline.begins(ev.EvictWeights("a", at), float(at))

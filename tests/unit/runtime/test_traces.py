@@ -1,4 +1,4 @@
-"""The runtime's part of traced requests: events to spans, and the same through a real loop and stub."""
+"""The runtime's part of traced requests: spans made from events, and spans of a real loop and a stub."""
 
 import json
 import os
@@ -37,7 +37,7 @@ BATCH: Attributes = {"rsrv.batch.id": 7, "rsrv.batch.size": 4, "rsrv.batch.rows"
 
 
 class Played:
-    """A timeline and traces, fed as by the loop."""
+    """A timeline and traces that get the events which a loop would send."""
 
     def __init__(self, length: int = 100) -> None:
         self.timeline = Timeline()
@@ -68,13 +68,13 @@ class Played:
 def span(
     id: int, name: str, start: float, end: float, error: str = "", attributes: Attributes | None = None
 ) -> Span:
-    """Return a span; `start` and `end` in seconds."""
+    """Return a span. `start` and `end` are in seconds."""
     ids = f"{id:032x}", f"{id:016x}", ""
     return Span(*ids, name, int(start * 1e9), int(end * 1e9), error, {**MODEL, **(attributes or {})})
 
 
 def test_a_request_waits_for_a_load_and_executes_with_others() -> None:
-    """A request's trace has the part of the load for which it waited; untraced ones leave no spans."""
+    """The trace of a request has the part of the load that it waited for. A request that is not traced has no span."""
     played = Played()
     played.begins(ev.LoadWeights("a@1", 1), 9.0)
     played.arrives(1, 10.0)
@@ -94,7 +94,7 @@ def test_a_request_waits_for_a_load_and_executes_with_others() -> None:
 
 
 def test_requests_of_one_execution_share_its_number() -> None:
-    """Requests of one execution have a span each with its number, and with its failure."""
+    """Each request of an execution has its own span, with the execution's number and failure."""
     played = Played()
     for id in (1, 2):
         played.arrives(id, 10.0)
@@ -106,7 +106,10 @@ def test_requests_of_one_execution_share_its_number() -> None:
 
 @pytest.mark.parametrize("loading", [False, True])
 def test_a_request_that_is_not_executed_says_why(loading: bool) -> None:
-    """A refused or expired request has its reason in its spans, also in that of the load."""
+    """The spans of a refused or expired request have the reason.
+
+    The span of its load says that the load is still under way.
+    """
     played = Played()
     if loading:
         played.begins(ev.LoadWeights("a@1", 1), 9.0)
@@ -123,7 +126,7 @@ def test_a_request_that_is_not_executed_says_why(loading: bool) -> None:
 
 
 def test_a_second_try_is_a_second_execution() -> None:
-    """A retried execution is a second span, and the queue is one."""
+    """If an execution is retried, it has two spans. The queue has one."""
     played = Played()
     played.arrives(1, 10.0)
     played.begins(ev.Execute(7, "a@1", 0, 1, 1, (1,)), 11.0)
@@ -140,7 +143,10 @@ def test_a_second_try_is_a_second_execution() -> None:
 
 
 def test_spans_that_nobody_asks_for_are_forgotten() -> None:
-    """The oldest spans are dropped and counted, beside those that stubs dropped."""
+    """Spans that nobody reads are dropped, the oldest first.
+
+    Their number is added to that of the spans that stubs dropped.
+    """
     played = Played(length=3)
     told = [span(1, name, 1, 2) for name in "abcde"]
     played.traces.report(told, 4)
@@ -163,7 +169,7 @@ def runtime(start_runtime: StartRuntime) -> Runtime:
 
 
 def told(engine: Engine | MetaEngine, last: str) -> dict[str, Span]:
-    """Return the spans of stub and runtime by name, when the last one is there."""
+    """Return the spans of stub and runtime by name, as soon as the span `last` is there."""
     found: dict[str, Span] = {}
 
     def there() -> bool:
@@ -180,8 +186,9 @@ def told(engine: Engine | MetaEngine, last: str) -> dict[str, Span]:
 def test_a_traced_request_shows_what_stub_and_runtime_did(
     runtime: Runtime, start_engine: StartEngine
 ) -> None:
-    """All spans of a traced request are in one, whose parent is the client's."""
-    runtime.device.seconds = 0.0  # Otherwise executions would seem to begin before their requests.
+    """The stub's and the runtime's spans of a request are inside its `infer` span, whose parent is the client's span."""
+    # With a longer time, executions would seem to begin before their requests.
+    runtime.device.seconds = 0.0
     engine = start_engine(Hooks(lambda arrays: arrays, lambda arrays: arrays))
 
     ask(engine, FakeRequest({"x": ramp(2)}, traceparent=SAMPLED), FakeRequest({"x": ramp(1)}))
@@ -206,7 +213,7 @@ def test_a_traced_request_shows_what_stub_and_runtime_did(
 def test_a_request_that_does_not_reach_the_runtime_is_traced_as_well(
     start_engine: StartEngine, error: Exception, text: str
 ) -> None:
-    """A request whose hook raises is traced, with the client's message."""
+    """A request whose hook raises has its spans, with the same error that the client gets."""
 
     def broken(arrays: Any) -> Any:
         raise error
@@ -239,7 +246,7 @@ def test_a_context_that_cannot_be_read_costs_no_request(
 
 
 def test_a_request_with_a_wrong_parameter_is_traced(start_engine: StartEngine) -> None:
-    """A request with a wrong parameter is traced with its message."""
+    """A request with a wrong parameter has its span, with the same error that the client gets."""
     engine = start_engine()
     wrong = json.dumps({"rsrv_priority": "high", "TraceParent": SAMPLED})
     (answer,) = ask(engine, FakeRequest({"x": ramp(1)}, parameters=wrong))
@@ -254,7 +261,7 @@ def test_a_request_with_a_wrong_parameter_is_traced(start_engine: StartEngine) -
 def test_a_request_without_a_runtime_is_traced(
     runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta
 ) -> None:
-    """The span of a request without a runtime is sent to the next one; an untraced one has none."""
+    """A traced request that fails for lack of a runtime has a span, which waits for the next report. Others have none."""
     engine, meta = start_engine(), start_meta(runtime, lambda inputs, call: call("a", inputs))
     runtime.stop()
     wait_until(lambda: engine.session.reading is None and meta.session.reading is None)
@@ -273,7 +280,7 @@ def test_a_request_without_a_runtime_is_traced(
 def test_spans_that_a_runtime_does_not_take_are_counted(
     runtime: Runtime, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Spans that a runtime did not read are counted as dropped by the next one."""
+    """Spans that a runtime did not read are reported as dropped with the next report."""
     engine, tried = start_engine(), threading.Event()
     real = RuntimeConnection.report_spans
 
@@ -292,7 +299,7 @@ def test_spans_that_a_runtime_does_not_take_are_counted(
 
 
 def test_calls_of_a_meta_model_are_parts_of_its_run(runtime: Runtime, start_meta: StartMeta) -> None:
-    """Calls of a meta model are spans in its run, also refused ones."""
+    """Each call of a meta model has a span inside the run's, also a refused call."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         with suppress(CallError):
@@ -308,7 +315,8 @@ def test_calls_of_a_meta_model_are_parts_of_its_run(runtime: Runtime, start_meta
     assert (infer.parent, whole.parent, good.parent, bad.parent) == (PARENT, infer.id, whole.id, whole.id)
     assert "expected shape" in bad.error
     waits = [one for one in command(os.getpid(), {"command": "traces"})["spans"] if one[3] == "queue"]
-    assert {one[1] for one in waits} == {whole.id, good.id}  # For admission, and for the device.
+    # The waits are for admission and for the device.
+    assert {one[1] for one in waits} == {whole.id, good.id}
     assert (good.error, whole.error, infer.error) == ("", "", "")
     assert spans["execute"].parent == good.id
     assert spans["execute"].attributes["rsrv.model"] == "a"
@@ -319,7 +327,7 @@ def test_calls_of_a_meta_model_are_parts_of_its_run(runtime: Runtime, start_meta
 def test_calls_through_triton_are_parts_as_well(
     start_runtime: StartRuntime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Through Triton, the called model's spans are in the call's."""
+    """If a call goes through Triton, the spans of the called model are inside the call's."""
     runtime = start_runtime(load_settings("traces: {endpoint: 'http://nowhere'}\nmeta: {transport: bls}"))
     triton = FakeCallees(engines={"a": model_engine(runtime, doublings["a"], internal=True)})
     meta = write_meta(tmp_path / "meta", "def run(inputs, call):\n    return call('a', inputs)", ["a"])
@@ -336,7 +344,7 @@ def test_calls_through_triton_are_parts_as_well(
 
 
 def test_a_runtime_without_a_collector_keeps_nothing(start_runtime: StartRuntime, doubling: Path) -> None:
-    """Without a collector, neither stub nor runtime keeps spans."""
+    """Without a collector in the settings, neither the stub nor the runtime keeps spans."""
     runtime = start_runtime()
     engine = make_engine(runtime, doubling)
     request = FakeRequest({"x": ramp(1)}, traceparent=SAMPLED)
@@ -351,7 +359,7 @@ def test_a_runtime_without_a_collector_keeps_nothing(start_runtime: StartRuntime
 def test_marks_of_requests_that_are_refused_do_not_stay(
     runtime: Runtime, doubling: Path, start_meta: StartMeta
 ) -> None:
-    """Marks of refused requests and calls are removed, also of requests that the scheduler never gets."""
+    """The marks of refused requests and calls are removed, even if the scheduler never gets the request."""
     engine = make_engine(runtime, doubling)
     ended = json.dumps({"rsrv_run": "1"})
     (answer,) = ask(engine, FakeRequest({"x": ramp(1)}, parameters=ended, traceparent=SAMPLED))
@@ -367,7 +375,7 @@ def test_marks_of_requests_that_are_refused_do_not_stay(
 
 
 def test_marks_of_requests_that_never_come_are_forgotten(runtime: Runtime, doubling: Path) -> None:
-    """Marks of requests that never come are dropped, and later requests are traced."""
+    """Marks whose requests never come are dropped. Later requests are traced."""
     engine = make_engine(runtime, doubling)
     for start in range(1000, 6000, 1000):
         engine._attachment.direct.mark([Mark(start + n, TRACE, PARENT) for n in range(1000)])

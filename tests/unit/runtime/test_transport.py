@@ -1,4 +1,4 @@
-"""The order in which connections are read, and what stubs say of themselves."""
+"""The order in which connections are read, limits for slow stubs, and wrong reports of stubs."""
 
 import socket
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from tests.waiting import PATIENCE_S
 
 
 def turns(tmp_path: Path, frame: bytes, each: int) -> list[int]:
-    """Return the order in which two connections are read, if each has that many frames before the first read."""
+    """Return the order in which two connections are read, if each has `each` frames before the first read."""
     read: list[int] = []
     ignored: Callable[..., Any] = lambda *_: None
 
@@ -50,14 +50,17 @@ def test_frames_of_one_stub_are_read_together(tmp_path: Path) -> None:
 
 
 def test_a_connection_ends_its_turn_after_spans(tmp_path: Path) -> None:
-    """A frame of spans ends a connection's turn, because reading spans takes long."""
+    """A connection's turn ends after a frame with spans, because reading spans takes long."""
     read = turns(tmp_path, pack_json(Kind.SPANS, {}), 3)
 
     assert all(len(set(read[at : at + 2])) == 2 for at in (0, 2, 4))
 
 
 def test_a_planned_end_waits_until_the_answers_are_read(tmp_path: Path) -> None:
-    """A frame counts until the peer has read it; a peer that does not read delays the end for a moment only."""
+    """Before a planned end, the runtime waits until its peers have read all frames.
+
+    A peer that does not read delays it only briefly.
+    """
     ignored: Callable[..., Any] = lambda *_: None
     with listen(tmp_path / "socket") as listener:
         transport = Transport(listener, ignored, ignored, ignored)
@@ -74,7 +77,7 @@ def test_a_planned_end_waits_until_the_answers_are_read(tmp_path: Path) -> None:
 
 
 def test_a_stub_that_is_slow_again_and_again_stays_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limits apply to frames that the stub has not read yet. Frames that it read late do not count."""
+    """A stub that often reads late stays connected, because the limits apply only to frames that it has not read yet."""
     monkeypatch.setattr("rsrv.runtime.transport._MAX_BACKLOG_BYTES", 10_000)
     monkeypatch.setattr("rsrv.runtime.transport._MAX_BACKLOG_FDS", 2)
     frame = pack_ids(Kind.CANCEL, range(500))
@@ -97,7 +100,7 @@ def test_a_stub_that_is_slow_again_and_again_stays_connected(monkeypatch: pytest
 def test_a_connection_that_a_frame_closes_is_not_read_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An answer that finds the peer gone closes the connection in the middle of its turn; no error is logged."""
+    """If an answer finds that the peer has closed, the connection is not read any more, and no error is logged."""
     ignored: Callable[..., Any] = lambda *_: None
 
     def answer(connection: PeerConnection, *_: object) -> None:
@@ -119,7 +122,10 @@ def test_a_connection_that_a_frame_closes_is_not_read_again(
 
 @pytest.mark.parametrize("said", [[1, inf], [inf, 1], [nan, 1], [-1.0, 1], [1, -1], [10**400, 1]])
 def test_an_import_that_cannot_be_is_a_violation_of_the_protocol(said: list[float]) -> None:
-    """JSON has numbers of any size, and Python's parser takes NaN and Infinity: they must not end the runtime's loop."""
+    """A report of an import with impossible numbers, such as NaN or Infinity in JSON, is an error of the protocol.
+
+    It must not end the runtime's loop.
+    """
     left, right = socket.socketpair()
     with left, right:
         connection = PeerConnection(1, left, 1)

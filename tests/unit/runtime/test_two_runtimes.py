@@ -1,4 +1,4 @@
-"""A stub with a replica on each of two runtimes: what their boards say, and one runtime's death."""
+"""A stub with a replica on each of two runtimes: which device it prefers, and what happens if one runtime dies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.waiting import PATIENCE_S, wait_until
 
 
 class TwoRuntimes:
-    """A model's stub, with its engines and runtimes by device."""
+    """A model's stub, and its engines and runtimes by device."""
 
     def __init__(self, start: StartRuntime, bundle: Path, settings: str) -> None:
         self.runtimes: list[Runtime] = []
@@ -36,7 +36,7 @@ class TwoRuntimes:
         process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
 
         def open_session(device: int) -> Session:
-            # The next runtime takes the socket's path, so this one gets another one.
+            # The next runtime takes the socket's path, so this runtime's socket is renamed.
             runtime = start(load_settings(settings), devices=2)
             runtime.socket = runtime.socket.rename(runtime.socket.with_name(f"{device}.sock"))
             self.runtimes.append(runtime)
@@ -55,7 +55,7 @@ class TwoRuntimes:
         self.runtimes[device].device.gate.clear()
 
     def send(self, device: int, *requests: FakeRequest) -> None:
-        """Give a batch to a device; the replica answers it later."""
+        """Give a batch to a device. The replica answers it later."""
         assert self.engines[device].execute(list(requests)) is None
 
 
@@ -69,8 +69,8 @@ def request(start: float) -> FakeRequest:
 
 
 def test_both_devices_execute_parts_of_one_batch(two: TwoRuntimes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Executions take 1 ms each, so twelve of them end sooner on two devices, and each answer is right."""
-    # A runtime that waits for a core does not look stopped.
+    """A batch of twelve executions is divided between both devices, because this takes less time, and each answer is right."""
+    # With this, a runtime that waits for a processor does not seem to be stopped.
     monkeypatch.setattr("rsrv.stub.connection.SILENT_S", inf)
     batch = [request(number) for number in range(12)]
     wait_until(lambda: all((expected := one.forecast()) and expected.warm for one in two.engines))
@@ -84,13 +84,13 @@ def test_both_devices_execute_parts_of_one_batch(two: TwoRuntimes, monkeypatch: 
 
 
 def test_requests_survive_their_runtime(two: TwoRuntimes) -> None:
-    """The one that executes and those in the queue are answered by the other device, and right."""
+    """If one device's runtime dies, the other device answers its executing request and its queued ones."""
     two.hold(0)
     executing, queued = request(0), [request(start) for start in (1, 2, 3)]
     two.send(0, executing)
     two.runtimes[0].device.gate.wait_until_held()
     two.send(0, *queued)
-    # The runtime has read them.
+    # Wait until the runtime has read the requests.
     wait_until(lambda: two.engines[0].answers_in_s() > two.engines[1].answers_in_s())
 
     two.runtimes[0].stop()
@@ -102,7 +102,7 @@ def test_requests_survive_their_runtime(two: TwoRuntimes) -> None:
 def test_a_batch_that_is_answered_in_place_survives_as_well(
     start_runtime: StartRuntime, doubling: Path
 ) -> None:
-    """Of a batch of two executions, both are answered by the other device, later."""
+    """A batch of two executions that is answered in place outlives its runtime: the other device answers both, later."""
     two = TwoRuntimes(start_runtime, doubling, "")
     two.hold(0)
     batch = [request(0), request(1)]
@@ -119,9 +119,9 @@ def test_a_batch_that_is_answered_in_place_survives_as_well(
 def test_requests_behind_a_broken_connection_survive(
     start_runtime: StartRuntime, doubling: Path, monkeypatch: pytest.MonkeyPatch, long_in_place: None
 ) -> None:
-    """A runtime that dies before a batch's first frame has launched none of it, also where earlier answers lay."""
+    """If a runtime dies before it gets the first frame of a batch, all requests are repeated, even if memory has older answers."""
     two = TwoRuntimes(start_runtime, doubling, "")
-    # No answer begins with a byte of 0, as memory without an answer does.
+    # No answer begins with a zero byte. Memory without an answer does.
     batch = [request(number + 0.1) for number in range(12)]
     assert two.engines[0].execute(batch) is not None
     submit, attachment = RuntimeConnection.submit, two.engines[0].session.attachment
@@ -140,14 +140,14 @@ def test_requests_behind_a_broken_connection_survive(
 
 
 def test_an_overdue_execution_makes_its_device_look_busy(two: TwoRuntimes) -> None:
-    """The longer it takes, the later the device is expected to be free, also if its runtime goes on working."""
+    """The longer an execution is overdue, the later its device seems to be free, even if its loop still works."""
     two.hold(0)
     held = request(0)
     two.send(0, held)
     two.runtimes[0].device.gate.wait_until_held()
 
     wait_until(lambda: two.engines[0].answers_in_s() > 0.2)
-    # The loop publishes again.
+    # After this, the loop publishes its board again.
     two.runtimes[0].open().sock.close()
     wait_until(lambda: two.engines[0].answers_in_s() > 0.3)
     wait_until(lambda: two.engines[1].answers_in_s() < 0.1)
@@ -158,7 +158,7 @@ def test_an_overdue_execution_makes_its_device_look_busy(two: TwoRuntimes) -> No
 
 
 def test_a_stopped_runtime_looks_busy(two: TwoRuntimes) -> None:
-    """No request has to find that out; the other runtime, which is idle, looks free."""
+    """If a runtime is stopped, its device looks busy without any request. The idle runtime still looks free."""
     go_on = two.runtimes[0].device.uploads
     go_on.clear()
     two.runtimes[0].loop._inbox.post(go_on.enter)
@@ -175,7 +175,10 @@ def test_a_stopped_runtime_looks_busy(two: TwoRuntimes) -> None:
 def test_a_runtime_that_does_not_notice_requests_looks_busy(
     two: TwoRuntimes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the next round of a stopped runtime is due, its board shows an idle device; what was sent says otherwise."""
+    """A runtime that stops just after a round still seems idle on its board.
+
+    Because of the requests sent to it, it looks busy.
+    """
     monkeypatch.setattr("rsrv.stub.connection.SILENT_S", 60.0)
     blocked, go_on = two.runtimes[0], two.runtimes[0].device.uploads
     go_on.clear()

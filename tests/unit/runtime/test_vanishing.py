@@ -1,4 +1,4 @@
-"""Bundles that are deleted, cut or exchanged while the runtime reads them: only their load fails."""
+"""Bundles that are deleted, truncated or replaced while the runtime reads them: only their own load fails."""
 
 import os
 import shutil
@@ -34,7 +34,10 @@ def empty_everything(bundle: Path) -> None:
 def test_a_bundle_that_is_damaged_while_it_is_built_fails_alone(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
-    """A bundle damaged during its compilation is rejected, others serve, and it can be loaded later."""
+    """A bundle that is damaged during its compilation is rejected.
+
+    Others are served, and the repaired bundle can be loaded.
+    """
     mine = tmp_path / "mine"
     shutil.copytree(doublings["b"], mine)
     other = make_engine(runtime, doublings["a"])
@@ -64,7 +67,7 @@ def test_a_bundle_that_is_damaged_while_it_is_built_fails_alone(
 def test_no_file_of_a_bundle_is_mapped(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No file of a bundle is mapped, because cutting a mapped file would end the process."""
+    """The runtime maps no file of a bundle, because the truncation of a mapped file would end the process."""
     mine = tmp_path / "mine"
     shutil.copytree(doublings["a"], mine)
     mapped: list[bool] = []

@@ -1,4 +1,4 @@
-"""Watchdog: tasks of the threads, and the one that hangs; the tests set the clock."""
+"""The watchdog, the tasks of the threads, and the task that hangs. The tests set the clock."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ from tests.waiting import wait_until
 
 
 class Watch:
-    """Watchdog with a limit of 60 s and a check every 5 s, by a clock that the test sets."""
+    """A watchdog with a limit of 60 s and a check every 5 s. The test sets its clock."""
 
     def __init__(self, activity: Activity, limit_s: float = 60.0) -> None:
         self.now = 1000.0
@@ -37,7 +37,7 @@ class Watch:
         place.mark_hung()
 
     def passes(self, seconds: float, checks: int | None = None) -> list[str]:
-        """Advance the clock in `checks` checks, or at the usual interval; return the models found."""
+        """Advance the clock by `seconds`, with `checks` checks or at the usual interval. Return the models that hang."""
         self.found.clear()
         count = round(seconds / self._dog.interval_s) if checks is None else checks
         for _ in range(count):
@@ -58,7 +58,7 @@ def watch(activity: Activity) -> Watch:
 
 @contextmanager
 def on(place: ActivitySlot, thread: int, key: str, expected: float = 0.0) -> Iterator[None]:
-    """Execute on that thread."""
+    """Execute on this thread while the context lasts."""
     place.thread = thread
     place.begin(Phase.EXECUTING, key, 8, expected)
     yield
@@ -66,7 +66,10 @@ def on(place: ActivitySlot, thread: int, key: str, expected: float = 0.0) -> Ite
 
 
 def test_an_execution_that_does_not_end_is_found(activity: Activity, watch: Watch) -> None:
-    """After the limit, and not before; with its rows, its seconds, and its expected duration."""
+    """An execution that does not end is found after the limit.
+
+    The text has its rows, its seconds and its expected duration.
+    """
     activity.launch.begin(Phase.EXECUTING, "m@1", 8, 0.002)
 
     assert watch.passes(60) == []
@@ -80,7 +83,7 @@ def test_an_execution_that_does_not_end_is_found(activity: Activity, watch: Watc
 def test_a_long_execution_may_take_a_hundred_times_its_expected_time(
     activity: Activity, watch: Watch
 ) -> None:
-    """An execution of two seconds may take 200."""
+    """An execution may take a hundred times its expected time, if this is longer than the limit."""
     activity.read.begin(Phase.EXECUTING, "m@1", 8, 2.0)
 
     assert watch.passes(200) == []
@@ -88,14 +91,14 @@ def test_a_long_execution_may_take_a_hundred_times_its_expected_time(
 
 
 def test_executions_that_end_are_never_found(activity: Activity, watch: Watch) -> None:
-    """Any number of them, one after the other."""
+    """Executions that end in time are never found, however many follow one another."""
     for _ in range(100):
         with on(activity.launch, 1, "m@1"):
             assert watch.passes(50) == []
 
 
 def test_a_process_that_was_stopped_does_not_hang(activity: Activity, watch: Watch) -> None:
-    """Ten minutes without a check count as two intervals."""
+    """If a process was stopped for ten minutes, this time counts only as two intervals."""
     activity.launch.begin(Phase.EXECUTING, "m@1")
     assert watch.passes(10) == []
 
@@ -106,7 +109,10 @@ def test_a_process_that_was_stopped_does_not_hang(activity: Activity, watch: Wat
 
 
 def test_a_task_that_waits_for_the_device_does_not_hang(activity: Activity, watch: Watch) -> None:
-    """A synchronous device names the thread that it executes for; an earlier task may wait for it."""
+    """A synchronous device names the thread that it executes for.
+
+    A task of another thread waits for it, and does not hang.
+    """
     activity.launch.thread, activity.warm_up.thread = 1, 2
     activity.launch.begin(Phase.EXECUTING, "waits@1")
     watch.launcher = 2
@@ -119,7 +125,7 @@ def test_a_task_that_waits_for_the_device_does_not_hang(activity: Activity, watc
 
 
 def test_the_first_of_executions_launched_ahead_hangs(activity: Activity, watch: Watch) -> None:
-    """A device executes in the order of launches."""
+    """If two launched executions do not end, the first one hangs, because a device executes in the order of launches."""
     number = activity.launch.begin(Phase.EXECUTING, "first@1")
     activity.launch.end()
     activity.launch.begin(Phase.EXECUTING, "second@1")
@@ -129,7 +135,10 @@ def test_the_first_of_executions_launched_ahead_hangs(activity: Activity, watch:
 
 
 def test_a_load_that_hangs_is_found(activity: Activity, watch: Watch) -> None:
-    """Each tensor may take a hundred times its expected time; waiting for the device does not count."""
+    """Each tensor of a load may take a hundred times its expected time.
+
+    The time in which the load waits for the device is left out.
+    """
     for _ in range(10):
         activity.weights.begin(Phase.LOADING, "m@1", 5 * 10**9, 5.0)
         assert watch.passes(400) == []
@@ -142,7 +151,7 @@ def test_a_load_that_hangs_is_found(activity: Activity, watch: Watch) -> None:
 
 
 def test_a_compilation_that_hangs_is_found(activity: Activity, watch: Watch) -> None:
-    """It may take minutes, and each module its own; reading the bundle and the weights has no limit."""
+    """Each module may take minutes to compile. Reading the bundle and the weights has no limit."""
     with activity.build.doing(Phase.BUILDING, "m@1", expected=inf):
         assert watch.passes(10_000) == []
         for _ in range(3):
@@ -153,7 +162,7 @@ def test_a_compilation_that_hangs_is_found(activity: Activity, watch: Watch) -> 
 
 
 def test_a_loop_that_hangs_is_found(activity: Activity, watch: Watch) -> None:
-    """Waiting for events has no limit; an execution on the loop is blamed on its model."""
+    """The loop may wait for events without a limit. If it hangs in an execution, the model is blamed."""
     assert watch.passes(1000) == []
     activity.round.begin(Phase.LOOPING, "")
     assert set(watch.passes(70)) == {"the loop"}
@@ -177,7 +186,7 @@ def test_a_loop_that_hangs_is_found(activity: Activity, watch: Watch) -> None:
 def test_a_task_younger_than_the_limit_is_never_found(
     steps: list[tuple[str, bool]], times: list[float]
 ) -> None:
-    """For any order of beginnings and ends, and any delay of the checks."""
+    """A task that is younger than the limit is never found, for any order of tasks and any delay of the checks."""
     activity = Activity()
     watch = Watch(activity)
     began: dict[int, float] = {}
@@ -199,7 +208,10 @@ def test_a_task_younger_than_the_limit_is_never_found(
 def test_a_runtime_notes_its_execution(
     start_runtime: StartRuntime, doubling: Path, asynchronous: bool
 ) -> None:
-    """While the device executes, the slot has the model and its size; afterwards all slots are idle."""
+    """While the device executes, the slot names the model and the compiled size of the execution.
+
+    Afterwards all slots are idle.
+    """
     runtime = start_runtime(load_settings("stub: {in_place_ms: 0}"), asynchronous=asynchronous)
     engine = make_engine(runtime, doubling)
     runtime.device.gate.clear()
@@ -233,7 +245,7 @@ def idle(runtime: Runtime) -> bool:
 
 
 def test_a_runtime_notes_builds_loads_and_warm_ups(start_runtime: StartRuntime, doubling: Path) -> None:
-    """Held in a compilation, in a transfer and in a warm-up, each slot has the model."""
+    """During a compilation, an upload and a warm-up, a slot names the model and the phase."""
     runtime = start_runtime()
     device, activity = runtime.device, runtime.loop.activity
     device.compiles.clear()
@@ -257,7 +269,7 @@ def test_a_runtime_notes_builds_loads_and_warm_ups(start_runtime: StartRuntime, 
 def test_a_start_that_hangs_is_blamed_on_its_model(
     start_runtime: StartRuntime, doubling: Path, tmp_path: Path
 ) -> None:
-    """The next runtime finds which compilation hung, and does not load that model again."""
+    """If a compilation hangs, its model is blamed, and the next runtime does not load it again."""
     runtime = start_runtime(blackbox=BlackBox(tmp_path))
     runtime.device.compiles.clear()
     runtime.request_model(model="m", bundle=str(doubling), asked=True)
@@ -276,7 +288,10 @@ def test_a_start_that_hangs_is_blamed_on_its_model(
 def test_reading_a_file_is_not_watched(
     start_runtime: StartRuntime, doubling: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Storage that stalls is not a hang of a model; the transfer that follows is watched."""
+    """Reading a weights file is not watched, because stalled storage is no fault of the model.
+
+    The upload after it is watched.
+    """
     noted: list[bool] = []
     read = HostWeights.read
 
@@ -299,7 +314,7 @@ def test_reading_a_file_is_not_watched(
 
 
 def test_the_loop_is_watched_while_it_handles_events(runtime: Runtime) -> None:
-    """Its wait for events is not watched."""
+    """The loop is watched while it handles events, and not while it waits for them."""
     found: list[Task | None] = []
 
     runtime.loop._inbox.post(lambda: found.append(runtime.loop.activity.round.task))
@@ -311,7 +326,10 @@ def test_the_loop_is_watched_while_it_handles_events(runtime: Runtime) -> None:
 
 
 def test_each_execution_of_a_warm_up_has_its_own_limit(doubling: Path) -> None:
-    """Four executions for each of three sizes: the warm-up of many sizes may take long, an execution may not."""
+    """Each of the twelve executions of a warm-up, four for each of three sizes, is a task with its own limit.
+
+    A warm-up of many sizes may take long.
+    """
     place = ActivitySlot()
     numbers: list[int] = []
     device = FakeDevice(lambda inputs, weights: [2 * inputs[0]])

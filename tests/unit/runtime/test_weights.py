@@ -1,4 +1,4 @@
-"""Weights on both tiers of a serving runtime: shared, moved by command, short of memory, and released."""
+"""Weights on the device and on the host of a serving runtime: shared, moved by commands, short of memory, and freed."""
 
 import logging
 import math
@@ -41,7 +41,7 @@ _RESIDENCIES = ("unpinned", "system", "device")
 
 @pytest.fixture(scope="session")
 def relatives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return models `a` to `c`, y = 2 x + 1 to 3, with a weight each and one that all share."""
+    """Return models `a` to `c` for y = 2 x + 1 to 3. Each has a tensor of its own, and all share another one."""
     folder = tmp_path_factory.mktemp("bundles")
     return {
         name: export_doubling(folder / name, a=[w, w, w], base=[9, 9, 9]) for w, name in enumerate("abc", 1)
@@ -50,15 +50,15 @@ def relatives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @dataclass
 class House:
-    """A runtime and what it shows."""
+    """A runtime, and what its status shows."""
 
     start_runtime: StartRuntime
     runtime: Runtime = field(init=False)
 
     def start(self, more: str = "", *, limit: int | None = None, asynchronous: bool = False) -> "House":
-        """Start it.
+        """Start the runtime.
 
-        `more`: keys of the section `runtime`; `limit`: of the device's memory, beside the slack.
+        `more`: keys of the section `runtime`. `limit`: bytes of the device's memory without the slack.
         """
         self.runtime = self.start_runtime(
             load_settings(f"stub: {{in_place_ms: 0}}\nruntime: {{{more}}}"), asynchronous=asynchronous
@@ -79,7 +79,7 @@ class House:
         return figures
 
     def host(self) -> tuple[int, int, int]:
-        """Return logical and physical bytes, and tensors."""
+        """Return the host copies' logical bytes, physical bytes, and number of tensors."""
         host = read_status(os.getpid())["host"]
         return host["logical_bytes"], host["physical_bytes"], host["tensors"]
 
@@ -92,7 +92,7 @@ def house(start_runtime: StartRuntime) -> House:
 def test_each_load_has_a_line_with_its_numbers(
     house: House, relatives: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each load has a line with its bytes, its evictions, and the requests that waited."""
+    """The log has a line for each load, with its bytes, its evictions, and the number of waiting requests."""
     with caplog.at_level(logging.INFO, "rsrv.runtime.weight_manager"):
         house.start(f"weight_budget_bytes: {3 * _BYTES}")
         engines = {name: house.engine(relatives[name]) for name in "abc"}
@@ -120,7 +120,7 @@ def test_each_load_has_a_line_with_its_numbers(
 
 
 def template(line: str) -> str:
-    """Return a line of the log without versions and numbers."""
+    """Return a line of the log with placeholders for keys and numbers."""
     return re.sub(r"[\d.]+", "N", re.sub(r"\w+@\w+", "K", line))
 
 
@@ -128,7 +128,10 @@ def template(line: str) -> str:
 
 
 def test_equal_tensors_are_stored_once_on_both_tiers(house: House, relatives: dict[str, Path]) -> None:
-    """A model that differs in one tensor costs one tensor; the answers are each model's own."""
+    """A model that shares one of its two tensors takes memory only for the other one, on both tiers.
+
+    Each model's answers are right.
+    """
     house.start()
     engines = []
     for count, name in enumerate("abc", 1):
@@ -146,7 +149,7 @@ def test_equal_tensors_are_stored_once_on_both_tiers(house: House, relatives: di
 def test_a_shared_tensor_leaves_with_the_last_model_that_has_it(
     house: House, relatives: dict[str, Path]
 ) -> None:
-    """When one of two relatives ends, one tensor is freed on each tier; with the other one, two."""
+    """When one of two models with a shared tensor leaves, only its own tensor is freed, on both tiers."""
     house.start()
     first, second = (house.engine(relatives[name]) for name in "ab")
 
@@ -160,7 +163,7 @@ def test_a_shared_tensor_leaves_with_the_last_model_that_has_it(
 
 
 def test_relatives_take_turns_in_room_for_one(house: House, relatives: dict[str, Path]) -> None:
-    """Models that share a tensor take turns in room for one, and the shared tensor stays."""
+    """With room for one, models that share a tensor replace each other, and the shared tensor stays on the device."""
     house.start(f"weight_budget_bytes: {2 * _BYTES}", limit=2 * _BYTES)
     engines = [house.engine(relatives[name]) for name in "abc"]
     before = house.runtime.device.uploaded
@@ -176,7 +179,7 @@ def test_relatives_take_turns_in_room_for_one(house: House, relatives: dict[str,
 def test_a_pinned_model_comes_from_the_host_before_its_copy_goes(
     house: House, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Pinning loads the weights from the host's copy, and then drops the copy."""
+    """A model is pinned: its weights are loaded from the host copy, which is then dropped."""
     path = tmp_path / "a"
     shutil.copytree(doublings["a"], path)
     house.start(f"weight_budget_bytes: {_BYTES}")
@@ -189,7 +192,8 @@ def test_a_pinned_model_comes_from_the_host_before_its_copy_goes(
 
     set_residency(house.runtime, "a", "device")
     with pytest.raises(Rejected):
-        house.engine(tmp_path / "nothing")  # The build thread has carried out the command.
+        # When this is rejected, the build thread has executed the command before it.
+        house.engine(tmp_path / "nothing")
     house.runtime.device.uploads.set()
 
     assert answered(late) == 2
@@ -203,7 +207,7 @@ def test_a_pinned_model_comes_from_the_host_before_its_copy_goes(
 def test_every_residency_follows_every_other(
     house: House, doublings: dict[str, Path], before: str, after: str
 ) -> None:
-    """After any change of residency, the tiers hold what they should, and answers are right."""
+    """After any change of residency, the weights are where they should be, and answers are right."""
     house.start(f"weight_budget_bytes: {_BYTES}")
     a, b = (house.engine(doublings[name]) for name in "ab")
     for residency in (before, after):
@@ -329,7 +333,7 @@ def test_no_mix_of_models_ever_exceeds_the_budget(
     relatives: dict[str, Path],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The device's bytes never exceed the budget, for any mix of requests and new models."""
+    """For any mix of requests and models, the bytes on the device never exceed the budget."""
     house.start(f"weight_budget_bytes: {3 * _BYTES}", limit=3 * _BYTES)
     chance = Random(7)
     paths = {f"own-{name}": path for name, path in doublings.items()}
@@ -350,7 +354,7 @@ def test_no_mix_of_models_ever_exceeds_the_budget(
 
 
 def test_the_depth_counts_for_what_executions_take(house: House, doublings: dict[str, Path]) -> None:
-    """A greater depth reduces the budget by the scratch of its executions."""
+    """The scratch of each execution in flight reduces the budget, so a greater depth reduces it more."""
     house.start(limit=1000)
     house.runtime.device.scratch = 100
     house.engine(doublings["a"])
@@ -379,7 +383,7 @@ def test_the_budget_follows_the_models(house: House, doublings: dict[str, Path])
 def test_an_execution_without_memory_is_tried_once_more(
     house: House, doublings: dict[str, Path], where: Any, asynchronous: bool
 ) -> None:
-    """An execution without memory is retried after the other models were evicted."""
+    """If an execution finds no memory, all other models are evicted and it is retried."""
     house.start(asynchronous=asynchronous)
     a, b = (house.engine(doublings[name]) for name in "ab")
     house.runtime.device.fail_next(where)
@@ -395,7 +399,7 @@ def test_an_execution_without_memory_is_tried_once_more(
 def test_an_execution_that_finds_no_memory_twice_fails_alone(
     house: House, doublings: dict[str, Path], where: Any, asynchronous: bool
 ) -> None:
-    """An execution that fails twice for memory fails its request only."""
+    """An execution that finds no memory a second time fails only its own request."""
     house.start(asynchronous=asynchronous)
     a, b = (house.engine(doublings[name]) for name in "ab")
     house.runtime.device.fail_next(where, times=2)
@@ -425,7 +429,7 @@ def test_a_load_without_memory_is_tried_once_more(
     monkeypatch.setattr("rsrv.scheduler.weights._FIRST_BACKOFF_S", 60.0)
     caplog.set_level(logging.INFO, "rsrv.runtime.weight_manager")
     assert refused(answer_of(send_one(a)), FakeError.INTERNAL, "could not be loaded")
-    # The evictions have their own lines, and no load came in their place.
+    # Each eviction has a line of its own, because no load has a line that names it.
     gone = [
         one
         for record in caplog.records
@@ -504,7 +508,10 @@ def test_a_model_that_cannot_be_built_leaves_no_weights_on_the_host(
 
 
 def test_a_compaction_waits_for_what_executes(house: House, doublings: dict[str, Path]) -> None:
-    """A compaction waits for executions, requests wait for it, and all weights come back."""
+    """A compaction waits for the execution in progress, and new requests wait for the compaction.
+
+    All weights are loaded again.
+    """
     house.start()
     a, b = (house.engine(doublings[name]) for name in "ab")
     house.runtime.device.gate.clear()
@@ -529,7 +536,7 @@ def test_a_compaction_waits_for_what_executes(house: House, doublings: dict[str,
 def test_a_load_whose_client_has_gone_makes_way_for_another(
     house: House, relatives: dict[str, Path], doublings: dict[str, Path]
 ) -> None:
-    """A load whose client has gone is abandoned for another model's load."""
+    """A load that no request needs any more is abandoned if another model must be loaded."""
     house.start(f"weight_budget_bytes: {2 * _BYTES}")
     two, one, other = (
         house.engine(path)
@@ -574,7 +581,10 @@ def test_a_stub_that_leaves_while_its_model_is_compiled_leaves_nothing(
 def test_a_stub_that_leaves_during_a_load_or_a_warm_up_leaves_nothing(
     house: House, doublings: dict[str, Path], step: str
 ) -> None:
-    """The weights are freed after it, and another stub of the bundle is served."""
+    """If a stub leaves during its model's load or warm-up, the weights are freed afterwards.
+
+    Another stub of the bundle is served.
+    """
     house.start()
     gate = getattr(house.runtime.device, step)
     gate.clear()
@@ -602,7 +612,7 @@ def test_a_stub_that_leaves_during_a_load_or_a_warm_up_leaves_nothing(
 def test_unused_tensors_are_swept_when_the_last_model_fails(
     house: House, doublings: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Leftovers of killed runtimes are swept also if the last model to build fails."""
+    """Tensors that killed runtimes left are swept after the last build, even if it fails."""
     swept = threading.Event()
     monkeypatch.setattr(HostStore, "sweep", lambda _: swept.set())
     house.start()
@@ -627,7 +637,7 @@ def test_unused_tensors_are_swept_when_the_last_model_fails(
 def test_a_model_that_is_not_tried_sweeps_nothing(
     start_runtime: StartRuntime, doublings: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that is refused for its past triggers no sweep before the other models have their weights."""
+    """A model that is refused because of earlier deaths causes no sweep before other models have their weights."""
     swept: list[HostStore] = []
     monkeypatch.setattr(HostStore, "sweep", lambda store: swept.append(store))
     box = BlackBox(tmp_path)
@@ -648,7 +658,7 @@ def test_a_model_that_is_not_tried_sweeps_nothing(
 
 
 def test_the_last_loaded_model_is_freed_when_it_is_unloaded(house: House, doublings: dict[str, Path]) -> None:
-    """An unloaded model is freed, its executables included, also if it was loaded last."""
+    """A model that is unloaded is freed with its executables, even if it was the last one that was loaded."""
     house.start()
     engine = house.engine(doublings["a"])
     (model,) = house.runtime.loop._catalog.models()

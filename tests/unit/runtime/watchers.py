@@ -19,7 +19,7 @@ Entries = dict[str, dict[str, Any]]
 
 
 class Watcher:
-    """`entries` are the snapshot's, with all changes that were read since."""
+    """A connection that watches a runtime. `entries` is the snapshot with all changes that were read since."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._greeted = runtime.open()
@@ -29,7 +29,7 @@ class Watcher:
         self.instance: str = first["instance"]
         self.revision: int = first["revision"]
         self.entries: Entries = first["entries"]
-        #: All changes that were read: the keys' names, and the fields that changed.
+        #: All changes that were read: the entry's name, and the fields that changed.
         self.seen: list[tuple[str, dict[str, Any] | None]] = []
 
     def _receive(self) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class Watcher:
                 os.close(fd)
 
     def read(self) -> None:
-        """Wait for one change."""
+        """Read one change, and wait for it."""
         change = self._receive()
         assert change["revision"] == self.revision + 1
         self.revision = change["revision"]
@@ -64,22 +64,22 @@ class Watcher:
             self.read()
 
     def catch_up(self, revision: int) -> None:
-        """Read until the change with that number."""
+        """Read until the change with this number."""
         self.until(lambda: self.revision >= revision)
 
     def of(self, name: str) -> dict[str, Any] | None:
-        """Return the one entry of that name."""
+        """Return the only entry with this name, or None."""
         found = [entry for entry in self.entries.values() if entry["name"] == name]
         assert len(found) <= 1
         return found[0] if found else None
 
     def is_(self, name: str, **fields: Any) -> bool:
-        """Return whether the entry of that name has these fields."""
+        """Return whether the entry with this name has these fields."""
         entry = self.of(name)
         return entry is not None and fields.items() <= entry.items()
 
     def history(self, name: str, field: str) -> list[Any]:
-        """Return the values of a field of that name's entries in order; None when an entry went."""
+        """Return the values of a field in the order of the changes. None: the entry was removed."""
         return [None if change is None else change[field] for who, change in self.seen
                 if who == name and (change is None or field in change)]  # fmt: skip
 
@@ -123,7 +123,7 @@ class Operator:
     def follow(
         self, document: Mapping[str, Any], *, whole: bool = False, instance: str = "ours"
     ) -> dict[str, Any]:
-        """Send changes of the document, or all of it; return the answer, or nothing if the runtime follows it."""
+        """Send changes of the document, or the whole document. Return the answer if it is an error, else {}."""
         now = self._runtime.loop._commands.applied
         since = now.revision if instance == now.instance and not whole else None
         if since is None:
@@ -144,13 +144,13 @@ class Operator:
         return self._change(name, prefetched=True, again=True)
 
     def evict(self, name: str) -> dict[str, Any]:
-        """Evict a model's weights, and do not prefetch them any more."""
+        """Evict a model's weights, and end its prefetch."""
         said = self.do("evict", model=name)
         self._change(name, prefetched=False)
         return said
 
     def pause(self, name: str | None, mode: str | None) -> dict[str, Any]:
-        """Pause a model or all models, or let them go on."""
+        """Pause a model or all models. A `mode` of None lets them continue."""
         if name is not None:
             return self._change(name, paused=mode)
         models = self._runtime.loop._catalog.policy.document["models"].items()
@@ -184,7 +184,7 @@ class Operator:
 
 
 def configure(runtime: Runtime, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Change keys of the scheduler's section; return the section, with the depth that the device has."""
+    """Change keys of the scheduler's section. Return the section, with the depth that the runtime uses."""
     with Operator(runtime) as operator:
         section = runtime.loop._catalog.policy.document["scheduler"]
         said = operator.follow({"scheduler": {**section, **changes}})
@@ -196,7 +196,7 @@ def configure(runtime: Runtime, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_residency(runtime: Runtime, name: str, residency: str) -> None:
-    """Set where a model's weights are kept. Returns before they are there."""
+    """Set where a model's weights are kept, without waiting until they are there."""
     with Operator(runtime) as operator:
         said = operator.keep(name, residency)
         assert "error" not in said, said

@@ -1,4 +1,4 @@
-"""Tensors, large and small, and bundles that have them."""
+"""Large and small tensors, and bundles that have them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bundle_of(
 
 
 def check_counts(store: HostStore) -> None:
-    """Check a store's counts, and each byte of its tensors. No other thread may use the store."""
+    """Check the counts of a store and all bytes of its tensors. No other thread may use the store."""
     assert store._kept <= store._open
     references = Counter(t.key.digest for weights in store._kept for t in weights.tensors)
     counts = {digest: held.count for digest, held in store._held.items()}

@@ -12,7 +12,7 @@ from tests.unit.scheduler.driver import Driver
 
 @pytest.fixture
 def machine() -> Iterator[Driver]:
-    """A scheduler with default settings and no models, whose invariants are checked after the test."""
+    """Yield a driver of a scheduler with default settings and no models. Its invariants are checked after the test."""
     driver = Driver()
     yield driver
     invariants.check(driver.scheduler)

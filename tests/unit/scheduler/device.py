@@ -30,25 +30,27 @@ from rsrv.scheduler.events import (
 from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.driver import Driver
 
-#: Ticks at one moment that a scheduler may ask for; more are an endless loop.
+#: The most ticks for which a scheduler may ask at one moment. More would be an endless loop.
 _MOST_TICKS = 100
 
 
 class Device(Driver):
-    """A driver whose executions and loads end by themselves while time passes."""
+    """A driver whose executions and loads end by themselves when their time has passed."""
 
     def __init__(self, settings: SchedulerSettings | None = None, *, validate_every: int = 50) -> None:
         super().__init__(settings, validate_every=validate_every)
         self.programs: dict[str, Program] = {}
-        #: model -> seconds of its loads.
+        #: Seconds that a load of each model takes.
         self.load_seconds: dict[str, float] = {}
-        #: model -> its device time, its loads, and its evictions.
+        #: Device time of each model, in seconds.
         self.got: dict[str, float] = {}
+        #: Number of loads of each model.
         self.loads: Counter[str] = Counter()
+        #: Number of evictions of each model.
         self.evictions: Counter[str] = Counter()
         #: The start and end of each execution on the device.
         self.executed: list[tuple[float, float, Execute]] = []
-        #: request -> the time of its end.
+        #: The time of each request's end, by request id.
         self.ended_at: dict[int, float] = {}
         self.slower: Callable[[Execute], float] = lambda execute: 1.0
         self.ticks = 0
@@ -56,7 +58,7 @@ class Device(Driver):
         self._clients: dict[str, float] = {}
         self._free = 0.0
         self._number = 0
-        #: (time, number, event)
+        #: Events that are still to come, as (time, number, event).
         self._due: list[tuple[float, int, Event]] = []
 
     def model(
@@ -68,7 +70,7 @@ class Device(Driver):
         warm_up: bool = False,
         expected: float | None = None,
     ) -> None:
-        """Add a model whose loads take `load` seconds, by default as the scheduler expects."""
+        """Add a model whose loads take `load` seconds. The scheduler expects `expected` seconds, by default the same."""
         program = replace(program, load_seconds=load if expected is None else expected)
         self.programs[program.model] = program
         self.load_seconds[program.model] = load
@@ -76,17 +78,17 @@ class Device(Driver):
         self.add(program, resident=resident, warm_up=warm_up)
 
     def saturate(self, names: Iterable[str], *, priority: int = 0) -> None:
-        """Keep two requests of each of these waiting at any time."""
+        """Keep two requests of each of these models waiting at any time."""
         self._saturated |= dict.fromkeys(names, priority)
         self.arrive(*(self.request(name, priority=priority) for name in names for _ in range(2)))
 
     def clients(self, names: Iterable[str], think: float) -> None:
-        """Add a client for each, which sends its next request that long after the last answer."""
+        """Add a client for each model. It sends its next request `think` seconds after the last answer."""
         self._clients |= dict.fromkeys(names, think)
         self.arrive(*(self.request(name) for name in names))
 
     def stop(self) -> None:
-        """Send no more requests."""
+        """End the saturation and the clients, so that no more requests are sent."""
         self._saturated.clear()
         self._clients.clear()
 
@@ -95,7 +97,7 @@ class Device(Driver):
         self._due.append((at, self._number, event))
 
     def run(self, until: float) -> None:
-        """Let time pass."""
+        """Let time pass until this time."""
         here = 0
         while True:
             due = min(self._due, default=None, key=lambda item: item[:2])
@@ -131,7 +133,7 @@ class Device(Driver):
                 if refill is not None:
                     self.later(self.now, self._more(instruction, refill))
             case WarmUp():
-                # Beside the executions, because its duration hardly affects the order.
+                # The warm-up does not wait for executions, because its duration hardly affects the order.
                 costs = self.programs[instruction.model].costs
                 self.later(self.now + sum(costs.values()), WarmUpEnded(instruction.model, costs))
             case LoadWeights():
@@ -153,11 +155,11 @@ class Device(Driver):
         )
 
     def started(self, request: Request) -> float | None:
-        """Return the time at which the device started it, or None."""
+        """Return the time at which the device started the request, or None."""
         return next((start for start, _, execute in self.executed if request.id in execute.requests), None)
 
     def answered(self, request: Request) -> float | None:
-        """Return the time of its answer, or None."""
+        """Return the time of the request's answer, or None."""
         finish = self.ended.get(request.id)
         if finish is None or finish.outcome is not Outcome.ANSWERED:
             return None

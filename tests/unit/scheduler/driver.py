@@ -64,7 +64,7 @@ from rsrv.scheduler.statistics import Cause
 
 #: Parametrizes a test by the name of each discipline.
 every_discipline = pytest.mark.parametrize("discipline", sorted(DISCIPLINES))
-#: The disciplines under which the first request of all that can execute is in the next execution.
+#: Disciplines under which the next execution has the first of all requests that can execute.
 FIRST_OF_ALL = ("fifo", "edf")
 
 #: The cost of one execution of a size, by default.
@@ -105,7 +105,7 @@ def program(
 
 
 class Driver:
-    """A scheduler, its events and instructions so far, and a clock that the test moves."""
+    """A scheduler, all its events and instructions, and a clock that the test moves."""
 
     def __init__(self, settings: SchedulerSettings | None = None, *, validate_every: int = 1) -> None:
         self._validate_every = validate_every
@@ -115,55 +115,64 @@ class Driver:
         self.events: list[tuple[Event, float]] = []
         self.instructions: list[list[Instruction]] = []
         self.requests: dict[int, Request] = {}
-        #: id -> its outcome; every request that arrived must get one.
+        #: Ends of requests by request id. Each request that arrived must get an entry.
         self.ended: dict[int, Finish] = {}
-        #: id -> request, of those that wait.
+        #: Waiting requests by id.
         self.waiting: dict[int, Request] = {}
-        #: The latest number of a request, apart from those that have moved up in their runs during this event.
+        #: The latest number of a request, except requests that have moved up in their runs during this event.
         self._numbered = 0
-        #: The requested runs, those waiting and running, and how each stopped waiting.
+        #: All requested runs by id.
         self.asked: dict[int, Run] = {}
+        #: Waiting runs by id.
         self.waiting_runs: dict[int, Run] = {}
+        #: Runs in progress by id.
         self.under_way: dict[int, Run] = {}
+        #: How each run stopped waiting, by the run's id.
         self.left_waiting: dict[int, Admit | Finish | RunEnded] = {}
         self.executing: dict[int, Execute] = {}
         self.resident: set[str] = set()
         #: Models whose requests may be delayed.
         self.patient: set[str] = set()
-        #: model -> its pause, and how many of its requests may wait.
+        #: The pause of each model.
         self.paused: dict[str, Pause | None] = {}
+        #: How many requests of each model may wait.
         self.limits: dict[str, int] = {}
-        #: models whose requests are steps of generations
+        #: Models whose requests are steps of generations.
         self.generative: set[str] = set()
-        #: models whose requests may execute at a later variant than their own.
+        #: Models whose requests may execute at a later variant than their own.
         self.padded: set[str] = set()
-        #: model -> runs in progress when it was told to drain.
+        #: Ids of the runs that were in progress when a model was told to drain, by model.
         self.finishing: dict[str, set[int]] = {}
-        #: Whether it winds down, or has.
+        #: Whether the scheduler winds down, or has come to rest.
         self.winding_down = False
-        #: Models to be evicted, which may still be resident.
+        #: Models that are to be evicted. They may still be resident.
         self.leaving: set[str] = set()
-        #: model -> epoch of its current load, and of its current read; and the models whose weights are on disk only.
+        #: Epoch of each model's current load.
         self.loading: dict[str, int] = {}
+        #: Epoch of each model's current read.
         self.reading: dict[str, int] = {}
+        #: Models whose weights are only on disk.
         self.on_disk: set[str] = set()
-        #: Models whose load or read is to be abandoned, that warm up, and whose load was abandoned.
+        #: Models whose load or read shall be abandoned.
         self.abandoning: set[str] = set()
+        #: Models that warm up.
         self.warming: set[str] = set()
+        #: Models whose load the scheduler gave up.
         self.given_up: list[str] = []
-        #: Whether a model may have had a limit of idleness.
+        #: Whether any model may have had a limit of idleness so far.
         self.idling = False
-        #: The latest model to be warmed up again.
+        #: The latest model whose warm-up is repeated.
         self.warming_again = ""
-        #: Requests whose execution found no memory, and the number of those executions that wait for their retry.
+        #: Requests whose execution found no memory.
         self.again: set[int] = set()
+        #: Number of executions that wait for their retry.
         self.second_tries = 0
         self._next_id = 0
 
     # --- events --------------------------------------------------------------------------------------
 
     def send(self, event: Event, after: float = 0.0) -> list[Instruction]:
-        """Let `after` seconds pass, then tell the scheduler."""
+        """Let `after` seconds pass, send an event to the scheduler, and check its instructions."""
         self.now += after
         if isinstance(event, RequestsArrived):
             arrived = {request.id: request for request in event.requests}
@@ -201,7 +210,7 @@ class Driver:
         if isinstance(event, ModelAdded | CopyChanged):
             name = event.program.model if isinstance(event, ModelAdded) else event.model
             absent = event.on_disk if isinstance(event, ModelAdded) else not event.present
-            if name not in self.reading:  # the end of the read says it
+            if name not in self.reading:  # the end of the read updates it
                 (self.on_disk.add if absent else self.on_disk.discard)(name)
         if isinstance(event, ModelAdded) and event.resident:
             self.resident.add(event.program.model)
@@ -256,7 +265,7 @@ class Driver:
         for model, count in self._idle_evictions().items():
             if count > idle.get(model, count):
                 assert all(one.model != model for one in self.waiting.values())
-        # No run waits beside a free place, or beyond its deadline.
+        # No run waits while a place is free, or after its deadline.
         able = not self.winding_down and any(not self._stalled(run) for run in self.waiting_runs.values())
         assert not able or self._places_taken() >= self.settings.meta_concurrency
         assert all(run.deadline is None or run.deadline > self.now for run in self.waiting_runs.values())
@@ -282,7 +291,7 @@ class Driver:
     def warm_up_ends(
         self, model: str, cost: float | None = 0.001, *, out_of_memory: bool = False
     ) -> list[Instruction]:
-        """End a warm-up: every size costs `cost`; None means that it failed."""
+        """End a warm-up in which each size costs `cost`. With None, the warm-up fails."""
         costs = self.scheduler.snapshot().models[model].costs
         new = None if cost is None or out_of_memory else dict.fromkeys(costs, cost)
         return self.send(WarmUpEnded(model, new, out_of_memory))
@@ -295,7 +304,7 @@ class Driver:
         return self.send(Paused(models, mode))
 
     def change(self, **settings: Any) -> list[Instruction]:
-        """Change some of the settings."""
+        """Change some settings of the scheduler."""
         return self.send(SettingsChanged(replace(self.settings, **settings)))
 
     def evict(self, *models: str) -> list[Instruction]:
@@ -317,7 +326,7 @@ class Driver:
         accepted: bool = False,
         due: float | None = None,
     ) -> Request:
-        """Return an unsent request with a fresh id; `deadline` is absolute."""
+        """Return a request with a new id, which is not sent. `deadline` is an absolute time."""
         self._next_id += 1
         return Request(
             self._next_id, model, variant, rows, deadline, priority, run, exclusive, accepted, due=due
@@ -332,7 +341,7 @@ class Driver:
         max_waiting: int = 1000,
         models: tuple[str, ...] = (),
     ) -> Run:
-        """Return a new run with a fresh id; `deadline` is absolute."""
+        """Return a run with a new id. `deadline` is an absolute time."""
         self._next_id += 1
         return Run(self._next_id, meta, deadline, priority, max_waiting, models)
 
@@ -365,7 +374,7 @@ class Driver:
         error: str | None = None,
         out_of_memory: bool = False,
     ) -> list[Instruction]:
-        """End an execution (the oldest one), after exactly as long as the scheduler expects."""
+        """End an execution, by default the oldest one, by default after exactly the time that the scheduler expects."""
         number = min(self.executing) if number is None else number
         execute = self.executing[number]
         if seconds is None:
@@ -376,14 +385,20 @@ class Driver:
         return self.send(ExecutionFinished(number, seconds, error, out_of_memory), after=seconds)
 
     def finish_all(self) -> list[Execute]:
-        """Run until the device is idle, and return the executions started by then, oldest first."""
+        """Finish executions until the device is idle.
+
+        Return those in flight before and those started meanwhile, oldest first.
+        """
         started = [*self.executing.values()]
         while self.executing:
             started += executions(self.finish())
         return started
 
     def settle(self) -> None:
-        """Let loads and executions end, at most a hundred: more would mean that one undoes another."""
+        """Finish loads and executions until there are no more.
+
+        More than a hundred would mean that one causes another without end.
+        """
         for _ in range(100):
             if self.reading:
                 self.read(next(iter(self.reading)))
@@ -398,7 +413,7 @@ class Driver:
     # --- questions -----------------------------------------------------------------------------------
 
     def outcome(self, request: Request) -> Outcome | Reason | None:
-        """Return its outcome (the reason, if it was refused), or None while in flight."""
+        """Return a request's outcome, or its reason if it was refused. Return None while it is in flight."""
         finish = self.ended.get(request.id)
         if finish is None:
             return None
@@ -454,7 +469,7 @@ class Driver:
                 self.resident.remove(instruction.model)
 
     def _idle_evictions(self) -> dict[str, int]:
-        """Return the number of evictions of each model for lack of use, where there may be any."""
+        """Return by model the number of evictions for idleness. It is empty if no model had a limit."""
         if not self.idling:
             return {}
         models = self.scheduler._models
@@ -475,12 +490,12 @@ class Driver:
         return entry.place if entry is not None and entry.place[2] <= self._numbered else None
 
     def _committed(self, request: Request) -> bool:
-        """Return whether a waiting request was the oldest of its run."""
+        """Return whether a waiting request is committed, as the oldest one of its run."""
         place = self._place(request)
         return place is not None and place[0] == COMMITTED_LEVEL
 
     def _watch_arrivals(self, requests: Iterable[Request], out: Iterable[Instruction]) -> None:
-        """Check that those that did not end at once were admitted by the rules."""
+        """Check that the requests which did not end at once were admitted by the rules."""
         at_once = {one.request for one in out if isinstance(one, Finish)}
         for request in requests:
             if request.id in at_once:
@@ -492,7 +507,7 @@ class Driver:
             assert request.accepted or len(ahead) < self.limits[request.model]
 
     def _urgency(self, due: float | None) -> float:
-        """Return the discipline's part of the order: what goes before the number."""
+        """Return the part of the order that the discipline adds. It comes before the number."""
         if self.settings.discipline != "edf":
             return 0.0
         return inf if due is None else due
@@ -503,7 +518,7 @@ class Driver:
         run = self.waiting_runs[id]
         assert not self._stalled(run)
         assert run.deadline is None or run.deadline > self.now
-        # Runs are numbered like requests.
+        # Runs have numbers in the order of arrival, as requests do.
         able = [one for one in self.waiting_runs.values() if not self._stalled(one)]
         assert self._run_order(run) == min(map(self._run_order, able))
         assert id not in self.left_waiting
@@ -528,7 +543,7 @@ class Driver:
     def _watch_execute(self, execute: Execute) -> None:
         assert execute.model in self.resident
         assert execute.number not in self.executing
-        # Runs and generations in progress need executions to end; a retry began before this.
+        # If the scheduler winds down, only runs and generations in progress may cause executions, and retries.
         generating = any(one.model in self.generative for one in self.waiting.values())
         assert self.under_way or generating or execute.again or not self.winding_down
         requests = [self.requests[request] for request in execute.requests]
@@ -545,7 +560,7 @@ class Driver:
             assert (len(requests), self.executing, self.loading, self.warming) == (1, {}, {}, set())
         assert execute.exclusive == any(request.exclusive for request in requests)
         assert not any(one.exclusive for one in self.executing.values())
-        # A retry began before this.
+        # A retry is allowed, because its first execution began before the pause.
         assert execute.again or not self.held(execute.model)
         if execute.again:
             self.again.difference_update(execute.requests)
@@ -555,7 +570,7 @@ class Driver:
             return
         invariants.check_start(self.scheduler, execute, self._numbered)
         if self.settings.discipline in FIRST_OF_ALL:
-            # Or it waits for others to join it.
+            # Models whose requests may wait for others to join them are left out.
             able = [
                 place
                 for one in self.waiting.values()

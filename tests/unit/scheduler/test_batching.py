@@ -14,23 +14,23 @@ from rsrv.scheduler.events import CallerError
 
 
 def test_one_short_of_a_big_batch_pads_up() -> None:
-    """31 singles run once at size 32, because 4 ms for 31 rows is less than 1 ms for each."""
+    """31 requests of one row run as one execution of size 32, because its 4 ms are less than 1 ms for each row."""
     assert plan_batch([1] * 31, [1, 32], [0.001, 0.004]) == Batch(size=32, count=31, rows=31, seconds=0.004)
 
 
 def test_few_waiting_are_not_worth_the_big_size() -> None:
-    """Two singles run one by one where size 32 costs more than both."""
+    """Two requests of one row run one by one if size 32 costs more than both executions."""
     assert plan_batch([1, 1], [1, 32], [0.001, 0.004]) == Batch(size=1, count=1, rows=1, seconds=0.001)
 
 
 def test_equal_cost_per_row_serves_more_rows() -> None:
-    """Four singles at 1 ms each cost what one size of 4 ms costs: the tie goes to serving all four."""
+    """Four executions of 1 ms cost as much as one of size 32. Of equal costs per row, the plan with more rows wins."""
     assert plan_batch([1] * 4, [1, 32], [0.001, 0.004]).size == 32
 
 
 @pytest.mark.parametrize("seeds", [{1: 0.001, 4: 0.004}, {4: 0.004, 1: 0.001, 8: 0.009}])
 def test_of_sizes_with_equal_cost_per_row_the_larger_is_the_best(seeds: dict[int, float]) -> None:
-    """A full execution of four rows takes as long as four of one row."""
+    """If two sizes cost the same per row when full, the larger size is the best."""
     costs = VariantCosts(seeds)
 
     assert costs.sizes[costs.best_index] == 4
@@ -42,9 +42,9 @@ def test_equal_cost_and_rows_take_the_smaller_size() -> None:
 
 
 def test_the_size_in_the_middle_wins_by_its_cost() -> None:
-    """Worked example: 20 singles, sizes 1, 8, 16, 32 at 1.0, 1.6, 2.8 and 6.0 ms.
+    """The size with the least cost per served row wins: 20 requests of one row, sizes 1, 8, 16, 32 at 1.0, 1.6, 2.8 and 6.0 ms.
 
-    Per served row: 1.0/1 = 1.0, 1.6/8 = 0.2, 2.8/16 = 0.175, 6.0/20 = 0.3.
+    Cost per served row: 1.0/1 = 1.0, 1.6/8 = 0.2, 2.8/16 = 0.175, 6.0/20 = 0.3.
     """
     plan = plan_batch([1] * 20, [1, 8, 16, 32], [0.0010, 0.0016, 0.0028, 0.0060])
 
@@ -52,44 +52,44 @@ def test_the_size_in_the_middle_wins_by_its_cost() -> None:
 
 
 def test_a_request_is_never_split() -> None:
-    """Of 3 + 3 + 3 rows, size 8 takes two whole requests: 6 rows."""
+    """A request is not split: of three requests of 3 rows, size 8 takes two, which have 6 rows."""
     assert plan_batch([3, 3, 3], [8], [0.001]) == Batch(size=8, count=2, rows=6, seconds=0.001)
 
 
 def test_a_large_request_is_not_overtaken() -> None:
-    """1, 30, 1 rows at size 16: the second does not fit, and the third does not pass it."""
+    """Requests of 1, 30 and 1 rows at size 16: the second one does not fit, and the third one does not overtake it."""
     assert plan_batch([1, 30, 1], [16, 32], [0.001, 0.5]).count == 1
 
 
 def test_front_decides_the_smallest_size() -> None:
-    """A front request of 9 rows runs at 16, however cheap 8 is."""
+    """A first request of 9 rows runs at size 16, however cheap size 8 is."""
     assert plan_batch([9, 1], [8, 16], [0.001, 0.9]) == Batch(size=16, count=2, rows=10, seconds=0.9)
 
 
 def test_row_limit_below_the_size() -> None:
-    """With at most 10 rows in one execution, size 32 serves 10, and costs accordingly."""
+    """If an execution may have at most 10 rows, size 32 serves only 10 rows for its cost."""
     assert plan_batch([1] * 31, [1, 32], [0.001, 0.004], max_rows=10) == Batch(32, 10, 10, 0.004)
     assert plan_batch([1] * 31, [1, 32], [0.001, 0.011], max_rows=10) == Batch(1, 1, 1, 0.001)
 
 
 def test_empty_requests_alone_take_the_smallest_size() -> None:
-    """Requests of no rows are answered together by the smallest execution."""
+    """Requests without rows are answered together by an execution of the smallest size."""
     assert plan_batch([0, 0], [2, 4], [0.001, 0.0005]) == Batch(size=2, count=2, rows=0, seconds=0.001)
 
 
 def test_empty_front_does_not_stop_others() -> None:
-    """A request of no rows rides along with the next that has some."""
+    """A request without rows is executed together with the next request that has rows."""
     assert plan_batch([0, 5, 0], [1, 8], [0.001, 0.1]) == Batch(size=8, count=3, rows=5, seconds=0.1)
 
 
 def test_without_coalescing_the_front_runs_alone() -> None:
-    """The front alone, at the smallest size that holds it, even if a larger one were cheaper."""
+    """A model that does not coalesce runs the first request alone, at the smallest size that holds it, even if another is cheaper."""
     assert plan_batch([3, 1], [2, 4, 8], [9.0, 9.0, 0.1], coalesce=False) == Batch(4, 1, 3, 9.0)
     assert plan_batch([0, 1], [2, 4], [9.0, 0.1], coalesce=False) == Batch(2, 1, 0, 9.0)
 
 
 def test_nothing_to_plan_is_an_error() -> None:
-    """A plan of nothing, or of a request that fits nowhere, is the caller's mistake."""
+    """A plan without requests, or for a request that no size holds, is an error of the caller."""
     with pytest.raises(CallerError, match="at least one request"):
         plan_batch([], [1], [0.1])
     with pytest.raises(CallerError, match="holds a request of 9 rows"):
@@ -97,7 +97,7 @@ def test_nothing_to_plan_is_an_error() -> None:
 
 
 def test_reads_no_more_than_the_largest_size_holds() -> None:
-    """With 32 as the largest size, the 34th waiting request and those behind it are never read."""
+    """If 32 is the largest size, the plan does not read the 34th waiting request or later ones."""
     numbers = count()
 
     plan_batch((1 for _ in numbers), [1, 32], [0.001, 0.004])
@@ -113,7 +113,7 @@ def test_reads_no_more_than_the_largest_size_holds() -> None:
 def test_agrees_with_trying_everything(
     waiting: list[int], costs: dict[int, int], max_rows: int | None
 ) -> None:
-    """The plan is the best of all prefixes at all sizes, by the formula in its docstring."""
+    """The plan has the least cost per row of all prefixes of the queue and all sizes."""
     sizes = sorted(costs)
     room = {size: min(size, max_rows or size) for size in sizes}
     options = [
@@ -135,41 +135,41 @@ def test_agrees_with_trying_everything(
         assert plan.seconds / plan.rows == pytest.approx(least)
 
 
-#: Two lengths: the long one costs sixteen times as much, as on a CPU.
+#: Two lengths. A long row costs sixteen times as much as a short one, as on a CPU.
 SLOW = {0: VariantCosts({1: 1.0, 4: 4.0}), 1: VariantCosts({1: 16.0, 4: 64.0})}
-#: Two lengths that cost about the same, as on a device that small executions leave half idle.
+#: Two lengths that cost about the same, as on a device that small executions occupy only half.
 FLAT = {0: VariantCosts({1: 1.0, 4: 1.1}), 1: VariantCosts({1: 1.2, 4: 1.4})}
 
 
 def test_lengths_share_an_execution_where_a_long_row_costs_as_much_as_a_short_one() -> None:
-    """A short request in front and a long one behind it run together at the long variant."""
+    """A short request and a long one after it run together as long rows, if these cost little more."""
     assert plan_padded_batch({0: [1], 1: [1]}, FLAT, 0) == PaddedBatch(4, 2, 2, 1.4, 1, {0: 1, 1: 1})
 
 
 def test_lengths_run_apart_where_padding_costs_more_than_it_saves() -> None:
-    """The short request runs alone at its own variant."""
+    """If long rows cost much more, a short request runs alone at its own variant."""
     assert plan_padded_batch({0: [1], 1: [1]}, SLOW, 0) == PaddedBatch(1, 1, 1, 1.0, 0, {0: 1})
 
 
 def test_short_requests_take_no_place_from_long_ones() -> None:
-    """Behind a long request, the other long ones join first, although the short ones came earlier."""
+    """If the first request is long, other long requests join it before short ones, even if the short ones came earlier."""
     plan = plan_padded_batch({0: [1] * 9, 1: [1] * 4}, SLOW, 1)
     assert (plan.size, plan.counts) == (4, {1: 4})
 
 
 def test_rows_that_would_be_empty_are_filled_with_shorter_requests() -> None:
-    """Three long requests and short ones behind them: a short one takes the fourth row, which costs nothing."""
+    """Three long requests leave the fourth row of the size free. A short request takes it, which costs nothing."""
     plan = plan_padded_batch({0: [1] * 9, 1: [1] * 3}, FLAT, 1)
     assert (plan.size, plan.counts) == (4, {1: 3, 0: 1})
 
 
 def test_a_deadline_leaves_out_slow_executions_of_longer_variants() -> None:
-    """The shared execution costs least per row, and ends too late for the front request."""
+    """An execution of a longer variant that costs less per row is not chosen if it ends after the first request's deadline."""
     assert plan_padded_batch({0: [1], 1: [1]}, FLAT, 0, limit=1.3).variant == 0
 
 
 def test_a_short_row_does_not_wait_for_long_ones_to_save_a_little() -> None:
-    """Together, three long rows and a short one cost less per row. But the short one would wait ten times as long."""
+    """A short request runs alone if sharing with three long ones saves little, because it would wait ten times as long."""
     tables = {0: VariantCosts({1: 1.14, 4: 3.06}), 1: VariantCosts({1: 3.06, 4: 10.74})}
     assert plan_padded_batch({0: [1], 1: [1] * 3}, tables, 0) == PaddedBatch(1, 1, 1, 1.14, 0, {0: 1})
 
@@ -186,7 +186,10 @@ LENGTHS = st.dictionaries(st.integers(1, 12), st.integers(1, 50), min_size=1, ma
 def test_a_padded_plan_agrees_with_trying_everything(
     waiting: list[list[int]], costs: list[dict[int, int]], front: int, limit: int
 ) -> None:
-    """The plan is the best of all variants and sizes by the formulas in its docstring, and the front request is in it."""
+    """The plan is the best one of all variants and sizes, by the formulas of `plan_padded_batch`.
+
+    It includes the first request.
+    """
     tables = {variant: VariantCosts(one) for variant, one in enumerate(costs)}
     if not waiting[front] or waiting[front][0] > max(costs[front]):
         return

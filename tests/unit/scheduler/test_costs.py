@@ -13,7 +13,7 @@ from rsrv.scheduler.events import CallerError
 
 
 def test_worked_example_of_learning() -> None:
-    """10 ms, then samples of 15, 8 and 12 ms with alpha 0.2.
+    """Learn samples of 15, 8 and 12 ms with alpha 0.2, from an estimate of 10 ms.
 
     10 + 0.2 * (15 - 10)       = 11
     11 + 0.2 * (8 - 11)        = 10.4
@@ -29,7 +29,7 @@ def test_worked_example_of_learning() -> None:
 
 
 def test_an_outlier_counts_at_most_twice_the_estimate() -> None:
-    """A pause of 30 s in an execution of 10 ms raises the estimate to 12 ms, no more."""
+    """An outlier of 30 s raises an estimate of 10 ms only to 12 ms, because a sample has at most twice the estimate."""
     costs = VariantCosts({4: 0.010})
 
     costs.learn(4, 30.0)
@@ -38,7 +38,7 @@ def test_an_outlier_counts_at_most_twice_the_estimate() -> None:
 
 
 def test_a_lasting_change_is_learned_all_the_same() -> None:
-    """If an execution takes 10 times as long from now on, 25 samples bring the estimate within 10 %."""
+    """If an execution takes ten times as long from a certain time on, 25 samples bring the estimate within 10 %."""
     costs = VariantCosts({4: 0.010})
     for _ in range(25):
         costs.learn(4, 0.100)
@@ -57,9 +57,10 @@ def test_what_is_no_duration_teaches_nothing(sample: float) -> None:
 
 
 def test_an_estimate_that_is_not_measured_sinks_to_its_seed() -> None:
-    """The estimate of a size that is not measured decays to its seed while another size runs as fast as ever.
+    """While another size is as fast as its seed, the estimate of a size that is not measured falls to its seed.
 
-    1 ms and 4 ms; 8 is at 20 ms. One more sample of size 1 takes 1 % of the excess of 16 ms: 19.84 ms.
+    Seeds are 1 ms and 4 ms, and size 8 is at 20 ms. One more sample of size 1 removes 1 % of the excess of 16 ms: 19.84
+    ms.
     """
     costs = VariantCosts({1: 0.001, 8: 0.004})
     costs.seconds[1] = 0.020
@@ -73,7 +74,7 @@ def test_an_estimate_that_is_not_measured_sinks_to_its_seed() -> None:
 
 
 def test_an_estimate_below_its_seed_stays_learned() -> None:
-    """Size 8 proved faster than its warm-up said; measuring size 1 does not take that back."""
+    """An estimate that has been learned to be below its seed is not raised by samples of another size."""
     costs = VariantCosts({1: 0.001, 8: 0.004})
     costs.seconds[1] = 0.002
 
@@ -83,7 +84,7 @@ def test_an_estimate_below_its_seed_stays_learned() -> None:
 
 
 def test_a_device_that_slows_down_is_slow_for_all_sizes() -> None:
-    """When size 1 takes twice its seed, size 8 sinks towards twice its own seed, not below."""
+    """If size 1 takes twice its seed, the estimate of size 8 falls to twice its own seed, and not below."""
     costs = VariantCosts({1: 0.001, 8: 0.004})
     costs.seconds[1] = 0.020
     for _ in range(2000):
@@ -93,7 +94,7 @@ def test_a_device_that_slows_down_is_slow_for_all_sizes() -> None:
 
 
 def test_costs_of_single_executions() -> None:
-    """Sizes 1, 8, 32 at 1, 9 and 5 ms: 8 rows are cheapest at 32, though 8 would hold them."""
+    """Sizes 1, 8 and 32 cost 1, 9 and 5 ms: 8 rows are cheapest at size 32, although size 8 would hold them."""
     costs = VariantCosts({1: 0.001, 8: 0.009, 32: 0.005})
 
     assert [costs.cheapest_seconds(rows) for rows in (0, 1, 2, 32, 33)] == [0.001, 0.001, 0.005, 0.005, inf]
@@ -111,9 +112,9 @@ def test_costs_of_single_executions() -> None:
 
 
 def test_worked_example_of_draining() -> None:
-    """66 rows at sizes 1 and 32 (1 ms, 4 ms): two full ones and two singles, 2 * 4 + 2 * 1 = 10 ms.
+    """66 rows at sizes 1 and 32 (1 ms, 4 ms) are two full executions and two single rows: 2 * 4 + 2 * 1 = 10 ms.
 
-    31 rows are one padded execution, 4 ms; 3 rows three singles, 3 ms.
+    31 rows are one padded execution of 4 ms. 3 rows are three executions of 1 ms.
     """
     costs = VariantCosts({1: 0.001, 32: 0.004})
 
@@ -128,7 +129,7 @@ def test_worked_example_of_draining() -> None:
 def test_draining_is_what_planning_does_with_singles(
     seeds: dict[int, int], rows: int, max_rows: int | None
 ) -> None:
-    """`drain` equals the cost of planning single rows one execution after another."""
+    """`drain_seconds` is the cost of planning rows of one request each, one execution after another."""
     costs = VariantCosts({size: float(cost) for size, cost in seeds.items()}, max_rows=max_rows)
     total, left = 0.0, rows
     while left:

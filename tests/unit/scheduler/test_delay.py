@@ -20,7 +20,7 @@ def delayed(discipline: str = "fair", delay: float = 0.005) -> Device:
 
 @every_discipline
 def test_a_lonely_request_starts_after_the_delay(discipline: str) -> None:
-    """Without another request, it starts 5 ms after its arrival, by a tick that the scheduler requested."""
+    """A request that waits for others starts 5 ms after its arrival, at a tick that the scheduler has asked for."""
     device = delayed(discipline)
     request = device.request()
     device.arrive(request)
@@ -41,7 +41,7 @@ def test_without_a_delay_nothing_is_held_back() -> None:
 
 @every_discipline
 def test_a_full_batch_does_not_wait(discipline: str) -> None:
-    """The 32nd row makes the cheapest size full: the execution starts with it."""
+    """When the 32nd row arrives, the cheapest size is full, and the execution starts without further delay."""
     device = delayed(discipline)
     device.arrive(*device.requests_of(31))
     assert not device.executed
@@ -53,7 +53,10 @@ def test_a_full_batch_does_not_wait(discipline: str) -> None:
 
 
 def test_the_delay_counts_from_the_first_arrival() -> None:
-    """A request that arrives 1 ms before the delay's end shares the execution; a later one gets its own delay."""
+    """The delay begins with the first request.
+
+    A request that arrives 1 ms before its end shares the execution, or has its own delay.
+    """
     device = delayed()
     first = device.request()
     device.arrive(first)
@@ -80,7 +83,7 @@ def test_others_use_the_device_during_a_delay() -> None:
 
 @every_discipline
 def test_a_deadline_shortens_the_delay(discipline: str) -> None:
-    """With 3 ms to its deadline and 1 ms of cost it is held back for at most 2 ms, and answered in time."""
+    """A request with a deadline in 3 ms that costs 1 ms is delayed for 2 ms at most, and answered in time."""
     device = delayed(discipline)
     request = device.request(deadline=0.003)
     device.arrive(request)
@@ -90,7 +93,7 @@ def test_a_deadline_shortens_the_delay(discipline: str) -> None:
 
 
 def test_committed_requests_are_not_held_back() -> None:
-    """A running meta waits for its sub-call: that starts at once, and takes the others along or not."""
+    """The sub-call of a run in progress starts at once, even if other requests of its model are delayed."""
     device = delayed()
     device.arrive(device.request())
     committed = device.request(run=1)
@@ -100,7 +103,7 @@ def test_committed_requests_are_not_held_back() -> None:
 
 
 def test_cancelling_ends_the_wait() -> None:
-    """When no request waits any more the scheduler asks for no tick."""
+    """When the last waiting request is cancelled, the scheduler asks for no tick."""
     device = delayed()
     request = device.request()
     device.arrive(request)
@@ -111,7 +114,7 @@ def test_cancelling_ends_the_wait() -> None:
 
 
 def test_removal_ends_the_wait() -> None:
-    """Nothing of a removed model wakes the scheduler."""
+    """When a model is removed, the scheduler asks for no tick because of its delayed requests."""
     device = delayed()
     device.arrive(device.request())
     device.remove("a")
@@ -121,7 +124,7 @@ def test_removal_ends_the_wait() -> None:
 
 @every_discipline
 def test_the_deadline_of_one_behind_the_front_shortens_the_delay(discipline: str) -> None:
-    """The front has no deadline, the next one has: it does not pass while the device has nothing to do."""
+    """The deadline of a request that is not the first one also limits the delay, so that it does not pass on an idle device."""
     device = delayed(discipline, delay=1.0)
     front, dated = device.request(priority=1), device.request(deadline=0.5)
     device.arrive(front, dated)
@@ -133,7 +136,10 @@ def test_the_deadline_of_one_behind_the_front_shortens_the_delay(discipline: str
 
 @every_discipline
 def test_a_request_is_held_back_no_longer_than_it_can_run_whole(discipline: str) -> None:
-    """Four rows of one request take 20 ms together, though four of one row took 4 ms: 20 ms are left for it."""
+    """The delay of a request of four rows ends early enough for one execution of all its rows.
+
+    It takes 20 ms, whereas four requests of one row would take 4 ms.
+    """
     device = Device(SchedulerSettings(discipline=discipline))
     device.model(program("a", {(0, 1): 0.001, (0, 8): 0.020, (0, 64): 0.040}, max_delay=1.0))
     request = device.request(rows=4, deadline=0.5)
@@ -146,7 +152,7 @@ def test_a_request_is_held_back_no_longer_than_it_can_run_whole(discipline: str)
 
 @pytest.mark.parametrize("delay", [0.5, 2.0])
 def test_a_model_that_was_held_back_saves_no_credit(delay: float) -> None:
-    """It was held back for more requests, and no other model waits longer for that."""
+    """A model whose requests were delayed gets no credit for this time, so no other model waits longer afterwards."""
     device = Device(SchedulerSettings())
     device.model(program("x", {(0, 1): 0.01}))
     device.model(program("y", {(0, 1): 0.01, (0, 100): 0.0999}, max_delay=delay, max_queue_depth=2000))

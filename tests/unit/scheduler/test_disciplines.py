@@ -19,12 +19,12 @@ def machine(discipline: str) -> Driver:
 
 
 def order(driver: Driver) -> str:
-    """Return the models of all further executions."""
+    """Return the models of all executions after the first one, in order."""
     return "".join(execute.model for execute in driver.finish_all()[1:])
 
 
 def test_the_settings_have_the_name_of_each_discipline() -> None:
-    """Operators can choose each discipline, and no other."""
+    """The names of the disciplines in the settings are those of the scheduler."""
     assert sorted(get_args(DisciplineName)) == sorted(DISCIPLINES)
 
 
@@ -38,7 +38,10 @@ def test_fifo_goes_by_arrival() -> None:
 
 
 def test_edf_goes_by_deadline() -> None:
-    """Under edf, the model with the soonest deadline executes; requests without one go last, by arrival."""
+    """Under edf, the model with the earliest deadline executes.
+
+    Requests without a deadline are last, in the order of arrival.
+    """
     driver = machine("edf")
     driver.arrive(driver.request("a"), driver.request("b", deadline=0.5), driver.request("c", deadline=0.2))
     driver.arrive(driver.request("b"), driver.request("a", deadline=0.3))
@@ -47,7 +50,10 @@ def test_edf_goes_by_deadline() -> None:
 
 
 def test_edf_orders_by_the_time_at_which_a_request_is_due() -> None:
-    """Under edf, `due` stands for the deadline, before and after a change of discipline; a late request still executes."""
+    """Under edf, a request's `due` is used in place of its deadline, before and after a change of discipline.
+
+    A request that is overdue still executes.
+    """
     driver = machine("fifo")
     for discipline in ("fifo", "edf"):
         driver.change(discipline=discipline)
@@ -59,7 +65,7 @@ def test_edf_orders_by_the_time_at_which_a_request_is_due() -> None:
 
 @every_discipline
 def test_committed_requests_go_first(discipline: str) -> None:
-    """A sub-call of a running meta goes before everything, in every discipline."""
+    """Under each discipline, a sub-call of a run in progress is executed before all other requests."""
     driver = machine(discipline)
     driver.arrive(
         driver.request("a", deadline=0.1, priority=1),
@@ -72,7 +78,10 @@ def test_committed_requests_go_first(discipline: str) -> None:
 
 @every_discipline
 def test_priorities_go_in_order(discipline: str) -> None:
-    """Priority 1 goes before 4, no priority and 9, within a model and between unserved models."""
+    """Requests execute in the order of the priorities 1, 4, none and 9.
+
+    Under `fair`, this holds within a model and between models that were not served yet.
+    """
     driver = machine(discipline)
     priorities = (9, 0, 4, 1)
     for name in "abc":

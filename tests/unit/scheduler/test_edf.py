@@ -1,4 +1,4 @@
-"""Earliest deadline first: the requests that are shed, and only those."""
+"""Earliest deadline first: which requests are shed, and which are not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import executions, ids, program
 
-#: Rounding that the scheduler tolerates, and that a test may tolerate.
+#: Seconds of rounding that the scheduler tolerates, and that a test may tolerate.
 SLACK = 4e-6
 
 
@@ -20,7 +20,7 @@ def edf() -> Device:
 
 
 def test_what_cannot_be_met_even_alone_is_shed_on_arrival() -> None:
-    """A deadline in 5 ms for an execution of 10 ms ends at once; one in 11 ms is met."""
+    """A request of 10 ms with a deadline in 5 ms is shed at once. One with a deadline in 11 ms is answered in time."""
     device = edf()
     device.model(program("a", {(0, 1): 0.010}))
     late, well = device.request(deadline=0.005), device.request(deadline=0.011)
@@ -32,7 +32,10 @@ def test_what_cannot_be_met_even_alone_is_shed_on_arrival() -> None:
 
 
 def test_what_runs_counts_against_a_deadline() -> None:
-    """While 80 ms run, a deadline in 85 ms for 10 ms is shed at once, and one in 95 ms is met."""
+    """While an execution has 80 ms to run, a request of 10 ms with a deadline in 85 ms is shed at once.
+
+    One in 95 ms is in time.
+    """
     device = edf()
     device.model(program("long", {(0, 1): 0.080}))
     device.model(program("a", {(0, 1): 0.010}))
@@ -46,7 +49,7 @@ def test_what_runs_counts_against_a_deadline() -> None:
 
 
 def test_what_became_certain_to_be_late_ends_when_its_rival_starts() -> None:
-    """Of two deadlines in 15 ms for 10 ms each, one starts and the other ends at that moment."""
+    """Two requests of 10 ms have a deadline in 15 ms. When one starts, the other one is shed at once."""
     device = edf()
     device.model(program("a", {(0, 1): 0.010}))
     device.model(program("b", {(0, 1): 0.010}))
@@ -59,7 +62,7 @@ def test_what_became_certain_to_be_late_ends_when_its_rival_starts() -> None:
 
 
 def test_the_load_of_cold_weights_counts_against_a_deadline() -> None:
-    """With a load of 1 s ahead a deadline in 0.9 s is shed on arrival, one in 1.1 s is met."""
+    """If a load takes 1 s, a request with a deadline in 0.9 s is shed on arrival. One in 1.1 s is in time."""
     device = edf()
     device.model(program("a", {(0, 1): 0.010}, weight_bytes=100), load=1.0, resident=False)
     late, well = device.request(deadline=0.9), device.request(deadline=1.1)
@@ -71,7 +74,10 @@ def test_the_load_of_cold_weights_counts_against_a_deadline() -> None:
 
 
 def test_the_load_under_way_counts_before_the_next_one() -> None:
-    """The link has 1 s to do: a second load of 1 s makes a deadline in 1.9 s hopeless, not one in 2.1 s."""
+    """While a load of 1 s is in progress, a request that needs another load of 1 s is shed if its deadline is in 1.9 s.
+
+    With a deadline in 2.1 s, it is in time.
+    """
     device = edf()
     for name in "ab":
         device.model(program(name, {(0, 1): 0.010}, weight_bytes=100), load=1.0, resident=False)
@@ -85,7 +91,7 @@ def test_the_load_under_way_counts_before_the_next_one() -> None:
 
 
 def test_a_full_batch_does_not_make_the_front_late() -> None:
-    """32 at once would cost least per row, but take 8 ms: with 5 ms left the front goes at size 4."""
+    """A batch of 32 costs least per row, but takes 8 ms. A first request with 5 ms left executes at size 4."""
     device = edf()
     device.model(program("a", {(0, 1): 0.001, (0, 4): 0.003, (0, 32): 0.008}))
     urgent = device.request(deadline=0.005)
@@ -96,7 +102,7 @@ def test_a_full_batch_does_not_make_the_front_late() -> None:
 
 
 def test_the_urgent_request_deep_in_a_queue_is_not_shed() -> None:
-    """An urgent request behind 500 others of its model and 500 of another is the next to execute."""
+    """An urgent request that arrives after 500 others of its model and 500 of another one is the next to execute."""
     device = edf()
     device.model(program("a", {(0, 1): 0.010}))
     device.model(program("b", {(0, 1): 0.010}))
@@ -111,7 +117,7 @@ def test_the_urgent_request_deep_in_a_queue_is_not_shed() -> None:
 
 
 def test_committed_requests_are_never_shed() -> None:
-    """The sub-call of a running meta model is never shed, and expires like all others."""
+    """A sub-call of a run in progress is never shed. It executes even if it ends after its deadline."""
     device = edf()
     device.model(program("a", {(0, 1): 0.010}))
     late = device.request(deadline=0.005, run=1)
@@ -123,7 +129,7 @@ def test_committed_requests_are_never_shed() -> None:
 
 @pytest.mark.parametrize("discipline", ["fair", "fifo"])
 def test_other_disciplines_do_not_shed(discipline: str) -> None:
-    """Other disciplines execute every request before its deadline."""
+    """Under other disciplines, a request is not shed, and executes if its deadline has not passed yet."""
     device = Device(SchedulerSettings(discipline=discipline))
     device.model(program("a", {(0, 1): 0.010}))
     late = device.request(deadline=0.005)
@@ -137,8 +143,8 @@ costs = st.sampled_from([0.0005, 0.003, 0.020, 0.080])
 arrivals = st.lists(
     st.tuples(
         st.integers(0, 4),  # model
-        st.sampled_from([0.0, 0.0, 0.0004, 0.01, 0.05]),  # pause before
-        st.sampled_from([None, 0.0006, 0.004, 0.03, 0.1, 0.5]),  # deadline, from then
+        st.sampled_from([0.0, 0.0, 0.0004, 0.01, 0.05]),  # seconds since the request before
+        st.sampled_from([None, 0.0006, 0.004, 0.03, 0.1, 0.5]),  # seconds until the deadline
         st.sampled_from([0, 0, 0, 1, 9]),  # priority
     ),
     min_size=1,
@@ -150,7 +156,7 @@ arrivals = st.lists(
 def test_shed_exactly_when_it_could_not_be_met(
     models: list[float], arrivals: list[tuple[int, float, float | None, int]]
 ) -> None:
-    """A shed request would be late even as the next one, and an executed one is in time."""
+    """A shed request would be late even if it were the next one. An answered request is in time."""
     device = edf()
     for number, cost in enumerate(models):
         device.model(program(f"m{number}", {(0, 1): cost}))
@@ -173,14 +179,14 @@ def test_shed_exactly_when_it_could_not_be_met(
             assert device.ended_at[request.id] <= request.deadline + SLACK
         else:
             then = device.ended_at[request.id]
-            # Executions that the device had when the request ended, or got in the same answer.
+            # This includes executions that were launched in the same answer in which the request ended.
             free = max((end for start, end, _ in device.executed if start <= then), default=then)
             cost = device.programs[request.model].costs[0, 1]
             assert max(then, free) + cost > request.deadline - SLACK
 
 
 def test_a_deadline_that_just_fits_gets_the_size_that_fits() -> None:
-    """1 ms left for 1 ms: however sums are rounded, it does not go in a batch of 8 ms."""
+    """A request of 1 ms with 1 ms left executes alone, and not in a batch of 8 ms, however sums are rounded."""
     for step in range(50):
         device = edf()
         device.model(program("a", {(0, 1): 0.001, (0, 32): 0.008}))
@@ -192,7 +198,7 @@ def test_a_deadline_that_just_fits_gets_the_size_that_fits() -> None:
 
 
 def test_a_request_whose_load_comes_too_late_ends_when_that_is_certain() -> None:
-    """The link is busy for longer than expected: a request ends when its load must start and has not."""
+    """The link is busy for longer than expected. A request is shed at the latest possible start of its load."""
     device = edf()
     device.model(program("a", weight_bytes=100), load=1.5, expected=1.0, resident=False)
     device.model(program("b", weight_bytes=100), load=1.0, resident=False)

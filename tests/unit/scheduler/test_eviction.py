@@ -16,7 +16,7 @@ from tests.unit.scheduler.driver import program
 
 
 def own(size: int) -> SharedTensorGroup:
-    """Return device tensors that no other model has."""
+    """Return a group of device tensors that only one model has."""
     group = SharedTensorGroup({}, size, [])
     group.users = 1
     return group
@@ -35,7 +35,10 @@ _residents = st.lists(_resident, max_size=12).map(
 
 @given(_residents, st.integers(-10, 600))
 def test_room_is_made_exactly(residents: list[Resident], missing: int) -> None:
-    """Enough if there is enough, none in vain, and none with work while idle ones are enough."""
+    """The choice frees enough bytes if that is possible.
+
+    It has no model in vain, and none with work if idle models are enough.
+    """
     chosen = choose_victims(missing, residents)
 
     if chosen is None:
@@ -53,7 +56,7 @@ def test_room_is_made_exactly(residents: list[Resident], missing: int) -> None:
 
 @given(_residents, st.randoms(use_true_random=False))
 def test_the_choice_does_not_depend_on_the_order_of_asking(residents: list[Resident], random: Random) -> None:
-    """Ties go by name: equal states give equal decisions."""
+    """Models with equal ranks are chosen by name, so the choice does not depend on the order of the models."""
     some = [one for one in residents if one.rank is None]
     mixed = list(some)
     random.shuffle(mixed)
@@ -62,7 +65,7 @@ def test_the_choice_does_not_depend_on_the_order_of_asking(residents: list[Resid
 
 
 def test_the_least_recently_used_weights_go_first() -> None:
-    """A model with ten requests goes before one with a single later request."""
+    """The model that was used least recently is evicted first, even if it had more requests."""
     device = Device(SchedulerSettings(weight_budget_bytes=200))
     for name in "pqr":
         one = program(name, {(0, 1): 0.01}, weight_bytes=100)

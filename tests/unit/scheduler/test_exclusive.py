@@ -1,4 +1,4 @@
-"""Requests that execute alone: they may end the process, and nothing else of the device shall be suspected then."""
+"""Requests that execute alone, because they may end the process. Then no other request of the device is suspected."""
 
 from rsrv.scheduler.events import LoadWeights, Outcome, Prefetch
 from rsrv.scheduler.settings import SchedulerSettings
@@ -6,7 +6,7 @@ from tests.unit.scheduler.driver import Driver, every_discipline, executions, id
 
 
 def test_a_request_that_executes_alone_shares_no_batch(machine: Driver) -> None:
-    """Requests before it share a batch, those after it another."""
+    """A request that executes alone shares no batch: requests before it share one, and those after it another one."""
     machine.add(program("a", {(0, 1): 0.001, (0, 4): 0.0011}))
     machine.arrive(machine.request())
     before = machine.requests_of(2)
@@ -21,7 +21,7 @@ def test_a_request_that_executes_alone_shares_no_batch(machine: Driver) -> None:
 
 
 def test_a_request_that_executes_alone_waits_for_the_executions_in_flight() -> None:
-    """With a depth of 2, nothing is launched ahead of it, and nothing beside it."""
+    """With a depth of 2, nothing is launched together with a request that executes alone, before it or after it."""
     machine = Driver(SchedulerSettings(depth=2, launch_ahead_ms=100.0))
     machine.add(program("a"), program("b"))
     machine.arrive(machine.request("a"), machine.request("a", exclusive=True))
@@ -38,7 +38,7 @@ def test_a_request_that_executes_alone_waits_for_the_executions_in_flight() -> N
 
 
 def test_a_request_that_executes_alone_waits_for_a_load_and_lets_no_other_begin() -> None:
-    """The weights of another model are on the link: after them, it goes first."""
+    """A request that executes alone waits for a load in progress. After that, it executes before another load begins."""
     machine = Driver(SchedulerSettings())
     machine.add(program("a"))
     machine.add(program("b"), program("c"), resident=False)
@@ -55,7 +55,7 @@ def test_a_request_that_executes_alone_waits_for_a_load_and_lets_no_other_begin(
 
 
 def test_a_request_that_executes_alone_waits_for_a_warm_up(machine: Driver) -> None:
-    """A model that was just built is being warmed up: untried code, which may end the process itself."""
+    """A request that executes alone waits for a warm-up, because untried code may end the process as well."""
     machine.add(program("a"))
     machine.add(program("b"), warm_up=True)
     assert not executions(machine.arrive(machine.request("a", exclusive=True)))
@@ -66,7 +66,7 @@ def test_a_request_that_executes_alone_waits_for_a_warm_up(machine: Driver) -> N
 
 
 def test_others_go_on_if_a_request_that_executes_alone_leaves() -> None:
-    """It is cancelled, or expires, while the device is kept for it."""
+    """If requests for which the device is kept free are cancelled or expire, other requests execute."""
     machine = Driver(SchedulerSettings(discipline="fifo", depth=2, launch_ahead_ms=100.0))
     machine.add(program("a"), program("b"))
     machine.arrive(machine.request("a"))
@@ -86,7 +86,7 @@ def test_others_go_on_if_a_request_that_executes_alone_leaves() -> None:
 
 
 def test_company_is_not_waited_for() -> None:
-    """A model that holds requests back for company does not hold this one back."""
+    """A request that executes alone is not delayed by its model's `max_delay`."""
     machine = Driver(SchedulerSettings())
     machine.add(program("a", max_delay=1.0))
 
@@ -95,7 +95,7 @@ def test_company_is_not_waited_for() -> None:
 
 @every_discipline
 def test_a_crowd_of_requests_that_execute_alone_starves_no_other_model(discipline: str) -> None:
-    """Two models take turns, although every request of the one executes alone."""
+    """If all requests of a model execute alone, another model still takes turns with it."""
     machine = Driver(SchedulerSettings(discipline=discipline, depth=2))
     machine.add(program("a", {(0, 1): 0.001}), program("b", {(0, 1): 0.001}))
     pairs = [(machine.request("a", exclusive=True), machine.request("b")) for _ in range(20)]
@@ -108,7 +108,10 @@ def test_a_crowd_of_requests_that_execute_alone_starves_no_other_model(disciplin
 
 
 def test_the_budget_falls_while_the_device_is_kept() -> None:
-    """The weights are evicted before their request has executed: they load again, and it executes."""
+    """While the device is kept for a request, a smaller budget evicts its weights.
+
+    They are loaded again, and it executes.
+    """
     machine = Driver(SchedulerSettings(weight_budget_bytes=300))
     machine.add(program("a"))
     machine.add(program("b"), resident=False)

@@ -1,4 +1,4 @@
-"""Weights that load and leave only by command: requests neither load nor evict any."""
+"""Weights that only commands load and evict: requests cause no load and no eviction."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_request_for_absent_weights_is_refused() -> None:
 
 @pytest.mark.parametrize("wish", [Prefetch("a"), Pinned("a", True)])
 def test_requests_wait_for_prefetched_weights(wish: Prefetch | Pinned) -> None:
-    """Requests wait while prefetched weights are in line for the link or loading."""
+    """Requests wait while prefetched or pinned weights are in line for the link, or are loading."""
     driver = explicit()
     driver.add(program("x"), program("a", SINGLE), resident=False)
     driver.send(Prefetch("x"))
@@ -116,7 +116,7 @@ def test_a_shed_request_brings_no_weights() -> None:
 
 
 def test_a_prefetch_that_does_not_fit_is_turned_down() -> None:
-    """A prefetch that does not fit evicts no prefetched model, and its waiting requests are refused."""
+    """A prefetch that does not fit is given up. It evicts no prefetched model, and its waiting requests are refused."""
     driver = explicit(200)
     driver.add(program("a"), program("b"))
     driver.add(program("c"), resident=False)
@@ -128,7 +128,7 @@ def test_a_prefetch_that_does_not_fit_is_turned_down() -> None:
 
 
 def test_a_prefetch_waits_for_room_that_is_being_made() -> None:
-    """A prefetch waits for an eviction that waits for an execution, and then its requests execute."""
+    """A prefetch waits for the room of a model that is evicted after its execution. Then its requests execute."""
     driver = explicit(100)
     driver.add(program("a", SINGLE))
     driver.add(program("b", SINGLE), resident=False)
@@ -144,7 +144,7 @@ def test_a_prefetch_waits_for_room_that_is_being_made() -> None:
 
 
 def test_a_prefetch_waits_for_a_model_that_is_being_removed() -> None:
-    """Its last execution holds the room that the next version needs."""
+    """A prefetch waits for the room of a model that is removed after its last execution."""
     driver = explicit(100)
     driver.add(program("old", SINGLE))
     driver.add(program("new", SINGLE), resident=False)
@@ -156,7 +156,7 @@ def test_a_prefetch_waits_for_a_model_that_is_being_removed() -> None:
 
 
 def test_one_that_does_not_fit_does_not_keep_others_out() -> None:
-    """Of three prefetches, the one that does not fit is refused, and the others load."""
+    """If one of three prefetches does not fit, it is refused with its requests, and the others are loaded."""
     driver = explicit(300)
     driver.add(program("x"), resident=False)
     driver.add(program("large", weight_bytes=250), program("a"), program("b"), resident=False)
@@ -172,7 +172,7 @@ def test_one_that_does_not_fit_does_not_keep_others_out() -> None:
 
 
 def test_a_prefetch_larger_than_the_budget_is_there_alone() -> None:
-    """As on demand: beside nothing but pinned weights it may go beyond it."""
+    """A prefetched model may exceed the budget if only pinned weights are on the device besides it."""
     driver = explicit(100)
     driver.add(program("pinned", weight_bytes=80, pinned=True))
     driver.add(program("a", weight_bytes=500), program("b", weight_bytes=10), resident=False)
@@ -187,7 +187,7 @@ def test_a_prefetch_larger_than_the_budget_is_there_alone() -> None:
 
 
 def test_pinned_weights_evict_unpinned_ones() -> None:
-    """Pinned weights evict the least recently used of the others, whose requests are refused."""
+    """A pin evicts the least recently used model that is not pinned, and refuses its requests."""
     driver = explicit(200)
     driver.add(program("a", SINGLE), program("b", SINGLE))
     driver.add(program("c"), resident=False)
@@ -201,7 +201,10 @@ def test_pinned_weights_evict_unpinned_ones() -> None:
 
 
 def test_unpinning_frees_the_weights_at_once() -> None:
-    """Unpinned weights leave after their executions; waiting requests are refused then, new ones at once."""
+    """Unpinned weights leave after their execution.
+
+    New requests are refused at once, and waiting ones when the weights leave.
+    """
     driver = explicit()
     driver.add(program("a", SINGLE, pinned=True), program("idle", pinned=True))
     assert driver.send(Pinned("idle", False)) == [EvictWeights("idle", 2)]
@@ -229,7 +232,7 @@ def test_unpinning_what_is_not_pinned_changes_nothing() -> None:
 
 
 def test_unpinning_a_loading_model_abandons_its_load() -> None:
-    """Waiting requests are refused at once."""
+    """If a loading model is unpinned, its load is abandoned, and its waiting requests are refused at once."""
     driver = explicit()
     driver.add(program("a", pinned=True), resident=False)
     request = driver.request()
@@ -244,7 +247,7 @@ def test_unpinning_a_loading_model_abandons_its_load() -> None:
 
 
 def test_what_waits_for_an_evicted_model_is_refused() -> None:
-    """Waiting requests of an evicted model are refused, except committed ones and those in their execution."""
+    """An eviction refuses the waiting requests of its model. The executing request and a committed one are answered."""
     driver = explicit()
     driver.add(program("a", SINGLE))
     first, other, call = driver.request(), driver.request(), driver.request(run=3)
@@ -262,7 +265,7 @@ def test_what_waits_for_an_evicted_model_is_refused() -> None:
 
 
 def test_new_calls_do_not_keep_what_is_to_go() -> None:
-    """New calls of running meta models are refused after an eviction, which could otherwise last forever."""
+    """A new sub-call of a model that is to be evicted is refused. Otherwise the eviction might never happen."""
     driver = explicit()
     driver.add(program("a", SINGLE))
     driver.arrive(driver.request())
@@ -288,7 +291,7 @@ def test_evicting_a_loading_model_refuses_its_requests() -> None:
 
 
 def test_evicting_a_queued_model_refuses_its_requests() -> None:
-    """An eviction in line for the link withdraws the load and refuses the requests."""
+    """If a model in line for the link is evicted, its load is withdrawn, and its requests are refused."""
     driver = explicit()
     driver.add(program("x"), program("a"), resident=False)
     driver.send(Prefetch("x"))
@@ -302,7 +305,7 @@ def test_evicting_a_queued_model_refuses_its_requests() -> None:
 
 
 def test_a_held_model_that_is_evicted_refuses_what_it_held() -> None:
-    """No request waits until it goes on."""
+    """If a held model is evicted, its waiting requests are refused at once."""
     driver = explicit()
     driver.add(program("a"))
     driver.pause(Pause.HOLD, "a")
@@ -314,7 +317,7 @@ def test_a_held_model_that_is_evicted_refuses_what_it_held() -> None:
 
 
 def test_a_budget_that_falls_sends_the_unpinned_away() -> None:
-    """A smaller budget evicts unpinned models, refuses their requests, and does not load them again."""
+    """A smaller budget evicts an unpinned model and refuses its requests. A larger budget does not load it again."""
     driver = explicit(200)
     driver.add(program("a"), program("b"))
     driver.pause(Pause.HOLD, "a")
@@ -329,7 +332,7 @@ def test_a_budget_that_falls_sends_the_unpinned_away() -> None:
 
 
 def test_what_came_for_requests_goes_before_these_execute() -> None:
-    """A model that came for requests and is evicted refuses them before they execute."""
+    """A prefetched model is evicted before its waiting requests have executed, and they are refused."""
     driver = explicit()
     driver.add(program("b", SINGLE))
     driver.add(program("a", SINGLE), resident=False)
@@ -348,7 +351,7 @@ def test_what_came_for_requests_goes_before_these_execute() -> None:
 
 
 def test_a_new_model_is_warmed_up_and_leaves() -> None:
-    """A new model is warmed up for its costs and then leaves."""
+    """A new model is loaded and warmed up to measure its costs, and then leaves."""
     driver = explicit()
     driver.add(program("a"), resident=False, warm_up=True)
     assert driver.load("a") == [WarmUp("a")]
@@ -430,7 +433,7 @@ def test_what_is_to_be_warmed_up_is_not_turned_down() -> None:
 
 
 def test_a_model_evicted_for_a_warm_up_comes_back() -> None:
-    """On a full device, a warm-up evicts a model, which comes back; its requests wait."""
+    """On a full device, a warm-up evicts a model, which is loaded again after it. Its requests wait."""
     driver = explicit(100)
     driver.add(program("a", SINGLE))
     driver.add(program("new"), resident=False, warm_up=True)
@@ -450,7 +453,7 @@ def test_a_model_evicted_for_a_warm_up_comes_back() -> None:
 
 
 def test_compaction_brings_all_back() -> None:
-    """After a compaction all models come back, the latest used first, and no request is refused."""
+    """After a compaction, all models are loaded again, the latest used one first. No request is refused."""
     driver = explicit()
     driver.add(program("a"), program("b"), program("c", SINGLE))
     driver.arrive(driver.request("c"))
@@ -466,7 +469,7 @@ def test_compaction_brings_all_back() -> None:
 
 
 def test_what_leaves_because_memory_ran_out_comes_back() -> None:
-    """Models evicted for lack of memory come back, because a command had loaded them."""
+    """Models that were evicted for lack of memory are loaded again, because a command had loaded them before."""
     driver = explicit()
     driver.add(program("a", SINGLE), program("b", SINGLE))
     request = driver.request("a")
@@ -483,7 +486,10 @@ def test_what_leaves_because_memory_ran_out_comes_back() -> None:
 
 
 def test_what_is_there_stays_when_a_control_plane_takes_over() -> None:
-    """If the mode becomes explicit, resident and loading models keep their requests, and the others' are refused."""
+    """If the mode becomes explicit, resident and loading models stay and answer their requests.
+
+    Other requests are refused.
+    """
     driver = Driver(SchedulerSettings(weight_budget_bytes=200))
     driver.add(program("a"))
     driver.add(program("b"), program("c"), resident=False)
@@ -501,7 +507,7 @@ def test_what_is_there_stays_when_a_control_plane_takes_over() -> None:
 
 
 def test_what_warms_up_when_a_control_plane_takes_over_leaves() -> None:
-    """A model that warms up when the mode becomes explicit leaves after it."""
+    """A model that warms up when the mode becomes explicit leaves after its warm-up."""
     driver = Driver()
     driver.add(program("a"), program("b"), resident=False, warm_up=True)
     driver.load("a")
@@ -514,7 +520,7 @@ def test_what_warms_up_when_a_control_plane_takes_over_leaves() -> None:
 
 
 def test_what_is_to_go_when_a_control_plane_takes_over_goes() -> None:
-    """A model to be evicted when the mode becomes explicit executes its committed requests and refuses the rest."""
+    """A model that is to be evicted when the mode becomes explicit executes its sub-call and refuses other requests."""
     driver = Driver()
     driver.add(program("a", SINGLE))
     first, other, call = driver.request(), driver.request(), driver.request(run=3)
@@ -530,7 +536,7 @@ def test_what_is_to_go_when_a_control_plane_takes_over_goes() -> None:
 
 
 def test_what_would_come_for_the_next_request_does_not_when_a_control_plane_takes_over() -> None:
-    """A load in line for the next request is withdrawn when the mode becomes explicit."""
+    """A load that waits for room for the model's next request is withdrawn when the mode becomes explicit."""
     driver = Driver(SchedulerSettings(discipline="edf", weight_budget_bytes=100, residency_factor=4.0))
     driver.add(program("a"), program("b"), resident=False)
     for name in "ab":
@@ -559,7 +565,7 @@ def test_what_was_compacted_away_comes_back_to_a_control_plane() -> None:
 
 
 def test_a_load_that_is_given_up_while_a_control_plane_takes_over_is_repeated() -> None:
-    """A load that is being abandoned when the mode becomes explicit is repeated for a waiting request."""
+    """If a load is being abandoned when the mode becomes explicit, and a request waits for it, it is repeated."""
     driver = Driver()
     driver.add(program("a"), program("b"), resident=False)
     gone, other = driver.request("a"), driver.request("b")
@@ -578,7 +584,7 @@ def test_a_load_that_is_given_up_while_a_control_plane_takes_over_is_repeated() 
 
 
 def test_weights_come_on_demand_again_when_the_control_plane_lets_them() -> None:
-    """When the mode is no longer explicit, requests load weights and evict others."""
+    """When the mode is explicit no more, requests cause loads and evictions again."""
     driver = explicit(100)
     driver.add(program("a"))
     driver.add(program("b"), resident=False)
@@ -588,7 +594,7 @@ def test_weights_come_on_demand_again_when_the_control_plane_lets_them() -> None
 
 
 def test_nothing_of_what_is_to_go_starts() -> None:
-    """No execution of a model to be evicted starts, although the device has a free place."""
+    """While a model is to be evicted, none of its requests starts, even if the device has a free place."""
     driver = explicit(depth=2, launch_ahead_ms=0.0)
     driver.add(program("a", SINGLE))
     driver.arrive(*driver.requests_of(2))

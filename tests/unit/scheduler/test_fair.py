@@ -1,6 +1,6 @@
-"""Fair shares of device time: their definition, their exactness, and the bound on waiting.
+"""Fair shares of device time: their definition, their exactness, and the bound of the wait.
 
-Saturated models always have requests waiting. Executions take exactly what they cost, by default.
+Saturated models always have waiting requests. By default, an execution takes exactly its estimated cost.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ CHEAP, DEAR = 0.0005, 0.080
 
 @dataclass
 class Fleet:
-    """Models with one size each on one device, some of them saturated; time is that of the device."""
+    """A scheduler and a device with models of one size each. Time passes only with executions."""
 
     costs: list[float]
     weights: list[float]
     now: float = 0.0
-    #: model -> its device time.
+    #: Device time by model.
     got: dict[str, float] = field(default_factory=dict)
-    #: model -> the time since which it has work and was not served.
+    #: By model: the time since which it has had work without being served.
     waiting: dict[str, float] = field(default_factory=dict)
-    #: (model, waited) for each execution.
+    #: For each execution: its model, and how long it had waited.
     waits: list[tuple[str, float]] = field(default_factory=list)
     saturated: set[str] = field(default_factory=set)
     _queued: set[str] = field(default_factory=set)
@@ -57,7 +57,7 @@ class Fleet:
             self._send(ModelAdded(program, resident=True))
 
     def saturate(self, *names: str) -> None:
-        """Keep work for these at all times."""
+        """Keep requests of these models waiting at all times."""
         self.saturated |= set(names)
         self.request(*names)
 
@@ -71,7 +71,7 @@ class Fleet:
         self._send(RequestsArrived(tuple(requests)))
 
     def step(self, slower: float = 1.0, late: float = 0.0) -> str | None:
-        """End the running execution, and return its model; the scheduler hears of it `late`."""
+        """End the running execution, and return its model. The scheduler gets the event `late` seconds later."""
         running = self._running
         if running is None:
             return None
@@ -108,7 +108,7 @@ def jain(values: list[float]) -> float:
 
 
 def test_cheap_and_dear_models_get_equal_time() -> None:
-    """0.5 ms against 80 ms, same weight: half of the device each, so 160 executions against one."""
+    """Models with executions of 0.5 ms and 80 ms and equal weights get half of the device each."""
     fleet = Fleet([CHEAP, DEAR], [1.0, 1.0])
     fleet.saturate("m0", "m1")
     fleet.run(16.0)
@@ -117,7 +117,7 @@ def test_cheap_and_dear_models_get_equal_time() -> None:
 
 
 def test_shares_follow_weights() -> None:
-    """Weights 1, 2 and 5: one, two and five eighths of the device, at any cost of an execution."""
+    """Models with weights 1, 2 and 5 get one, two and five eighths of the device, whatever their executions cost."""
     fleet = Fleet([DEAR, 0.006, 0.004], [1.0, 2.0, 5.0])
     fleet.saturate("m0", "m1", "m2")
     fleet.run(30.0)
@@ -127,7 +127,7 @@ def test_shares_follow_weights() -> None:
 
 @pytest.mark.parametrize("active", [2, pytest.param(20, marks=pytest.mark.long)])
 def test_idle_models_take_no_share(active: int) -> None:
-    """500 models are loaded, a few have work: those share all of the device, cheap and dear alike."""
+    """Of 500 loaded models a few have work. They share all of the device equally, whatever their executions cost."""
     fleet = Fleet([(CHEAP, 0.004, DEAR)[n % 3] for n in range(500)], [1.0] * 500)
     names = [f"m{n}" for n in range(0, active * 7, 7)]
     fleet.saturate(*names)
@@ -140,7 +140,7 @@ def test_idle_models_take_no_share(active: int) -> None:
 
 
 def test_idle_models_save_no_credit() -> None:
-    """A model that was idle for long gets an equal share from its return on."""
+    """A model that was idle for long gets an equal share from its return on, and no credit."""
     fleet = Fleet([0.01, 0.01], [1.0, 1.0])
     fleet.saturate("m0")
     fleet.run(10.0)
@@ -152,7 +152,7 @@ def test_idle_models_save_no_credit() -> None:
 
 
 def test_time_taken_while_alone_is_not_held_against_a_model() -> None:
-    """A model that had the device alone is not locked out when others come."""
+    """A model that had the device alone does not wait longer when another model gets work."""
     fleet = Fleet([0.01, 0.01], [1.0, 1.0])
     fleet.saturate("m0")
     fleet.run(10.0)
@@ -164,7 +164,7 @@ def test_time_taken_while_alone_is_not_held_against_a_model() -> None:
 
 
 def test_pausing_does_not_wipe_out_a_debt() -> None:
-    """A dear model that sends its next request just after the last one ended gets its share and no more."""
+    """A model whose next request always arrives just after its last execution gets its share, and not more."""
     fleet = Fleet([DEAR, CHEAP], [1.0, 1.0])
     fleet.saturate("m1")
     fleet.request("m0")
@@ -176,7 +176,7 @@ def test_pausing_does_not_wipe_out_a_debt() -> None:
 
 
 def test_models_over_their_share_are_not_ordered_by_cost() -> None:
-    """Among 40 idle models two compete: the dear one does not win because it is dear (or cheap because cheap)."""
+    """Two of 42 models have work, and get equal shares, although their costs are very different."""
     fleet = Fleet([0.0009, 0.09] + [0.01] * 40, [1.0] * 42)
     fleet.saturate("m0", "m1")
     fleet.run(10.0)
@@ -185,7 +185,7 @@ def test_models_over_their_share_are_not_ordered_by_cost() -> None:
 
 
 def test_wrong_estimates_do_not_bend_shares() -> None:
-    """Shares follow measured times: a model that takes thrice its cost gets no more time for it."""
+    """Shares follow measured times: a model that takes three times its estimated cost gets no more time."""
     fleet = Fleet([0.01, 0.01], [1.0, 1.0])
     fleet.saturate("m0", "m1")
     name = fleet._running.model if fleet._running else None
@@ -197,7 +197,7 @@ def test_wrong_estimates_do_not_bend_shares() -> None:
 
 
 def test_a_cheap_model_waits_for_one_execution_not_for_a_round() -> None:
-    """Beside 50 saturated models of 80 ms, a request of 0.5 ms starts after about one of them, not after 50."""
+    """While 50 models with executions of 80 ms are saturated, a request of 0.5 ms waits for about one of them, not for 50."""
     fleet = Fleet([CHEAP] + [DEAR] * 50, [1.0] * 51)
     fleet.saturate(*(f"m{n}" for n in range(1, 51)))
     for _ in range(200):
@@ -206,7 +206,7 @@ def test_a_cheap_model_waits_for_one_execution_not_for_a_round() -> None:
     fleet.waits.clear()
     fleet.run(5.0)
 
-    # c / s + C of the module's bound
+    # The module's bound on the wait, c / s + C, with the cost c, the share s, and the largest cost C.
     assert dict(fleet.waits)["m0"] <= CHEAP * 51 + DEAR
 
 
@@ -217,7 +217,7 @@ weights = st.sampled_from([0.2, 1.0, 1.0, 3.0])
 @FEW_EXAMPLES
 @given(models=st.lists(st.tuples(costs, weights), min_size=2, max_size=8))
 def test_wait_is_bounded(models: list[tuple[float, float]]) -> None:
-    """No model with work waits longer than 2 c / s + C, with its cost c, its share s and the greatest cost C."""
+    """No model with work waits longer than 2 c / s + C, where c is its cost, s its share, and C the largest cost."""
     fleet = Fleet([cost for cost, _ in models], [weight for _, weight in models])
     fleet.saturate(*fleet.cost)
     for _ in range(400):
@@ -236,7 +236,7 @@ def test_wait_is_bounded(models: list[tuple[float, float]]) -> None:
 def test_wait_is_bounded_when_models_come_and_go(
     models: list[tuple[float, float]], arrivals: list[tuple[int, int]]
 ) -> None:
-    """The same when models have work at times only; shares are those among all models."""
+    """The bound on the wait also holds if models have work only at times. Then s is the share among all models."""
     fleet = Fleet([cost for cost, _ in models], [weight for _, weight in models])
     for number, count in arrivals:
         name = f"m{number % len(models)}"
@@ -252,7 +252,10 @@ def test_wait_is_bounded_when_models_come_and_go(
 @FEW_EXAMPLES
 @given(models=st.lists(st.tuples(costs, weights), min_size=2, max_size=8))
 def test_two_models_with_work_never_drift_apart(models: list[tuple[float, float]]) -> None:
-    """Over any stretch of time, what two got by weight differs by one execution of each and two of the longest."""
+    """In any period, the device times over weight of two saturated models differ by a bounded amount.
+
+    The bound is one execution of each model and two of the longest, divided by the weights.
+    """
     fleet = Fleet([cost for cost, _ in models], [weight for _, weight in models])
     fleet.saturate(*fleet.cost)
     least: dict[tuple[str, str], float] = {}
@@ -271,7 +274,7 @@ def test_two_models_with_work_never_drift_apart(models: list[tuple[float, float]
 
 
 def test_a_model_is_not_charged_for_the_time_that_a_process_was_stopped() -> None:
-    """After an execution whose end came 10 s late, the two models take turns as before."""
+    """If the end of an execution is reported 10 s late, the models still get equal times afterwards."""
     fleet = Fleet([0.01, 0.01], [1.0, 1.0])
     fleet.saturate("m0", "m1")
     fleet.step(late=10.0)
@@ -282,9 +285,9 @@ def test_a_model_is_not_charged_for_the_time_that_a_process_was_stopped() -> Non
 
 @pytest.mark.parametrize("host", [0.0, 0.001])
 def test_a_model_beside_generations_waits_little_longer_than_its_share_implies(host: float) -> None:
-    """Four generations of 1 ms a step leave half of the time to requests of 5 ms: one each 10 ms, and at most 12.
+    """Four generations with steps of 1 ms leave half of the time to a model with requests of 5 ms, one each 10 ms, at most 12.
 
-    Host: between two steps the device waits for the runtime. Generations are charged for it.
+    `host` is the time between two steps in which the device waits for the runtime. The generations are charged for it.
     """
     scheduler, now, ids, took = Scheduler(), 0.0, 0, list[float]()
     steps = Program("steps", {(0, 1): 0.001, (0, 4): 0.0012}, True, 1000, feeds_back=True)
@@ -302,7 +305,7 @@ def test_a_model_beside_generations_waits_little_longer_than_its_share_implies(h
     while len(took) < 500:
         (execute,) = running
         now += execute.seconds + host * (execute.model == "steps")
-        # As in the runtime: the next steps arrive before the end of the execution.
+        # As in the runtime, the next steps arrive before the end of the execution.
         running = arrive("steps", len(execute.requests)) if execute.model == "steps" else []
         out = scheduler.handle(ExecutionFinished(execute.number, execute.seconds), now)
         running += [one for one in out if isinstance(one, Execute)]
@@ -318,7 +321,7 @@ def test_a_model_beside_generations_waits_little_longer_than_its_share_implies(h
 
 @dataclass(frozen=True)
 class Work:
-    """A model with work, as a discipline sees it."""
+    """A model with work, with the attributes that a discipline reads."""
 
     name: str
     place: tuple[int, float, int]
@@ -327,7 +330,10 @@ class Work:
 
 
 def test_a_model_that_waits_for_its_weights_pays_for_an_execution_that_took_longer() -> None:
-    """Its execution was expected to take one second and took three: its turn moves back by three."""
+    """A model waits for its weights while its execution takes three seconds, not one.
+
+    Its rank moves back by three seconds.
+    """
     fair, a = Fair(), Work("a", (1, 0.0, 1))
     fair.update(a)
     _, before, _ = fair.rank(a)
@@ -341,7 +347,7 @@ def test_a_model_that_waits_for_its_weights_pays_for_an_execution_that_took_long
 
 
 def test_a_held_model_owes_nothing_once_others_had_the_time_that_it_owed() -> None:
-    """Held after a second on the device, it is the next one after the other model's ten seconds."""
+    """A model is held after one second on the device. When another one has had ten seconds, it is the next one."""
     fair, a, b = Fair(), Work("a", (1, 0.0, 1)), Work("b", (1, 0.0, 2))
     fair.update(a)
     fair.update(b)

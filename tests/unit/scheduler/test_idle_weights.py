@@ -26,7 +26,7 @@ LIMIT = 10.0
 
 @pytest.fixture
 def driver() -> Driver:
-    """Return a scheduler with a resident model that leaves after 10 s, and one that stays."""
+    """Return a driver with two resident models. `a` leaves after ten idle seconds, and `b` has no limit."""
     driver = Driver()
     driver.add(program("a", idle_seconds=LIMIT), program("b"))
     return driver
@@ -37,7 +37,7 @@ def evicted(driver: Driver, at: float) -> list[str]:
 
 
 def test_weights_leave_when_their_model_was_not_used_for_its_limit(driver: Driver) -> None:
-    """Not before; and models without a limit stay."""
+    """Weights leave when their model has been idle for its limit, and not before. Weights without a limit stay."""
     assert driver.scheduler.next_wakeup() == LIMIT
     assert evicted(driver, LIMIT - 0.1) == []
 
@@ -49,7 +49,7 @@ def test_weights_leave_when_their_model_was_not_used_for_its_limit(driver: Drive
 
 
 def test_each_use_begins_the_limit_again(driver: Driver) -> None:
-    """The end of an execution counts."""
+    """The idle time of weights begins at the end of their latest execution."""
     driver.tick(6.0)
     driver.arrive(driver.request("a"))
     driver.finish(seconds=1.0)
@@ -60,7 +60,7 @@ def test_each_use_begins_the_limit_again(driver: Driver) -> None:
 
 
 def test_the_next_request_loads_them_again(driver: Driver) -> None:
-    """And they have their limit again."""
+    """A request loads evicted weights again. They leave after another idle time."""
     evicted(driver, LIMIT)
     request = driver.request("a")
     driver.arrive(request)
@@ -73,7 +73,7 @@ def test_the_next_request_loads_them_again(driver: Driver) -> None:
 
 
 def test_weights_stay_while_something_executes_on_them(driver: Driver) -> None:
-    """However long it takes; the time after its end counts."""
+    """Weights stay while they are in use, however long this takes. The idle time begins at the end."""
     driver.arrive(driver.request("a"))
     assert evicted(driver, 3 * LIMIT) == []
     driver.finish(seconds=0.0)
@@ -83,7 +83,7 @@ def test_weights_stay_while_something_executes_on_them(driver: Driver) -> None:
 
 
 def test_weights_stay_while_requests_of_a_held_model_wait(driver: Driver) -> None:
-    """They are there when the model goes on."""
+    """Weights of a held model stay while its requests wait, so that these execute as soon as it continues."""
     driver.pause(Pause.HOLD, "a")
     driver.arrive(driver.request("a"))
 
@@ -93,7 +93,7 @@ def test_weights_stay_while_requests_of_a_held_model_wait(driver: Driver) -> Non
 
 
 def test_pinned_weights_stay_until_they_are_unpinned() -> None:
-    """A pin is an operator's word."""
+    """Pinned weights stay, whatever the limit is. After they are unpinned, they leave."""
     driver = Driver()
     driver.add(program("a", idle_seconds=LIMIT, pinned=True))
     assert evicted(driver, LIMIT) == []
@@ -103,7 +103,7 @@ def test_pinned_weights_stay_until_they_are_unpinned() -> None:
 
 
 def test_weights_that_only_commands_move_stay() -> None:
-    """An external control plane decides; when loads are on demand again, the limit holds."""
+    """In explicit mode, weights do not leave for idleness. When weights load on demand again, the limit applies."""
     driver = Driver(SchedulerSettings(on_demand=False))
     driver.send(ModelAdded(program("a", idle_seconds=LIMIT), resident=True))
     driver.send(Prefetch("a"))
@@ -115,7 +115,7 @@ def test_weights_that_only_commands_move_stay() -> None:
 
 
 def test_a_limit_changes_while_the_scheduler_runs(driver: Driver) -> None:
-    """rsrv.yaml was read again."""
+    """A limit can be changed while the scheduler runs, as when rsrv.yaml was read again."""
     driver.send(PolicyChanged("b", idle_seconds=2.0), after=5.0)
     assert evicted(driver, 7.0) == ["b"]
     driver.send(PolicyChanged("a", idle_seconds=inf))
@@ -124,7 +124,7 @@ def test_a_limit_changes_while_the_scheduler_runs(driver: Driver) -> None:
 
 
 def test_a_limit_of_zero_evicts_at_once_and_does_not_spin(driver: Driver) -> None:
-    """Weights in use are checked again after a while."""
+    """With a limit of zero, weights leave as soon as they are not used. Weights in use are checked at intervals."""
     driver.arrive(driver.request("a"))
     driver.send(PolicyChanged("a", idle_seconds=0.0))
     assert driver.scheduler.next_wakeup() == IDLE_CHECK_S
@@ -135,7 +135,7 @@ def test_a_limit_of_zero_evicts_at_once_and_does_not_spin(driver: Driver) -> Non
 
 
 def test_a_limit_below_zero_is_refused() -> None:
-    """So is one that is not a number."""
+    """A limit below zero, or one that is not a number, is refused."""
     for limit in (-1.0, float("nan")):
         with pytest.raises(CallerError, match="idle_seconds must be at least 0"):
             Driver().add(program("a", idle_seconds=limit))

@@ -30,7 +30,7 @@ def add(device: Device, names: str, *, fits: int, load: float = 0.1, weight: flo
 
 
 def test_a_model_larger_than_the_budget_is_served_alone() -> None:
-    """All others are evicted for it; it stays until another model needs the room."""
+    """A model larger than the budget evicts all others. It stays until another model needs the room."""
     device = budgeted(100)
     add(device, "a", fits=1)
     device.model(program("big", COST, weight_bytes=101), resident=False)
@@ -59,7 +59,7 @@ def test_the_least_recently_used_is_evicted_first() -> None:
 
 
 def test_no_model_is_evicted_in_vain() -> None:
-    """For 60 bytes the older model of 50 is spared when the younger one of 100 has to go anyway."""
+    """For 60 bytes, only the model of 100 bytes is evicted, because the older one of 50 bytes would be evicted in vain."""
     device = budgeted(150)
     device.model(program("small", COST, weight_bytes=50))
     device.model(program("large", COST, weight_bytes=100))
@@ -70,7 +70,7 @@ def test_no_model_is_evicted_in_vain() -> None:
 
 
 def test_idle_models_are_evicted_before_those_with_work() -> None:
-    """A model with waiting requests stays while an idle one, used more recently, can go."""
+    """A model with waiting requests stays while an idle one can be evicted, even if that was used more recently."""
     device = budgeted(300)
     add(device, "abcd", fits=3)
     device.arrive(device.request("c"))
@@ -83,7 +83,7 @@ def test_idle_models_are_evicted_before_those_with_work() -> None:
 
 @every_discipline
 def test_a_load_runs_beside_executions(discipline: str) -> None:
-    """While weights are on their way for 1 s the device executes what is resident, without a pause."""
+    """While a load takes 1 s, the device executes resident models without a pause."""
     device = budgeted(200, discipline)
     add(device, "ab", fits=1, load=1.0)
     device.saturate("a")
@@ -95,7 +95,7 @@ def test_a_load_runs_beside_executions(discipline: str) -> None:
 
 @every_discipline
 def test_no_model_starves_while_half_of_the_models_fit(discipline: str) -> None:
-    """Six saturated models share room for three: each gets a sixth of the device, which never pauses."""
+    """Six saturated models have room for three. Each gets a sixth of the device's time, and the device never pauses."""
     device = budgeted(300, discipline)
     add(device, "abcdef", fits=3)
     device.saturate("abcdef")
@@ -106,7 +106,7 @@ def test_no_model_starves_while_half_of_the_models_fit(discipline: str) -> None:
 
 
 def test_shares_follow_weights_while_models_swap() -> None:
-    """Two of weight 10 and four of weight 1 share room for three: ten to one, roughly, and none starves."""
+    """Two models of weight 10 and four of weight 1 have room for three. They get time by weight, and all are served."""
     device = budgeted(300)
     add(device, "AB", fits=2, weight=10.0)
     add(device, "cdef", fits=1)
@@ -120,7 +120,7 @@ def test_shares_follow_weights_while_models_swap() -> None:
 
 @every_discipline
 def test_weights_stay_for_a_multiple_of_their_load(discipline: str) -> None:
-    """With a factor of 4 no model with work is evicted within 4 load times after its load: the device is not idle."""
+    """With a factor of 4, no model with work is evicted within four load times after its load. The device is rarely idle."""
     device = budgeted(300, discipline)
     add(device, "abcdef", fits=3, load=0.5)
     device.saturate("abcdef")
@@ -140,7 +140,7 @@ def test_weights_stay_for_a_multiple_of_their_load(discipline: str) -> None:
 
 @every_discipline
 def test_a_large_model_is_not_overtaken_on_the_link(discipline: str) -> None:
-    """While the first in line finds no room, a small one behind it is not loaded into what room there is."""
+    """While the first model in line for the link finds no room, a smaller one after it is not loaded before it."""
     device = budgeted(100, discipline)
     device.model(program("busy", {(0, 1): 1.0}, weight_bytes=60))
     device.model(program("large", COST, weight_bytes=80), load=0.1, resident=False)
@@ -158,7 +158,7 @@ def test_a_large_model_is_not_overtaken_on_the_link(discipline: str) -> None:
 
 
 def test_weights_that_committed_requests_wait_for_stay() -> None:
-    """A sub-call keeps its model on the device, though another model waits for the room."""
+    """A model with a waiting sub-call stays on the device, even if another model needs its room."""
     device = budgeted(200)
     add(device, "abc", fits=2)
     device.arrive(device.request("a"))
@@ -171,7 +171,7 @@ def test_weights_that_committed_requests_wait_for_stay() -> None:
 
 
 def test_loads_that_take_no_time_do_not_loop() -> None:
-    """With free loads and no residency two models swap, and time goes on."""
+    """If loads take no time and the residency factor is 0, models replace each other, and time passes."""
     device = budgeted(300, factor=0.0)
     add(device, "abcdef", fits=3, load=0.0)
     device.saturate("abcdef")
@@ -183,7 +183,7 @@ def test_loads_that_take_no_time_do_not_loop() -> None:
 
 @pytest.mark.parametrize("budget", [100, 200, 300])
 def test_everything_is_answered_when_load_ends(budget: int) -> None:
-    """Requests for six models at once, and room for some: in the end each was answered."""
+    """Six models get requests at once, and the device has room for some. All requests are answered."""
     device = budgeted(budget)
     add(device, "abcdef", fits=budget // 100)
     device.arrive(*(device.request(name) for name in "abcdef" for _ in range(20)))
@@ -206,7 +206,7 @@ def test_a_model_that_always_has_work_is_evicted_in_turn(discipline: str) -> Non
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_next_in_line_is_evicted_in_the_end(depth: int) -> None:
-    """Room for one model more than the device executes at once does not lock the others out."""
+    """If there is room for one more model than executions in flight, all models are served."""
     settings = SchedulerSettings(weight_budget_bytes=100 * (depth + 1), depth=depth, launch_ahead_ms=15.0)
     device = Device(settings)
     add(device, "abcdef", fits=depth + 1)
@@ -219,7 +219,7 @@ def test_the_next_in_line_is_evicted_in_the_end(depth: int) -> None:
 @every_discipline
 @pytest.mark.parametrize("small", [1, 4])
 def test_a_large_model_gets_its_room_from_busy_small_ones(discipline: str, small: int) -> None:
-    """It needs the room of all: of those that execute, and of the one that goes next, too."""
+    """A large model needs the room of all small models, also of the executing ones and of the next one. It is served."""
     device = budgeted(100, discipline)
     for number in range(small):
         device.model(program(f"s{number}", COST, weight_bytes=100 // small), load=0.1)
@@ -231,7 +231,7 @@ def test_a_large_model_gets_its_room_from_busy_small_ones(discipline: str, small
 
 
 def test_a_priority_does_not_lock_cold_models_out() -> None:
-    """Under `fair` a priority uses up its own model's share: those whose weights are absent come in turn."""
+    """Under `fair`, requests of a higher priority use up the share of their own model, so a cold model is served as well."""
     device = budgeted(300)
     add(device, "abcd", fits=3)
     device.saturate("abc", priority=4)
@@ -242,7 +242,7 @@ def test_a_priority_does_not_lock_cold_models_out() -> None:
 
 
 def test_a_priority_does_not_lock_others_out_of_the_link() -> None:
-    """Four saturated models of priority 1 take turns in room for three: a fifth of the default is loaded, too."""
+    """Four saturated models of priority 1 share room for three. A fifth model of default priority is loaded as well."""
     device = budgeted(300)
     add(device, "abcde", fits=3)
     device.saturate("abcd", priority=1)
@@ -253,13 +253,16 @@ def test_a_priority_does_not_lock_others_out_of_the_link() -> None:
 
 
 def test_a_client_that_thinks_does_not_cost_its_model_the_weights() -> None:
-    """One client each, 1 ms between answer and next request, room for two of three: each keeps its turn."""
+    """Three models share room for two.
+
+    Each has one client that waits for 1 ms after an answer. Each model stays for its turn.
+    """
     device = budgeted(200)
     add(device, "abc", fits=2)
     device.clients("abc", think=0.001)
     device.run(20.0)
 
-    # 1 / (1 + residency_factor) of the time of either place on the device, and some.
+    # Each of the two places on the device may spend 1 / (1 + residency_factor) of its time on loads, and a little more.
     assert sum(device.loads.values()) * 0.1 <= 2 * 0.21 * device.now
 
 
@@ -269,7 +272,7 @@ def test_a_client_that_thinks_does_not_cost_its_model_the_weights() -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @every_discipline
 def test_launching_ahead_does_not_keep_a_model_on_the_device_for_ever(discipline: str, depth: int) -> None:
-    """Something of the resident model executes all the time; the one that waits for its place gets it all the same."""
+    """Although the resident model always has an execution in flight, a model that waits for its place is loaded."""
     device = budgeted(100, discipline=discipline, depth=depth)
     add(device, "xy", fits=1)
     device.saturate("x")
@@ -283,7 +286,7 @@ def test_launching_ahead_does_not_keep_a_model_on_the_device_for_ever(discipline
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_large_model_gets_the_places_of_small_ones_at_any_depth(depth: int) -> None:
-    """Four small models have work all the time; the large one that needs all their room comes within two seconds."""
+    """Four small models always have work. A large model that needs all their room is served within two seconds."""
     device = budgeted(400, depth=depth)
     add(device, "abcd", fits=4)
     device.model(program("large", weight_bytes=400), load=0.1, resident=False)
@@ -298,7 +301,7 @@ def test_a_large_model_gets_the_places_of_small_ones_at_any_depth(depth: int) ->
 
 @pytest.mark.parametrize("seconds", [1.0, 10.0])
 def test_a_long_load_into_free_room_is_no_claim_on_the_device(seconds: float) -> None:
-    """A model that was loaded for long shares equally from then on; it does not make up for the time of its load."""
+    """After a long load into free room, a model gets equal shares. It gets no extra time for the duration of its load."""
     device = Device(SchedulerSettings())
     device.model(program("x", {(0, 1): 0.01}), load=seconds)
     device.model(program("y", {(0, 1): 0.01}), load=seconds, resident=False)
@@ -310,7 +313,7 @@ def test_a_long_load_into_free_room_is_no_claim_on_the_device(seconds: float) ->
 
 
 def test_room_that_a_shed_request_leaves_is_used_at_once() -> None:
-    """The first one for the link is shed when an execution starts; the next one is loaded beside that execution."""
+    """When an execution starts, the first request in line for the link is shed. The next one's weights load at once."""
     device = budgeted(100, discipline="edf")
     device.model(program("x", {(0, 1): 1.5}, weight_bytes=50), load=0.05)
     device.model(program("big", {(0, 1): 0.1}, weight_bytes=100), load=0.01, resident=False)
@@ -326,7 +329,7 @@ def test_room_that_a_shed_request_leaves_is_used_at_once() -> None:
 
 
 def test_a_model_that_found_no_room_for_the_next_request_is_loaded_when_there_is_some() -> None:
-    """Its request was shed while another model executed; when that is over, its weights come."""
+    """A request is shed because the device is busy. Afterwards, its model's weights are loaded for the next request."""
     device = budgeted(100, discipline="edf")
     device.model(program("a", {(0, 1): 0.03}, weight_bytes=100), load=0.1)
     device.model(program("b", weight_bytes=100), load=0.1, resident=False)
@@ -343,7 +346,10 @@ def test_a_model_that_found_no_room_for_the_next_request_is_loaded_when_there_is
 
 @pytest.mark.parametrize("period", [0.1, 0.2, 0.5])
 def test_models_whose_deadlines_are_shorter_than_loads_take_turns(period: float) -> None:
-    """Two of them share one place: each stays for its next requests before it is evicted for the other."""
+    """Two models whose deadlines are shorter than a load share one place.
+
+    Each stays for some requests before it is replaced.
+    """
     device = budgeted(100, discipline="edf")
     for name in "ab":
         device.model(program(name, weight_bytes=100), load=0.1, resident=False)
@@ -361,7 +367,10 @@ def test_models_whose_deadlines_are_shorter_than_loads_take_turns(period: float)
 
 
 def test_one_long_pause_does_not_end_the_protection_of_short_ones() -> None:
-    """Two clients that think for 10 ms share one place; after an hour without them they do so as well as before."""
+    """Two clients that wait 10 ms after each answer share one place.
+
+    After a pause of an hour, there are not more loads than before.
+    """
     device = budgeted(100)
     add(device, "ab", fits=1)
     device.clients("ab", think=0.01)

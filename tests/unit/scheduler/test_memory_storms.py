@@ -13,7 +13,7 @@ from tests.unit.scheduler.driver import program
 
 
 class _Storm(Device):
-    """Makes executions of `bad` find no memory; also the second time, unless `alone` is enough for it."""
+    """A device on which executions of `bad` find no memory. With `alone`, their retries find memory."""
 
     bad = "bad"
     alone = False
@@ -42,7 +42,7 @@ def storm_of(discipline: str = "fair", depth: int = 1) -> _Storm:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("discipline", ["fair", "fifo"])
 def test_a_model_that_never_finds_memory_does_not_stop_the_others(discipline: str, depth: int) -> None:
-    """Models evicted for a retry execute for four times their reload time before the next retry."""
+    """A model that never finds memory does not stop others: these execute for four times their load time between two retries."""
     device = storm_of(discipline, depth)
     device.saturate(["bad", "a", "b", "c"])
     device.run(3.0)
@@ -53,7 +53,10 @@ def test_a_model_that_never_finds_memory_does_not_stop_the_others(discipline: st
 
 
 def test_a_model_that_finds_memory_only_alone_is_served_beside_others() -> None:
-    """Each of its executions costs all others their weights, so it waits for its turn; none of its requests fail."""
+    """A model that finds memory only without others is served in its turn, because each retry evicts all others.
+
+    None of its requests fail.
+    """
     device = storm_of()
     device.alone = True
     device.saturate(["bad", "a", "b", "c"])

@@ -42,7 +42,7 @@ def admitted(instructions: Iterable[Instruction]) -> list[int]:
 
 
 def order(driver: Driver) -> list[int]:
-    """Return the order of admission, if each run ends before the next begins."""
+    """End the runs one after another, the oldest first. Return the order in which waiting runs are admitted."""
     order = []
     while driver.under_way:
         order += admitted(driver.end(min(driver.under_way.values(), key=lambda run: run.id)))
@@ -55,7 +55,7 @@ def order(driver: Driver) -> list[int]:
 
 @every_discipline
 def test_as_many_as_may_run_are_admitted_at_once(discipline: str) -> None:
-    """Of three runs two begin; the third does when the first is over."""
+    """With two places, two of three runs are admitted, and the third one when the first has ended."""
     driver = admission(discipline, concurrency=2)
     first, second, third = (driver.run_of() for _ in range(3))
 
@@ -65,7 +65,7 @@ def test_as_many_as_may_run_are_admitted_at_once(discipline: str) -> None:
 
 
 def test_two_are_admitted_unless_the_settings_say_otherwise() -> None:
-    """One computes while the other one waits for its call."""
+    """By default, two runs are in progress, so that one can compute while the other one waits for a call."""
     driver = Driver()
     driver.ask(*(driver.run_of() for _ in range(5)))
 
@@ -74,7 +74,7 @@ def test_two_are_admitted_unless_the_settings_say_otherwise() -> None:
 
 @pytest.mark.parametrize("discipline", ["fair", "fifo"])
 def test_runs_begin_by_priority_and_arrival(discipline: str) -> None:
-    """Priority 1 begins before 4, none and 9, for any meta model and deadline."""
+    """Runs are admitted in the order of the priorities 1, 4, none and 9, and then of arrival, whatever their meta models are."""
     driver = admission(discipline)
     driver.ask(driver.run_of())
     runs = [driver.run_of(f"m{p}", priority=p, deadline=100.0 - n) for n, p in enumerate((9, 0, 4, 1, 0))]
@@ -85,7 +85,10 @@ def test_runs_begin_by_priority_and_arrival(discipline: str) -> None:
 
 
 def test_edf_lets_the_soonest_deadline_in() -> None:
-    """After priority; those without a deadline go last, in order of arrival."""
+    """Under `edf`, runs of equal priority are admitted in the order of their deadlines.
+
+    Runs without one are last, by arrival.
+    """
     driver = admission("edf")
     driver.ask(driver.run_of())
     never, late, soon, also, urgent = (
@@ -99,7 +102,7 @@ def test_edf_lets_the_soonest_deadline_in() -> None:
 
 
 def test_runs_that_ask_together_begin_in_the_order_of_the_discipline() -> None:
-    """The free place goes to the soonest deadline, not to the first of the event."""
+    """If two runs of one event want the only place, the one with the earlier deadline gets it."""
     driver = admission("edf")
     late, soon = driver.run_of(deadline=9.0), driver.run_of(deadline=5.0)
     driver.ask(late, soon)
@@ -108,7 +111,7 @@ def test_runs_that_ask_together_begin_in_the_order_of_the_discipline() -> None:
 
 
 def test_a_change_of_discipline_changes_who_is_next() -> None:
-    """They came by `fifo`; under `edf` the soonest deadline is first, and back again the oldest is."""
+    """Runs that arrived under `fifo` are admitted by their deadlines under `edf`, and by arrival after a change back to `fifo`."""
     driver = admission("fifo")
     driver.ask(driver.run_of())
     late, soon, later = (driver.run_of(deadline=deadline) for deadline in (8.0, 5.0, 9.0))
@@ -123,7 +126,7 @@ def test_a_change_of_discipline_changes_who_is_next() -> None:
 
 @every_discipline
 def test_runs_do_not_hold_each_other_up_for_ever(discipline: str) -> None:
-    """For any later arrivals with sooner deadlines, a waiting run begins or ends at its own deadline."""
+    """However many runs with earlier deadlines arrive, a waiting run is admitted, or ends at its deadline."""
     driver = admission(discipline)
     driver.ask(driver.run_of())
     patient = driver.run_of(deadline=50.0)
@@ -141,7 +144,10 @@ def test_runs_do_not_hold_each_other_up_for_ever(discipline: str) -> None:
 
 @every_discipline
 def test_runs_that_call_a_held_model_leave_the_gate_to_others(discipline: str) -> None:
-    """They came first, and wait; another meta's runs go by, one after the other. Then it is their turn."""
+    """A waiting run that calls a held model lets runs of another meta model pass.
+
+    When the model continues, the run is next.
+    """
     driver = admission(discipline)
     driver.add(program("a"), program("b"))
     driver.pause(Pause.HOLD, "a")
@@ -155,7 +161,10 @@ def test_runs_that_call_a_held_model_leave_the_gate_to_others(discipline: str) -
 
 
 def test_runs_under_way_that_call_a_held_model_take_no_place() -> None:
-    """Others begin beside them; when it goes on all finish, and the next begins when there is one less than may be."""
+    """While its callee is held, a run in progress takes no place, so another run begins.
+
+    When the callee continues, both end before a further run begins.
+    """
     driver = admission()
     driver.add(program("a"))
     stalled, other, late = driver.run_of("m", models=("a",)), driver.run_of("n"), driver.run_of("n")
@@ -168,7 +177,7 @@ def test_runs_under_way_that_call_a_held_model_take_no_place() -> None:
 
 
 def test_a_run_that_ends_while_its_model_is_held_makes_room_for_no_other() -> None:
-    """The run took no slot, so the next run begins only when another one ends."""
+    """If a run ends while its callee is held, this frees no place, because the run took none."""
     driver = admission()
     driver.add(program("a"))
     stalled, other, late = driver.run_of("m", models=("a",)), driver.run_of("n"), driver.run_of("n")
@@ -180,7 +189,7 @@ def test_a_run_that_ends_while_its_model_is_held_makes_room_for_no_other() -> No
 
 
 def test_a_held_model_that_is_removed_delays_no_run() -> None:
-    """What its runs make of that is up to them."""
+    """If a held model is removed, waiting runs that call it are admitted. Their code must handle the missing model."""
     driver = admission()
     driver.add(program("a"))
     driver.pause(Pause.HOLD, "a")
@@ -194,7 +203,7 @@ def test_a_held_model_that_is_removed_delays_no_run() -> None:
 
 
 def test_more_places_are_taken_at_once() -> None:
-    """From one to three: two more begin with the change."""
+    """If the number of places rises from one to three, two waiting runs begin at once."""
     driver = admission()
     runs = [driver.run_of() for _ in range(4)]
     driver.ask(*runs)
@@ -203,7 +212,7 @@ def test_more_places_are_taken_at_once() -> None:
 
 
 def test_fewer_places_let_those_that_run_finish() -> None:
-    """From three to one: the next begins when all three are over."""
+    """If the number of places falls from three to one, the three runs in progress end before another one begins."""
     driver = admission(concurrency=3)
     runs = [driver.run_of() for _ in range(5)]
     driver.ask(*runs)
@@ -213,7 +222,10 @@ def test_fewer_places_let_those_that_run_finish() -> None:
 
 
 def test_places_that_went_and_came_back_are_used() -> None:
-    """From three to one and, after one run has ended, to two: none begins until another one ends."""
+    """The number of places falls from three to one, a run ends, and the number rises to two.
+
+    The next run begins after another end.
+    """
     driver = admission(concurrency=3)
     runs = [driver.run_of() for _ in range(5)]
     driver.ask(*runs)
@@ -225,7 +237,7 @@ def test_places_that_went_and_came_back_are_used() -> None:
 
 
 def test_a_limit_below_one_is_refused() -> None:
-    """No run could ever begin."""
+    """A number of places below one is refused, because no run could begin."""
     with pytest.raises(ValueError, match="meta_concurrency must be at least 1, not 0"):
         SchedulerSettings(meta_concurrency=0)
 
@@ -235,7 +247,7 @@ def test_a_limit_below_one_is_refused() -> None:
 
 @pytest.mark.parametrize("deadline", [-1.0, 0.0, nan])
 def test_a_run_that_comes_too_late_does_not_begin(deadline: float) -> None:
-    """A run whose deadline is now, has passed, or is NaN does not begin, although there is a place."""
+    """A run whose deadline is now, in the past, or NaN expires at once, even if there is a place."""
     driver = admission()
     late = Run(1, "m", deadline)
 
@@ -244,7 +256,10 @@ def test_a_run_that_comes_too_late_does_not_begin(deadline: float) -> None:
 
 
 def test_a_run_waits_until_its_deadline() -> None:
-    """The scheduler asks for a tick then, the run ends, and the later one is next."""
+    """A waiting run expires at its deadline, for which the scheduler asks for a tick.
+
+    The next waiting run takes its turn.
+    """
     driver = admission("fifo")
     driver.ask(first := driver.run_of())
     soon, later = driver.run_of(deadline=2.0), driver.run_of(deadline=3.0)
@@ -258,7 +273,7 @@ def test_a_run_waits_until_its_deadline() -> None:
 
 
 def test_a_place_that_comes_at_the_deadline_comes_too_late() -> None:
-    """At one moment a place becomes free and the first in line is due: the one behind it begins."""
+    """If a place becomes free exactly at the deadline of the first waiting run, that run expires and the next one begins."""
     driver = admission("fifo")
     driver.ask(first := driver.run_of())
     due, other = driver.run_of(deadline=2.0), driver.run_of()
@@ -269,7 +284,7 @@ def test_a_place_that_comes_at_the_deadline_comes_too_late() -> None:
 
 
 def test_a_run_under_way_has_no_deadline_here() -> None:
-    """What it does in time is its own affair: it keeps its place until it ends."""
+    """A run in progress keeps its place until it ends, whatever its deadline is."""
     driver = admission()
     driver.ask(driver.run_of(deadline=1.0), other := driver.run_of())
 
@@ -279,7 +294,7 @@ def test_a_run_under_way_has_no_deadline_here() -> None:
 
 
 def test_so_many_of_a_meta_may_wait() -> None:
-    """Two of `m` wait; the third is refused, one of another meta is not."""
+    """If two runs of a meta model may wait, a third one is refused. Runs of another meta model may wait."""
     driver = admission()
     driver.ask(driver.run_of())
     driver.ask(driver.run_of(max_waiting=2), driver.run_of(max_waiting=2))
@@ -289,7 +304,7 @@ def test_so_many_of_a_meta_may_wait() -> None:
 
 
 def test_those_that_begin_at_once_do_not_wait() -> None:
-    """Two places and one that may wait: of four that ask together the latest is refused."""
+    """Runs that begin at once do not count as waiting: with two places and one waiting run, the last of four runs is refused."""
     driver = admission(concurrency=2)
     runs = [driver.run_of(max_waiting=1) for _ in range(4)]
 
@@ -301,7 +316,7 @@ def test_those_that_begin_at_once_do_not_wait() -> None:
 
 
 def test_an_expired_run_frees_its_place_in_line() -> None:
-    """If the only waiting run expires when the next one asks, that one waits in its place."""
+    """If the only waiting run expires when another one arrives, that one waits in its place."""
     driver = admission()
     driver.ask(driver.run_of())
     driver.ask(due := driver.run_of(deadline=1.0, max_waiting=1))
@@ -311,7 +326,7 @@ def test_an_expired_run_frees_its_place_in_line() -> None:
 
 
 def test_a_run_that_waits_can_be_withdrawn() -> None:
-    """Nothing is answered, it never begins, and its deadline causes no tick."""
+    """A waiting run can be withdrawn: it gets no answer, never begins, and causes no tick at its deadline."""
     driver = admission()
     driver.ask(first := driver.run_of())
     driver.ask(gone := driver.run_of(deadline=1.0), other := driver.run_of())
@@ -322,7 +337,7 @@ def test_a_run_that_waits_can_be_withdrawn() -> None:
 
 
 def test_the_end_of_an_unknown_run_is_ignored() -> None:
-    """The end of a run that ended, was refused or never existed frees no place."""
+    """The end of a run that has ended, or that never existed, frees no place."""
     driver = admission()
     driver.ask(first := driver.run_of(), second := driver.run_of(max_waiting=5))
     driver.end(first)
@@ -335,7 +350,7 @@ def test_the_end_of_an_unknown_run_is_ignored() -> None:
 
 
 def test_the_end_of_a_run_leaves_its_requests_alone() -> None:
-    """They execute, the oldest still before an urgent one; so do those that come after it."""
+    """After the end of a run, its requests still execute, the oldest ones before an urgent request, also those that arrive later."""
     driver = admission()
     driver.add(program("a", {(0, 1): 0.001}))
     driver.arrive(driver.request())
@@ -352,7 +367,7 @@ def test_the_end_of_a_run_leaves_its_requests_alone() -> None:
 
 
 def test_a_run_is_no_request() -> None:
-    """Cancelling a run's id as a request does nothing."""
+    """A cancellation of a request with the id of a run does nothing."""
     driver = admission()
     driver.ask(driver.run_of(), waits := driver.run_of())
     driver.send(RequestsCancelled((waits.id,)))
@@ -361,7 +376,10 @@ def test_a_run_is_no_request() -> None:
 
 
 def test_runs_and_requests_share_their_ids() -> None:
-    """An id in use by a run or a request is refused, as is one given twice, and nothing changes."""
+    """An id that a run or a request uses is refused for another one, as is an id that is given twice.
+
+    Nothing else changes.
+    """
     driver = admission()
     driver.add(program("a"))
     driver.arrive(request := driver.request(deadline=10.0))
@@ -390,13 +408,13 @@ def test_runs_and_requests_share_their_ids() -> None:
     ],
 )
 def test_a_run_that_makes_no_sense_is_refused(run: Run, problem: str) -> None:
-    """The caller is told what is wrong with it."""
+    """An impossible run is refused with an error about the wrong value."""
     with pytest.raises(CallerError, match=problem):
         admission().scheduler.handle(RunsAsked((run,)), 0.0)
 
 
 def test_what_became_of_runs_is_counted() -> None:
-    """Outcomes are counted by meta model, without a reset."""
+    """The outcomes of runs are counted by meta model, from the beginning on."""
     driver = admission(concurrency=2)
     driver.ask(over := driver.run_of(), driver.run_of(), driver.run_of("n"))
     driver.ask(driver.run_of(deadline=1.0), gone := driver.run_of())
@@ -413,7 +431,7 @@ def test_what_became_of_runs_is_counted() -> None:
 
 
 def test_a_place_is_expected_after_the_runs_that_are_ahead() -> None:
-    """All runs that wait count, of whichever meta model, and half of each run that runs."""
+    """The expected wait for a place is the time of all waiting runs, and half of each run in progress, divided by the places."""
     driver = admission(concurrency=2)
     assert driver.scheduler.admission_seconds() == 0.0
     slow, fast = driver.run_of("slow"), driver.run_of("fast")

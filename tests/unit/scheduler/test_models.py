@@ -1,4 +1,4 @@
-"""Models come and go: weights, removal, executions in flight."""
+"""Models are added and removed: their weights, and their executions in flight."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from tests.unit.scheduler.driver import Driver, executions, program
 
 
 def test_weights_are_loaded_on_demand_one_after_another(machine: Driver) -> None:
-    """Nothing is loaded before the first request; then one model after the other, in the discipline's order."""
+    """No weights are loaded before the first request.
+
+    Then one model is loaded after another, in the order of the discipline.
+    """
     for name in "abc":
         machine.add(program(name), resident=False)
 
@@ -33,7 +36,7 @@ def test_weights_are_loaded_on_demand_one_after_another(machine: Driver) -> None
 
 
 def test_model_that_loads_does_not_block_the_device(machine: Driver) -> None:
-    """The oldest request waits for its weights while a younger one of a resident model executes."""
+    """While the oldest request waits for its weights, a later one of a resident model executes."""
     machine.add(program("cold"), resident=False)
     machine.add(program("warm"))
     cold, warm = machine.request("cold"), machine.request("warm")
@@ -46,7 +49,10 @@ def test_model_that_loads_does_not_block_the_device(machine: Driver) -> None:
 
 
 def test_requests_after_a_failed_load_get_its_error_until_the_back_off_ends(machine: Driver) -> None:
-    """The back-off doubles up to a minute; the first request after it loads again, and success ends it."""
+    """After a failed load, requests get its error until the back-off ends. The first one after that causes a load.
+
+    Each back-off is twice as long, up to a minute. A successful load ends this.
+    """
     machine.add(program("a"), resident=False)
     rests = []
     for number in range(1, 9):
@@ -71,7 +77,7 @@ def _not_loaded(request: int, retry_after: float) -> Finish:
 
 
 def test_late_end_of_an_older_load_is_ignored(machine: Driver) -> None:
-    """After epoch 1 failed, its late success does not make epoch 2's weights resident."""
+    """A late message about a load that has ended, or failed, does not change the state of a later load."""
     machine.add(program("a"), resident=False)
     machine.arrive(machine.request())
     machine.fail_load("a")
@@ -88,7 +94,7 @@ def test_late_end_of_an_older_load_is_ignored(machine: Driver) -> None:
 
 
 def test_epochs_never_repeat(machine: Driver) -> None:
-    """A model that comes back under its old name does not reuse an epoch."""
+    """A model that is added again under its old name gets a new epoch."""
     machine.add(program("a"))
     assert machine.remove("a") == [EvictWeights("a", 1)]
 
@@ -98,7 +104,7 @@ def test_epochs_never_repeat(machine: Driver) -> None:
 
 
 def test_bytes_are_counted_from_the_start_of_the_load(machine: Driver) -> None:
-    """Weights on their way hold their bytes; a failed load and an eviction give them back."""
+    """Weights take their bytes from the start of the load. A failed load and an eviction free them."""
     machine.add(program("a", weight_bytes=10), program("b", weight_bytes=5), resident=False)
     machine.arrive(machine.request("a"), machine.request("b"))
     held = [machine.scheduler.snapshot().weight_bytes]
@@ -116,7 +122,7 @@ def test_bytes_are_counted_from_the_start_of_the_load(machine: Driver) -> None:
 
 
 def test_removal_refuses_what_waits_and_lets_run_what_runs(machine: Driver) -> None:
-    """Queued requests are refused at once, the running one is answered, then the weights go."""
+    """When a model is removed, waiting requests are refused, the executing one is answered, and then the weights are evicted."""
     machine.add(program("a"))
     running, waiting = machine.request(), machine.request()
     machine.arrive(running)
@@ -131,7 +137,7 @@ def test_removal_refuses_what_waits_and_lets_run_what_runs(machine: Driver) -> N
 
 
 def test_a_model_may_be_limited_to_one_row_per_execution(machine: Driver) -> None:
-    """Its larger sizes are of use only where they cost less."""
+    """A model may be limited to one row per execution."""
     machine.add(program("a", max_batch_rows=1))
     machine.arrive(*machine.requests_of(3))
 
@@ -139,7 +145,7 @@ def test_a_model_may_be_limited_to_one_row_per_execution(machine: Driver) -> Non
 
 
 def test_draining_model_is_unknown_to_requests_and_keeps_its_name(machine: Driver) -> None:
-    """Until its weights are gone neither a request nor another model can use the name."""
+    """While a removed model drains, its requests are refused, and no model can be added under its name."""
     machine.add(program("a"))
     machine.arrive(machine.request())
     machine.remove("a")
@@ -156,7 +162,7 @@ def test_draining_model_is_unknown_to_requests_and_keeps_its_name(machine: Drive
 
 @pytest.mark.parametrize("good", [True, False])
 def test_removal_during_the_load_waits_for_its_end(machine: Driver, good: bool) -> None:
-    """Buffers that are being written are not freed: the eviction follows the end of the load."""
+    """If a model is removed during its load, its weights are evicted after the load's end, because they are being written."""
     machine.add(program("a"), resident=False)
     request = machine.request()
     machine.arrive(request)
@@ -170,7 +176,7 @@ def test_removal_during_the_load_waits_for_its_end(machine: Driver, good: bool) 
 
 
 def test_removal_without_weights_is_immediate(machine: Driver) -> None:
-    """A model whose load failed leaves nothing behind."""
+    """A model without weights, as after a failed load, is removed at once."""
     machine.add(program("a"), resident=False)
     machine.arrive(machine.request())
     machine.fail_load("a")
@@ -183,7 +189,7 @@ def test_removal_without_weights_is_immediate(machine: Driver) -> None:
 
 
 def test_depth_two_keeps_the_next_execution_ready() -> None:
-    """With depth 2 a second execution is given to the device when the first will end soon; a third waits."""
+    """With depth 2, a second execution is launched when the first will end soon. A third request waits."""
     machine = Driver(SchedulerSettings(depth=2))
     machine.add(program("a", {(0, 1): 0.001}))
     requests = machine.requests_of(3)

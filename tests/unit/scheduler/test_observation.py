@@ -32,7 +32,7 @@ from tests.unit.scheduler.driver import Driver, executions, program
 
 
 def test_backlog_counts_what_runs_and_what_waits(machine: Driver) -> None:
-    """An execution of 4 ms, 1 ms into it, and 33 singles that wait (4 ms + 1 ms): 8 ms."""
+    """The backlog has the rest of the running execution, 3 ms of 4 ms, and the time of 33 waiting rows, 4 ms + 1 ms."""
     machine.add(program("a"))
     machine.arrive(*machine.requests_of(32))
     machine.arrive(*machine.requests_of(33))
@@ -45,7 +45,7 @@ def test_backlog_counts_what_runs_and_what_waits(machine: Driver) -> None:
 
 
 def test_backlog_at_depth_two_counts_executions_one_after_another() -> None:
-    """Two executions of 1 ms in flight, launched together: the second has the device from the first's end."""
+    """Two executions of 1 ms are launched together. The backlog counts the second one from the end of the first one."""
     machine = Driver(SchedulerSettings(depth=2))
     machine.add(program("a", {(0, 1): 0.001}))
     machine.arrive(*machine.requests_of(2))
@@ -58,7 +58,10 @@ def test_backlog_at_depth_two_counts_executions_one_after_another() -> None:
 
 
 def test_the_latest_arrival_of_a_model_is_known(machine: Driver) -> None:
-    """A model that no request has come for, and an unknown one, have none."""
+    """The scheduler knows the time of a model's latest request.
+
+    For a model without requests, or an unknown one, it is -inf.
+    """
     machine.add(program("a"), program("b"))
     machine.arrive(*machine.requests_of(2, "a"))
     machine.finish_all()
@@ -69,7 +72,7 @@ def test_the_latest_arrival_of_a_model_is_known(machine: Driver) -> None:
 
 
 def test_backlog_of_nothing_is_nothing(machine: Driver) -> None:
-    """After all is done there is no rounding error left over."""
+    """When all requests have ended, the backlog is exactly 0, without a rounding error."""
     machine.add(program("a", {(0, 1): 0.1, (0, 3): 0.17}), program("b"))
     machine.arrive(*machine.requests_of(50), *machine.requests_of(40, "b"))
     machine.finish_all()
@@ -78,7 +81,10 @@ def test_backlog_of_nothing_is_nothing(machine: Driver) -> None:
 
 
 def test_a_device_is_free_for_others_while_requests_wait_for_their_weights(machine: Driver) -> None:
-    """A model's load says nothing about when the device could execute another model; an overdue execution does."""
+    """While requests of a model wait only for its weights, the device is idle for other models.
+
+    An overdue execution is not.
+    """
     machine.add(program("a"), program("b"))
     machine.add(program("cold"), resident=False)
     until_idle = machine.scheduler.seconds_until_idle
@@ -95,7 +101,10 @@ def test_a_device_is_free_for_others_while_requests_wait_for_their_weights(machi
 
 
 def test_cost_follows_what_executions_took(machine: Driver) -> None:
-    """1 ms by warm-up, then a sample of 2 ms: 1 + 0.2 * (2 - 1) = 1.2 ms. A failed one teaches nothing."""
+    """The cost was 1 ms by the warm-up.
+
+    After a sample of 2 ms, it is 1 + 0.2 * (2 - 1) = 1.2 ms. A failed execution has no effect.
+    """
     machine.add(program("a", {(0, 1): 0.001}))
     machine.arrive(*machine.requests_of(2))
     machine.finish(seconds=0.002)
@@ -107,7 +116,7 @@ def test_cost_follows_what_executions_took(machine: Driver) -> None:
 
 
 def test_learned_cost_changes_the_plan(machine: Driver) -> None:
-    """Size 32 was promised cheap and proves dear: after enough samples, singles are preferred."""
+    """Size 32 is slower than its warm-up said. After enough samples, requests of one row are executed one by one."""
     machine.add(program("a", {(0, 1): 0.001, (0, 32): 0.004}))
     sizes = set()
     for _ in range(30):
@@ -127,7 +136,7 @@ def test_learned_cost_changes_the_plan(machine: Driver) -> None:
 
 
 def test_snapshot_counts(machine: Driver) -> None:
-    """33 singles run as 32 and 1; one expires, one is refused, one waits."""
+    """A snapshot counts 33 rows that run at sizes 32 and 1, and an expired, a refused, an executing and a waiting request."""
     machine.add(program("a", max_queue_depth=34), program("b"))
     machine.arrive(machine.request("b"))
     machine.arrive(*machine.requests_of(33), machine.request(deadline=machine.now + 0.0005))
@@ -159,7 +168,7 @@ def test_snapshot_counts(machine: Driver) -> None:
 
 
 def test_snapshot_is_detached(machine: Driver) -> None:
-    """What happens later does not change a snapshot that was taken."""
+    """A snapshot does not change when later events happen."""
     machine.add(program("a"))
     before = machine.scheduler.snapshot()
     machine.arrive(machine.request())
@@ -174,7 +183,7 @@ def lines_of(machine: Driver) -> list[str]:
 
 
 def test_history_of_a_short_life(machine: Driver) -> None:
-    """Loads, their failures and the removal are in the history; it leaves with the model."""
+    """The history of a model has its loads, their failures, and its removal. It is removed with the model."""
     machine.add(program("a"), resident=False)
     machine.arrive(machine.request())
     machine.fail_load("a", "no such file")
@@ -210,7 +219,7 @@ def test_history_of_a_short_life(machine: Driver) -> None:
 
 
 def test_history_of_a_busy_model(machine: Driver) -> None:
-    """Arrivals, refusals, executions and their ends, with times, sizes and ids."""
+    """The history of a model has arrivals, refusals, executions and their ends, with times, sizes and ids."""
     machine.add(program("a"))
     machine.now = 0.5
     machine.arrive(machine.request(rows=20), machine.request(deadline=0.25), machine.request(rows=99))
@@ -228,7 +237,7 @@ def test_history_of_a_busy_model(machine: Driver) -> None:
 
 
 def test_history_is_bounded() -> None:
-    """Old records are dropped, but not with them the changes of the weights; long lists of ids are cut."""
+    """Old records of a history are dropped, except changes of the weights' state. Long lists of ids are cut."""
     machine = Driver()
     machine.add(program("a"))
     for _ in range(MAX_RECORDS):
@@ -249,7 +258,7 @@ def test_history_is_bounded() -> None:
 
 
 def test_broken_callers_are_told_and_change_nothing(machine: Driver) -> None:
-    """An event that contradicts earlier ones raises; the machine goes on as if it had not been sent."""
+    """An event that contradicts earlier events raises an error. The scheduler then continues as if it had not been sent."""
     machine.add(program("a"))
     running, waiting = machine.request(), machine.request()
     machine.arrive(running)
@@ -285,7 +294,7 @@ def test_broken_callers_are_told_and_change_nothing(machine: Driver) -> None:
 
 
 def test_an_id_may_be_used_again_after_its_end(machine: Driver) -> None:
-    """Ids have to be unique among requests in flight, not forever."""
+    """An id must be unique only among the requests in flight."""
     machine.add(program("a"))
     for _ in range(2):
         out = machine.scheduler.handle(RequestsArrived((Request(1, "a", 0, 1),)), 0.0)
@@ -296,7 +305,7 @@ def test_an_id_may_be_used_again_after_its_end(machine: Driver) -> None:
 
 
 def test_broken_invariant_tells_the_history(machine: Driver) -> None:
-    """A machine whose counters lie is caught, with the history of the model concerned."""
+    """If a counter is wrong, the check of the invariants raises an error with the model's history."""
     machine.add(program("a"))
     machine.arrive(machine.request())
     machine.scheduler._models["a"].queued += 1

@@ -1,4 +1,4 @@
-"""Why weights are not on the device: the line of a history that says what their load waits for."""
+"""Why weights are not on the device: the text that says what their load waits for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MB = 1_000_000
 
 
 def machine_of(budget_mb: int, **sizes_mb: int) -> Driver:
-    """Return a machine with absent models of these sizes."""
+    """Return a driver with absent models of these sizes in MB."""
     machine = Driver(SchedulerSettings(discipline="fifo", weight_budget_bytes=budget_mb * MB))
     for name, size in sizes_mb.items():
         machine.add(program(name, weight_bytes=size * MB), resident=False)
@@ -22,7 +22,7 @@ def obstacle(machine: Driver, model: str) -> str:
 
 
 def test_a_load_that_finds_no_room_tells_who_holds_it() -> None:
-    """The first in line tells the bytes that are missing, the models that execute and the bytes of pinned ones."""
+    """The first load in line waits for room. The text has the missing bytes, the executing models and the pinned bytes."""
     machine = machine_of(35, dogs=25, fixed=10, cats=25)
     machine.send(Pinned("fixed", True))
     machine.load("fixed")
@@ -38,7 +38,7 @@ def test_a_load_that_finds_no_room_tells_who_holds_it() -> None:
 
 
 def test_a_load_behind_others_names_them() -> None:
-    """A load waits for the one that runs, and then for the first in line."""
+    """A load waits for the load in progress, and then for the first load in line. The text names its model."""
     machine = machine_of(25, dogs=25, cats=25, owls=25)
     for name in ("dogs", "cats", "owls"):
         machine.arrive(machine.request(name))
@@ -51,7 +51,7 @@ def test_a_load_behind_others_names_them() -> None:
 
 
 def test_a_prefetch_waits_for_weights_that_requests_need() -> None:
-    """A prefetch evicts no weights with work, and a back-off tells when the load is retried."""
+    """A prefetch waits for weights that requests need. A load in back-off has the time of its retry."""
     machine = machine_of(25, dogs=25, cats=25)
     machine.arrive(machine.request("dogs"))
     machine.load("dogs", seconds=1.0)
@@ -69,7 +69,10 @@ def test_a_prefetch_waits_for_weights_that_requests_need() -> None:
 
 
 def test_weights_that_found_no_memory_twice_are_not_loaded_for_a_while() -> None:
-    """The back-off of weights that are not pinned ends without a load, which requests cause then."""
+    """After two loads without memory, there is no load for a while.
+
+    After this time, there is no obstacle, but a request must cause the load.
+    """
     machine = machine_of(25, dogs=25)
     machine.arrive(machine.request("dogs"))
     for _ in range(2):
@@ -81,7 +84,7 @@ def test_weights_that_found_no_memory_twice_are_not_loaded_for_a_while() -> None
 
 
 def test_a_load_waits_for_a_compaction() -> None:
-    """The model that executes holds the room, but the compaction comes before the load, and makes that room."""
+    """A load waits for a compaction, which waits for the executing model, and frees the room of that model."""
     machine = machine_of(25, dogs=25, cats=25)
     machine.arrive(machine.request("dogs"))
     machine.load("dogs")
@@ -94,7 +97,7 @@ def test_a_load_waits_for_a_compaction() -> None:
 
 
 def test_a_load_waits_for_a_request_that_executes_alone() -> None:
-    """There is room, but no load runs beside such a request."""
+    """A load waits for a request that executes alone, although there is room."""
     machine = machine_of(50, dogs=25, cats=25)
     machine.arrive(machine.request("dogs", exclusive=True))
     machine.load("dogs")
@@ -106,7 +109,10 @@ def test_a_load_waits_for_a_request_that_executes_alone() -> None:
 
 
 def test_restored_weights_wait_for_a_second_try() -> None:
-    """Weights that a compaction evicted wait while an execution is retried, and for no room: they load into free room."""
+    """Weights that a compaction evicted wait for the retry of an execution.
+
+    They do not wait for room, as they only use free room.
+    """
     machine = machine_of(40, owls=10, dogs=15, cats=15)
     machine.send(Pinned("owls", True))
     machine.load("owls")
@@ -125,7 +131,10 @@ def test_restored_weights_wait_for_a_second_try() -> None:
 
 
 def test_the_history_has_the_reasons_of_loads_and_evictions() -> None:
-    """Each change of the weights' state is a record with its reason: a load's, or the model that got the room."""
+    """The history has each change of the weights' state with its reason.
+
+    For an eviction, it names the model that got the room.
+    """
     machine = machine_of(25, dogs=25, cats=25)
     machine.send(Prefetch("dogs"))
     machine.load("dogs")

@@ -1,4 +1,4 @@
-"""Lack of device memory, compactions, and loads that have become useless."""
+"""Lack of device memory, compactions, and loads that no request needs any more."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def driver_of(*, budget: int | None = None, depth: int = 1) -> Driver:
 
 
 def test_an_execution_without_memory_is_tried_again_alone() -> None:
-    """All idle weights are evicted, its own weights and pinned ones stay; the same requests execute once more."""
+    """If an execution finds no memory, all idle weights are evicted except pinned ones, and it is retried with the same requests."""
     driver = driver_of()
     driver.add(program("a"), program("b"), program("c", pinned=True))
     request = driver.request("a")
@@ -49,7 +49,7 @@ def test_an_execution_without_memory_is_tried_again_alone() -> None:
 
 
 def test_the_second_time_its_requests_fail_and_no_others() -> None:
-    """If the retry fails, its requests fail, and the model's next execution has two tries again."""
+    """If the retry fails as well, only its requests fail. The next execution of the model has a retry again."""
     driver = driver_of()
     driver.add(program("a"), program("b"))
     first, other = driver.request("a"), driver.request("b")
@@ -71,7 +71,7 @@ def test_the_second_time_its_requests_fail_and_no_others() -> None:
 
 
 def test_the_second_try_has_the_device_to_itself() -> None:
-    """What was evicted for it, and what waits, comes when it is over: neither loads nor executions beside it."""
+    """While an execution is retried, nothing else executes or loads. Afterwards, the other models load and execute."""
     driver = driver_of(depth=2)
     driver.add(program("a"), program("b"), program("c", pinned=True))
     driver.arrive(driver.request("a"))
@@ -89,7 +89,7 @@ def test_the_second_try_has_the_device_to_itself() -> None:
 
 
 def test_two_executions_without_memory_are_tried_again_one_after_the_other() -> None:
-    """In their order, each alone."""
+    """If two executions find no memory, each is retried alone, in their order."""
     driver = driver_of(depth=2)
     driver.add(program("a"), program("b"))
     first, second = driver.request("a"), driver.request("b")
@@ -107,7 +107,7 @@ def test_two_executions_without_memory_are_tried_again_one_after_the_other() -> 
 
 
 def test_nothing_starts_before_the_second_try() -> None:
-    """While another execution and a load are still under way, neither work nor absent weights get their turn."""
+    """While a retry waits for another execution and a load to end, no other execution and no load starts."""
     driver = driver_of(depth=2)
     driver.add(program("a"), program("b"))
     driver.add(program("c"), program("d"), resident=False)
@@ -127,7 +127,7 @@ def test_nothing_starts_before_the_second_try() -> None:
 
 
 def test_requests_of_a_second_try_are_not_cancelled_but_answered() -> None:
-    """They count as executing, as the cancelled requests of any execution do."""
+    """Requests that wait for their retry count as executing: they are not cancelled, and do not expire."""
     driver = driver_of(depth=2)
     driver.add(program("a"), program("b"))
     request = driver.request("a", deadline=0.5)
@@ -143,7 +143,7 @@ def test_requests_of_a_second_try_are_not_cancelled_but_answered() -> None:
 
 
 def test_a_model_removed_before_its_second_try_still_gets_it() -> None:
-    """Its weights stay until that is over."""
+    """If a model is removed before its retry, its weights stay until the retry has ended."""
     driver = driver_of(depth=2)
     driver.add(program("a"), program("b"))
     request = driver.request("a")
@@ -159,7 +159,7 @@ def test_a_model_removed_before_its_second_try_still_gets_it() -> None:
 
 
 def test_the_discipline_charges_both_tries_once() -> None:
-    """The model's device time is that of both, its answers are counted once."""
+    """A model is charged for the device time of an execution and of its retry. Its answers count once."""
     driver = driver_of()
     driver.add(program("a"))
     driver.arrive(driver.request("a"))
@@ -175,7 +175,7 @@ def test_the_discipline_charges_both_tries_once() -> None:
 
 
 def test_a_load_without_memory_is_tried_again_on_an_empty_device() -> None:
-    """All that is neither pinned nor in use is evicted, though the budget had room; then the load comes first."""
+    """If a load finds no memory, all weights that are neither pinned nor in use are evicted, and it is retried first."""
     driver = driver_of()
     driver.add(program("a"), program("p", pinned=True))
     driver.add(program("b"), program("c"), resident=False)
@@ -192,7 +192,7 @@ def test_a_load_without_memory_is_tried_again_on_an_empty_device() -> None:
 
 
 def test_the_second_time_requests_for_the_load_fail_and_no_others() -> None:
-    """A load after that, when the model has rested, has two tries again."""
+    """If the retry of a load fails as well, only its requests fail. A load after the back-off has a retry again."""
     driver = driver_of()
     driver.add(program("a"), program("b"), resident=False)
     first, other = driver.request("a"), driver.request("b")
@@ -213,7 +213,10 @@ def test_the_second_time_requests_for_the_load_fail_and_no_others() -> None:
 
 
 def test_a_model_that_never_finds_memory_does_not_evict_all_others_each_time() -> None:
-    """Its requests are refused for a second, then for two, and so on up to a minute; each time the others stay."""
+    """Requests of a model that never finds memory are refused for 1 s, 2 s, and so on up to a minute.
+
+    Others stay meanwhile.
+    """
     driver = driver_of()
     driver.add(program("a"), program("b"))
     waiting_for(driver, "large")
@@ -238,7 +241,7 @@ def test_a_model_that_never_finds_memory_does_not_evict_all_others_each_time() -
 
 
 def test_a_model_that_found_memory_after_all_has_short_back_offs_again() -> None:
-    """An operator has it loaded meanwhile, so its requests wait for nothing; the next failure is the first again."""
+    """After a model has found memory, as after a prefetch by an operator, its next back-off is short again."""
     driver = driver_of()
     waiting_for(driver, "a")
     for _ in range(2):
@@ -269,7 +272,7 @@ def no_memory_for(driver: Driver, name: str) -> None:
 
 @pytest.mark.parametrize("on_demand", [True, False])
 def test_a_pinned_model_that_found_no_memory_is_tried_again_by_itself(on_demand: bool) -> None:
-    """A pinned model is retried after one second, then two, and so on up to a minute, until it is loaded."""
+    """A pinned model that finds no memory is loaded again after 1 s, 2 s, and so on up to a minute, until it succeeds."""
     driver = driver_of()
     driver.change(on_demand=on_demand)
     driver.add(program("a", pinned=True), resident=False)
@@ -294,7 +297,7 @@ def test_a_pinned_model_that_found_no_memory_is_tried_again_by_itself(on_demand:
 @pytest.mark.parametrize("on_demand", [True, False])
 @pytest.mark.parametrize("how", ["removed", "evicted"])
 def test_a_pinned_model_is_tried_again_when_another_leaves(how: str, on_demand: bool) -> None:
-    """It need not wait for the end of its rest."""
+    """A pinned model in back-off is loaded at once when another model leaves the device."""
     driver = driver_of()
     driver.change(on_demand=on_demand)
     driver.add(program("a", pinned=True), resident=False)
@@ -307,7 +310,7 @@ def test_a_pinned_model_is_tried_again_when_another_leaves(how: str, on_demand: 
 
 
 def test_an_unpinned_model_is_not_tried_again_by_itself() -> None:
-    """An unpinned model is not retried by itself, nor is one that left during its back-off."""
+    """A model that was unpinned or removed during its back-off is not loaded again."""
     driver = driver_of()
     for name in "ab":
         driver.add(program(name, pinned=True), resident=False)
@@ -321,7 +324,7 @@ def test_an_unpinned_model_is_not_tried_again_by_itself() -> None:
 
 
 def relieving(driver: Driver) -> dict[str, Callable[[], object]]:
-    """Events by which an operator makes room, which end the back-off of `large`."""
+    """Return the events with which an operator makes room, which ends the back-off of `large`."""
     return {
         "removed": lambda: driver.remove("other"),
         "unpinned": lambda: driver.send(Pinned("other", False)),
@@ -332,7 +335,7 @@ def relieving(driver: Driver) -> dict[str, Callable[[], object]]:
 
 @pytest.mark.parametrize("how", ["removed", "unpinned", "evicted", "compacted"])
 def test_an_operator_who_makes_room_ends_a_back_off(how: str) -> None:
-    """Requests cause a load again; if it fails, the next back-off is still twice as long."""
+    """After an operator has made room, requests cause a load again. If it fails, the next back-off is twice as long."""
     driver = driver_of()
     driver.add(program("other", pinned=True))
     waiting_for(driver, "large", "idle")
@@ -358,7 +361,7 @@ def test_an_operator_who_makes_room_ends_a_back_off(how: str) -> None:
 
 @pytest.mark.parametrize("wish", [Prefetch("large"), Pinned("large", True)])
 def test_requests_wait_for_what_is_to_be_tried_again(wish: Prefetch | Pinned) -> None:
-    """Requests wait if an operator has loaded the model during its back-off and the link is busy."""
+    """If an operator prefetches or pins a model during its back-off, its requests wait for the load, even if the link is busy."""
     driver = driver_of()
     waiting_for(driver, "large", "other")
     driver.arrive(driver.request("large"))
@@ -373,7 +376,7 @@ def test_requests_wait_for_what_is_to_be_tried_again(wish: Prefetch | Pinned) ->
 
 
 def test_weights_that_leave_after_a_warm_up_end_no_back_off() -> None:
-    """Weights that came after the lack of memory make no new room when they leave."""
+    """Weights that were loaded after a lack of memory do not end a back-off when they leave."""
     driver = driver_of()
     driver.change(on_demand=False)
     driver.add(program("large", pinned=True), resident=False)
@@ -385,7 +388,7 @@ def test_weights_that_leave_after_a_warm_up_end_no_back_off() -> None:
 
 
 def test_the_second_load_waits_for_what_executes() -> None:
-    """Only then is there as much room as there can be."""
+    """The retry of a load waits for the executing models, so that all of them can be evicted."""
     driver = driver_of()
     driver.add(program("a"))
     driver.add(program("b"), resident=False)
@@ -398,7 +401,7 @@ def test_the_second_load_waits_for_what_executes() -> None:
 
 
 def test_a_load_for_a_warm_up_has_two_tries() -> None:
-    """If the second load for a warm-up fails, the model is given up."""
+    """If the retry of a load for a warm-up fails, the load is given up."""
     driver = driver_of()
     driver.add(program("a"), resident=False, warm_up=True)
     assert driver.fail_load("a", out_of_memory=True) == [LoadWeights("a", 2)]
@@ -408,7 +411,7 @@ def test_a_load_for_a_warm_up_has_two_tries() -> None:
 
 
 def test_the_second_load_is_not_in_vain() -> None:
-    """A second load continues without its client, because the evictions for it have been made."""
+    """The retry of a load is not abandoned when its client leaves, because other weights have been evicted for it."""
     driver = driver_of()
     driver.add(program("a"), program("b"), resident=False)
     request = driver.request("a")
@@ -424,7 +427,10 @@ def test_the_second_load_is_not_in_vain() -> None:
 
 
 def test_what_was_there_comes_back_after_a_compaction() -> None:
-    """All that is not pinned goes at once, and comes one after the other, the latest used first."""
+    """A compaction evicts all weights that are not pinned.
+
+    They are loaded again one after another, the latest used ones first.
+    """
     driver = driver_of(budget=400)
     driver.add(program("a"), program("b"), program("c", pinned=True))
     driver.arrive(driver.request("a"))
@@ -439,7 +445,7 @@ def test_what_was_there_comes_back_after_a_compaction() -> None:
 
 
 def test_a_second_compaction_forgets_none_of_the_first() -> None:
-    """It comes while only one of three is back: all come back in the end."""
+    """After a second compaction, during the loads of the first, all weights are loaded again."""
     driver = driver_of()
     driver.add(program("a"), program("b"), program("c"))
     driver.send(Compact())
@@ -452,7 +458,7 @@ def test_a_second_compaction_forgets_none_of_the_first() -> None:
 
 
 def test_those_with_work_come_back_first() -> None:
-    """After a compaction, models with waiting requests come back first."""
+    """After a compaction, models with waiting requests are loaded first."""
     driver = driver_of()
     driver.add(program("a"), program("b"), program("c"))
     driver.arrive(driver.request("a"))
@@ -465,7 +471,7 @@ def test_those_with_work_come_back_first() -> None:
 
 
 def test_no_weights_are_evicted_for_restored_ones() -> None:
-    """A model that took the room during a compaction keeps it."""
+    """After a compaction, no weights are evicted for weights that are loaded again."""
     driver = driver_of(budget=200)
     driver.add(program("a"), program("b"))
     driver.add(program("c"), resident=False)
@@ -477,7 +483,10 @@ def test_no_weights_are_evicted_for_restored_ones() -> None:
 
 
 def test_a_compaction_waits_for_what_is_under_way_and_nothing_starts_meanwhile() -> None:
-    """An execution, a load and a warm-up: after the last of them the device is empty, once."""
+    """A compaction waits for the execution, the load and the warm-up in progress, and nothing starts meanwhile.
+
+    Then all weights are evicted at once.
+    """
     driver = driver_of(depth=2)
     driver.add(program("a"))
     driver.add(program("w"), resident=False, warm_up=True)
@@ -501,7 +510,7 @@ def test_a_compaction_waits_for_what_is_under_way_and_nothing_starts_meanwhile()
 
 
 def test_a_compaction_of_an_empty_device_does_nothing() -> None:
-    """Nor does one of pinned models only."""
+    """A compaction does nothing if there are no weights, or only pinned ones."""
     driver = driver_of()
     assert driver.send(Compact()) == []
     driver.add(program("a", pinned=True))
@@ -518,7 +527,7 @@ def waiting_for(driver: Driver, *names: str) -> None:
 
 
 def test_a_useless_load_ends_when_another_needs_the_link() -> None:
-    """Alone it goes on; then another model's request ends it, and that model is next."""
+    """A load without requests continues until another model needs the link. Then it is abandoned."""
     driver = driver_of()
     waiting_for(driver, "a", "b")
     request = driver.request("a")
@@ -532,7 +541,7 @@ def test_a_useless_load_ends_when_another_needs_the_link() -> None:
 
 @pytest.mark.parametrize("how", ["cancelled", "expired"])
 def test_a_load_ends_when_its_last_request_does(how: str) -> None:
-    """Another model waits already; as long as one request is left the load goes on."""
+    """While another model waits for the link, a load is abandoned as soon as its last request has ended."""
     driver = driver_of()
     waiting_for(driver, "a", "b")
     first, last = driver.request("a"), driver.request("a", deadline=1.0)
@@ -547,7 +556,7 @@ def test_a_load_ends_when_its_last_request_does(how: str) -> None:
 
 
 def test_an_abandoned_load_may_end_well() -> None:
-    """Its weights are resident then; the next load starts."""
+    """An abandoned load may still succeed. Its weights are resident, and the next load starts."""
     driver = driver_of()
     waiting_for(driver, "a", "b")
     request = driver.request("a")
@@ -560,7 +569,7 @@ def test_an_abandoned_load_may_end_well() -> None:
 
 
 def test_an_abandoned_load_may_fail() -> None:
-    """No request waits for it, so none fails."""
+    """If an abandoned load fails, no request fails, because none waits for it."""
     for out_of_memory in (False, True):
         driver = driver_of()
         waiting_for(driver, "a", "b")
@@ -575,7 +584,7 @@ def test_an_abandoned_load_may_fail() -> None:
 
 
 def test_a_load_that_is_being_abandoned_is_asked_for_again() -> None:
-    """Its model's next request waits in line behind the one that needed the link, and is answered."""
+    """If a request arrives while its load is being abandoned, it waits for another load after that of the other model."""
     driver = driver_of()
     waiting_for(driver, "a", "b")
     gone = driver.request("a")
@@ -594,7 +603,10 @@ def test_a_load_that_is_being_abandoned_is_asked_for_again() -> None:
 
 
 def test_a_load_after_an_abandoned_one_is_not_abandoned() -> None:
-    """Clients that are always impatient get the weights there in the end; after that loads are abandoned again."""
+    """A load that follows an abandoned one of the same model is not abandoned, so that impatient clients cannot prevent it.
+
+    After it has succeeded, loads are abandoned again.
+    """
     driver = driver_of(budget=100)
     waiting_for(driver, "a", "b")
     driver.arrive(gone := driver.request("a"))
@@ -620,7 +632,7 @@ def test_a_load_after_an_abandoned_one_is_not_abandoned() -> None:
 
 
 def test_ends_of_loads_that_are_over_change_nothing() -> None:
-    """The end of a load that is over changes no state of the weights."""
+    """Late messages about a load that has ended do not change the state of the weights."""
     driver = driver_of()
     waiting_for(driver, "a")
     request = driver.request("a")
@@ -643,7 +655,7 @@ def test_ends_of_loads_that_are_over_change_nothing() -> None:
 
 
 def test_a_warm_up_without_memory_is_tried_again_alone() -> None:
-    """All others leave for it and nothing starts beside it; its own weights stay."""
+    """If a warm-up finds no memory, all other weights are evicted, and it is retried alone."""
     driver = driver_of()
     driver.add(program("a"))
     driver.add(program("b"), resident=False, warm_up=True)
@@ -655,7 +667,7 @@ def test_a_warm_up_without_memory_is_tried_again_alone() -> None:
 
 
 def test_a_warm_up_is_not_tried_a_third_time() -> None:
-    """The second end without memory is the last; then the model is removed, as after any other failure."""
+    """A warm-up that finds no memory is retried only once. Then its model can be removed."""
     driver = driver_of()
     driver.add(program("a", pinned=True), resident=False, warm_up=True)
     driver.load("a")
@@ -666,7 +678,7 @@ def test_a_warm_up_is_not_tried_a_third_time() -> None:
 
 
 def test_a_model_removed_before_its_second_warm_up_leaves_after_it() -> None:
-    """A model that is removed before its second warm-up leaves after it."""
+    """A model that is removed before the retry of its warm-up leaves after the retry."""
     driver = driver_of()
     driver.add(program("a"))
     driver.add(program("b"), resident=False, warm_up=True)
@@ -685,7 +697,7 @@ def test_a_model_removed_before_its_second_warm_up_leaves_after_it() -> None:
 
 
 def test_a_load_after_a_second_try_that_went_well_has_two_tries_again() -> None:
-    """When the weights have arrived, the count of tries starts again."""
+    """After a load has succeeded, a later load of the model has a retry again."""
     driver = driver_of(budget=100)
     waiting_for(driver, "a", "b")
     for name in "ab":
@@ -703,7 +715,7 @@ def test_a_load_after_a_second_try_that_went_well_has_two_tries_again() -> None:
 
 
 def test_a_load_for_a_warm_up_is_not_in_vain() -> None:
-    """No request can wait for the model yet, and another model waits for the link: the load goes on."""
+    """A load for a warm-up is not abandoned for another model, although no request waits for it."""
     driver = driver_of()
     driver.add(program("a"), resident=False, warm_up=True)
     waiting_for(driver, "b")
@@ -714,7 +726,7 @@ def test_a_load_for_a_warm_up_is_not_in_vain() -> None:
 
 
 def test_weights_loaded_for_no_request_count_as_used_at_their_load() -> None:
-    """An abandoned load that ended well is not the first to be evicted."""
+    """Weights that were loaded without a request were last used at the end of their load, so they are not the first to be evicted."""
     driver = driver_of(budget=200)
     driver.add(program("a"))
     waiting_for(driver, "b", "c")
@@ -730,7 +742,7 @@ def test_weights_loaded_for_no_request_count_as_used_at_their_load() -> None:
 
 
 def test_no_memory_for_a_model_that_is_gone_evicts_no_weights() -> None:
-    """The end of a load without memory does nothing if its model is gone."""
+    """If a load finds no memory after its model was removed, no weights are evicted."""
     driver = driver_of()
     driver.add(program("a"))
     waiting_for(driver, "b")
@@ -743,7 +755,10 @@ def test_no_memory_for_a_model_that_is_gone_evicts_no_weights() -> None:
 
 
 def test_another_warm_up_does_not_end_a_second_try() -> None:
-    """A second model warms up during the retry, because it already has its weights. The waiting load starts after the retry."""
+    """A second model warms up during the retry of a warm-up, because it already has its weights.
+
+    A waiting load starts after the retry.
+    """
     driver = driver_of()
     driver.add(program("a"))
     driver.add(program("b"), resident=False, warm_up=True)

@@ -33,7 +33,7 @@ def paused(driver: Driver, model: str = "a") -> Pause | None:
 
 
 def test_a_held_model_does_not_execute_until_it_goes_on(machine: Driver) -> None:
-    """Its requests wait, in order, while other models are served; then all of them are executed in that order."""
+    """Requests of a held model wait, while other models are served. When it continues, they execute in their order."""
     machine.add(program("a", SINGLE), program("b", SINGLE))
     machine.pause(Pause.HOLD, "a")
     first, second = machine.request("a"), machine.request("a")
@@ -52,7 +52,7 @@ def test_a_held_model_does_not_execute_until_it_goes_on(machine: Driver) -> None
 
 
 def test_what_executes_when_a_model_is_held_finishes(machine: Driver) -> None:
-    """It is answered, and the next one of the model waits."""
+    """If a model is held, its executing request is answered, and the next one waits."""
     machine.add(program("a", SINGLE))
     first, second = machine.request(), machine.request()
     machine.arrive(first, second)
@@ -64,7 +64,7 @@ def test_what_executes_when_a_model_is_held_finishes(machine: Driver) -> None:
 
 
 def test_a_held_model_is_not_launched_ahead() -> None:
-    """With two executions at a time the place beside the running one goes to another model, or to none."""
+    """A held model is not launched ahead: the second place on the device stays for other models."""
     driver = Driver(SchedulerSettings(depth=2, launch_ahead_ms=1000.0))
     driver.add(program("a", SINGLE), program("b", SINGLE))
     driver.pause(Pause.HOLD, "a")
@@ -74,7 +74,7 @@ def test_a_held_model_is_not_launched_ahead() -> None:
 
 
 def test_the_queue_of_a_held_model_has_its_limit(machine: Driver) -> None:
-    """The third request is one too many where two may wait."""
+    """A held model has its limit of waiting requests: if two may wait, the third one is refused."""
     machine.add(program("a", max_queue_depth=2, paused=Pause.HOLD))
     requests = machine.requests_of(3)
     machine.arrive(*requests)
@@ -84,7 +84,7 @@ def test_the_queue_of_a_held_model_has_its_limit(machine: Driver) -> None:
 
 @pytest.mark.parametrize("discipline", ["fair", "fifo"])
 def test_deadlines_and_cancellations_hold_while_a_model_does(discipline: str) -> None:
-    """One request expires when it is due, for which the scheduler asks to be woken; one is cancelled; one remains."""
+    """Requests of a held model expire at their deadlines, at a tick that the scheduler asks for, and can be cancelled."""
     driver = Driver(SchedulerSettings(discipline=discipline))
     driver.add(program("a", paused=Pause.HOLD))
     due, cancelled, patient = driver.request(deadline=1.0), driver.request(), driver.request()
@@ -99,7 +99,10 @@ def test_deadlines_and_cancellations_hold_while_a_model_does(discipline: str) ->
 
 
 def test_what_is_held_is_shed_and_leaves_the_costs_as_they_were() -> None:
-    """Under edf it ends when it could not be in time any more even if the model went on; nothing is learned from that."""
+    """Under `edf`, a request of a held model is shed when it would be late even if the model continued.
+
+    Costs do not change.
+    """
     driver = Driver(SchedulerSettings(discipline="edf"))
     driver.add(program("a", SINGLE))
     driver.arrive(driver.request())
@@ -117,7 +120,7 @@ def test_what_is_held_is_shed_and_leaves_the_costs_as_they_were() -> None:
 
 
 def test_the_weights_of_a_held_model_are_not_loaded_for_it(machine: Driver) -> None:
-    """They come when it goes on."""
+    """The weights of a held model are not loaded for its requests before it continues."""
     machine.add(program("a"), resident=False)
     machine.pause(Pause.HOLD, "a")
     request = machine.request()
@@ -129,7 +132,7 @@ def test_the_weights_of_a_held_model_are_not_loaded_for_it(machine: Driver) -> N
 
 
 def test_no_load_comes_for_a_held_model_whose_deadline_it_cost() -> None:
-    """Under edf a model whose load takes too long is loaded for the next request, but not while it is held."""
+    """Under `edf`, a model whose load is too slow for a request is loaded for the next one, but not while it is held."""
     device = Device(SchedulerSettings(discipline="edf"))
     device.model(program("a", COST), load=1.0, resident=False)
     device.pause(Pause.HOLD, "a")
@@ -142,7 +145,7 @@ def test_no_load_comes_for_a_held_model_whose_deadline_it_cost() -> None:
 
 
 def test_a_load_under_way_ends_while_the_model_is_held(machine: Driver) -> None:
-    """The weights come, and nothing executes on them before the model goes on."""
+    """If a model is held during its load, the load ends normally. Its requests execute when it continues."""
     machine.add(program("a"), resident=False)
     machine.arrive(machine.request())
     machine.pause(Pause.HOLD, "a")
@@ -152,7 +155,7 @@ def test_a_load_under_way_ends_while_the_model_is_held(machine: Driver) -> None:
 
 
 def test_a_load_for_a_held_model_is_given_up_for_another(machine: Driver) -> None:
-    """The link is needed: no request that counts waits for it. When the model goes on it is loaded again."""
+    """A load of a held model is abandoned if another model needs the link. When the model continues, it is loaded again."""
     machine.add(program("a"), program("b"), resident=False)
     request = machine.request("a")
     machine.arrive(request)
@@ -168,7 +171,7 @@ def test_a_load_for_a_held_model_is_given_up_for_another(machine: Driver) -> Non
 
 
 def test_a_held_model_is_evicted_as_an_idle_one() -> None:
-    """Its weights leave for another model's though requests wait for it; when it goes on they come back."""
+    """The weights of a held model are evicted for another model, as if it were idle. They are loaded when it continues."""
     driver = Driver(SchedulerSettings(weight_budget_bytes=100))
     driver.add(program("a"))
     driver.add(program("b"), resident=False)
@@ -185,7 +188,7 @@ def test_a_held_model_is_evicted_as_an_idle_one() -> None:
 
 
 def test_memory_that_ran_out_for_a_held_model_is_not_emptied_for_it(machine: Driver) -> None:
-    """Its load found none while it was held: there is a retry only when it goes on."""
+    """If the load of a held model finds no memory, nothing is evicted. The load is retried when the model continues."""
     machine.add(program("a"), resident=False)
     machine.add(program("b"))
     machine.arrive(machine.request("a"))
@@ -200,7 +203,7 @@ def test_memory_that_ran_out_for_a_held_model_is_not_emptied_for_it(machine: Dri
 
 
 def test_what_is_tried_again_for_want_of_memory_is_not_when_the_model_is_held(machine: Driver) -> None:
-    """The second load of a model waits for executions to end; meanwhile it is held, and no request that counts waits for it."""
+    """If a model is held while the retry of its load waits for executions, there is no retry until it continues."""
     machine.add(program("a"), resident=False)
     machine.add(program("b"))
     machine.arrive(machine.request("a"))
@@ -216,7 +219,7 @@ def test_what_is_tried_again_for_want_of_memory_is_not_when_the_model_is_held(ma
 
 
 def test_a_model_that_was_held_has_another_two_tries(machine: Driver) -> None:
-    """When a held model goes on, its earlier lack of memory is forgotten."""
+    """After a hold, the load of a model has a retry again, even if it had one before."""
     machine.add(program("a"), resident=False)
     machine.add(program("b"))
     request = machine.request("a")
@@ -234,7 +237,10 @@ def test_a_model_that_was_held_has_another_two_tries(machine: Driver) -> None:
 
 
 def test_an_execution_that_began_before_has_its_second_try(machine: Driver) -> None:
-    """An execution without memory is retried although its model is held; waiting requests are not."""
+    """An execution that finds no memory is retried although its model is held.
+
+    Waiting requests of the model are not executed.
+    """
     machine.add(program("a", SINGLE))
     first, second = machine.request(), machine.request()
     machine.arrive(first)
@@ -248,7 +254,7 @@ def test_an_execution_that_began_before_has_its_second_try(machine: Driver) -> N
 
 
 def test_calls_of_runs_wait_while_a_model_is_held(machine: Driver) -> None:
-    """Also the committed one, which else goes before all others."""
+    """While a model is held, its sub-calls wait as well, including the committed one."""
     machine.add(program("a", SINGLE), program("b", SINGLE))
     machine.pause(Pause.HOLD, "a")
     calls = [machine.request("a", run=5), machine.request("a", run=5), machine.request("b", run=5)]
@@ -262,7 +268,7 @@ def test_calls_of_runs_wait_while_a_model_is_held(machine: Driver) -> None:
 
 
 def test_what_is_held_is_no_backlog(machine: Driver) -> None:
-    """Requests of a held model do not count as backlog."""
+    """Requests of a held model are not a part of the backlog."""
     machine.add(program("a", SINGLE))
     machine.pause(Pause.HOLD, "a")
     machine.arrive(*machine.requests_of(10))
@@ -274,7 +280,7 @@ def test_what_is_held_is_no_backlog(machine: Driver) -> None:
 
 @every_discipline
 def test_a_change_of_discipline_leaves_what_is_held_alone(discipline: str) -> None:
-    """A change of discipline leaves held requests waiting."""
+    """After a change of discipline, the requests of a held model still wait."""
     driver = Driver()
     driver.add(program("a", SINGLE), program("b", SINGLE))
     driver.pause(Pause.HOLD, "a")
@@ -293,7 +299,7 @@ def test_a_change_of_discipline_leaves_what_is_held_alone(discipline: str) -> No
 
 @pytest.mark.parametrize("hold", [1.0, 60.0])
 def test_a_model_that_was_held_claims_nothing_of_that_time(hold: float) -> None:
-    """Two equals share the device again as soon as one goes on, after a second or after a minute."""
+    """Two models with equal weights get equal shares right after one was held, whether for a second or for a minute."""
     device = Device()
     for name in "ab":
         device.model(program(name, COST))
@@ -311,7 +317,10 @@ def test_a_model_that_was_held_claims_nothing_of_that_time(hold: float) -> None:
 
 
 def test_a_model_that_was_held_gets_what_it_was_owed_before() -> None:
-    """Held just before its turn, after another model's long execution, it has that turn first when it goes on."""
+    """A model is held just before its turn, after a long execution of another model.
+
+    When it continues, it has this turn first.
+    """
     device = Device(SchedulerSettings(), validate_every=1)
     device.model(program("long", {(0, 1): 1.0}))
     device.model(program("a", COST))
@@ -319,7 +328,7 @@ def test_a_model_that_was_held_gets_what_it_was_owed_before() -> None:
     device.arrive(device.request("long"))
     device.arrive(*device.requests_of(100, "a"))
     device.run(0.5)
-    # Not yet in line while it is held; `a` is owed half a second by then.
+    # By this time, `a` has waited for half a second. While it is held, it has no place in the order.
     device.pause(Pause.HOLD, "a")
     device.run(1.0)
     device.saturate("b")
@@ -332,7 +341,7 @@ def test_a_model_that_was_held_gets_what_it_was_owed_before() -> None:
 
 
 def test_a_model_that_was_held_claims_what_it_missed_before_for_want_of_its_weights() -> None:
-    """A model that missed its turn for three seconds gets these first after a hold of any length."""
+    """If a model waited for its weights for three seconds before it was held, it gets this time first when it continues."""
     device = Device(SchedulerSettings(weight_budget_bytes=100), validate_every=50)
     device.model(program("b", COST), load=1.0)
     device.model(program("a", COST), load=1.0, resident=False)
@@ -351,7 +360,7 @@ def test_a_model_that_was_held_claims_what_it_missed_before_for_want_of_its_weig
 
 
 def test_holding_and_letting_go_drops_no_debt() -> None:
-    """A model that pauses itself after each of its executions gets no more than its share."""
+    """A model that is held and continued again and again gets no more than its share."""
     device = Device(validate_every=5)
     for name in "ab":
         device.model(program(name, COST))
@@ -367,7 +376,10 @@ def test_holding_and_letting_go_drops_no_debt() -> None:
 
 
 def test_a_model_that_drains_executes_what_waits_and_refuses_what_comes(machine: Driver) -> None:
-    """Those who came before are answered, also if their weights must come first."""
+    """A draining model answers the requests from before the pause, even if its weights must be loaded.
+
+    Later ones are refused.
+    """
     machine.add(program("a", SINGLE), resident=False)
     before = machine.requests_of(3)
     machine.arrive(*before)
@@ -382,7 +394,7 @@ def test_a_model_that_drains_executes_what_waits_and_refuses_what_comes(machine:
 
 
 def test_what_was_accepted_goes_on_while_a_model_drains(machine: Driver) -> None:
-    """A generation's next step is not new work; under `reject` it is refused, too."""
+    """A draining model executes the next step of a generation, which was accepted before. A rejecting model refuses it."""
     machine.add(program("a", SINGLE))
     machine.pause(Pause.DRAIN, "a")
     step, other = machine.request(accepted=True), machine.request()
@@ -397,7 +409,7 @@ def test_what_was_accepted_goes_on_while_a_model_drains(machine: Driver) -> None
 
 
 def test_runs_that_are_under_way_call_a_model_that_drains(machine: Driver) -> None:
-    """Their calls belong to what is under way. Those of later runs are refused: else it might never be drained."""
+    """A draining model executes the calls of runs in progress. Calls of later runs are refused, so that it can end."""
     machine.add(program("a", SINGLE))
     run, waits, late = machine.run_of(), machine.run_of(), machine.run_of()
     machine.change(meta_concurrency=1)
@@ -418,7 +430,7 @@ def test_runs_that_are_under_way_call_a_model_that_drains(machine: Driver) -> No
 
 
 def test_a_model_that_was_held_drains(machine: Driver) -> None:
-    """A held model that is told to drain executes what waits."""
+    """If a held model is told to drain, it executes its waiting requests and refuses later ones."""
     machine.add(program("a", SINGLE))
     machine.pause(Pause.HOLD, "a")
     held, late = machine.request(), machine.request()
@@ -434,7 +446,7 @@ def test_a_model_that_was_held_drains(machine: Driver) -> None:
 
 
 def test_a_model_that_rejects_refuses_all_that_does_not_execute(machine: Driver) -> None:
-    """A rejecting model refuses waiting and new requests and calls; executing ones are answered."""
+    """A rejecting model refuses waiting and new requests and sub-calls. Executing requests are answered."""
     machine.add(program("a", SINGLE))
     first, second, call = machine.request(), machine.request(), machine.request(run=3)
     machine.arrive(first)
@@ -449,7 +461,7 @@ def test_a_model_that_rejects_refuses_all_that_does_not_execute(machine: Driver)
 
 
 def test_a_held_model_that_rejects_refuses_what_it_held(machine: Driver) -> None:
-    """A held model that rejects refuses its waiting requests, and serves new ones when it goes on."""
+    """If a held model is told to reject, it refuses its waiting requests. It serves new ones when it continues."""
     machine.add(program("a", SINGLE, paused=Pause.HOLD))
     held = machine.request()
     machine.arrive(held)
@@ -490,7 +502,7 @@ def test_a_pause_leaves_pinning_and_prefetching_alone(mode: Pause) -> None:
 
 
 def test_requests_end_for_what_else_is_wrong_with_them_first(machine: Driver) -> None:
-    """A request that is impossible or due gets that reason, and not the pause."""
+    """If a request is invalid or late, it gets this reason, even if its model is paused."""
     machine.add(program("a", paused=Pause.REJECT))
     wrong = [machine.request(variant=9), machine.request(rows=33), machine.request(deadline=0.0)]
     machine.arrive(*wrong)
@@ -503,7 +515,7 @@ def test_requests_end_for_what_else_is_wrong_with_them_first(machine: Driver) ->
 
 
 def test_a_paused_model_can_be_removed(machine: Driver) -> None:
-    """What it held is refused as that of any model; added again it is not paused."""
+    """When a held model is removed, its requests are refused as usual. If it is added again, it is not paused."""
     machine.add(program("a", paused=Pause.HOLD))
     held = machine.request()
     machine.arrive(held)
@@ -528,7 +540,7 @@ def test_pausing_is_in_the_history(machine: Driver) -> None:
 
 
 def test_pauses_of_unknown_models_are_refused(machine: Driver) -> None:
-    """A pause with an unknown model is refused, and changes nothing for the known ones."""
+    """A pause that names an unknown model is refused, and does not pause the other models."""
     machine.add(program("a"))
     with pytest.raises(CallerError, match="there is no model 'b'"):
         machine.scheduler.handle(Paused(("a", "b"), Pause.HOLD), 0.0)

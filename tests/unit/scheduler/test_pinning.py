@@ -1,4 +1,4 @@
-"""Pinned weights, also beyond the budget, and the budget's meaning for the others."""
+"""Pinned weights, also beyond the budget, and what the budget means for other weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def budgeted(budget: int, *, depth: int = 1) -> Driver:
 
 
 def held(driver: Driver) -> tuple[int, int]:
-    """Return the bytes on the device or loading, and the pinned ones."""
+    """Return the bytes of weights on the device or loading, and the pinned bytes."""
     snapshot = driver.scheduler.snapshot()
     return snapshot.weight_bytes, snapshot.pinned_bytes
 
@@ -46,7 +46,7 @@ def test_a_pinned_model_is_loaded_before_its_first_request() -> None:
 
 @pytest.mark.parametrize("on_demand", [True, False])
 def test_a_pinned_model_whose_load_fails_is_tried_again_by_itself(on_demand: bool) -> None:
-    """A second later, then two, and so on up to a minute; without a command, until it is loaded."""
+    """If the load of a pinned model fails, it is retried after 1 s, 2 s, and so on up to a minute, until it succeeds."""
     driver = budgeted(200)
     driver.change(on_demand=on_demand)
     driver.add(program("a", pinned=True), resident=False)
@@ -68,7 +68,7 @@ def test_a_pinned_model_whose_load_fails_is_tried_again_by_itself(on_demand: boo
 
 
 def test_pinned_models_go_beyond_the_budget() -> None:
-    """Two of 100 bytes are both there with a budget of 50, and one more is served beside them, alone."""
+    """Two pinned models of 100 bytes are resident with a budget of 50 bytes. One further model at a time is served."""
     driver = budgeted(50)
     driver.add(program("a", pinned=True), program("b", pinned=True), resident=False)
     driver.load("a")
@@ -86,7 +86,7 @@ def test_pinned_models_go_beyond_the_budget() -> None:
 
 
 def test_what_is_pinned_while_it_is_there_stays() -> None:
-    """Nothing moves when a resident model is pinned; then another one is evicted, though it was used later."""
+    """If a resident model is pinned, it stays. Another model is evicted in its place, even if it was used later."""
     driver = budgeted(200)
     driver.add(program("a"), program("b"))
     driver.add(program("c"), resident=False)
@@ -108,7 +108,7 @@ def test_an_unpinned_model_is_evicted_again() -> None:
 
 
 def test_unpinning_what_is_above_the_budget_evicts_a_model() -> None:
-    """If two pinned models in room for one are unpinned, one leaves at once."""
+    """If two pinned models have room for one, and both are unpinned, one is evicted at once."""
     driver = budgeted(100)
     driver.add(program("a", pinned=True), program("b", pinned=True))
 
@@ -118,7 +118,7 @@ def test_unpinning_what_is_above_the_budget_evicts_a_model() -> None:
 
 
 def test_pinning_twice_is_pinning_once() -> None:
-    """The second event changes nothing, and one unpinning is enough."""
+    """A second pin of the same model changes nothing. One event unpins it."""
     driver = budgeted(100)
     driver.add(program("a"))
     for pinned in (True, True, False, False):
@@ -128,7 +128,7 @@ def test_pinning_twice_is_pinning_once() -> None:
 
 
 def test_pinning_an_absent_model_makes_room_for_it() -> None:
-    """A model with waiting work is evicted for it, but none that executes: the load begins when that is over."""
+    """A pin evicts a model with waiting requests, but not the executing one. The load begins after the execution."""
     driver = budgeted(200)
     driver.add(program("a"), program("b"))
     driver.add(program("c", weight_bytes=200), resident=False)
@@ -144,7 +144,7 @@ def test_pinning_an_absent_model_makes_room_for_it() -> None:
 
 
 def test_pinning_while_the_load_is_under_way_keeps_it_under_way() -> None:
-    """The client has gone and another model waits for the link: a pinned model's load is not in vain."""
+    """If a model is pinned during its load, the load is not abandoned, even if its client leaves and another model waits."""
     driver = budgeted(100)
     driver.add(program("a"), program("b"), resident=False)
     request = driver.request("a")
@@ -160,7 +160,7 @@ def test_pinning_while_the_load_is_under_way_keeps_it_under_way() -> None:
 
 
 def test_unpinning_while_the_load_is_under_way_lets_it_go() -> None:
-    """No request waits for it any more, and another model waits for the link: it is abandoned."""
+    """If a model is unpinned during its load, and no request waits for it, the load is abandoned for a waiting model."""
     driver = budgeted(100)
     driver.add(program("a", pinned=True), program("b"), resident=False)
     driver.arrive(driver.request("b"))
@@ -187,7 +187,7 @@ def test_unpinning_what_still_waits_for_room_withdraws_the_wish() -> None:
 
 
 def test_pinning_while_it_executes_and_unpinning_after() -> None:
-    """The books are right at each step; weights in use stay despite any command."""
+    """Pinned bytes are correct when a model is pinned and unpinned during its execution. Weights in use are not evicted."""
     driver = budgeted(100)
     driver.add(program("a"))
     driver.add(program("b"), resident=False)
@@ -207,7 +207,7 @@ def test_pinning_while_it_executes_and_unpinning_after() -> None:
 
 
 def test_an_unpinned_twin_keeps_what_is_pinned_out_of_the_count() -> None:
-    """The twin of a pinned model costs nothing: both are there with no budget at all, and a third one beside them."""
+    """A model whose tensors a pinned model has takes no bytes of the budget, so another model can be loaded."""
     driver = budgeted(0)
     driver.add(program("a", tensors={"t": 100}, pinned=True), program("b", tensors={"t": 100}))
     driver.add(program("c", weight_bytes=10), resident=False)
@@ -218,7 +218,7 @@ def test_an_unpinned_twin_keeps_what_is_pinned_out_of_the_count() -> None:
 
 
 def test_pins_of_unknown_models_are_refused() -> None:
-    """The message names the model."""
+    """A pin of an unknown model is refused, and the error names it."""
     driver = Driver()
 
     with pytest.raises(CallerError, match="there is no model 'x'"):
@@ -226,7 +226,10 @@ def test_pins_of_unknown_models_are_refused() -> None:
 
 
 def test_a_pinned_model_whose_load_fails_is_given_up() -> None:
-    """It says so once; a request does not have it tried before the back-off ends."""
+    """If the load of a pinned model fails, this is reported once.
+
+    A request does not cause a load before the back-off ends.
+    """
     driver = budgeted(100)
     driver.add(program("a", pinned=True), resident=False)
     driver.fail_load("a")
@@ -242,7 +245,7 @@ def test_a_pinned_model_whose_load_fails_is_given_up() -> None:
 
 
 def test_a_model_that_warms_up_keeps_its_weights() -> None:
-    """No other model gets its room before the warm-up has ended."""
+    """A model that warms up keeps its weights until the warm-up has ended, even if another model is pinned."""
     driver = budgeted(100)
     driver.add(program("a"))
     driver.add(program("b"), resident=False, warm_up=True)
@@ -258,7 +261,7 @@ def test_a_model_that_warms_up_keeps_its_weights() -> None:
 
 
 def test_models_that_are_added_at_once_never_take_more_than_the_budget() -> None:
-    """Three come into room for one: each leaves for the next, when its warm-up is over."""
+    """Three models are added with room for one. Each is loaded and warmed up, and then evicted for the next one."""
     driver = budgeted(100)
     driver.add(program("a"), program("b"), program("c"), resident=False, warm_up=True)
     seen: list[str] = []
@@ -274,7 +277,7 @@ def test_models_that_are_added_at_once_never_take_more_than_the_budget() -> None
 
 
 def test_a_model_that_is_removed_while_it_warms_up_leaves_afterwards() -> None:
-    """Its weights stay until then; another one can come only after."""
+    """If a model is removed during its warm-up, its weights stay until the warm-up has ended."""
     driver = budgeted(100)
     driver.add(program("a"), resident=False, warm_up=True)
     driver.load("a")
@@ -286,7 +289,10 @@ def test_a_model_that_is_removed_while_it_warms_up_leaves_afterwards() -> None:
 
 
 def test_a_model_that_is_removed_while_it_loads_ends_the_load() -> None:
-    """The load is abandoned at once; if it was as good as done, its weights go when it ends."""
+    """If a model is removed during its load, the load is abandoned.
+
+    If it still succeeds, the weights are evicted at its end.
+    """
     for late in (True, False):
         driver = budgeted(100)
         driver.add(program("a"), resident=False, warm_up=True)
@@ -301,7 +307,7 @@ def test_a_model_that_is_removed_while_it_loads_ends_the_load() -> None:
 
 
 def test_unpinning_does_not_withdraw_a_warm_up() -> None:
-    """The model finds no room yet, and is not to be pinned any more: it comes all the same when there is some."""
+    """If a model is unpinned before there is room for its warm-up, it is still loaded and warmed up later."""
     driver = budgeted(100)
     driver.add(program("a"))
     driver.arrive(driver.request("a"))
@@ -313,7 +319,7 @@ def test_unpinning_does_not_withdraw_a_warm_up() -> None:
 
 
 def test_pinned_models_come_before_those_with_waiting_requests() -> None:
-    """The link becomes free: an operator's wish goes first, though the request is older."""
+    """When the link is free, a pinned model is loaded before a model with an older request."""
     driver = budgeted(300)
     driver.add(program("a"), program("b"), program("c"), resident=False)
     driver.arrive(driver.request("a"))
@@ -332,7 +338,7 @@ def shrink(driver: Driver, budget: int) -> None:
 
 
 def test_a_smaller_budget_holds_at_once() -> None:
-    """The least recently used leave until the rest fits."""
+    """If the budget falls, the least recently used models are evicted at once, until the others fit."""
     driver = budgeted(300)
     driver.add(program("a"), program("b"), program("c"))
     shrink(driver, 150)
@@ -341,7 +347,7 @@ def test_a_smaller_budget_holds_at_once() -> None:
 
 
 def test_what_executes_leaves_for_a_smaller_budget_when_it_has_ended() -> None:
-    """A smaller budget evicts an executing model when its execution ends, and others before."""
+    """If the budget falls, the executing model is not evicted before its execution has ended. Others are evicted at once."""
     driver = budgeted(300)
     driver.add(program("a"), program("b", weight_bytes=200))
     driver.arrive(driver.request("b"))
@@ -349,14 +355,14 @@ def test_what_executes_leaves_for_a_smaller_budget_when_it_has_ended() -> None:
     assert driver.resident == {"b"}
     driver.finish_all()
 
-    # Larger than the budget, it may stay as long as it is alone.
+    # A model that is larger than the budget may stay while it is alone.
     assert driver.resident == {"b"}
     driver.arrive(driver.request("a"))
     assert driver.resident == set()
 
 
 def test_a_smaller_budget_spares_those_with_work() -> None:
-    """Of two that do not execute the idle one is evicted, though it was used later."""
+    """If the budget falls, an idle model is evicted before one with waiting requests, even if it was used later."""
     driver = budgeted(300)
     driver.add(program("a"), program("b"), program("c"))
     driver.arrive(driver.request("b"))
@@ -369,7 +375,7 @@ def test_a_smaller_budget_spares_those_with_work() -> None:
 
 
 def test_a_smaller_budget_evicts_only_models_that_free_bytes() -> None:
-    """A model whose tensors are all shared stays, although it was used longest ago."""
+    """If the budget falls, a model whose tensors are all shared stays, although it was used least recently."""
     driver = budgeted(200)
     driver.add(program("a", tensors={"t": 100}), program("b", weight_bytes=100))
     driver.add(program("c", tensors={"t": 100}))
@@ -380,7 +386,7 @@ def test_a_smaller_budget_evicts_only_models_that_free_bytes() -> None:
 
 
 def test_a_model_that_is_evicted_with_work_comes_back_at_once() -> None:
-    """If a newcomer and a model larger than the budget both leave, the one with work loads again."""
+    """A new resident model and one that exceeds the budget are both evicted. The one with requests is loaded again."""
     driver = budgeted(100)
     driver.add(program("small", weight_bytes=0), program("large", weight_bytes=300))
     driver.arrive(driver.request("small"))
@@ -392,7 +398,7 @@ def test_a_model_that_is_evicted_with_work_comes_back_at_once() -> None:
 
 
 def test_what_a_newcomer_pins_makes_room() -> None:
-    """If a newcomer's pin covers the excess over the budget, a waiting model loads at once."""
+    """If a new model's pin covers the bytes that exceed the budget, a waiting model is loaded at once."""
     driver = budgeted(0)
     driver.add(program("a", tensors={"t": 100}))
     driver.add(program("b", weight_bytes=0), resident=False)
@@ -405,7 +411,7 @@ def test_what_a_newcomer_pins_makes_room() -> None:
 
 
 def test_a_larger_budget_is_used_at_once() -> None:
-    """A model that found no room beside one that executes comes when there is more."""
+    """A model that waits for room is loaded at once when the budget rises."""
     driver = budgeted(100)
     driver.add(program("a"))
     driver.add(program("b"), resident=False)
@@ -420,7 +426,7 @@ def test_a_larger_budget_is_used_at_once() -> None:
 
 @pytest.mark.parametrize("fits", [2, 3, 5])
 def test_traffic_goes_on_while_many_models_are_added(fits: int) -> None:
-    """Fifty warm-ups and four saturated models take turns with the room for a few: all execute, all get ready."""
+    """While fifty models are added and warmed up, four saturated models are served, with room for only a few."""
     device = Device(SchedulerSettings(weight_budget_bytes=100 * fits), validate_every=100)
     for name in "abcd":
         device.model(program(name, {(0, 1): 0.01}), load=0.1, resident=False)
@@ -439,7 +445,7 @@ def test_traffic_goes_on_while_many_models_are_added(fits: int) -> None:
 
 
 def test_models_are_added_though_those_with_work_find_no_room() -> None:
-    """`low` waits behind a saturated model of a higher priority forever; a new one does not wait with it."""
+    """A new model is loaded for its warm-up, even if a model of low priority waits for room without end."""
     device = Device(SchedulerSettings(weight_budget_bytes=200, discipline="fifo"), validate_every=100)
     device.model(program("high", {(0, 1): 0.01}), load=0.01)
     device.model(program("also", {(0, 1): 0.01}), load=0.01)

@@ -1,4 +1,4 @@
-"""More than one execution on the device: the times of launches, and their cost."""
+"""More than one execution on the device: when executions are launched, and what they cost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pipelined(depth: int = 2, ahead_ms: float = 2.0, discipline: str = "fair") -
 
 
 def test_the_next_execution_is_launched_shortly_before_the_end() -> None:
-    """With 10 ms to run and 2 ms ahead, the scheduler asks for a tick after 8 ms and launches then."""
+    """An execution has 10 ms to run, and the next one is launched 2 ms before its end, at a tick that the scheduler asks for."""
     device = pipelined()
     device.model(program("a", {(0, 1): 0.010}))
     device.arrive(*device.requests_of(2))
@@ -33,7 +33,7 @@ def test_the_next_execution_is_launched_shortly_before_the_end() -> None:
 
 
 def test_the_device_never_pauses_between_executions() -> None:
-    """Each of a hundred executions starts when the one before ends."""
+    """Each of a hundred executions starts at the end of the one before."""
     device = pipelined()
     device.model(program("a", {(0, 1): 0.010}))
     device.arrive(*device.requests_of(100))
@@ -44,7 +44,7 @@ def test_the_device_never_pauses_between_executions() -> None:
 
 
 def test_arrivals_join_until_the_launch() -> None:
-    """What arrives while 10 ms run shares the next execution, up to 2 ms before their end."""
+    """Requests that arrive during an execution share the next one, until 2 ms before the end."""
     device = pipelined()
     device.model(program("long", {(0, 1): 0.010}))
     device.model(program("a"))
@@ -58,7 +58,7 @@ def test_arrivals_join_until_the_launch() -> None:
 
 
 def test_a_model_that_feeds_back_is_not_launched_beside_itself() -> None:
-    """Its next execution includes what follows from the one before."""
+    """A model that feeds back has only one execution at a time, because the next one needs its results."""
     device = pipelined()
     device.model(replace(program("a", {(0, 1): 0.010, (0, 4): 0.010}), feeds_back=True))
     device.arrive(device.request())
@@ -72,7 +72,7 @@ def test_a_model_that_feeds_back_is_not_launched_beside_itself() -> None:
 
 
 def test_short_executions_are_launched_up_to_the_depth() -> None:
-    """Executions of 0.5 ms are together less than 2 ms ahead: three are given at once, never a fourth."""
+    """Three executions of 0.5 ms are launched at once, because they take less than 2 ms together. The depth is 3."""
     device = pipelined(depth=3)
     device.model(program("a", {(0, 1): 0.0005}))
     device.arrive(*device.requests_of(10))
@@ -81,7 +81,7 @@ def test_short_executions_are_launched_up_to_the_depth() -> None:
 
 
 def test_an_overrun_launches_the_next_and_no_more() -> None:
-    """While the first takes ten times as long as expected, a depth of two gets its second, once."""
+    """If an execution takes ten times as long as expected, the second one is launched, and no third one."""
     device = pipelined()
     device.model(program("a", {(0, 1): 0.010}))
     device.slower = lambda execute: 10.0 if execute.number == 1 else 1.0
@@ -94,7 +94,7 @@ def test_an_overrun_launches_the_next_and_no_more() -> None:
 
 @pytest.mark.parametrize("depth", [2, 3])
 def test_shares_are_fair_at_a_depth(depth: int) -> None:
-    """0.5 ms against 80 ms with weights 1 and 2: a third and two thirds of the device."""
+    """Models with executions of 0.5 ms and 80 ms and weights 1 and 2 get one and two thirds of the device, at any depth."""
     device = Device(SchedulerSettings(depth=depth), validate_every=50)
     device.model(program("cheap", {(0, 1): 0.0005}))
     device.model(program("dear", {(0, 1): 0.080}, weight=2.0))
@@ -105,7 +105,7 @@ def test_shares_are_fair_at_a_depth(depth: int) -> None:
 
 
 def test_an_urgent_arrival_waits_for_what_is_launched_only() -> None:
-    """A sub-call of a meta goes next, behind the one that runs and the one that was launched."""
+    """A sub-call is executed after the running execution and the one that is already launched."""
     device = pipelined(ahead_ms=100.0)
     device.model(program("a", {(0, 1): 0.010}))
     device.arrive(*device.requests_of(20))
@@ -117,7 +117,10 @@ def test_an_urgent_arrival_waits_for_what_is_launched_only() -> None:
 
 
 def test_an_overrun_does_not_ask_for_ticks_without_end() -> None:
-    """At a depth of three, while the first takes far too long, a second of 2.001 ms asks for a tick or two."""
+    """An execution takes far too long at a depth of three.
+
+    The scheduler asks for few ticks, with a second one of 2.01 ms.
+    """
     device = Device(SchedulerSettings(depth=3, launch_ahead_ms=2.0), validate_every=1000)
     device.model(program("a", {(0, 1): 0.00201}))
     device.slower = lambda execute: 1000.0 if execute.number == 1 else 1.0
@@ -128,7 +131,7 @@ def test_an_overrun_does_not_ask_for_ticks_without_end() -> None:
 
 
 def test_an_execution_of_another_discipline_ends_beside_one_of_this() -> None:
-    """Two of a model are in flight, the first started under `fifo`, the other one under `fair`: both end."""
+    """Two executions of a model are in flight, one from before a change of discipline. Both end normally."""
     device = pipelined(ahead_ms=100.0, discipline="fifo")
     device.model(program("a"))
     device.arrive(device.request())
@@ -140,7 +143,10 @@ def test_an_execution_of_another_discipline_ends_beside_one_of_this() -> None:
 
 
 def test_the_batch_of_a_deadline_counts_what_runs_before_it() -> None:
-    """10 ms run, 2 ms more are left: the front goes at 1 ms, not in a batch of 8 ms that ends 6 ms too late."""
+    """10 ms are left of an execution.
+
+    A request with a deadline 2 ms later executes alone in 1 ms, and not in a batch of 8 ms.
+    """
     device = pipelined(ahead_ms=100.0, discipline="edf")
     device.model(program("long", {(0, 1): 0.010}))
     device.model(program("a", {(0, 1): 0.001, (0, 32): 0.008}))

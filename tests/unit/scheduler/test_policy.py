@@ -12,7 +12,10 @@ COST = {(0, 1): 0.010}
 
 
 def test_shares_follow_a_changed_weight() -> None:
-    """Two equals have half of the device each; then one weighs three times as much and has three quarters."""
+    """Two models with equal weights get half of the device each.
+
+    When one has three times the weight, it gets three quarters.
+    """
     device = Device()
     for name in "ab":
         device.model(program(name, COST))
@@ -28,7 +31,10 @@ def test_shares_follow_a_changed_weight() -> None:
 @pytest.mark.parametrize(("low", "high"), [(0.99, 1.01), (0.1, 10.0)])
 @pytest.mark.parametrize("every", [0.003, 0.05])
 def test_frequent_changes_of_a_weight_cost_no_model_its_share(low: float, high: float, every: float) -> None:
-    """One model's weight is small and great in turns: it has half of the device, as another one that weighs as usual."""
+    """A model's weight alternates between a small and a large value.
+
+    It still gets half of the device, as the other model does.
+    """
     device = Device(validate_every=50)
     for name in "ab":
         device.model(program(name, {(0, 1): 0.001}))
@@ -41,7 +47,7 @@ def test_frequent_changes_of_a_weight_cost_no_model_its_share(low: float, high: 
 
 
 def test_a_model_whose_weights_are_elsewhere_has_another_weight_too() -> None:
-    """What changes while its weights are on their way holds when they come."""
+    """A weight that changes while the model's weights load applies when they are resident."""
     device = Device()
     device.model(program("a", COST), load=1.0, resident=False)
     device.model(program("b", COST))
@@ -55,7 +61,10 @@ def test_a_model_whose_weights_are_elsewhere_has_another_weight_too() -> None:
 
 
 def test_requests_are_held_back_as_long_as_a_changed_delay_says(machine: Driver) -> None:
-    """From now on one waits for company for a tenth of a second; with no delay again it executes at once."""
+    """After a change of `max_delay`, a request waits for others for a tenth of a second.
+
+    After a change to 0, it executes at once.
+    """
     machine.add(program("a"))
     machine.send(PolicyChanged("a", max_delay=0.1))
     assert not executions(machine.arrive(machine.request()))
@@ -65,7 +74,7 @@ def test_requests_are_held_back_as_long_as_a_changed_delay_says(machine: Driver)
 
 
 def test_a_queue_that_became_too_short_keeps_what_waits(machine: Driver) -> None:
-    """New requests are refused until fewer wait than may; a longer one takes more again."""
+    """If a queue becomes too short, waiting requests stay, and new ones are refused until fewer wait than allowed."""
     machine.add(program("a", COST, max_queue_depth=5))
     requests = machine.requests_of(5)
     machine.arrive(*requests)
@@ -87,7 +96,7 @@ def test_a_queue_that_became_too_short_keeps_what_waits(machine: Driver) -> None
 
 
 def test_a_full_queue_refuses_no_request_that_waited_for_the_runtime(machine: Driver) -> None:
-    """The runtime before had accepted it; requests that come later find the queue full."""
+    """Requests that an earlier runtime had accepted are not refused by a full queue. Later ones are."""
     machine.add(program("a", COST, max_queue_depth=2))
     waited = [machine.request(accepted=True) for _ in range(5)]
     machine.arrive(*waited)
@@ -100,7 +109,7 @@ def test_a_full_queue_refuses_no_request_that_waited_for_the_runtime(machine: Dr
 
 
 def test_what_is_not_named_stays(machine: Driver) -> None:
-    """Each value changes alone, and the history records it."""
+    """A change of policy changes only the values that it names, and the history records it."""
     machine.add(program("a", max_queue_depth=1, weight=2.0))
     machine.send(PolicyChanged("a", max_delay=0.5))
     requests = machine.requests_of(2)

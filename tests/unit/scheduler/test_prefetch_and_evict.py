@@ -39,7 +39,10 @@ def budgeted(budget: int, **settings: int | str) -> Driver:
 
 
 def test_weights_of_an_earlier_runtime_return_into_free_room_after_those_with_requests() -> None:
-    """Of four models that return, one with a request loads first, then those with the smallest number, while there is room."""
+    """Of four models that an earlier runtime had, one with a request loads first.
+
+    The others load by their number, into free room.
+    """
     machine = budgeted(3)
     for name, place in {"a": 3, "b": 2, "c": 4, "d": 1}.items():
         machine.send(ModelAdded(program(name, weight_bytes=1), restore=place))
@@ -57,7 +60,7 @@ def test_weights_of_an_earlier_runtime_return_into_free_room_after_those_with_re
 
 
 def test_weights_evicted_by_a_compaction_return_before_those_of_an_earlier_runtime() -> None:
-    """This runtime has used the weights that the compaction evicted."""
+    """Weights that a compaction evicted are loaded before those of an earlier runtime, because this runtime has used them."""
     machine = budgeted(10)
     machine.add(program("used", weight_bytes=1))
     for place, name in enumerate(("first", "second")):
@@ -74,7 +77,7 @@ def test_weights_evicted_by_a_compaction_return_before_those_of_an_earlier_runti
 
 
 def test_weights_of_an_earlier_runtime_do_not_return_unless_they_load_on_demand() -> None:
-    """An operator who loads weights by command is asked again."""
+    """In explicit mode, weights of an earlier runtime are not loaded by themselves. An operator must load them."""
     machine = budgeted(2, on_demand=False)
     assert machine.send(ModelAdded(program("a", weight_bytes=1), restore=0)) == []
 
@@ -94,7 +97,7 @@ def test_prefetched_weights_load_without_requests(machine: Driver) -> None:
 
 
 def test_waiting_requests_come_before_prefetches(machine: Driver) -> None:
-    """Of two models that need the link, the one with a request loads first, although it came later."""
+    """When the link is free, a model with a request is loaded before a prefetched one, even if the request came later."""
     machine.add(program("x"), program("a"), program("b"), resident=False)
     machine.arrive(machine.request("x"))
     machine.send(Prefetch("a"))
@@ -107,7 +110,7 @@ def test_waiting_requests_come_before_prefetches(machine: Driver) -> None:
 
 
 def test_weights_with_work_are_not_evicted_for_prefetched_ones() -> None:
-    """A prefetch waits until the model in its place has no work."""
+    """A prefetch waits for room while the resident model has work."""
     device = Device(SchedulerSettings(weight_budget_bytes=100))
     device.model(program("a", COST), load=0.001)
     device.model(program("b", COST), load=0.001, resident=False)
@@ -122,7 +125,7 @@ def test_weights_with_work_are_not_evicted_for_prefetched_ones() -> None:
 
 
 def test_prefetching_in_turns_does_not_thrash() -> None:
-    """Two take each other's place: each stays four times as long as its load took, and the scheduler wakes for it."""
+    """Two models are prefetched in turns, with room for one. Each stays for four times the duration of its load."""
     device = Device(SchedulerSettings(weight_budget_bytes=100, residency_factor=4.0))
     for name in "ab":
         device.model(program(name, COST), load=0.1, resident=False)
@@ -144,7 +147,7 @@ def test_prefetched_weights_are_evicted_for_waiting_requests() -> None:
 
 
 def test_what_was_prefetched_counts_as_used_when_it_came() -> None:
-    """Prefetched weights count as used when they arrived."""
+    """Prefetched weights were last used when their load ended, so they are not the first to be evicted."""
     driver = budgeted(200)
     driver.add(program("a"))
     driver.add(program("b"), program("c"), resident=False)
@@ -157,7 +160,7 @@ def test_what_was_prefetched_counts_as_used_when_it_came() -> None:
 
 
 def test_a_prefetch_under_way_is_not_given_up(machine: Driver) -> None:
-    """Other loads wait for its end, as for that of any load."""
+    """A prefetch in progress is not abandoned for a waiting request."""
     machine.add(program("a"), program("b"), resident=False)
     machine.send(Prefetch("a"))
     assert machine.arrive(machine.request("b")) == []
@@ -166,7 +169,7 @@ def test_a_prefetch_under_way_is_not_given_up(machine: Driver) -> None:
 
 
 def test_a_prefetch_that_fails_is_told_and_not_tried_again(machine: Driver) -> None:
-    """A failed prefetch is not retried; the next command or request loads the model."""
+    """A failed prefetch is reported and not retried. The next prefetch loads the model."""
     machine.add(program("a"), resident=False)
     machine.send(Prefetch("a"))
     assert machine.fail_load("a") == [GiveUp("a", "no such file")]
@@ -187,7 +190,10 @@ def test_a_prefetch_that_finds_no_memory_is_tried_once_more(machine: Driver) -> 
 
 
 def test_a_load_that_fails_again_and_again_is_not_started_without_requests() -> None:
-    """Under edf a request was shed because of its model's load, which then fails: that is all that happens."""
+    """Under `edf`, a request is shed because of its model's load.
+
+    If this load then fails, it is not repeated without end.
+    """
     driver = Driver(SchedulerSettings(discipline="edf"))
     driver.add(program("x"), program("a"), resident=False)
     driver.arrive(driver.request("x"))
@@ -203,7 +209,10 @@ def test_a_load_that_fails_again_and_again_is_not_started_without_requests() -> 
 
 
 def test_a_prefetch_is_forgotten_with_its_model() -> None:
-    """It was waiting for room; a model of the same name that is added later is not loaded."""
+    """If a model is removed while its prefetch waits for room, the prefetch is withdrawn.
+
+    A new model of this name is not loaded.
+    """
     driver = budgeted(100)
     driver.add(program("a"))
     driver.add(program("b"), resident=False)
@@ -245,7 +254,7 @@ def test_weights_are_evicted_on_command(machine: Driver) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_what_executes_is_evicted_when_it_is_over(depth: int) -> None:
-    """An executing model is evicted at its end, and its waiting requests execute after a reload."""
+    """A model with executions in flight is evicted after them. It is then loaded again for its waiting requests."""
     driver = Driver(SchedulerSettings(depth=depth))
     driver.add(program("a", SINGLE))
     requests = driver.requests_of(4)
@@ -263,7 +272,7 @@ def test_what_executes_is_evicted_when_it_is_over(depth: int) -> None:
 
 
 def test_a_committed_request_executes_before_the_weights_go(machine: Driver) -> None:
-    """A committed request executes before the eviction, and other requests wait for a load."""
+    """Before its model is evicted, a committed request executes. Other requests wait for the next load."""
     machine.add(program("a", SINGLE))
     first, other, call = machine.request(), machine.request(), machine.request(run=3)
     machine.arrive(first)
@@ -277,7 +286,7 @@ def test_a_committed_request_executes_before_the_weights_go(machine: Driver) -> 
 
 
 def test_a_model_that_is_evicted_again_and_again_is_served() -> None:
-    """A model that is evicted repeatedly still executes once for each load."""
+    """A model that is evicted without end still executes once after each load."""
     device = Device(validate_every=3)
     device.model(program("a", COST), load=0.005)
     device.model(program("b", COST), load=0.005)
@@ -291,7 +300,7 @@ def test_a_model_that_is_evicted_again_and_again_is_served() -> None:
 
 
 def test_a_load_without_requests_is_abandoned_by_an_eviction(machine: Driver) -> None:
-    """An eviction abandons a load without requests, also one that a command requested."""
+    """An eviction abandons a load without requests, even if a prefetch has caused it."""
     machine.add(program("a"), resident=False)
     machine.send(Prefetch("a"))
     assert machine.evict("a") == [AbandonLoad("a", 1)]
@@ -302,7 +311,7 @@ def test_a_load_without_requests_is_abandoned_by_an_eviction(machine: Driver) ->
 
 
 def test_a_load_that_is_as_good_as_done_leaves_when_it_is(machine: Driver) -> None:
-    """A load that completes while it is being abandoned is evicted at its end."""
+    """If a load succeeds while it is being abandoned, its weights are evicted at once."""
     machine.add(program("a"), resident=False)
     machine.send(Prefetch("a"))
     machine.evict("a")
@@ -311,7 +320,7 @@ def test_a_load_that_is_as_good_as_done_leaves_when_it_is(machine: Driver) -> No
 
 
 def test_a_load_that_requests_wait_for_goes_on(machine: Driver) -> None:
-    """A load with waiting requests continues, and the eviction follows these."""
+    """If requests wait for a load, an eviction does not abandon it. The weights are evicted after the requests."""
     machine.add(program("a"), resident=False)
     machine.arrive(machine.request("a"))
     assert machine.evict("a") == []
@@ -321,7 +330,10 @@ def test_a_load_that_requests_wait_for_goes_on(machine: Driver) -> None:
 
 
 def test_a_request_that_comes_while_a_load_is_given_up_has_its_weights(machine: Driver) -> None:
-    """A request that arrives during an abandoned load executes if that completes, or else after another load."""
+    """A request arrives while its model's load is being abandoned.
+
+    It executes if the load succeeds, or else after another load.
+    """
     for well in (True, False):
         machine.add(program("a"), resident=False)
         machine.send(Prefetch("a"))
@@ -336,7 +348,7 @@ def test_a_request_that_comes_while_a_load_is_given_up_has_its_weights(machine: 
 
 
 def test_a_load_for_a_held_model_is_given_up_too(machine: Driver) -> None:
-    """An eviction abandons a load for a held model, whose requests do not count."""
+    """An eviction abandons the load of a held model, even if a request waits for it."""
     machine.add(program("a"), resident=False)
     machine.arrive(machine.request("a"))
     machine.pause(Pause.HOLD, "a")
@@ -345,7 +357,7 @@ def test_a_load_for_a_held_model_is_given_up_too(machine: Driver) -> None:
 
 
 def test_asking_again_for_what_is_given_up_brings_it() -> None:
-    """A prefetch or pin during an abandoned load loads the model again."""
+    """If a model is prefetched or pinned while its load is being abandoned, it is loaded again."""
     wishes: list[Event] = [Prefetch("a"), Pinned("a", True)]
     for wish in wishes:
         driver = Driver()
@@ -360,7 +372,7 @@ def test_asking_again_for_what_is_given_up_brings_it() -> None:
 
 
 def test_asking_again_for_what_is_to_go_keeps_it(machine: Driver) -> None:
-    """A prefetch or pin of a model that waits for its eviction keeps it."""
+    """If a model is prefetched or pinned while it waits for its eviction, it is not evicted."""
     wishes: list[Event] = [Prefetch("a"), Pinned("a", True)]
     machine.add(program("a", SINGLE))
     for wish in wishes:
@@ -373,7 +385,7 @@ def test_asking_again_for_what_is_to_go_keeps_it(machine: Driver) -> None:
 
 
 def test_evicting_withdraws_what_was_prefetched_or_would_come_back(machine: Driver) -> None:
-    """An eviction withdraws a queued prefetch and a restore after a compaction."""
+    """An eviction withdraws the load of a prefetched model, and that of a model from before a compaction."""
     machine.add(program("a"), program("b"), resident=False)
     machine.add(program("c"))
     machine.send(Prefetch("a"))
@@ -387,7 +399,7 @@ def test_evicting_withdraws_what_was_prefetched_or_would_come_back(machine: Driv
 
 
 def test_what_is_to_go_does_not_come_back_from_a_compaction(machine: Driver) -> None:
-    """A model to be evicted does not come back from a compaction."""
+    """A model that was to be evicted before a compaction is not loaded again after it."""
     machine.add(program("a", SINGLE), program("b", SINGLE))
     machine.arrive(machine.request("a"))
     machine.evict("a")
@@ -399,7 +411,7 @@ def test_what_is_to_go_does_not_come_back_from_a_compaction(machine: Driver) -> 
 
 
 def test_a_model_that_is_added_warms_up_before_it_goes(machine: Driver) -> None:
-    """A new model is evicted only after its warm-up."""
+    """If a new model is evicted before its warm-up, it is first loaded and warmed up."""
     machine.add(program("a"), resident=False, warm_up=True)
     assert machine.evict("a") == []
     assert machine.load("a") == [WarmUp("a")]
@@ -408,7 +420,7 @@ def test_a_model_that_is_added_warms_up_before_it_goes(machine: Driver) -> None:
 
 
 def test_a_second_try_keeps_its_weights(machine: Driver) -> None:
-    """An execution that is retried for memory completes before its model's eviction."""
+    """If an execution finds no memory, it is retried before its model is evicted."""
     machine.add(program("a", SINGLE))
     request = machine.request()
     machine.arrive(request)
@@ -420,7 +432,7 @@ def test_a_second_try_keeps_its_weights(machine: Driver) -> None:
 
 
 def test_wishes_for_unknown_models_are_refused(machine: Driver) -> None:
-    """A command with an unknown model is refused with its name, and does nothing for the known one."""
+    """A command with an unknown model is refused with the model's name, and has no effect on known models."""
     machine.add(program("a"))
     for event in (Prefetch("b"), Evict(("a", "b"))):
         with pytest.raises(CallerError, match="there is no model 'b'"):
@@ -431,7 +443,7 @@ def test_wishes_for_unknown_models_are_refused(machine: Driver) -> None:
 
 
 def test_what_waits_is_not_refused_on_demand(machine: Driver) -> None:
-    """If weights load on demand, requests wait for an evicted model."""
+    """If weights load on demand, a request for an evicted model waits for a load."""
     machine.add(program("a"))
     machine.evict("a")
     request = machine.request()
@@ -443,7 +455,10 @@ def test_what_waits_is_not_refused_on_demand(machine: Driver) -> None:
 
 
 def test_weights_in_use_or_on_the_way_have_no_time_of_last_use() -> None:
-    """Host copies leave by that time; they stay while requests wait, and while weights load or execute."""
+    """Weights have no time of last use while requests wait for them, and while they load or execute.
+
+    Host copies are dropped by this time.
+    """
     driver = Driver(SchedulerSettings(weight_budget_bytes=100))
     driver.send(ModelAdded(program("a")), after=1.0)
     assert driver.scheduler.idle_since("a") == 1.0
@@ -457,7 +472,10 @@ def test_weights_in_use_or_on_the_way_have_no_time_of_last_use() -> None:
 
 
 def test_a_model_whose_requests_are_expected_soon_keeps_its_weights_for_twice_its_usual_pause() -> None:
-    """Of a model with a request each 100 ms, the weights leave for another one 200 ms after its latest execution."""
+    """A model with a request each 100 ms keeps its weights for 200 ms after its latest execution.
+
+    Then another model gets its room.
+    """
     machine = budgeted(1)
     machine.add(program("a", SINGLE, weight_bytes=1), program("b", SINGLE, weight_bytes=1), resident=False)
     machine.arrive(machine.request("a"))

@@ -54,15 +54,17 @@ SIZES = (1, 2, 4, 8, 16, 32)
 class RandomEvents:
     """Sends random events to a scheduler.
 
-    `Driver` asserts at each step: conservation, nothing expired or cancelled executes, order within a variant, only padded models mix variants, the oldest
-    progresses, no execution on absent weights, no eviction below an execution, the depth, the number of runs in progress,
-    and that none waits beside a free place. The scheduler validates itself after every `validate_every` events.
+    `Driver` checks at each step that no expired or cancelled request executes, that requests of a variant execute in
+    order, and that only padded models mix variants. It checks that the oldest request progresses, that no execution
+    lacks its weights, and that no weights are evicted below an execution. It checks the depth, the number of runs in
+    progress, and that no run waits while a place is free. The scheduler checks its own invariants after every
+    `validate_every` events.
     """
 
     def __init__(self, seed: int, models: int, validate_every: int = 1) -> None:
         self.chance = Random(seed)
         self.models = [f"m{number}" for number in range(models)]
-        #: How many requests or runs come at once.
+        #: How many requests or runs arrive in one event.
         self.load = 1 + seed % 4
         self.driver = Driver(
             SchedulerSettings(
@@ -76,11 +78,11 @@ class RandomEvents:
             validate_every=validate_every,
         )
         self.programs: dict[str, Program] = {}
-        #: Figures of the models after the last event.
+        #: Snapshots of the models after the last event.
         self.reported: Mapping[str, ModelSnapshot] = {}
-        #: Their numbers of changes.
+        #: Change counters of the models after the last event.
         self.counted: Mapping[str, int] = {}
-        #: Each kind of event with its weight among the others.
+        #: Kinds of events with their relative frequency.
         self.steps: dict[Callable[[], None], int] = {
             self.arrive: 9,
             self.finish: 16,
@@ -101,7 +103,7 @@ class RandomEvents:
         }
 
     def run(self, events: int) -> None:
-        """Send so many events, let all requests end, and replay what happened."""
+        """Send at least this many events, let all requests end, and replay the events."""
         while len(self.driver.events) < events:
             self.chance.choices([*self.steps], [*self.steps.values()])[0]()
             self.check()
@@ -109,7 +111,7 @@ class RandomEvents:
         self.replay()
 
     def reached(self) -> Counter[object]:
-        """Count events and instructions by type, ends by outcome and reason, and retries."""
+        """Return how often each type of event and instruction, each outcome and reason, and each kind of execution occurred."""
         counts: Counter[object] = Counter(type(event) for event, _ in self.driver.events)
         for instruction in (one for out in self.driver.instructions for one in out):
             counts[type(instruction)] += 1
@@ -171,7 +173,7 @@ class RandomEvents:
             self.driver.remove(self.chance.choice(known))
 
     def operate(self) -> None:
-        """Send what an operator may ask for."""
+        """Send an event that an operator may cause."""
         chance, driver, known = self.chance, self.driver, self.known()
         if not known:
             return
@@ -235,7 +237,7 @@ class RandomEvents:
             self.driver.remove(model)
 
     def late_end_of_a_load(self) -> None:
-        """A load or read that has ended, or was abandoned, ends again: nothing changes."""
+        """Send a late end of a load or read that has ended or was abandoned, and check that nothing changes."""
         driver = self.driver
         if not driver.loading:
             return
@@ -372,7 +374,7 @@ class RandomEvents:
     # --- checks --------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Check what the scheduler reports from outside, after each step."""
+        """Check what the scheduler reports after each step."""
         driver, scheduler = self.driver, self.driver.scheduler
         held = [self.programs[name] for name in driver.resident | driver.loading.keys()]
         shared = {key for program in held for key in program.tensors or ()}
@@ -381,7 +383,7 @@ class RandomEvents:
         assert snapshot.weight_bytes == own + sum(TENSORS[key] for key in shared)
         assert snapshot.logical_bytes == sum(program.weight_bytes for program in held)
 
-        # Each change of a model's figures is noted.
+        # If the snapshot of a model has changed, its change counter has changed as well.
         figures = {
             name: replace(model, load_seconds=0.0, backlog_seconds=0.0)
             for name, model in snapshot.models.items()
@@ -429,7 +431,7 @@ class RandomEvents:
         invariants.check(driver.scheduler)
 
         assert driver.ended.keys() == driver.requests.keys()
-        # Each requested run stopped waiting once: admitted, finished or withdrawn, and none is left.
+        # Each requested run has stopped waiting exactly once: it was admitted, has ended, or was withdrawn.
         assert driver.left_waiting.keys() == driver.asked.keys()
         metas = driver.scheduler.snapshot().metas.values()
         ways = [(sum(one.admitted for one in metas), Admit), (sum(one.withdrawn for one in metas), RunEnded)]
@@ -437,14 +439,17 @@ class RandomEvents:
             assert count == sum(isinstance(one, way) for one in driver.left_waiting.values())
 
     def replay(self) -> None:
-        """A fresh scheduler gives the same instructions for the recorded events."""
+        """Check that a new scheduler gives the same instructions for the recorded events."""
         again = Scheduler(self.driver.first_settings)
         assert [again.handle(event, now) for event, now in self.driver.events] == self.driver.instructions
         assert again.snapshot() == self.driver.scheduler.snapshot()
 
 
 def test_random_events() -> None:
-    """No sequence of events breaks an invariant, a replay gives the same instructions, and everything happens often."""
+    """Random events break no invariant, and a replay gives the same instructions.
+
+    Each kind of event and outcome occurs often.
+    """
     reached: Counter[object] = Counter()
     for seed in range(15):
         events = RandomEvents(seed, models=4)
@@ -468,6 +473,6 @@ def test_random_events() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_a_million_random_events() -> None:
-    """200 runs of 5,000 events on up to 12 models, with queues that build up and drain."""
+    """200 times, 5,000 random events with up to 12 models and queues that grow and shrink break no invariant."""
     for seed in range(200):
         RandomEvents(seed, models=12, validate_every=20).run(5000)

@@ -1,4 +1,4 @@
-"""The index behind every choice among models."""
+"""The index that each choice among models uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rsrv.scheduler.ranking import Ranking
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.none() | st.integers(0, 1000)), max_size=300))
 def test_first_is_the_smallest(changes: list[tuple[int, int | None]]) -> None:
-    """After any changes the first name has the minimal rank, and the index stays small."""
+    """After any changes, the first name is the one with the smallest rank, and the index stays small."""
     ranking: Ranking[str] = Ranking()
     ranks: dict[str, int] = {}
     for number, rank in changes:
@@ -29,7 +29,10 @@ def test_first_is_the_smallest(changes: list[tuple[int, int | None]]) -> None:
 
 
 def test_names_leave_in_order_after_many_changes() -> None:
-    """Each of 50 names changes its rank nine times, which drops stale entries. The latest ranks then decide the order."""
+    """Each of 50 names changes its rank nine times, so the index drops stale entries.
+
+    Names leave in the order of their latest ranks.
+    """
     ranking: Ranking[str] = Ranking()
     for turn in range(10):
         for number in range(50):

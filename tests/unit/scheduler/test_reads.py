@@ -1,4 +1,4 @@
-"""Weights that only the disk has: they are read before their load, and no other load waits for that."""
+"""Weights that are only on disk: they are read before their load, and no other load waits for this."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.scheduler.driver import Driver, every_discipline, executions, pr
 
 
 def machine_of(disk: str, host: str = "", *, budget: int = 1000, discipline: str = "fifo") -> Driver:
-    """Return a machine with absent models of 100 bytes, whose weights are on disk or in host memory."""
+    """Return a driver with absent models of 100 bytes. The weights of `disk` are on disk, those of `host` in host memory."""
     machine = Driver(SchedulerSettings(discipline=discipline, weight_budget_bytes=budget))
     for name in disk + host:
         machine.add(program(name), resident=False, on_disk=name in disk)
@@ -32,7 +32,7 @@ def state(machine: Driver, model: str) -> WeightState:
 
 
 def test_a_slow_read_delays_no_load_from_host_memory() -> None:
-    """While the weights of a model that is first in line are read, others load and execute; then it loads."""
+    """While the weights of the first model in line are read, others load and execute. After the read, it is loaded."""
     machine = machine_of("a", "bc")
 
     assert machine.arrive(machine.request("a")) == [ReadWeights("a", 1)]
@@ -48,7 +48,7 @@ def test_a_slow_read_delays_no_load_from_host_memory() -> None:
 
 
 def test_weights_are_evicted_for_a_load_and_not_for_the_read_before_it() -> None:
-    """The device serves its models until the weights that need the room are in host memory."""
+    """While the weights of a model are read, no other model is evicted for it. The eviction comes with the load."""
     machine = machine_of("a", "b", budget=100)
     machine.arrive(machine.request("b"))
     machine.load("b")
@@ -62,7 +62,10 @@ def test_weights_are_evicted_for_a_load_and_not_for_the_read_before_it() -> None
 
 
 def test_one_read_runs_at_a_time_in_the_order_of_loads() -> None:
-    """Pinned models first, then those with requests by the discipline's rank, then prefetched ones."""
+    """Only one read runs at a time.
+
+    Pinned models come first, then those with requests by their rank, then prefetched ones.
+    """
     machine = machine_of("abcde")
     for model in "ab":
         machine.send(Prefetch(model))
@@ -79,7 +82,10 @@ def test_one_read_runs_at_a_time_in_the_order_of_loads() -> None:
 
 
 def test_a_read_that_nothing_needs_any_more_makes_way_for_another() -> None:
-    """It is abandoned when another model waits for the disk; the next read of that model goes on to its end."""
+    """A read that no request needs is abandoned when another model waits for the disk.
+
+    The next read of the same model is not abandoned.
+    """
     machine = machine_of("abc")
     request, again = machine.request("a"), machine.request("a")
     machine.arrive(request)
@@ -98,7 +104,7 @@ def test_a_read_that_nothing_needs_any_more_makes_way_for_another() -> None:
 
 
 def test_a_read_of_weights_that_return_makes_way_for_a_request() -> None:
-    """As a load does: the first request after a restart does not wait for large weights that nobody asks for."""
+    """The read of weights that an earlier runtime had is abandoned for a request, so that this does not wait for large weights."""
     machine = machine_of("b")
     assert machine.send(ModelAdded(program("a"), restore=0, on_disk=True)) == [ReadWeights("a", 1)]
 
@@ -109,7 +115,7 @@ def test_a_read_of_weights_that_return_makes_way_for_a_request() -> None:
 
 
 def test_a_read_that_nothing_needs_any_more_makes_way_for_weights_that_return() -> None:
-    """No request waits for the disk, but weights that the last runtime had do."""
+    """A read that no request needs is abandoned for the weights of a model that an earlier runtime had."""
     machine = machine_of("a")
     request = machine.request("a")
     machine.arrive(request)
@@ -120,7 +126,7 @@ def test_a_read_that_nothing_needs_any_more_makes_way_for_weights_that_return() 
 
 
 def test_reads_for_warm_ups_take_turns_with_those_for_requests() -> None:
-    """A request waits for one new model at most, however many came."""
+    """Reads for warm-ups take turns with reads for requests, so a request waits for one new model at most."""
     machine = machine_of("a")
     for name in "uvw":
         machine.add(program(name), resident=False, on_disk=True, warm_up=True)
@@ -135,7 +141,7 @@ def test_reads_for_warm_ups_take_turns_with_those_for_requests() -> None:
 
 
 def test_a_model_that_is_removed_during_its_read_leaves_when_that_ends() -> None:
-    """Its requests end at once, its read is abandoned, and the next model is read then."""
+    """If a model is removed during its read, its requests end and the read is abandoned. Then the next model is read."""
     machine = machine_of("ab")
     request = machine.request("a")
     machine.arrive(request, machine.request("b"))
@@ -148,7 +154,7 @@ def test_a_model_that_is_removed_during_its_read_leaves_when_that_ends() -> None
 
 
 def test_a_read_that_fails_backs_off_with_its_reason() -> None:
-    """The requests that wait fail, new ones are refused for a while, and then the weights are read again."""
+    """If a read fails, waiting requests fail with the reason, and new ones are refused until the back-off ends."""
     machine = machine_of("a")
     first, second = machine.request(), machine.request()
     machine.arrive(first)
@@ -163,7 +169,7 @@ def test_a_read_that_fails_backs_off_with_its_reason() -> None:
 
 
 def test_a_pinned_model_whose_read_fails_is_read_again_by_itself() -> None:
-    """As after a load that fails, the read is retried at the end of the back-off."""
+    """If the read of a pinned model fails, it is retried at the end of the back-off, without a request."""
     machine = machine_of("a")
     assert machine.send(Pinned("a", True)) == [ReadWeights("a", 1)]
     machine.fail_load("a")
@@ -173,7 +179,10 @@ def test_a_pinned_model_whose_read_fails_is_read_again_by_itself() -> None:
 
 
 def test_a_deadline_that_a_read_cannot_meet_sheds_its_request() -> None:
-    """Under `edf`, the read counts for the wait once its time is known; the weights are loaded for the next request."""
+    """Under `edf`, a request is shed if the read and the load are too slow for it. They continue for the next request.
+
+    The time of a read is known after the first one.
+    """
     machine = machine_of("a", discipline="edf")
     machine.arrive(machine.request())
     machine.read("a", seconds=10.0)
@@ -198,7 +207,7 @@ def test_a_deadline_that_a_read_cannot_meet_sheds_its_request() -> None:
 
 
 def test_a_copy_that_goes_before_the_load_is_read_again() -> None:
-    """Weights in line for the link return to the line for the disk, and back when the host has a copy."""
+    """If a host copy is dropped while its model is in line for the link, the model waits for a read, unless the copy returns."""
     machine = machine_of("", "ab")
     machine.arrive(machine.request("a"), machine.request("b"))
 
@@ -210,7 +219,7 @@ def test_a_copy_that_goes_before_the_load_is_read_again() -> None:
 
 @every_discipline
 def test_what_weights_wait_for_has_words(discipline: str) -> None:
-    """The history and the obstacle say that weights are read, or wait for the read of others."""
+    """The obstacle and the history have texts for weights that are read, and for weights that wait for another read."""
     machine = machine_of("ab", discipline=discipline)
     machine.arrive(machine.request("a"))
     machine.arrive(machine.request("b"))

@@ -1,4 +1,4 @@
-"""The slowest requests of a model: which are kept, and what their time went to."""
+"""The slowest requests of a model: which ones are recorded, and where their time went."""
 
 from math import inf
 
@@ -28,7 +28,7 @@ def parts(slow: SlowRequest) -> tuple[float, ...]:
 
 
 def test_a_request_waits_for_weights_that_were_evicted_for_another_model(machine: Driver) -> None:
-    """The time until the load's end counts for the weights, and their eviction is known with its reason."""
+    """The time until the end of a load is attributed to the weights. The record has their eviction, with its reason."""
     machine.add(program("a"))
     machine.add(program("b"), resident=False)
     machine.now = 1.0
@@ -50,7 +50,7 @@ def test_a_request_waits_for_weights_that_were_evicted_for_another_model(machine
 
 
 def test_a_request_waits_behind_another_model(machine: Driver) -> None:
-    """The time of another model's execution counts for others, and names that model."""
+    """The time of another model's execution is attributed to other requests. The record names that model."""
     machine.add(program("a", weight_bytes=10), program("b", weight_bytes=10))
     machine.arrive(machine.request("b"))
     machine.now = 0.25
@@ -66,7 +66,7 @@ def test_a_request_waits_behind_another_model(machine: Driver) -> None:
 
 
 def test_a_request_waits_for_others_to_join(machine: Driver) -> None:
-    """The time for which a request is held back counts for its peers, until the batch is full at the latest."""
+    """The time of a delay is attributed to its peers. It ends when the batch is full."""
     machine.add(program("a", {(0, 1): 0.001, (0, 2): 0.001}, weight_bytes=10, max_delay=0.5))
     machine.arrive(machine.request("a"))
     machine.tick(0.5)
@@ -83,7 +83,7 @@ def test_a_request_waits_for_others_to_join(machine: Driver) -> None:
 
 
 def test_a_pause_is_no_wait_for_weights(machine: Driver) -> None:
-    """While an operator holds the model, a request waits for that, even if the weights are absent, too."""
+    """While an operator holds the model, the time is attributed to the pause, even if the weights are absent as well."""
     machine.add(program("a"), resident=False)
     machine.pause(Pause.HOLD, "a")
     machine.arrive(machine.request("a"))
@@ -97,7 +97,7 @@ def test_a_pause_is_no_wait_for_weights(machine: Driver) -> None:
 
 
 def test_the_latest_of_many_pauses_is_known(machine: Driver) -> None:
-    """A request waits behind another model and then for the latest pause, however many pauses came before."""
+    """After many short pauses, a request waits for another model and then for a pause. Both times are recorded."""
     machine.add(program("a", weight_bytes=10), program("b", weight_bytes=10))
     for _ in range(20):
         machine.pause(Pause.HOLD, "a")
@@ -116,7 +116,7 @@ def test_the_latest_of_many_pauses_is_known(machine: Driver) -> None:
 
 
 def test_a_request_whose_deadline_passed_is_kept(machine: Driver) -> None:
-    """A request that never executed is kept with what it waited for."""
+    """A request that expired without an execution is recorded with what it waited for."""
     machine.add(program("a"), resident=False)
     machine.arrive(machine.request("a", deadline=0.25))
     machine.tick(0.25)
@@ -127,7 +127,7 @@ def test_a_request_whose_deadline_passed_is_kept(machine: Driver) -> None:
 
 
 def test_requests_are_found_by_the_tags_of_their_clients(machine: Driver) -> None:
-    """All requests of one tag are found, those in progress with their time up to now; the tag 0 names none."""
+    """A client's tag finds all its requests. Those in progress have their time until now. The tag 0 finds nothing."""
     machine.add(program("a", weight_bytes=10), program("b", weight_bytes=10))
     done, runs, waits = (machine.request(model)._replace(tag=7) for model in "aab")
     machine.arrive(done)
@@ -147,7 +147,10 @@ def test_requests_are_found_by_the_tags_of_their_clients(machine: Driver) -> Non
 
 
 def offer(kept: SlowestRequests, ended: float, seconds: float) -> bool:
-    """Return whether a request that ended is compared in full."""
+    """Record a request that ended at `ended` after `seconds`, unless it is faster than all recorded ones.
+
+    Return whether it was slow enough.
+    """
     arrived = ended - seconds
     if not arrived < kept.latest_arrival(ended):
         return False
@@ -160,7 +163,10 @@ def offer(kept: SlowestRequests, ended: float, seconds: float) -> bool:
 
 
 def test_the_slowest_hundred_are_kept() -> None:
-    """A request that is faster than all of a hundred is not even read; a slower one replaces the fastest."""
+    """The hundred slowest requests are recorded.
+
+    A faster one is not even compared in full. A slower one replaces the fastest.
+    """
     kept = SlowestRequests()
     for second in range(MAX_SLOWEST):
         assert offer(kept, second, 0.5 + second / 1000)
@@ -172,7 +178,7 @@ def test_the_slowest_hundred_are_kept() -> None:
 
 
 def test_requests_are_dropped_after_an_hour() -> None:
-    """An old request leaves, also where none is read; its place is free for any request."""
+    """Requests are dropped an hour after their end, and their place is free for any request."""
     kept = SlowestRequests()
     for second in range(MAX_SLOWEST):
         offer(kept, second, 10.0)

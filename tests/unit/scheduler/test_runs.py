@@ -1,4 +1,7 @@
-"""Requests of meta models' runs: one of each run goes first, and its successor takes its place."""
+"""Requests of meta models' runs: one request of each run is committed and executes first.
+
+The run's next one takes its place.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from tests.unit.scheduler.driver import Driver, every_discipline, executions, id
 
 
 def busy(discipline: str, names: str = "ab") -> Driver:
-    """Return models that take one row at a time, and a device that is busy with one of `a`."""
+    """Return a driver with models of one row per execution, and an executing request of `a`."""
     driver = Driver(SchedulerSettings(discipline=discipline))
     driver.add(*(program(name, {(0, 1): 0.001}) for name in names))
     driver.arrive(driver.request("a", deadline=10.0))
@@ -19,13 +22,13 @@ def busy(discipline: str, names: str = "ab") -> Driver:
 
 
 def order(driver: Driver) -> list[int]:
-    """Return the requests in the order of the next executions, one each."""
+    """Return the first requests of all executions after the first one, in order."""
     return [execute.requests[0] for execute in driver.finish_all()[1:]]
 
 
 @every_discipline
 def test_runs_take_turns(discipline: str) -> None:
-    """Three calls of one run, one of another and one of a third that comes later wait for one of the first only."""
+    """The requests of three runs take turns: a later request of one run waits for a first request of each other run."""
     driver = busy(discipline)
     a, b, c = (driver.request("b", run=1, deadline=10.0) for _ in range(3))
     d = driver.request("b", run=2, deadline=10.0)
@@ -40,7 +43,7 @@ def test_runs_take_turns(discipline: str) -> None:
 
 @every_discipline
 def test_only_one_of_a_run_goes_first(discipline: str) -> None:
-    """In one model's queue its second request is behind an urgent one without a run, though the first is ahead."""
+    """Only the first request of a run is committed. The second one executes after an urgent request without a run."""
     driver = Driver(SchedulerSettings(discipline=discipline))
     driver.add(program("a", {(0, 1): 0.001, (0, 2): 0.001}))
     driver.arrive(driver.request(deadline=10.0))
@@ -57,7 +60,7 @@ def test_only_one_of_a_run_goes_first(discipline: str) -> None:
 @every_discipline
 @pytest.mark.parametrize("how", ["cancelled", "expired", "unloaded", "load failed", "coalesced"])
 def test_the_next_of_a_run_takes_the_place_of_one_that_left(discipline: str, how: str) -> None:
-    """After any end of the first, the second passes an urgent request that is older than both."""
+    """When a run's first request ends in any way, its second one executes before an urgent request that is older."""
     driver = busy(discipline, "abc")
     driver.add(program("cold"), resident=False)
     model = {"unloaded": "c", "load failed": "cold"}.get(how, "b")
@@ -90,7 +93,10 @@ def test_the_next_of_a_run_takes_the_place_of_one_that_left(discipline: str, how
 
 @every_discipline
 def test_a_committed_request_pulls_others_along(discipline: str) -> None:
-    """One execution takes a run's first and third, and others of the model: the second is next."""
+    """The execution of a committed request also takes other requests of its model.
+
+    The run's next request executes after it.
+    """
     driver = Driver(SchedulerSettings(discipline=discipline))
     driver.add(program("a", {(0, 1): 0.001, (0, 4): 0.001}), program("b", {(0, 1): 0.001}))
     driver.arrive(driver.request("b", deadline=9.0))
@@ -108,7 +114,10 @@ def test_a_committed_request_pulls_others_along(discipline: str) -> None:
 
 @every_discipline
 def test_one_execution_takes_the_first_of_two_runs(discipline: str) -> None:
-    """Then both of their next are committed, in the order of the first, and each can be cancelled by itself."""
+    """After an execution with the first requests of two runs, their next requests are committed, in the order of the first ones.
+
+    Each can be cancelled separately.
+    """
     driver = Driver(SchedulerSettings(discipline=discipline))
     driver.add(program("a", {(0, 1): 0.001, (0, 2): 0.001}))
     driver.arrive(driver.request(deadline=9.0))
@@ -124,7 +133,7 @@ def test_one_execution_takes_the_first_of_two_runs(discipline: str) -> None:
 
 
 def test_the_next_of_a_run_is_of_another_variant() -> None:
-    """It moves to the front of its own queue, before an urgent one."""
+    """The next request of a run has another variant. It executes before an urgent request of that variant."""
     driver = Driver()
     costs = {(variant, 1): 0.001 for variant in (0, 1)}
     driver.add(program("a", costs))
@@ -138,7 +147,7 @@ def test_the_next_of_a_run_is_of_another_variant() -> None:
 
 @every_discipline
 def test_runs_keep_their_turns_under_another_discipline(discipline: str) -> None:
-    """After a change one of each run is committed still, the oldest, independent of deadlines."""
+    """After a change of discipline, the oldest request of each run is still committed, whatever the deadlines are."""
     driver = busy("fifo", "ab")
     urgent = driver.request("b", priority=1, deadline=5.0)
     first = driver.request("b", run=1, deadline=9.0)
@@ -150,7 +159,7 @@ def test_runs_keep_their_turns_under_another_discipline(discipline: str) -> None
 
 
 def test_no_request_of_a_run_is_shed() -> None:
-    """Neither the committed one nor those behind it: they execute late, or end at their deadline."""
+    """Under `edf`, no request of a run is shed. It executes late, or ends at its deadline."""
     device = Device(SchedulerSettings(discipline="edf"))
     device.model(program("a", {(0, 1): 0.010}))
     own = [device.request(deadline=deadline, run=1) for deadline in (0.005, 0.015, 0.016)]
@@ -164,7 +173,7 @@ def test_no_request_of_a_run_is_shed() -> None:
 
 
 def test_no_request_of_a_run_is_shed_after_a_change_to_edf() -> None:
-    """They waited under `fifo` and are late already: all end at their deadline, not when it is hopeless."""
+    """Requests of a run that are late after a change to `edf` are not shed. They end at their deadlines."""
     device = Device(SchedulerSettings(discipline="fifo"))
     device.model(program("a", {(0, 1): 0.010}))
     device.arrive(device.request())
@@ -177,7 +186,7 @@ def test_no_request_of_a_run_is_shed_after_a_change_to_edf() -> None:
 
 @pytest.mark.parametrize("discipline", ["fair", "fifo"])
 def test_the_link_is_used_at_once_for_a_request_that_is_committed_now(discipline: str) -> None:
-    """A second call that becomes committed may evict weights with work for its load."""
+    """When the second call of a run becomes committed, the load of its model may evict weights with work at once."""
     driver = Driver(SchedulerSettings(discipline=discipline, weight_budget_bytes=200))
     driver.add(program("a"), program("b"))
     driver.add(program("c"), resident=False)

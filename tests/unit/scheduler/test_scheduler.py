@@ -1,4 +1,4 @@
-"""Requests, one scenario per test: events in, instructions out."""
+"""The life of requests, one scenario per test: which instructions follow from which events."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_life_of_one_request(machine: Driver) -> None:
 
 
 def test_arrivals_of_one_event_run_together(machine: Driver) -> None:
-    """31 singles that arrive at once are queued before the device is given work: one execution."""
+    """31 requests of one row that arrive in one event are queued before the next instruction, so they share an execution."""
     machine.add(program("a"))
     requests = machine.requests_of(31)
 
@@ -45,7 +45,7 @@ def test_arrivals_of_one_event_run_together(machine: Driver) -> None:
 
 
 def test_64_singles_are_two_full_executions(machine: Driver) -> None:
-    """The second batch of 32 starts in the answer to the first one's end, after the answers."""
+    """64 requests of one row are two executions. The second one starts in the answer to the end of the first."""
     machine.add(program("a"))
     requests = machine.requests_of(64)
     machine.arrive(*requests)
@@ -59,7 +59,7 @@ def test_64_singles_are_two_full_executions(machine: Driver) -> None:
 
 
 def test_work_that_arrives_while_the_device_is_busy_is_coalesced(machine: Driver) -> None:
-    """What arrives in several events during an execution makes up the next one."""
+    """Requests that arrive in several events during an execution share the next execution."""
     machine.add(program("a"))
     machine.arrive(machine.request())
     for _ in range(10):
@@ -81,7 +81,7 @@ def test_model_that_does_not_coalesce_runs_one_by_one(machine: Driver) -> None:
 
 
 def test_request_without_rows_is_answered(machine: Driver) -> None:
-    """An empty batch runs at the smallest size and ends like any other."""
+    """A request without rows is executed at the smallest size, and is answered."""
     machine.add(program("a"))
     request = machine.request(rows=0)
 
@@ -92,7 +92,7 @@ def test_request_without_rows_is_answered(machine: Driver) -> None:
 
 
 def test_failed_execution_fails_its_requests_only(machine: Driver) -> None:
-    """All requests of the execution fail with its error; those that wait run next."""
+    """If an execution fails, all its requests fail with the error. Waiting requests execute next."""
     machine.add(program("a"))
     first, second = machine.request(), machine.request()
     machine.arrive(first)
@@ -108,7 +108,7 @@ def test_failed_execution_fails_its_requests_only(machine: Driver) -> None:
 
 
 def test_checks_come_in_their_order(machine: Driver) -> None:
-    """A request that is wrong in every way is refused for the first reason of the list."""
+    """A request with several faults is refused for the first one in the order of the checks."""
     machine.add(program("a", max_queue_depth=1), resident=False)
     machine.arrive(machine.request())
     past = machine.now
@@ -132,7 +132,7 @@ def test_checks_come_in_their_order(machine: Driver) -> None:
 
 
 def test_row_limit_refuses_what_a_size_would_hold(machine: Driver) -> None:
-    """With at most 10 rows in one execution, a request of 11 is refused though size 32 exists."""
+    """If an execution may have at most 10 rows, a request of 11 rows is refused, even if size 32 exists."""
     machine.add(program("a", max_batch_rows=10))
     fits, does_not = machine.request(rows=10), machine.request(rows=11)
 
@@ -143,7 +143,7 @@ def test_row_limit_refuses_what_a_size_would_hold(machine: Driver) -> None:
 
 
 def test_row_limit_holds_after_a_warm_up(machine: Driver) -> None:
-    """The costs that a warm-up measures replace the estimates, and the limit stays."""
+    """The limit of rows is the same after a warm-up has measured the costs."""
     machine.add(program("a", max_batch_rows=10), warm_up=True)
     machine.warm_up_ends("a")
     fits, does_not = machine.request(rows=10), machine.request(rows=11)
@@ -156,9 +156,10 @@ def test_row_limit_holds_after_a_warm_up(machine: Driver) -> None:
 
 
 def test_full_queue_says_when_to_retry(machine: Driver) -> None:
-    """2 ms are left of what runs, then one batch of each model with work: 4 ms for a, 1 ms for b.
+    """If a queue is full, the answer has the time of the running execution and of one batch of each model with work.
 
-    a has 32 waiting, one execution of size 32; b has one, of size 1.
+    2 ms are left of the running execution. `a` has 32 waiting rows, which take 4 ms, and `b` has one row, which takes 1
+    ms.
     """
     machine.add(program("a", max_queue_depth=32), program("b"))
     machine.arrive(*machine.requests_of(32))
@@ -173,7 +174,7 @@ def test_full_queue_says_when_to_retry(machine: Driver) -> None:
 
 
 def test_expired_requests_give_up_their_places(machine: Driver) -> None:
-    """A full queue of requests whose deadline has come takes new ones in the same event."""
+    """If all requests in a full queue have expired, it accepts new requests of the same event."""
     machine.add(program("a", max_queue_depth=2), resident=False)
     old = [machine.request(deadline=1.0) for _ in range(2)]
     machine.arrive(*old)
@@ -190,7 +191,7 @@ def test_expired_requests_give_up_their_places(machine: Driver) -> None:
 
 
 def test_tick_expires_what_is_due(machine: Driver) -> None:
-    """The next wake-up is the soonest deadline in the queue; the tick then ends exactly that request."""
+    """The next wake-up is the earliest deadline in the queue. The tick then ends this request only."""
     machine.add(program("a"))
     machine.arrive(machine.request())
     late, soon, never = machine.request(deadline=5.0), machine.request(deadline=3.0), machine.request()
@@ -217,7 +218,7 @@ def test_deadlines_are_kept_after_most_requests_left(machine: Driver) -> None:
 
 
 def test_no_wakeup_without_deadlines(machine: Driver) -> None:
-    """Executing requests, and waiting ones without deadlines, need no tick."""
+    """The scheduler needs no wake-up for executing requests, or for waiting ones without a deadline."""
     machine.add(program("a"))
     machine.arrive(machine.request(deadline=9.0))
     machine.arrive(machine.request(), machine.request(deadline=float("inf")))
@@ -226,7 +227,7 @@ def test_no_wakeup_without_deadlines(machine: Driver) -> None:
 
 
 def test_request_that_expires_while_it_executes_is_answered(machine: Driver) -> None:
-    """A running execution is never interrupted, and its result is not thrown away."""
+    """A request whose deadline passes during its execution is answered."""
     machine.add(program("a"))
     request = machine.request(deadline=machine.now + 0.0005)
     machine.arrive(request)
@@ -237,7 +238,7 @@ def test_request_that_expires_while_it_executes_is_answered(machine: Driver) -> 
 
 
 def test_expired_at_the_moment_of_dispatch(machine: Driver) -> None:
-    """A request whose deadline came with the end of the last execution never reaches the device."""
+    """A request whose deadline is the end of the running execution expires, and does not execute."""
     machine.add(program("a"))
     machine.arrive(machine.request())
     due, alive = machine.request(deadline=machine.now + 0.001), machine.request()
@@ -285,7 +286,7 @@ def test_deadline_that_is_no_number_expires(machine: Driver) -> None:
 
 
 def test_answered_requests_do_not_pile_up_in_the_deadlines(machine: Driver) -> None:
-    """10,000 requests with far deadlines, answered one after another, leave almost nothing behind."""
+    """10,000 answered requests with late deadlines leave almost nothing in the heap of deadlines."""
     machine.add(program("a"))
     for _ in range(10_000):
         machine.scheduler.handle(RequestsArrived((Request(1, "a", 0, 1, deadline=1e9),)), 1.0)
@@ -299,7 +300,7 @@ def test_answered_requests_do_not_pile_up_in_the_deadlines(machine: Driver) -> N
 
 
 def test_requests_of_several_lengths_share_an_execution_where_that_costs_less(machine: Driver) -> None:
-    """On a device that computes rows side by side, two lengths cost as much as one: the longer variant takes all."""
+    """If rows of two lengths cost as much as rows of one length, requests of both share an execution at the longer variant."""
     costs = {(variant, size): 0.001 for variant in (0, 1) for size in (1, 8)}
     machine.add(program(costs=costs, padded=True))
     machine.arrive(machine.request(variant=1))
@@ -313,7 +314,10 @@ def test_requests_of_several_lengths_share_an_execution_where_that_costs_less(ma
 
 
 def test_variants_of_a_model_pass_each_other_in_their_own_order(machine: Driver) -> None:
-    """Variants 0, 1, 0, 1: the front's variant runs together, over the other's head; then the other."""
+    """The first request decides the variant of an execution.
+
+    Requests of this variant pass one of another variant before them.
+    """
     costs = {(variant, size): 0.001 for variant in (0, 1) for size in (1, 8)}
     machine.add(program("a", costs))
     machine.arrive(machine.request(variant=1))
@@ -327,7 +331,7 @@ def test_variants_of_a_model_pass_each_other_in_their_own_order(machine: Driver)
 
 
 def test_committed_requests_go_first(machine: Driver) -> None:
-    """The sub-calls of two running metas pass older requests of their own and of other models."""
+    """The sub-calls of two runs execute before older requests of their own model and of other models."""
     machine.add(program("a", {(0, 1): 0.001}), program("b", {(0, 1): 0.001}))
     machine.arrive(machine.request("a"))
     old_a, old_b = machine.request("a"), machine.request("b")

@@ -1,4 +1,4 @@
-"""Models with equal tensors: these are on the device once, and evictions count the bytes that they free."""
+"""Models with equal tensors: a tensor is on the device once, and evictions count the bytes that they really free."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BASE = {"base": 100}
 
 
 def tuned(name: str, own: int = 10) -> Program:
-    """Return a model of the base's 100 bytes and some of its own."""
+    """Return a model with the 100 bytes of the base and a tensor of its own."""
     return program(name, COST, tensors={**BASE, name: own})
 
 
@@ -43,7 +43,7 @@ def logical(driver: Driver) -> int:
 
 
 def test_equal_tensors_are_counted_once() -> None:
-    """Three models that differ in one tensor each cost the base once; the logical sum has it three times."""
+    """Three models share a base of 100 bytes. The physical bytes include it once, and the logical bytes three times."""
     driver = Driver()
     driver.add(tuned("a"), tuned("b"), tuned("c"))
 
@@ -51,7 +51,7 @@ def test_equal_tensors_are_counted_once() -> None:
 
 
 def test_equal_models_cost_nothing_more() -> None:
-    """A second model with the very same tensors takes no bytes, and its end frees none."""
+    """A second model with the same tensors takes no bytes. When one of the two leaves, none are freed."""
     driver = Driver()
     driver.add(program("a", tensors=BASE), program("b", tensors=BASE))
 
@@ -63,7 +63,7 @@ def test_equal_models_cost_nothing_more() -> None:
 
 
 def test_a_load_beside_its_relative_needs_room_for_what_differs() -> None:
-    """With 10 of 110 bytes free, a model of which 100 are there is loaded without an eviction."""
+    """With 10 bytes free, a model of 110 bytes is loaded without an eviction if 100 of its bytes are on the device."""
     driver = Driver(SchedulerSettings(weight_budget_bytes=120))
     driver.add(tuned("a"))
     driver.add(tuned("b"), resident=False)
@@ -73,7 +73,7 @@ def test_a_load_beside_its_relative_needs_room_for_what_differs() -> None:
 
 
 def test_a_newcomer_keeps_the_tensors_that_it_shares_with_the_evicted_model() -> None:
-    """The relative is evicted for the 10 bytes that differ; the base stays, and is counted for the newcomer."""
+    """A model is evicted for the 10 bytes that are missing. The new model keeps the tensors that both have."""
     driver = Driver(SchedulerSettings(weight_budget_bytes=110))
     driver.add(tuned("a"))
     driver.add(tuned("b"), resident=False)
@@ -83,7 +83,10 @@ def test_a_newcomer_keeps_the_tensors_that_it_shares_with_the_evicted_model() ->
 
 
 def test_no_model_is_evicted_if_a_relative_keeps_its_bytes() -> None:
-    """For 50 bytes the older twin is spared: alone it would free nothing, so the third one goes."""
+    """For 50 bytes, the least recently used model is not evicted, because another model keeps its tensors.
+
+    A third one is evicted.
+    """
     driver = Driver(SchedulerSettings(weight_budget_bytes=150))
     driver.add(program("a", tensors=BASE), program("b", tensors=BASE), program("c", weight_bytes=50))
     driver.add(program("new", weight_bytes=50), resident=False)
@@ -97,7 +100,7 @@ def test_no_model_is_evicted_if_a_relative_keeps_its_bytes() -> None:
 
 
 def test_no_model_is_evicted_for_bytes_that_the_newcomer_has_too() -> None:
-    """`a` is older, but all that it has stays for `b`: so `c` is evicted."""
+    """The older model `a` is not evicted, because the new model needs all of its tensors. `c` is evicted."""
     driver = Driver(SchedulerSettings(weight_budget_bytes=150))
     driver.add(program("a", tensors=BASE), program("c", weight_bytes=50))
     driver.add(tuned("b", 50), resident=False)
@@ -108,7 +111,7 @@ def test_no_model_is_evicted_for_bytes_that_the_newcomer_has_too() -> None:
 
 
 def test_weights_with_work_are_evicted_if_idle_ones_have_only_what_the_newcomer_needs() -> None:
-    """The idle relative looks like enough room and is none: less urgent work has to go."""
+    """An idle model whose tensors the new model needs frees nothing, so a model with less urgent work is evicted."""
     driver = Driver(SchedulerSettings(weight_budget_bytes=150, discipline="fifo"))
     driver.add(program("busy", weight_bytes=0), program("a", tensors=BASE), program("c", weight_bytes=50))
     driver.add(tuned("b", 50), resident=False)
@@ -121,7 +124,7 @@ def test_weights_with_work_are_evicted_if_idle_ones_have_only_what_the_newcomer_
 
 
 def test_twins_go_together_when_one_does_not_free_enough() -> None:
-    """Both owners of the 100 bytes are evicted for a model that needs them."""
+    """Two models with the same tensors are both evicted if a model needs their room."""
     driver = Driver(SchedulerSettings(weight_budget_bytes=100))
     driver.add(program("a", tensors=BASE), program("b", tensors=BASE))
     driver.add(program("new", weight_bytes=100), resident=False)
@@ -132,7 +135,10 @@ def test_twins_go_together_when_one_does_not_free_enough() -> None:
 
 
 def test_work_that_waits_is_not_evicted_for_bytes_that_a_relative_keeps() -> None:
-    """`new` needs what `a` and the executing `b` share: none is evicted before `b` has ended."""
+    """A model needs the room of tensors that an executing model shares with an idle one.
+
+    None is evicted before the execution ends.
+    """
     driver = Driver(SchedulerSettings(weight_budget_bytes=100))
     driver.add(program("a", tensors=BASE), program("b", tensors=BASE))
     driver.add(program("new", weight_bytes=100), resident=False)
@@ -146,7 +152,7 @@ def test_work_that_waits_is_not_evicted_for_bytes_that_a_relative_keeps() -> Non
 
 
 def test_a_load_of_what_differs_tells_nothing_of_a_whole_one() -> None:
-    """A partial load does not change the expected duration of a whole one; a full load does."""
+    """A load of only the missing tensors does not change the expected duration of a whole load."""
     driver = Driver()
     driver.add(tuned("a"))
     driver.add(tuned("b"), resident=False)
@@ -158,7 +164,10 @@ def test_a_load_of_what_differs_tells_nothing_of_a_whole_one() -> None:
 
 
 def test_more_than_half_of_the_bytes_tell_of_the_whole() -> None:
-    """60 of 100 bytes took 3 s, so all would take 5 s."""
+    """60 of 100 bytes took 3 s, so a whole load is expected to take 5 s.
+
+    Loads of half of the bytes or less have no effect.
+    """
     driver = Driver()
     driver.add(program("a", tensors={"base": 40}))
     driver.add(program("b", tensors={"base": 40, "b": 60}), resident=False)
@@ -169,7 +178,7 @@ def test_more_than_half_of_the_bytes_tell_of_the_whole() -> None:
 
 
 def test_what_is_there_shortens_the_expected_wait() -> None:
-    """Under `edf` a deadline that a whole load of 1 s would miss is kept, because nine tenths of it are there."""
+    """Under `edf`, nine tenths of a model's bytes are on the device, so a request with a deadline before a whole load is not shed."""
     device = Device(SchedulerSettings(discipline="edf"))
     device.model(program("a", COST, tensors={"base": 90}))
     device.model(program("b", COST, tensors={"base": 90, "b": 10}), load=0.1, resident=False, expected=1.0)
@@ -181,7 +190,7 @@ def test_what_is_there_shortens_the_expected_wait() -> None:
 
 
 def test_a_model_that_shares_all_with_a_larger_one_does_not_send_it_away() -> None:
-    """The larger one than the budget stays beside its part, which executes: both are no more than it alone."""
+    """A model that exceeds the budget stays beside a model whose tensors it has, because both take no more than it alone."""
     driver = Driver(SchedulerSettings(weight_budget_bytes=100))
     driver.add(program("part", tensors={"t": 60}))
     driver.add(program("big", tensors={"t": 60, "u": 60}), resident=False)
@@ -196,7 +205,7 @@ def test_a_model_that_shares_all_with_a_larger_one_does_not_send_it_away() -> No
 
 
 def test_a_tensor_of_another_size_is_refused() -> None:
-    """Equal keys name equal tensors: a contradiction changes nothing, and says which."""
+    """If a tensor has another size than the tensor with the same key, its model is refused, and the error names the tensor."""
     driver = Driver()
     driver.add(program("a", tensors=BASE))
 
@@ -206,7 +215,7 @@ def test_a_tensor_of_another_size_is_refused() -> None:
 
 
 def test_tensors_are_forgotten_with_their_last_model() -> None:
-    """After both are gone the key may have another size."""
+    """When the last model with a tensor is removed, another tensor with its key may have another size."""
     driver = Driver()
     driver.add(program("a", tensors=BASE), program("b", tensors=BASE), resident=False)
     driver.remove("a")
@@ -217,7 +226,7 @@ def test_tensors_are_forgotten_with_their_last_model() -> None:
 
 
 def test_a_relative_that_comes_later_divides_what_is_there() -> None:
-    """Of three tensors on the device two are shared afterwards, one by one, and each ends with its last owner."""
+    """Models that share some tensors of a resident model are added. Each tensor is freed with its last model."""
     driver = Driver()
     driver.add(program("a", tensors={"t": 1, "u": 2, "v": 4}))
     driver.add(program("b", tensors={"u": 2, "v": 4, "w": 8}), program("c", tensors={"v": 4}))
@@ -229,7 +238,7 @@ def test_a_relative_that_comes_later_divides_what_is_there() -> None:
 
 
 def test_shared_tensors_are_pinned_by_each_of_their_models() -> None:
-    """Two pinned models share the base: it is pinned once, until the second is unpinned as well."""
+    """The shared base of two pinned models is in the pinned bytes once."""
     driver = Driver()
     driver.add(program("a", tensors={**BASE, "a": 1}, pinned=True))
     driver.add(program("b", tensors={**BASE, "b": 2}, pinned=True))
@@ -244,7 +253,7 @@ ranks = st.none() | st.tuples(st.integers(0, 3), st.integers(0, 3))
 
 @st.composite
 def crowds(draw: st.DrawFn) -> tuple[dict[str, set[int]], list[int], list[Resident], set[int]]:
-    """Draw sizes of tensors, their owners, the evictable models, and the tensors that the newcomer keeps."""
+    """Draw models: their tensors by model, the tensors' sizes, the evictable models, and the tensors that a new model keeps."""
     sizes = draw(st.lists(st.integers(0, 9), min_size=1, max_size=6))
     tensors = st.sets(st.integers(0, len(sizes) - 1))
     models = draw(st.lists(tensors, min_size=1, max_size=6))
@@ -265,7 +274,7 @@ def crowds(draw: st.DrawFn) -> tuple[dict[str, set[int]], list[int], list[Reside
 
 
 def freed(models: Mapping[str, set[int]], sizes: list[int], gone: Iterable[str], keep: set[int]) -> int:
-    """Return the freed bytes, counted tensor by tensor."""
+    """Return how many bytes these evictions free, counted tensor by tensor."""
     gone = set(gone)
     stay = set().union(keep, *(tensors for name, tensors in models.items() if name not in gone))
     went = set().union(*(models[name] for name in gone))
@@ -276,7 +285,10 @@ def freed(models: Mapping[str, set[int]], sizes: list[int], gone: Iterable[str],
 def test_room_is_made_by_as_few_as_possible_in_order(
     crowd: tuple[dict[str, set[int]], list[int], list[Resident], set[int]], missing: int
 ) -> None:
-    """It frees enough; none is evicted in vain; models behind the last stay; None only if all are not enough."""
+    """Victims free enough bytes, in the eviction order, and none is in vain.
+
+    There is no choice only if all models free too few.
+    """
     models, sizes, residents, keep = crowd
     kept = [group for one in residents for group in one.groups if set(group.tensors) <= keep]
     order = [one.model for one in in_eviction_order(residents)]
@@ -293,7 +305,7 @@ def test_room_is_made_by_as_few_as_possible_in_order(
     for spared in victims:
         assert freed(models, sizes, [one for one in victims if one != spared], keep) < missing
     assert victims == [one for one in order if one in victims]
-    # Without the last of them, all up to there would not be enough: none further behind had to be evicted.
+    # Without the last victim, all models before it would not free enough. So no victim comes too late in the order.
     before = order[: order.index(victims[-1])]
     assert freed(models, sizes, before, keep) < missing
 
@@ -309,7 +321,7 @@ models_of_tensors = st.dictionaries(
 def test_groups_are_the_tensors_that_the_same_models_have(
     models: dict[str, set[str]], data: st.DataObject
 ) -> None:
-    """For any arrivals and departures, the bytes on the device are those of the union of resident models' tensors."""
+    """For any order of changes, the bytes on the device are those of the union of the resident models' tensors."""
     size = {key: 2**number for number, key in enumerate("tuvwxyz")}
     weights = WeightAccounts(None)
     here = {}
@@ -334,7 +346,7 @@ def test_groups_are_the_tensors_that_the_same_models_have(
 
 
 class _Paced(Device):
-    """Loads take 1 ms for each byte that they move."""
+    """A device whose loads take 1 ms for each byte that they move."""
 
     def later(self, at: float, event: Event) -> None:
         if isinstance(event, WeightsLoaded):
@@ -345,7 +357,7 @@ class _Paced(Device):
 
 @pytest.mark.parametrize("expected", [0.0, 0.11])
 def test_relatives_take_turns_as_fast_as_what_differs_loads(expected: float) -> None:
-    """Four share the base and room for two own tensors: none waits for as long as a whole load, let alone four."""
+    """Four models share the base, with room for two own tensors. None waits for as long as a whole load takes."""
     device = _Paced(SchedulerSettings(weight_budget_bytes=102), validate_every=100)
     for name in "abcd":
         device.model(tuned(name, own=1), load=0.0, resident=False, expected=expected)
@@ -359,7 +371,7 @@ def test_relatives_take_turns_as_fast_as_what_differs_loads(expected: float) -> 
 
 
 def test_a_model_that_only_loaded_the_difference_estimates_a_whole_load() -> None:
-    """Without a program's figure, a whole load is estimated by a relative's seconds per byte."""
+    """If a model has only loaded its missing tensors, its whole load is estimated by the time per byte of another model."""
     device = _Paced(SchedulerSettings(weight_budget_bytes=1000))
     for name in "ab":
         device.model(tuned(name), load=0.0, resident=False)

@@ -1,4 +1,4 @@
-"""Totals of a model: missed deadlines by place, evictions by cause, and waiting times."""
+"""Totals of a model: missed deadlines by the stage of the request, evictions by cause, and waiting times."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def totals(device: Driver, name: str = "a") -> Totals:
 
 
 def test_a_wait_is_from_arrival_to_execution() -> None:
-    """The wait is counted from arrival to execution: here of three requests, one at a time."""
+    """The waiting time of a request is from its arrival to its execution."""
     device = Device()
     device.model(program("a", ONE))
     device.arrive(*(device.request() for _ in range(3)))
@@ -35,7 +35,7 @@ def test_a_wait_is_from_arrival_to_execution() -> None:
 
 
 def test_a_missed_deadline_is_counted_where_the_request_was() -> None:
-    """A missed deadline is counted by the request's place: arrival, queue, load or execution."""
+    """A missed deadline is counted by the stage of its request: arrival, queue, load or execution."""
     device = Device(SchedulerSettings(discipline="fifo"))
     device.model(program("a", {(0, 1): 0.100}))
     device.model(program("b", ONE), load=1.0, resident=False)
@@ -53,7 +53,7 @@ def test_a_missed_deadline_is_counted_where_the_request_was() -> None:
 
 
 def test_what_is_shed_has_missed_its_deadline_where_it_was() -> None:
-    """Under edf, a shed request counts as missed for its weights or for the device."""
+    """Under `edf`, a shed request is counted as missed in the stage `load` or `queue`."""
     device = Device(SchedulerSettings(discipline="edf"))
     device.model(program("a", ONE), load=1.0, resident=False)
     device.model(program("b", {(0, 1): 0.1}))
@@ -66,7 +66,7 @@ def test_what_is_shed_has_missed_its_deadline_where_it_was() -> None:
 
 
 def test_weights_that_leave_say_why() -> None:
-    """Evictions are counted by cause: a load, an operator, a smaller budget, a compaction."""
+    """Evictions are counted by their causes: room, command, budget and compaction."""
     device = budgeted(200)
     for name in "abc":
         device.model(program(name, ONE, weight_bytes=100), load=0.1, resident=name != "c")
@@ -88,7 +88,7 @@ def test_weights_that_leave_say_why() -> None:
 
 
 def test_versions_of_one_model_count_together() -> None:
-    """Versions of one model are counted together, until the last of them is gone."""
+    """Versions of a model are counted together, until all of them are gone."""
     device = Driver()
     for key in ("m@1", "m@2"):
         device.add(replace(program(key), name="m"))

@@ -1,4 +1,4 @@
-"""The table of weight states, walked at random."""
+"""The table of weight states. The tests take random steps in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TENSORS = {"a": {"base": 10, "a": 1}, "b": {"base": 10, "b": 2}}
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(TENSORS)), st.sampled_from(WeightEvent)), max_size=200))
 def test_bytes_follow_the_table(events: list[tuple[str, WeightEvent]]) -> None:
-    """For any events, those of the table change state and bytes, and the others raise."""
+    """Only events of the table change state and bytes. All other events raise."""
     accounts = WeightAccounts(None)
     models = {name: accounts.add(program(name, tensors=tensors)) for name, tensors in TENSORS.items()}
     for name, event in events:
@@ -37,7 +37,7 @@ def test_bytes_follow_the_table(events: list[tuple[str, WeightEvent]]) -> None:
 
 
 def test_an_illegal_change_tells_the_history() -> None:
-    """An illegal event raises with the history: absent weights cannot be evicted."""
+    """An illegal event raises an error with the history. In this test, absent weights are evicted."""
     weights = WeightAccounts(None).add(program("a"))
     weights.history.add(1.5, "added")
 
@@ -49,7 +49,7 @@ def test_an_illegal_change_tells_the_history() -> None:
 
 
 def test_weights_come_to_the_device_by_a_load_or_with_their_model() -> None:
-    """Only a load, or a model added with its weights, leads onto the device, and only an eviction away."""
+    """Weights come to the device only by a load, or together with their new model. They leave it only by an eviction."""
     arrives = {event for (state, event), after in TRANSITIONS.items() if after in ON_DEVICE - {state}}
     leaves = {
         event

@@ -1,4 +1,4 @@
-"""A scheduler that comes to rest for the next runtime: what ends before, what waits, and what goes on if it does not."""
+"""A scheduler that comes to rest for the next runtime: what must end before, what waits, and what happens if this takes too long."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def driver() -> Driver:
 
 
 def test_an_idle_device_is_at_rest_at_once(driver: Driver) -> None:
-    """The answer comes with the command, once; no later event repeats it."""
+    """If the device is idle, the scheduler reports at once that it is at rest. It reports this only once."""
     assert driver.wind_down(30) == [AT_REST]
     assert driver.arrive(driver.request()) == []
 
 
 def test_what_executes_ends_and_what_is_queued_waits(driver: Driver) -> None:
-    """The execution in flight is answered, nothing else starts, and no wake-up is due but for the bound of the wait."""
+    """The execution in flight is answered, and no other one starts. The only wake-up is at the limit of the wait."""
     first, second = driver.request(), driver.request()
     driver.arrive(first)
     driver.wind_down(30)
@@ -43,7 +43,7 @@ def test_what_executes_ends_and_what_is_queued_waits(driver: Driver) -> None:
 
 
 def test_runs_in_progress_end_first(driver: Driver) -> None:
-    """A run's calls and other requests execute until the run has ended; a run that came later is not admitted."""
+    """Until a run in progress has ended, its calls and other requests execute. A later run is not admitted."""
     run, later = driver.run_of(), driver.run_of()
     driver.ask(run)
     driver.wind_down(30)
@@ -60,7 +60,7 @@ def test_runs_in_progress_end_first(driver: Driver) -> None:
 
 
 def test_generations_in_progress_end_first(driver: Driver) -> None:
-    """The next step of each comes before the end of the one before; the device rests when none comes any more."""
+    """A generation in progress executes its next steps. The device is at rest after the last one."""
     driver.add(replace(program("steps", SINGLE), feeds_back=True))
     driver.arrive(driver.request("steps"))
     driver.wind_down(30)
@@ -70,7 +70,7 @@ def test_generations_in_progress_end_first(driver: Driver) -> None:
 
 
 def test_a_held_generation_is_counted_when_the_time_is_over(driver: Driver) -> None:
-    """Nothing executes, and yet the device is not at rest: an operator holds the model."""
+    """A held generation is still in progress, so the device is not at rest when the time is over."""
     driver.add(replace(program("steps", SINGLE), feeds_back=True))
     driver.pause(Pause.HOLD, "steps")
     driver.arrive(driver.request("steps"))
@@ -79,7 +79,7 @@ def test_a_held_generation_is_counted_when_the_time_is_over(driver: Driver) -> N
 
 
 def test_an_execution_that_waits_for_its_second_try_is_in_progress(driver: Driver) -> None:
-    """It found no memory while other weights load: the device rests when its retry has ended, not before."""
+    """If an execution finds no memory, the device is at rest only after its retry, which waits for a load."""
     driver.add(program("b"), resident=False)
     driver.send(Prefetch("b"))
     request = driver.request()
@@ -94,7 +94,7 @@ def test_an_execution_that_waits_for_its_second_try_is_in_progress(driver: Drive
 
 
 def test_a_second_try_that_waits_is_counted_when_the_time_is_over(driver: Driver) -> None:
-    """The load before it takes too long."""
+    """If a retry still waits for a load when the time is over, its execution is counted as in progress."""
     driver.add(program("b"), resident=False)
     driver.send(Prefetch("b"))
     driver.arrive(driver.request())
@@ -105,7 +105,7 @@ def test_a_second_try_that_waits_is_counted_when_the_time_is_over(driver: Driver
 
 
 def test_all_goes_on_if_it_takes_too_long(driver: Driver) -> None:
-    """When the time is over, the answer counts what has not ended; queued requests execute, and waiting runs begin."""
+    """When the time is over, the answer counts what has not ended. Then queued requests execute, and waiting runs begin."""
     run, later = driver.run_of(), driver.run_of()
     driver.ask(run)
     driver.arrive(driver.request())
@@ -121,7 +121,7 @@ def test_all_goes_on_if_it_takes_too_long(driver: Driver) -> None:
 
 
 def test_a_waiting_run_begins_when_the_time_is_over(driver: Driver) -> None:
-    """A run that finds a free slot does not wait for the next event."""
+    """When the time is over, a waiting run for which there is a place begins at once."""
     later = driver.run_of()
     driver.arrive(driver.request())
     driver.wind_down(0.005)
@@ -131,7 +131,7 @@ def test_a_waiting_run_begins_when_the_time_is_over(driver: Driver) -> None:
 
 
 def test_a_withdrawn_command_leaves_no_trace(driver: Driver) -> None:
-    """Queued requests execute at once, also if the device had come to rest."""
+    """If the command is withdrawn, queued requests execute at once, even if the device was at rest."""
     assert driver.wind_down(30) == [AT_REST]
     waiting = driver.request()
     driver.arrive(waiting)
@@ -140,7 +140,7 @@ def test_a_withdrawn_command_leaves_no_trace(driver: Driver) -> None:
 
 
 def test_deadlines_hold_meanwhile(driver: Driver) -> None:
-    """A queued request whose deadline passes ends as usual."""
+    """While the scheduler winds down, a queued request expires at its deadline."""
     driver.arrive(driver.request())
     driver.wind_down(30)
     late = driver.request(deadline=driver.now + 0.001)

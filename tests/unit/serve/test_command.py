@@ -1,4 +1,4 @@
-"""The tritonserver that `rsrv serve` starts."""
+"""The tritonserver that `rsrv serve` chooses and starts."""
 
 import errno
 import os
@@ -38,7 +38,7 @@ def never(question: str) -> bool:
 
 
 def test_a_named_server_wins_and_then_the_path_and_then_the_container(tmp_path: Path) -> None:
-    """The order is the documented one, and no question is asked while there is a server."""
+    """A named server takes precedence over the one in PATH, and this over the container's. If there is one, no question is asked."""
     container = put_program(tmp_path / "opt" / "tritonserver")
     assert find_tritonserver(None, never) == container
     on_path = put_program(tmp_path / "bin" / "tritonserver")
@@ -50,7 +50,7 @@ def test_a_named_server_wins_and_then_the_path_and_then_the_container(tmp_path: 
 
 
 def test_without_a_server_the_user_is_asked_and_no_ends_it() -> None:
-    """The message names the three ways that are left."""
+    """Without a server, the user is asked. After a no, the message names the three other ways."""
     with pytest.raises(ServeError, match=r"rsrv triton install.*--tritonserver.*container"):
         find_tritonserver(None, lambda question: False)
     assert not default_folder().exists()
@@ -59,13 +59,13 @@ def test_without_a_server_the_user_is_asked_and_no_ends_it() -> None:
 def test_bundles_that_are_missing_are_named_before_a_server_is_searched_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A user should not install a server first, and read then that the folder is misspelt."""
+    """Missing bundles are named before the search for a server, so that nobody installs a server first."""
     assert main(["serve", str(tmp_path / "bundels")]) == 2
     assert "bundels: there is no such file or directory" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_is_named_with_the_option(capsys: pytest.CaptureFixture[str]) -> None:
-    """The user reads which option names another folder."""
+    """If a folder cannot be written, the message has the option that names another folder."""
     assert main(["serve", "--demo", "--directory", "/proc/rsrv"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("rsrv serve: /proc/rsrv cannot hold the demo: ")
@@ -75,7 +75,7 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_option(capsys: pytest
 def test_a_missing_jax_is_named_before_a_server_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without the extra, each model would fail at its load."""
+    """A missing jax is named before a server starts, because each model's load would fail."""
     monkeypatch.delenv("RSRV_RUNTIME_PYTHON", raising=False)
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     write_bundle(tmp_path / "bundles" / "one")
@@ -84,7 +84,7 @@ def test_a_missing_jax_is_named_before_a_server_is_started(
 
 
 def test_an_installation_of_the_user_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `rsrv triton install` made is used without a question; a yes makes it."""
+    """The installation of `rsrv triton install` is used without a question. If there is none, a yes makes it."""
     installed: list[Path] = []
     monkeypatch.setattr(Installation, "install", lambda self, say: installed.append(self.folder))
     launcher = find_tritonserver(None, lambda question: True)
@@ -95,7 +95,7 @@ def test_an_installation_of_the_user_is_found(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The message names the option and the folder, not only an error of the system."""
+    """If a folder cannot be written, the message has the option and the folder, in addition to the system's error."""
     (tmp_path / "taken").touch()
     words = ["serve", "bundles", "--tritonserver", put_program(tmp_path / "mine")]
     assert main([*words, "--directory", str(tmp_path / "taken")]) == 1
@@ -105,7 +105,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest
 def test_a_full_disk_is_named_with_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The system does not say where there is no space."""
+    """If a disk is full, the message names the folder, because the system's error does not."""
 
     def full(self: RepositoryWriter, name: str, text: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -124,7 +124,7 @@ def test_a_full_disk_is_named_with_its_folder(
 def test_a_log_that_cannot_be_written_is_named_once_and_stops_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A full disk costs lines of the log, but not the server that writes them."""
+    """If the disk of the log is full, lines are lost and one message says so. The server is not affected."""
     (tmp_path / "log").symlink_to("/dev/full")
     with command._log_lines(tmp_path / "log") as put:
         put(b"one\n")
@@ -136,7 +136,10 @@ def test_a_log_that_cannot_be_written_is_named_once_and_stops_nothing(
 def test_the_terminal_shows_the_endpoints_once_the_server_serves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Changes before have the seconds since the start, later ones the time of day; the demo has commands to copy."""
+    """When the server serves, the terminal shows the endpoints. For the demo, it also shows commands to copy.
+
+    Lines before that have the seconds since the start, and later lines have the time of day.
+    """
     words = ["serve", "--demo", "--directory", str(tmp_path), "--metrics-port", "9002"]
     terminal = command._Terminal(planned("metrics: {listen: null}"), parser().parse(words), 1)
     terminal.show(Line("a is ready"))
@@ -157,7 +160,7 @@ def test_the_terminal_shows_the_endpoints_once_the_server_serves(
 def test_a_person_who_waits_for_the_first_compilation_sees_a_bar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, terminal: bool
 ) -> None:
-    """The bar counts models until the server serves. A log file or a script gets none."""
+    """On a terminal, a bar counts models until the server serves. A log file or a script gets no bar."""
     steps: list[str] = []
     bar = Mock(step=steps.append)
     begun = MagicMock()

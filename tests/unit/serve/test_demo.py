@@ -15,12 +15,12 @@ from rsrv_bundle import load_weights, read_bundle
 from rsrv_bundle.cli import main as rsrv_bundle
 from rsrv_gen.sources import read_sources
 
-#: Bytes that the demo may add to the wheel.
+#: The largest number of bytes that the demo may add to the wheel.
 MAX_BYTES = 550_000
 
 
 def test_the_bundles_are_what_rsrv_bundle_accepts() -> None:
-    """Every bundle passes the check that users run, and all together can be served."""
+    """Every bundle of the demo passes `rsrv-bundle check`, and all together can be served."""
     folder = demo.DATA / demo.BUNDLES
     assert rsrv_bundle(["check", *(str(one) for one in sorted(folder.iterdir()))]) == 0
     sources = read_sources([folder])
@@ -29,7 +29,7 @@ def test_the_bundles_are_what_rsrv_bundle_accepts() -> None:
 
 
 def test_the_data_are_small_and_their_weights_exceed_the_budget() -> None:
-    """The demo shows evictions, and the wheel stays small."""
+    """The demo's data are small. The weights exceed the budget, so that the demo shows evictions."""
     files = [file for file in demo.DATA.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
     assert sum(file.stat().st_size for file in files) < MAX_BYTES
     settings = load_settings((demo.DATA / demo.SETTINGS).read_text(), demo.SETTINGS)
@@ -51,7 +51,7 @@ def test_the_request_and_the_images_fit_the_model() -> None:
 
 
 def test_a_second_start_keeps_what_the_user_changed(tmp_path: Path) -> None:
-    """Bundles are copied if there are none; a removed or changed one stays so."""
+    """Bundles are copied only if there are none. A bundle that the user removed or changed stays as it is."""
     demo.copy_to(tmp_path)
     assert {one.name for one in (tmp_path / demo.BUNDLES).iterdir()} >= {demo.MODEL, "unet"}
     (tmp_path / demo.BUNDLES / demo.MODEL / "manifest.yaml").write_text("mine")
@@ -63,7 +63,7 @@ def test_a_second_start_keeps_what_the_user_changed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [[], ["--demo", "bundles"]])
 def test_serve_takes_bundles_or_the_demo(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """`rsrv serve` needs either bundles or the demo; the error names both."""
+    """`rsrv serve` needs bundles or --demo. The error names both."""
     with pytest.raises(SystemExit) as ended:
         command_line.main(["serve", *arguments])
     assert ended.value.code == 2
@@ -75,7 +75,7 @@ def test_serve_takes_bundles_or_the_demo(arguments: list[str], capsys: pytest.Ca
 def test_a_dry_run_of_the_demo_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command is printed; the directory is not made."""
+    """A dry run of the demo prints the command and makes no directory."""
     monkeypatch.chdir(tmp_path)
     assert (
         command_line.main(["serve", "--demo", "--devices=cpu", "--dry-run", "--tritonserver=/bin/true"]) == 0

@@ -1,4 +1,4 @@
-"""The probe for hanging processes."""
+"""The probe for hanging servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.waiting import looped
 
 
 def test_a_server_that_takes_connections_and_says_nothing_hangs() -> None:
-    """A server that accepts connections without answering, as a stopped one, hangs."""
+    """A server that accepts connections and sends no answer hangs. A stopped process behaves like this."""
 
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as stopped:
@@ -25,7 +25,7 @@ def test_a_server_that_takes_connections_and_says_nothing_hangs() -> None:
 
 
 def test_any_answer_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any answer counts, also a refusal or a closed connection, and resets the count of missing ones."""
+    """Any reaction is an answer, also a refusal or a closed connection. An answer sets the number of missing answers to zero."""
     asked: list[bytes] = []
 
     async def connect(host: str, port: int) -> tuple[asyncio.StreamReader, Mock]:
@@ -50,7 +50,7 @@ def test_any_answer_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_server_that_takes_no_connections_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that accepts no connection is loading or has ended, and does not hang."""
+    """A server that accepts no connection does not hang: it is loading, or it has ended."""
     refused = 0
 
     async def refuse(host: str, port: int) -> None:

@@ -1,4 +1,4 @@
-"""The bundles that `rsrv serve --hf` exports before it starts a server."""
+"""The bundles that `rsrv serve --hf` exports before it starts the server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rsrv.serve.plan import ServeError
 
 @pytest.fixture
 def exported(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Replace the export by one that writes an empty bundle, and return its command lines. It fails for `broken`."""
+    """Replace the export by one that writes an empty bundle and fails for `broken`. Return its command lines."""
     commands: list[list[str]] = []
 
     def run(argv: list[str], **_: Any) -> Any:
@@ -36,7 +36,7 @@ def directory(path: Path) -> Path:
 
 
 def test_a_second_start_exports_only_what_has_changed(tmp_path: Path, exported: list[list[str]]) -> None:
-    """An unchanged directory keeps its bundle; a changed file makes another."""
+    """An unchanged directory keeps its bundle. A changed file causes a new export."""
     models = [directory(tmp_path / name) for name in ("one", "two")]
     said: list[str] = []
 
@@ -53,7 +53,10 @@ def test_a_second_start_exports_only_what_has_changed(tmp_path: Path, exported: 
 def test_files_with_equal_times_and_sizes_are_exported_again(
     tmp_path: Path, exported: list[list[str]]
 ) -> None:
-    """Archives give files the same times; another directory of the same name, or new weights, are another model."""
+    """Another directory of the same name, or new weights, are exported again, although the files have equal times and sizes.
+
+    Archives give all files the same times.
+    """
     models = [directory(tmp_path / part / "model") for part in ("a", "b")]
     for model in models:
         os.utime(model / "config.json", (1, 1))
@@ -68,7 +71,7 @@ def test_files_with_equal_times_and_sizes_are_exported_again(
 
 
 def test_a_failed_export_is_tried_again(tmp_path: Path, exported: list[list[str]]) -> None:
-    """The server does not start with a model that cannot be exported, and the next start tries it again."""
+    """If a model cannot be exported, the server does not start. The next start tries the export again."""
     model = directory(tmp_path / "broken")
     for _ in range(2):
         with pytest.raises(ServeError, match="broken: cannot be exported; see the lines above"):
@@ -77,7 +80,7 @@ def test_a_failed_export_is_tried_again(tmp_path: Path, exported: list[list[str]
 
 
 def test_directories_need_names_of_their_own(tmp_path: Path, exported: list[list[str]]) -> None:
-    """Two directories that would be the same model are refused, and so is a missing one."""
+    """Two directories that would become the same model are refused. A missing directory is also refused."""
     same = [directory(tmp_path / part / "model") for part in ("a", "b")]
     with pytest.raises(ServeError, match="would both be the model model; rename one"):
         hub.export_all(same, tmp_path / "hf", lambda _: None)
@@ -87,7 +90,7 @@ def test_directories_need_names_of_their_own(tmp_path: Path, exported: list[list
 
 
 def test_a_model_of_the_hubs_cache_has_its_name(tmp_path: Path) -> None:
-    """A snapshot in the cache is named after its model, and odd characters are replaced."""
+    """A snapshot in the hub's cache has the name of its model. Characters that are not allowed are replaced."""
     snapshot = directory(tmp_path / "models--org--all-MiniLM.L6" / "snapshots" / "0123abc")
     assert hub.model_name(snapshot) == "all-MiniLM_L6"
     assert hub.model_name(directory(tmp_path / "größe 1.5")) == "gr__e_1_5"

@@ -1,4 +1,4 @@
-"""The models of a server that is stopped are unloaded before it, whatever connections its clients keep."""
+"""When a server is stopped, its models are unloaded before it ends, whatever connections its clients keep open."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Server:
-    """A server with models, and what happens to it, in order."""
+    """A fake server with models. `events` has all that happens to it, in order."""
 
     def __init__(self, *models: str, counts: Sequence[int] = (), http: str = "") -> None:
         self.models = list(models)
         self.http = http
         self.events: list[str] = []
         self.trouble = ""
-        #: Answers to the question for the number of requests; the last one stays.
+        #: Numbers of requests that `request_count` returns. The last number stays.
         self._counts = [*counts, 0]
 
     def terminate(self) -> None:
@@ -45,7 +45,7 @@ class Server:
         return self._counts.pop(0) if len(self._counts) > 1 else self._counts[0]
 
     async def remaining(self) -> dict[str, bool]:
-        # A model answers requests in flight after it was told to leave.
+        # A model that is being unloaded still answers requests in flight.
         unloading = [
             event.removeprefix("dismissed ") for event in self.events if event.startswith("dismissed ")
         ]
@@ -59,7 +59,7 @@ class Server:
 
 @asynccontextmanager
 async def listening(server: Server, *, answers: bool = True) -> AsyncIterator[None]:
-    """Let a server listen for HTTP. It notes the end of each connection."""
+    """Let a server listen for HTTP, and note the end of each connection."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -83,7 +83,10 @@ def deeds(server: Server) -> list[str]:
 
 @looped
 async def test_models_are_unloaded_while_a_connection_keeps_the_server() -> None:
-    """Triton would end gRPC before its models otherwise. Models that call others leave before these."""
+    """A connection keeps the server alive while its models are unloaded. Otherwise Triton would end gRPC before the models.
+
+    Models that call other models are unloaded before these.
+    """
     server = Server("a", "caller", "b")
     async with listening(server):
         assert await end_in_order(server, server.terminate, {"caller"}, 60.0)
@@ -94,7 +97,7 @@ async def test_models_are_unloaded_while_a_connection_keeps_the_server() -> None
 
 @looped
 async def test_clients_with_open_connections_are_served_until_they_are_idle() -> None:
-    """Models stay while requests come."""
+    """Models are not unloaded while requests arrive."""
     server = Server("a", counts=[1, 2, 3, 4, 4, 4])
     async with listening(server):
         assert await end_in_order(server, server.terminate, (), 60.0)
@@ -103,7 +106,7 @@ async def test_clients_with_open_connections_are_served_until_they_are_idle() ->
 
 @looped
 async def test_clients_that_never_pause_do_not_keep_the_models() -> None:
-    """Their time is limited: requests in flight need the rest of it."""
+    """If requests never stop, models are unloaded after a while, because requests in flight need the rest of the time."""
     server = Server("a", counts=range(100_000))
     async with listening(server):
         assert await end_in_order(server, server.terminate, (), 0.05)
@@ -112,7 +115,7 @@ async def test_clients_that_never_pause_do_not_keep_the_models() -> None:
 
 @looped
 async def test_a_server_that_does_not_unload_ends_by_itself() -> None:
-    """Its repository API may be restricted: then Triton alone ends its models."""
+    """If models cannot be unloaded, for example because the repository API is restricted, only Triton itself ends them."""
     server = Server("a")
     server.trouble = "this protocol is restricted"
     async with listening(server):
@@ -122,7 +125,7 @@ async def test_a_server_that_does_not_unload_ends_by_itself() -> None:
 
 @looped
 async def test_without_http_the_models_leave_before_the_server_is_told() -> None:
-    """Nothing would keep gRPC then."""
+    """Without HTTP, no connection can keep the server alive, so models are unloaded before it is terminated."""
     server = Server("a")
     assert await end_in_order(server, server.terminate, (), 60.0)
     assert deeds(server) == ["dismissed a", "terminated"]
@@ -130,7 +133,7 @@ async def test_without_http_the_models_leave_before_the_server_is_told() -> None
 
 @looped
 async def test_a_server_that_is_starting_is_told_at_once() -> None:
-    """It listens at no port so far, and cannot unload."""
+    """A server that is starting does not listen and cannot unload models, so it is terminated at once."""
     server = Server("a", http=f"{LOOPBACK}:1")
     server.trouble = "connection refused"
     assert not await end_in_order(server, server.terminate, (), 60.0)
@@ -139,7 +142,7 @@ async def test_a_server_that_is_starting_is_told_at_once() -> None:
 
 @looped
 async def test_a_server_that_hangs_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes connections, and answers nothing."""
+    """A server that accepts connections and sends no answer is terminated at once."""
     monkeypatch.setattr(orderly_end, "_ANSWER_S", 0.01)
     server = Server("a")
     async with listening(server, answers=False):

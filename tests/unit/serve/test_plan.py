@@ -1,4 +1,4 @@
-"""The plan of `rsrv serve`: flags, environment and addresses of the server."""
+"""The plan of `rsrv serve`: the flags, the environment and the addresses of the server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def planned(text: str = "", *arguments: str, directory: str = "/here", **options
 
 
 def test_a_server_follows_its_bundles_and_survives_its_models() -> None:
-    """tritonserver gets the flags that lifecycle and stubs need, and then the operator's."""
+    """tritonserver gets the flags that lifecycle and stubs need. The operator's flags follow."""
     found = planned("", "--log-verbose=1", drain_s=7)
 
     assert (found.argv[0], found.argv[-1], found.drain_s) == ("/bin/tritonserver", "--log-verbose=1", 7)
@@ -41,7 +41,10 @@ def test_a_server_follows_its_bundles_and_survives_its_models() -> None:
     "character", [" ", "'", '"', "$", ";", "&", "(", ")", "|", "<", "`", "\\", "\n", "\u00fc", "\udce9"]
 )
 def test_triton_gets_a_link_to_a_folder_whose_path_it_cannot_use(character: str) -> None:
-    """A shell would split or expand the path of a stub, and the Python of a stub finds nothing in a path beyond ASCII."""
+    """If a folder's path has a character that Triton cannot use, Triton gets a link to the folder.
+
+    A shell would split or expand the path of a stub, and the stub's Python cannot use a path beyond ASCII.
+    """
     found = planned(directory=f"/with{character}one")
 
     assert found.repository == Path(f"/with{character}one/models")
@@ -53,26 +56,29 @@ def test_triton_gets_a_link_to_a_folder_whose_path_it_cannot_use(character: str)
 
 @pytest.mark.parametrize("name", ["plain", "a.b-c_d", "#", "%41", "*", "=", ",", "~", "@", "+"])
 def test_triton_gets_the_path_of_a_folder_that_it_can_use(name: str) -> None:
-    """A path is what an operator recognises in the log."""
+    """If Triton can use a folder's path, it gets this path, which an operator recognises in the log."""
     found = planned(directory=f"/{name}")
 
     assert (found.link, found.argv[1]) == (None, f"--model-repository=/{name}/models")
 
 
 def test_a_folder_is_refused_if_no_link_to_it_would_work() -> None:
-    """The message names the characters and both remedies."""
+    """If a link would have the same problem, the folder is refused. The message has the characters and both remedies."""
     with pytest.raises(ServeError, match=r"characters \[' '\].*--directory.*RSRV_RUNTIME_DIR"):
         planned(directory="/a b", links=Path("/c d"))
 
 
 def test_a_model_has_few_threads_of_triton_unless_bundles_call_through_it() -> None:
-    """Then each call that a stub may have in flight has one, and answers have one more."""
+    """A model has two threads of Triton. If bundles call through Triton, it has more.
+
+    Then each call that a stub may have in flight has a thread, and answers have one more.
+    """
     for calling, threads in ((False, 2), (True, MAX_CALLS + 1)):
         assert f"--backend-config=python,thread-pool-size={threads}" in planned(calling=calling).argv
 
 
 def test_addresses_are_those_of_the_operators_flags() -> None:
-    """A flag after -- takes precedence, and what is checked and shown follows it."""
+    """A flag after -- takes precedence. The addresses that are checked and shown are those of the flags."""
     found = planned("", "--http-port=9000", "--grpc-address", "::1")
 
     assert [str(found.ports[kind]) for kind in PORTS] == [
@@ -89,13 +95,13 @@ def test_addresses_are_those_of_the_operators_flags() -> None:
     [
         ("127.0.0.1", ("127.0.0.1", "127.0.0.1", "127.0.0.1")),
         ("0.0.0.0", ("0.0.0.0", "0.0.0.0", "0.0.0.0")),
-        # Triton's HTTP front ends would take another IPv6 address for 255.255.255.255.
+        # Without the prefix `ipv6:`, Triton's HTTP front ends would take an IPv6 address for 255.255.255.255.
         ("::", ("ipv6:::", "[::]", "ipv6:::")),
         ("fd00::7", ("ipv6:fd00::7", "[fd00::7]", "ipv6:fd00::7")),
     ],
 )
 def test_all_front_ends_listen_at_the_host(host: str, flags: tuple[str, str, str]) -> None:
-    """HTTP, gRPC and metrics have one address, in the spelling of each, and are shown and checked there."""
+    """HTTP, gRPC and metrics listen at the given host, in the spelling of each. The same addresses are shown and checked."""
     found = planned(host=host)
 
     assert {f"--{kind}-address={flag}" for kind, flag in zip(PORTS, flags, strict=True)} <= set(found.argv)
@@ -108,7 +114,7 @@ def restricted(found: ServerPlan) -> list[str]:
 
 @pytest.mark.parametrize("client_shm", [False, True])
 def test_apis_for_operators_need_the_key(*, client_shm: bool) -> None:
-    """Over both protocols; clients may register shared memory only if the operator says so."""
+    """Over both protocols, APIs for operators need the key. Clients may register shared memory only if the operator allows it."""
     found = planned(client_shm=client_shm).with_key("7f")
 
     apis = f"model-repository,logging,trace{'' if client_shm else ',shared-memory'}"
@@ -119,7 +125,7 @@ def test_apis_for_operators_need_the_key(*, client_shm: bool) -> None:
 
 
 def test_restrictions_of_the_operator_stay() -> None:
-    """tritonserver refuses an API that is restricted twice, so the key opens the others."""
+    """APIs that the operator has restricted are left out of rsrv's restriction, because tritonserver refuses an API in two restrictions."""
     found = planned(
         "", "--http-restricted-api=model-repository,health:mine=1", "--grpc-restricted-protocol=trace:a=b"
     )
@@ -131,7 +137,7 @@ def test_restrictions_of_the_operator_stay() -> None:
 
 
 def test_a_plan_does_not_show_the_key() -> None:
-    """The printed command reads it from its file, in a shell."""
+    """The printed command has `$(cat FILE)` in place of the key, so the shell reads the key from its file."""
     assert (
         '--grpc-restricted-protocol=model-repository,logging,trace,shared-memory:rsrv-key="$(cat /here/operator-key)"'
         in planned().describe()
@@ -148,7 +154,7 @@ def test_a_plan_does_not_show_the_key() -> None:
     ],
 )
 def test_a_server_that_others_can_take_over_warns(options: dict[str, Any], *, warns: bool) -> None:
-    """Shared memory of clients is a way into the server for every machine that reaches it."""
+    """If other machines can reach the shared memory API, a warning says so, because clients could take the server over with it."""
     warning = planned(**options).warning
     assert ("register shared memory" in warning) is warns
     assert ("Leave out --host or --client-shm" in warning) is warns
@@ -165,18 +171,18 @@ def test_a_server_that_others_can_take_over_warns(options: dict[str, Any], *, wa
     ],
 )
 def test_the_live_page_is_where_metrics_are(text: str, page: Address | None) -> None:
-    """A page that no control process serves is not named."""
+    """The live page has the address of the metrics. If no control process serves it, the plan has no page."""
     assert planned(text).page == page
 
 
 def test_an_address_that_is_none_is_named_by_its_key() -> None:
-    """The message has the key of rsrv.yaml."""
+    """The message for a wrong address has the key of rsrv.yaml."""
     with pytest.raises(ServeError, match=r"metrics\.listen: 'here' is not HOST:PORT"):
         planned("metrics: {listen: here}")
 
 
 def test_devices_reach_every_process_of_the_server() -> None:
-    """The runtimes read them from the environment, where they take precedence over the file."""
+    """Devices are passed in the environment, where the runtimes read them. They take precedence over the file."""
     settings = load_settings("")
     assert planned().environment == {}
     runtime = RuntimeSection(devices=["cpu", "cpu"])

@@ -1,4 +1,4 @@
-"""The server's repository equals the one that rsrv-gen makes of the bundles."""
+"""The server's repository equals the repository that rsrv-gen makes of the bundles."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def bundles(tmp_path: Path) -> Path:
 
 
 def made(repository: Path, *bundles: Path) -> list[str]:
-    """Make it as a starting server does, and return the models that could not be written."""
+    """Make the repository as a starting server does. Return the models that could not be written."""
     return generate(repository, read_sources(bundles), watched(load_settings(""), bundles))
 
 
@@ -46,7 +46,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_repository_is_what_rsrv_gen_makes(bundles: Path, tmp_path: Path) -> None:
-    """A repository equals rsrv-gen's, with the settings for the control process."""
+    """The repository equals rsrv-gen's, including the settings for the control process."""
     assert made(tmp_path / "a" / "models", bundles) == []
 
     assert rsrv_gen.main([str(bundles), "-o", str(tmp_path / "gen")]) == 0
@@ -58,7 +58,7 @@ def test_a_repository_is_what_rsrv_gen_makes(bundles: Path, tmp_path: Path) -> N
     [([], "", False), (["resnet"], "", True), ([], "meta: {transport: bls}", True)],
 )
 def test_calls_through_triton_are_found(bundles: Path, external: list[str], text: str, calling: bool) -> None:
-    """Calls of models that are not rsrv's go through Triton, and with the transport bls all calls do."""
+    """Calls of models that are not rsrv's are sent through Triton. With the transport bls, all calls are."""
     settings = load_settings(text)
     assert not call_through_triton(read_sources([bundles]), settings)
     write_meta(bundles / "meta", ["one"], external)
@@ -66,7 +66,7 @@ def test_calls_through_triton_are_found(bundles: Path, external: list[str], text
 
 
 def test_what_the_settings_say_is_watched(bundles: Path) -> None:
-    """Bundle folders of the settings are watched, as inside a container."""
+    """If the settings name folders of bundles, as inside a container, these folders are watched."""
     settings = load_settings("lifecycle: {bundles: [/elsewhere]}")
 
     assert watched(settings, [bundles]).lifecycle.bundles == [Path("/elsewhere")]
@@ -84,7 +84,7 @@ def test_a_bundle_removed_while_the_server_was_down_is_not_served(bundles: Path,
 
 
 def test_a_disk_that_is_not_mounted_takes_no_models_away(bundles: Path, tmp_path: Path) -> None:
-    """An empty one of two bundle folders removes no model: its disk may be missing."""
+    """If one of two folders of bundles is empty, no model is removed, because the folder's disk may not be mounted."""
     (tmp_path / "disk").mkdir()
     write_bundle(tmp_path / "disk" / "three")
     made(tmp_path / "models", bundles, tmp_path / "disk")
@@ -107,7 +107,10 @@ def test_a_disk_that_is_not_mounted_takes_no_models_away(bundles: Path, tmp_path
 def test_a_server_without_the_library_reports_the_cost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: str, cost: str
 ) -> None:
-    """Otherwise the server is slow with many clients, or each of a thousand models has a process, and nothing says why."""
+    """Without the library of the native front, a message reports the cost.
+
+    The server is slow with many clients, or each of a thousand models has its own process.
+    """
     library = tmp_path / "library.so"
     monkeypatch.setattr(plan, "LIBRARY", library)
     text = cost_of_missing_library(load_settings(settings))
@@ -136,7 +139,7 @@ def test_a_broken_bundle_is_reported_and_the_others_are_served(bundles: Path, tm
 def test_models_of_a_folder_that_is_no_longer_given_are_not_served(
     bundles: Path, tmp_path: Path, other: str
 ) -> None:
-    """Neither a broken bundle of the same name nor an empty folder keeps the models of another command."""
+    """Models of a folder that is not given are not served, even beside a broken bundle of the same name or an empty folder."""
     made(tmp_path / "models", bundles)
     (tmp_path / other).mkdir()
     if other == "broken":
@@ -150,7 +153,7 @@ def test_models_of_a_folder_that_is_no_longer_given_are_not_served(
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
-    """Return a further folder of bundles."""
+    """Return another folder of bundles."""
     write_bundle(tmp_path / "other" / "three")
     return tmp_path / "other"
 
@@ -168,7 +171,10 @@ def unmount(folder: Path) -> None:
 def test_a_folder_keeps_its_models_when_another_is_no_longer_given(
     change: Callable[[Path], None], bundles: Path, other: Path, tmp_path: Path
 ) -> None:
-    """Without a second folder, what the first one lost or broke meanwhile stays, and the second's model goes."""
+    """If the second folder is not given again, its models are removed.
+
+    The first folder keeps its models, even if its bundles broke or its disk is unmounted.
+    """
     made(tmp_path / "models", bundles, other)
     change(bundles)
     made(tmp_path / "models", bundles)
@@ -180,7 +186,7 @@ def test_a_folder_keeps_its_models_when_another_is_no_longer_given(
 def test_another_spelling_of_the_same_folder_keeps_its_models(
     bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelling: str, back: bool
 ) -> None:
-    """A folder given through a link or as a relative path is the same folder, in either order."""
+    """A folder that is given through a link, or as a relative path, is the same folder, in either order."""
     (tmp_path / "link").symlink_to(bundles)
     monkeypatch.chdir(tmp_path)
     before, now = (Path(spelling), bundles) if back else (bundles, Path(spelling))
@@ -191,7 +197,7 @@ def test_another_spelling_of_the_same_folder_keeps_its_models(
 
 
 def test_a_folder_whose_link_leads_nowhere_keeps_its_models(bundles: Path, tmp_path: Path) -> None:
-    """The path as it was given is compared, too: a link to an unmounted disk may not resolve to the same place."""
+    """The given path is also compared as it is written, because a link to an unmounted disk may resolve to another place."""
     (tmp_path / "link").symlink_to(bundles)
     made(tmp_path / "models", tmp_path / "link")
     (tmp_path / "link").unlink()
@@ -204,7 +210,7 @@ def test_a_folder_whose_link_leads_nowhere_keeps_its_models(bundles: Path, tmp_p
 def test_a_bundle_that_is_a_link_to_elsewhere_is_in_its_folder(
     bundles: Path, tmp_path: Path, back: bool
 ) -> None:
-    """A bundle may be a link in its folder, which is given through a link: it is known by its name there."""
+    """A bundle that is a link belongs to the folder with the link, even if this folder is given through a link."""
     (bundles / "one").rename(tmp_path / "stored")
     (bundles / "one").symlink_to(tmp_path / "stored")
     (tmp_path / "link").symlink_to(bundles)
@@ -219,7 +225,7 @@ def test_a_bundle_that_is_a_link_to_elsewhere_is_in_its_folder(
 def test_bundles_given_instead_of_their_folder_keep_their_models(
     bundles: Path, tmp_path: Path, back: bool
 ) -> None:
-    """A bundle's own folder and the folder of bundles that holds it are both its place."""
+    """A bundle keeps its model whether the bundle itself or the folder with the bundle is given."""
     commands = [[bundles], [bundles / "one", bundles / "two"]]
     before, now = reversed(commands) if back else commands
     made(tmp_path / "models", *before)
@@ -229,7 +235,7 @@ def test_bundles_given_instead_of_their_folder_keep_their_models(
 
 
 def test_a_model_without_notes_stays(bundles: Path, other: Path, tmp_path: Path) -> None:
-    """Without notes, nothing says that an earlier version is another folder's: it stays."""
+    """Without notes, it is unknown whether an earlier version is from another folder, so the model stays."""
     made(tmp_path / "models", bundles)
     (tmp_path / ".models-known.json").unlink()
     unmount(other)
@@ -238,7 +244,7 @@ def test_a_model_without_notes_stays(bundles: Path, other: Path, tmp_path: Path)
 
 
 def test_a_broken_bundle_is_still_known_after_several_starts(bundles: Path, tmp_path: Path) -> None:
-    """Starts with a broken bundle do not forget its place: another folder does not serve its earlier version."""
+    """After several starts with a broken bundle, its place is still known, so that another folder does not serve its earlier version."""
     made(tmp_path / "models", bundles)
     break_one(bundles)
     for _ in range(2):
@@ -250,7 +256,7 @@ def test_a_broken_bundle_is_still_known_after_several_starts(bundles: Path, tmp_
 
 
 def test_a_folder_that_is_given_but_not_watched_keeps_its_models(bundles: Path, tmp_path: Path) -> None:
-    """Settings may name other folders to watch: the given ones count as well."""
+    """If the settings name other folders to watch, a given folder keeps its models all the same."""
     settings = load_settings("lifecycle: {bundles: [/elsewhere]}")
     generate(tmp_path / "models", read_sources([bundles]), settings)
     break_one(bundles)
@@ -259,7 +265,7 @@ def test_a_folder_that_is_given_but_not_watched_keeps_its_models(bundles: Path, 
 
 
 def test_an_alias_of_a_model_that_is_no_longer_given_is_not_served(bundles: Path, tmp_path: Path) -> None:
-    """An alias carries its models: its earlier version would serve those of another command."""
+    """If a model is not given again, an alias of it is not served, because the alias contains its bundle."""
     aliases = load_settings("aliases: {champion: one}")
     generate(tmp_path / "models", read_sources([bundles]), watched(aliases, [bundles]))
     assert model_folders(tmp_path / "models") == {"one", "two", "champion"}
@@ -273,7 +279,7 @@ def test_an_alias_of_a_model_that_is_no_longer_given_is_not_served(bundles: Path
 
 
 def test_a_further_folder_takes_no_model_of_the_others_away(bundles: Path, tmp_path: Path) -> None:
-    """A folder that was given before and is unmounted now keeps its models, if it is given again."""
+    """If an unmounted folder is given again, together with a new folder, it keeps its models."""
     made(tmp_path / "models", bundles)
     bundles.rename(tmp_path / "away")
     write_bundle(tmp_path / "more" / "three")
@@ -284,7 +290,7 @@ def test_a_further_folder_takes_no_model_of_the_others_away(bundles: Path, tmp_p
 
 
 def test_a_foreign_model_is_left_alone(bundles: Path, tmp_path: Path) -> None:
-    """It is not overwritten, and the others are written."""
+    """A foreign model is not overwritten, and the other models are written."""
     (tmp_path / "models" / "one").mkdir(parents=True)
 
     (failed,) = made(tmp_path / "models", bundles)
@@ -294,7 +300,7 @@ def test_a_foreign_model_is_left_alone(bundles: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_bundles_may_get_some(bundles: Path, tmp_path: Path) -> None:
-    """A server starts with a folder that has no bundles yet."""
+    """A server starts with a folder without bundles, because the folder may get bundles later."""
     (tmp_path / "later").mkdir()
     check([tmp_path / "missing", tmp_path / "later"], load_settings(""))
     made(tmp_path / "models", tmp_path / "missing")
@@ -311,7 +317,7 @@ def test_a_folder_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
 
 
 def test_models_are_compiled_for_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the compiler is interrupted, so is the start; models that it cannot compile are the server's."""
+    """If the compiler is interrupted, the start ends. Models that it cannot compile are left to the server."""
     asked: list[tuple[object, ...]] = []
 
     def compile(*words: object) -> int:

@@ -1,4 +1,4 @@
-"""What `rsrv serve` checks and reads before it starts a server."""
+"""The checks of `rsrv serve` before it starts a server, and the files that it reads."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read(**options: Any) -> Any:
 
 
 def test_a_link_to_the_folder_lasts_as_long_as_the_server(tmp_path: Path) -> None:
-    """The link that a killed server left is replaced, because it may lead elsewhere."""
+    """The link to the folder is removed with the server. A link that a killed server left is replaced, as it may lead elsewhere."""
     found = planned(directory=str(tmp_path / "a b"), links=tmp_path / "links")
     assert found.link is not None
     found.link.parent.mkdir(mode=0o700)
@@ -70,7 +70,7 @@ def test_a_dry_run_says_what_it_would_run(
 
 
 def test_the_key_is_made_once_and_only_its_user_reads_it(tmp_path: Path) -> None:
-    """A server that starts again, and the programs that have read the file, keep the key."""
+    """The key is made once, so programs that have read its file can still use it after a restart. Only the user can read the file."""
     path = tmp_path / "operator-key"
     key = operator_key(path)
 
@@ -80,7 +80,7 @@ def test_the_key_is_made_once_and_only_its_user_reads_it(tmp_path: Path) -> None
 
 
 def test_a_full_disk_leaves_no_key_without_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start that cannot write the key fails, and the next one makes it."""
+    """If a start cannot write the key, it fails and leaves no empty file. The next start makes the key."""
 
     def fails(_: int) -> str:
         raise OSError(28, "No space left on device")
@@ -98,7 +98,7 @@ def test_a_full_disk_leaves_no_key_without_content(tmp_path: Path, monkeypatch: 
 def test_a_key_that_is_no_secret_is_refused(
     bundles: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], content: str, mode: int
 ) -> None:
-    """A file that everybody can read, or without a key, would leave the server open."""
+    """A key file that everybody can read, or that is empty, is refused, because the server would be open."""
     (tmp_path / "here").mkdir()
     path = tmp_path / "here" / "operator-key"
     path.write_text(content)
@@ -114,7 +114,7 @@ def test_a_key_that_is_no_secret_is_refused(
 def test_auto_asks_the_tritonserver_that_is_started(
     bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The front of each model is one that --tritonserver can have, whatever is in PATH."""
+    """The front of each model is one that --tritonserver supports, whatever tritonserver is in PATH."""
     library, config = tmp_path / "libtriton_rsrv.so", tmp_path / "rsrv.yaml"
     library.write_bytes(b"\x7fELF")
     config.write_text("stub: {front: auto}")
@@ -134,7 +134,7 @@ def test_auto_asks_the_tritonserver_that_is_started(
 
 @pytest.mark.parametrize(("knows", "flags"), [(True, ["--allow-client-shm=true"]), (False, [])])
 def test_clients_may_share_memory_on_each_release(tmp_path: Path, *, knows: bool, flags: list[str]) -> None:
-    """Only releases that know the flag get it, because others refuse to start with it."""
+    """Only releases that know the flag for shared memory get it, because others would refuse to start."""
     program = tmp_path / "tritonserver"
     program.write_text(
         f"#!/bin/sh\necho '  --model-repository <string>\n  --{'allow-client-shm' if knows else 'allow-http'} <boolean>'\n"
@@ -150,7 +150,7 @@ def test_clients_may_share_memory_on_each_release(tmp_path: Path, *, knows: bool
 def test_a_folder_of_bundles_whose_name_is_not_utf_8_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The settings of the server name the folder, and a file of text cannot hold the name."""
+    """A folder whose name is not UTF-8 is refused, because the settings name the folder and are a text file."""
     folder = tmp_path / os.fsdecode(b"latin \xe9")
     write_bundle(folder / "bundles" / "one")
 
@@ -183,7 +183,7 @@ def test_a_wrong_option_is_refused(
 def test_bundles_that_will_never_be_there_are_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A missing folder is a mistake; an empty one is, if no process watches for a first bundle."""
+    """A missing folder is refused. An empty folder is refused if no process watches for its first bundle."""
     options = ("--tritonserver", "/bin/true")
     assert run(tmp_path, *options) == 2
     assert capfd.readouterr().err.endswith(f"{tmp_path}/bundles: there is no such file or directory\n")
@@ -200,7 +200,7 @@ def test_bundles_that_will_never_be_there_are_refused(
 def test_two_servers_do_not_share_a_directory(
     bundles: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Each would write the other's repository."""
+    """A second server in a directory is refused, because each would write the other's repository."""
     with server.alone(tmp_path / "here"):
         assert run(tmp_path, "--tritonserver", "/bin/true") == 1
     assert f"another server uses {tmp_path}/here: end it, or name another folder" in capfd.readouterr().err
@@ -208,7 +208,7 @@ def test_two_servers_do_not_share_a_directory(
 
 @pytest.mark.parametrize("content", [None, b"\xff"], ids=["missing", "not text"])
 def test_settings_that_cannot_be_read_are_named(tmp_path: Path, content: bytes | None) -> None:
-    """A wrong file behind --config ends the command with a line, not with a traceback."""
+    """If the file of --config is wrong, the command ends with one line and no traceback."""
     config = tmp_path / "rsrv.yaml"
     if content is not None:
         config.write_bytes(content)
@@ -217,17 +217,17 @@ def test_settings_that_cannot_be_read_are_named(tmp_path: Path, content: bytes |
 
 
 def test_settings_of_a_gateway_are_refused(tmp_path: Path) -> None:
-    """A server without the TLS or the token that its file asks for would be open to everyone."""
+    """Settings with a gateway's TLS or token are refused: `rsrv serve` starts no gateway, so the server would be open."""
     config = tmp_path / "rsrv.yaml"
     config.write_text("gateway: {token_file: secret}")
     with pytest.raises(ServeError, match=r"gateway\.token_file: `rsrv serve` starts no gateway"):
         read(config=config)
     config.write_text("gateway: {drain_s: 30}")
-    assert read(config=config).gateway.drain_s == 30  # as in a file with all defaults
+    assert read(config=config).gateway.drain_s == 30  # without TLS or token, the section is allowed
 
 
 def test_a_live_page_of_another_process_is_not_shown(caplog: pytest.LogCaptureFixture) -> None:
-    """A second server on the machine says which address is taken, and does not send its user to the first one's page."""
+    """If another process has the live page's address, a warning says so, and the address is not shown as the server's page."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -241,7 +241,7 @@ def test_a_live_page_of_another_process_is_not_shown(caplog: pytest.LogCaptureFi
 
 
 def test_a_port_is_checked_before_anything_is_loaded() -> None:
-    """The error names the port, its use and the option that chooses another."""
+    """A taken port is noticed before any load. The error names the port, its use, and the option for another port."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -255,7 +255,7 @@ def test_a_port_is_checked_before_anything_is_loaded() -> None:
 def test_a_taken_port_is_all_that_a_second_server_says(
     bundles: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If Triton's port and the live page's are both taken, the only line is the one that ends the command."""
+    """If Triton's port and the live page's are both taken, only the line about Triton's port is printed, which ends the command."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -282,7 +282,7 @@ def test_a_taken_port_is_all_that_a_second_server_says(
 def test_the_cpu_limit_of_a_container_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], limit: int | None
 ) -> None:
-    """Control groups of either version are read; a limit above the cores is none."""
+    """The CPU limit is read from control groups of either version. A limit above the number of cores is ignored."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     for name, text in files.items():
         file = tmp_path / "sys/fs/cgroup" / name
@@ -293,7 +293,7 @@ def test_the_cpu_limit_of_a_container_is_read(
 
 
 def test_a_changed_config_becomes_the_servers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The repository gets the settings of the changed file, with the devices of the command line; a broken one is named."""
+    """The repository gets the changed settings, with the devices of the command line. If the changed file is broken, the log says so."""
     mine, config = tmp_path / "mine.yaml", tmp_path / "rsrv.yaml"
     options = Namespace(config=mine, devices=["cpu"], bundles=[tmp_path / "bundles"])
     mine.write_text("models: {one: {weight: 3}}")
@@ -309,7 +309,10 @@ def test_a_changed_config_becomes_the_servers(tmp_path: Path, caplog: pytest.Log
 
 
 def test_the_last_error_of_a_log_is_kept() -> None:
-    """Errors of Triton and of rsrv count, in both formats. A model's output and the error of Triton without a GPU do not."""
+    """The last error of Triton or rsrv is kept, in both formats of the log.
+
+    A model's own output is ignored, and so is Triton's error without a GPU.
+    """
     lines: list[bytes] = []
     log = server.ErrorLines(lines.append)
     assert log.last == ""

@@ -1,4 +1,4 @@
-"""A supervised server is restarted, logged, and ended in order: here small real processes."""
+"""A supervised server is restarted, logged, and ended in order. The servers of these tests are small real processes."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from rsrv.wire.paths import start_time
 from tests.unit.serve.test_plan import planned
 from tests.waiting import looped
 
-#: Prints a line, waits to be ended, and prints another. The fifo is never written to.
+#: A script that prints a line, waits for SIGTERM, and prints another line. Nobody writes to the fifo.
 POLITE = "trap 'echo bye; exit 0' TERM; exec 3<>{fifo}; echo up $$; while :; do read -r _ <&3; done"
-#: Has to be killed.
+#: A script that ignores SIGTERM, so it must be killed.
 STUBBORN = "trap '' TERM; exec 3<>{fifo}; echo up $$; while :; do read -r _ <&3; done"
 
 
 def shell(script: str, **changes: Any) -> ServerPlan:
-    """Return the plan of a server that is a shell's script."""
+    """Return the plan of a server that is a shell script."""
     return replace(planned(), **{"argv": ("/bin/sh", "-c", script), **changes})
 
 
 class Scene:
-    """The server's lines, and what its supervisor does."""
+    """A server, the lines that it prints, and what its supervisor does."""
 
     def __init__(self, folder: Path) -> None:
         self.fifo = folder / "fifo"
@@ -43,12 +43,12 @@ class Scene:
         self.lines: list[str] = []
         self.pids: list[int] = []
         self.pauses: list[float] = []
-        #: set when the server is to be started again
+        #: A test sets this when the server must be restarted.
         self.restart_due: asyncio.Future[RestartReason] = asyncio.get_running_loop().create_future()
         self._more = asyncio.Event()
-        #: Seconds for the server to end by itself after its models are unloaded.
+        #: Seconds in which the server must end by itself after its models are unloaded.
         self.idle_s = 60.0
-        #: What unloading the models does: True when they are unloaded, False or an error if they cannot be.
+        #: Result of unloading the models: True if they are unloaded. False, or an error to raise, if they cannot be unloaded.
         self.unloaded: bool | Exception = False
 
     def run(
@@ -61,7 +61,7 @@ class Scene:
         return asyncio.create_task(supervise(server, hooks, self.orders))
 
     async def pid(self, count: int = 1) -> int:
-        """Return the pid that a server has printed, the first one or a later one."""
+        """Wait until servers have printed `count` pids, and return the last of these."""
         while len(found := [line for line in self.lines if line.startswith("up ")]) < count:
             self._more.clear()
             await self._more.wait()
@@ -75,7 +75,7 @@ class Scene:
     def _started(self, pid: int) -> None:
         self.pids.append(pid)
         self.restart_due = asyncio.get_running_loop().create_future()
-        # On a busy machine it may have ended without being reaped.
+        # This raises an error if there is no such process. On a busy machine, the process may be a zombie already.
         os.kill(pid, 0)
 
     async def _rest(self, seconds: float) -> None:
@@ -92,7 +92,7 @@ class Scene:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether the process runs; a zombie does not."""
+    """Return whether the process runs. A zombie does not run."""
     return start_time(pid) != 0
 
 
@@ -101,7 +101,7 @@ Play = Callable[[Scene], Coroutine[Any, Any, None]]
 
 @pytest.fixture
 def play(tmp_path: Path) -> Callable[[Play], None]:
-    """Run a scene, which must end."""
+    """Return a function that runs a scenario with a scene. The scenario must end."""
 
     async def whole(scenario: Play) -> None:
         await scenario(Scene(tmp_path))
@@ -110,14 +110,17 @@ def play(tmp_path: Path) -> Callable[[Play], None]:
 
 
 def test_pauses_double_up_to_half_a_minute_and_ten_restarts_in_a_row_are_all() -> None:
-    """A server that ends at once is given up; a long life is a new beginning."""
+    """Pauses between restarts double up to half a minute. After ten restarts in a row, the server is given up.
+
+    After a long life of the server, the count begins again.
+    """
     restarts = Restarts()
     assert [restarts.ended(0.1) for _ in range(11)] == [1, 2, 4, 8, 16, *[30] * 5, None]
     assert [restarts.ended(lived) for lived in (60, 59, 1)] == [1, 2, 4]
 
 
 def test_a_server_that_is_killed_is_started_again(play: Callable[[Play], None]) -> None:
-    """A killed server is restarted after a pause, and ends with a signal."""
+    """A killed server is restarted after a pause. A signal ends it."""
 
     async def scenario(scene: Scene) -> None:
         serving = scene.run(POLITE)
@@ -137,7 +140,7 @@ def test_a_server_that_is_killed_is_started_again(play: Callable[[Play], None]) 
 
 
 def test_a_server_that_hangs_is_killed_and_started_again(play: Callable[[Play], None]) -> None:
-    """A hanging server that ignores signals is killed and restarted, which counts as a failure."""
+    """A hanging server that ignores signals is killed and restarted. This is counted as a failure."""
 
     async def scenario(scene: Scene) -> None:
         serving = scene.run(STUBBORN, drain_s=60)
@@ -156,7 +159,7 @@ def test_a_server_that_hangs_is_killed_and_started_again(play: Callable[[Play], 
 
 
 def test_a_server_is_started_again_though_it_works(play: Callable[[Play], None]) -> None:
-    """A requested restart is not a failure and has no pause."""
+    """A requested restart is not counted as a failure, and has no pause."""
 
     async def scenario(scene: Scene) -> None:
         serving = scene.run(POLITE, drain_s=60)
@@ -179,7 +182,7 @@ def test_a_server_is_started_again_though_it_works(play: Callable[[Play], None])
 def test_a_server_that_always_ends_is_given_up(
     play: Callable[[Play], None], monkeypatch: pytest.MonkeyPatch, script: str, line: str
 ) -> None:
-    """A server that always ends, also orderly, is given up; a last line without a newline is logged."""
+    """A server that ends again and again is given up, even if it ends with status 0. A last line without a newline is logged."""
     monkeypatch.setattr(supervision, "MAX_RESTARTS", 3)
 
     async def scenario(scene: Scene) -> None:
@@ -193,7 +196,7 @@ def test_a_server_that_always_ends_is_given_up(
 def test_a_program_that_is_not_there_is_given_up(
     play: Callable[[Play], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A missing program is given up with the reason in the log."""
+    """If the program does not exist, it is given up, and the log has the reason."""
     monkeypatch.setattr(supervision, "MAX_RESTARTS", 1)
 
     async def scenario(scene: Scene) -> None:
@@ -204,7 +207,7 @@ def test_a_program_that_is_not_there_is_given_up(
 
 
 def test_a_second_signal_ends_what_takes_its_time(play: Callable[[Play], None]) -> None:
-    """A second signal kills a server that would take a minute."""
+    """A second signal kills a server that would take a minute to end."""
 
     async def scenario(scene: Scene) -> None:
         serving = scene.run(STUBBORN, drain_s=60)
@@ -229,7 +232,7 @@ def test_a_server_that_does_not_end_is_killed_with_a_line(
     script: str,
     said: list[str],
 ) -> None:
-    """After its drain time and some seconds, a server that ignores the signal is killed, and a warning says so."""
+    """If a server ignores the signal, it is killed some seconds after its drain time, and a warning says so."""
     monkeypatch.setattr(supervision, "_GRACE", 0.1 if said else 60)
 
     async def scenario(scene: Scene) -> None:
@@ -247,7 +250,7 @@ def test_a_server_that_does_not_end_is_killed_with_a_line(
 
 
 def test_what_a_server_leaves_is_cleared_away(play: Callable[[Play], None], tmp_path: Path) -> None:
-    """Descendants of a server, in other sessions, too, are killed before its restart."""
+    """Before a restart, all descendants of the server are killed, even in other sessions."""
 
     async def scenario(scene: Scene) -> None:
         (tmp_path / "stays").write_text(STUBBORN.format(fifo=scene.fifo))
@@ -265,7 +268,7 @@ def test_what_a_server_leaves_is_cleared_away(play: Callable[[Play], None], tmp_
 
 
 def test_a_supervisor_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
-    """When `rsrv serve` is killed, the kernel ends the server, also one that ignores signals."""
+    """If `rsrv serve` is killed, the kernel ends the server, even if it ignores signals."""
     script = f"""
 import asyncio
 from rsrv.serve.supervise import SupervisorHooks, StopSignals, supervise
@@ -295,7 +298,7 @@ asyncio.run(supervise(server, hooks, StopSignals()))
 
 
 def test_a_server_has_its_environment(play: Callable[[Play], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan's variables are added to those of the supervisor."""
+    """The server has the supervisor's environment and, in addition, the variables of the plan."""
     monkeypatch.setattr(supervision, "MAX_RESTARTS", 0)
 
     async def scenario(scene: Scene) -> None:
@@ -306,7 +309,7 @@ def test_a_server_has_its_environment(play: Callable[[Play], None], monkeypatch:
 
 
 def test_a_pause_ends_with_a_signal(play: Callable[[Play], None]) -> None:
-    """The end does not wait for the pause before a restart."""
+    """If a signal arrives during the pause before a restart, the supervisor ends at once."""
 
     async def scenario(scene: Scene) -> None:
         resting = asyncio.Event()
@@ -328,7 +331,10 @@ def test_a_pause_ends_with_a_signal(play: Callable[[Play], None]) -> None:
 def test_shared_memory_of_stubs_that_a_server_leaves_is_removed(
     play: Callable[[Play], None],
 ) -> None:
-    """A server that is stopped while its models load leaves it, and one that is killed with its supervisor leaves all."""
+    """Regions of shared memory that servers left are removed, before a start and after the end.
+
+    A server leaves regions if it is stopped during loads, or if it is killed with its supervisor.
+    """
     prefix = f"rsrv_test_{os.getpid()}_"
     earlier, region, other = (
         Path(f"/dev/shm/{name}") for name in (f"{prefix}1", f"{prefix}2", "rsrv_test_other")
@@ -355,7 +361,7 @@ def test_shared_memory_of_stubs_that_a_server_leaves_is_removed(
 def test_a_server_without_models_is_not_waited_for(
     play: Callable[[Play], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Triton waits for connections that clients keep; when its models are unloaded, it has nothing to lose."""
+    """After its models are unloaded, a server has nothing to lose, so it is killed if clients' connections keep it alive."""
 
     async def scenario(scene: Scene) -> None:
         scene.unloaded, scene.idle_s = True, 0.05
@@ -373,7 +379,7 @@ def test_a_server_without_models_is_not_waited_for(
 def test_a_server_that_ends_in_time_is_not_killed(
     play: Callable[[Play], None], unloaded: bool | Exception
 ) -> None:
-    """It may write its last lines, also if unloading its models fails in an unknown way."""
+    """A server that ends in time is not killed, even if unloading its models fails. So it can write its last lines."""
 
     async def scenario(scene: Scene) -> None:
         scene.unloaded = unloaded

@@ -1,4 +1,4 @@
-"""Scenarios as text, run at once."""
+"""Helpers that run a scenario from its text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traffic: at the rate that was asked for, reproducible, and independent of other sources."""
+"""Traffic has the requested rate, is reproducible, and does not depend on other sources."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def arrivals(text: str, folder: Path = Path()) -> list[Arrival]:
 
 
 def test_poisson_keeps_rate_and_shares() -> None:
-    """Of 4000 expected requests, number and shares are within 4 standard deviations."""
+    """Of about 4000 requests, the number and the models' shares are within four standard deviations."""
     sent = arrivals("duration: 40\narrivals: {poisson: {rate: 100, models: {a: 3, b: 1}}}")
 
     assert abs(len(sent) - 4000) < 4 * 4000**0.5
@@ -29,7 +29,7 @@ def test_poisson_keeps_rate_and_shares() -> None:
 
 
 def test_a_group_divides_its_share() -> None:
-    """The eight models of one entry share its rate."""
+    """The eight models of a group together get the group's share of the rate."""
     sent = arrivals("duration: 40\narrivals: {poisson: {rate: 100, models: {a: 1, c: 1}}}")
 
     counts = Counter(one.model for one in sent)
@@ -38,7 +38,7 @@ def test_a_group_divides_its_share() -> None:
 
 
 def test_start_and_stop_bound_a_source() -> None:
-    """A source with a stop of its own needs no duration."""
+    """A source sends requests only between its start and its stop. With a stop, it needs no duration."""
     sent = arrivals("arrivals: {poisson: {rate: 100, start: 2, stop: 3}}")
 
     assert sent
@@ -56,7 +56,10 @@ def test_zipf_falls_with_rank() -> None:
 
 
 def test_days_and_nights() -> None:
-    """The rate by day and the mean are as given; models whose days are spread do not peak together."""
+    """The mean rate and the ratio of night to day are as given.
+
+    If the models' days are spread, their peaks are at different times.
+    """
     text = (
         "duration: 400\narrivals: {{zipf: {{rate: 100, exponent: 0, day_s: 100, night: 0.25, spread: {}}}}}"
     )
@@ -99,7 +102,7 @@ def test_jitter_delays_bursts() -> None:
 
 
 def test_a_trace_from_a_spreadsheet_is_read(tmp_path: Path) -> None:
-    """A CSV file with a byte-order mark and blanks is read."""
+    """A CSV file as a spreadsheet writes it, with a byte-order mark and blanks, is read."""
     (tmp_path / "traffic.csv").write_text("\ufefft, model \n0.1, a \n", encoding="utf-8")
     [sent] = arrivals("arrivals: {trace: traffic.csv}", tmp_path)
 
@@ -107,7 +110,10 @@ def test_a_trace_from_a_spreadsheet_is_read(tmp_path: Path) -> None:
 
 
 def test_a_trace_is_read_scaled_and_sorted(tmp_path: Path) -> None:
-    """Empty cells mean the default, and the path is relative to the scenario."""
+    """Times are scaled and requests sorted.
+
+    Empty cells have the default, and the path is relative to the scenario's folder.
+    """
     (tmp_path / "traffic.csv").write_text(
         "t,model,rows,deadline_s,priority\n0.2,b,,,\n0.1,a,3,0.5,1\n", encoding="utf-8"
     )
@@ -119,7 +125,7 @@ def test_a_trace_is_read_scaled_and_sorted(tmp_path: Path) -> None:
 
 
 def test_requests_after_the_duration_are_ignored() -> None:
-    """Requests at the duration itself still arrive."""
+    """Requests after the duration are ignored. A request exactly at the duration still arrives."""
     sent = arrivals("duration: 1\narrivals: [{t: 2, model: a}, {t: 1, model: a}, {t: 0, model: b}]")
 
     assert [one.t for one in sent] == [0, 1]
@@ -130,7 +136,7 @@ def test_requests_after_the_duration_are_ignored() -> None:
     ["zipf: {rate: 10}", "poisson: [{rate: 50, models: [a]}, {rate: 10}]", "bursts: {every_s: 1, size: 3}"],
 )
 def test_another_source_moves_no_request(more: str) -> None:
-    """Each source has a stream of random numbers of its own."""
+    """Each source has its own stream of random numbers, so another source does not move its requests."""
     alone = "poisson: {rate: 50, models: [a]}"
     both = more if more.startswith("poisson") else f"{alone}, {more}"
 

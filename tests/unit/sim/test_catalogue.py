@@ -9,7 +9,8 @@ from rsrv.sim.record import Record
 from rsrv.sim.scenario import ScenarioError, parse_scenario
 from tests.unit.sim.helpers import metrics, run
 
-#: 100 bytes of weights: 1 s from the disk, 0.1 s over the link; 2 s to load the executable.
+#: Each model has 100 bytes of weights. They take 1 s from the disk and 0.1 s over the link. The executable takes 2 s to
+#: load.
 LAZY = """
 device: {h2d_bytes_per_s: 1000, read_bytes_per_s: 100}
 runtime: {start: lazy, start_timeout_s: 10, idle: {device: 10s, host: 1m, executable: 10m}}
@@ -22,7 +23,7 @@ def ends(record: Record) -> list[tuple[Outcome | None, float]]:
 
 
 def test_a_cold_model_starts_with_its_first_request_and_others_join() -> None:
-    """The start reads and compiles for 3 s; then the weights load, and both requests execute."""
+    """A start takes 3 s for the read and the executable. Then the weights load, and both waiting requests are executed."""
     record = run(LAZY + "arrivals: [{t: 1, model: a}, {t: 2, model: a}, {t: 20, model: a}]")
 
     (start,) = record.starts
@@ -34,7 +35,7 @@ def test_a_cold_model_starts_with_its_first_request_and_others_join() -> None:
 
 
 def test_starts_take_turns_by_the_earliest_deadline() -> None:
-    """One model is built at a time; of those that wait, the one with the earliest deadline is next."""
+    """One model starts at a time. The next one is the waiting model with the earliest deadline."""
     text = LAZY.replace("models: {", "models: {c: {cost: {1: 0.5}, start_s: 1}, ")
     record = run(
         text
@@ -49,7 +50,10 @@ def test_starts_take_turns_by_the_earliest_deadline() -> None:
 
 
 def test_requests_give_up_while_their_model_starts() -> None:
-    """A request waits until its deadline or the start's timeout; a start that nobody waits for is dropped."""
+    """A request waits until its deadline or the start's timeout.
+
+    A start for which no request waits any more does not begin.
+    """
     text = LAZY.replace("start_s: 2}}", "start_s: 20}}")
     record = run(
         text
@@ -61,7 +65,10 @@ def test_requests_give_up_while_their_model_starts() -> None:
 
 
 def test_edf_refuses_at_once_what_a_known_start_serves_too_late() -> None:
-    """The first start is not known; at the second one, a request that has less time than that ends at once."""
+    """The length of the first start is not known.
+
+    At the second start, a request whose deadline is too early is refused at once.
+    """
     record = run(
         f"discipline: edf\n{LAZY}"
         "arrivals: [{t: 0, model: a, deadline_s: 9}, {t: 900, model: a, deadline_s: 2}, {t: 900, model: a, deadline_s: 9}]"
@@ -71,7 +78,10 @@ def test_edf_refuses_at_once_what_a_known_start_serves_too_late() -> None:
 
 
 def test_an_idle_model_falls_back_step_by_step() -> None:
-    """Its weights leave the device after 10 s, the host after a minute, and after ten minutes it is cold."""
+    """An idle model loses its weights on the device after 10 s and its host copy after a minute.
+
+    After ten minutes, it is cold.
+    """
     record = run(
         LAZY + "arrivals: [{t: 0, model: a}, {t: 20, model: a}, {t: 120, model: a}, {t: 900, model: a}]"
     )
@@ -84,7 +94,7 @@ def test_an_idle_model_falls_back_step_by_step() -> None:
 
 
 def test_a_model_in_use_does_not_fall_back() -> None:
-    """Requests that wait or execute keep their model, however long they take."""
+    """A model with waiting or executing requests does not fall back, however long these take."""
     text = LAZY.replace("cost: {1: 0.5}", "cost: {1: 30}")
     record = run(text + "arrivals: [{t: 0, model: a}, {t: 1, model: a}]")
 
@@ -93,7 +103,7 @@ def test_a_model_in_use_does_not_fall_back() -> None:
 
 
 def test_host_memory_holds_the_models_that_were_used_last() -> None:
-    """Beyond the limit, the least recently used model loses its host copy, and reads from the disk at its next load."""
+    """If host memory is full, the least recently used model loses its host copy, and its next load reads from the disk."""
     record = run(
         """
         device: {weight_budget_bytes: 100, h2d_bytes_per_s: 1000, read_bytes_per_s: 100}
@@ -108,7 +118,7 @@ def test_host_memory_holds_the_models_that_were_used_last() -> None:
 
 
 def test_a_read_from_the_disk_delays_no_load_from_host_memory() -> None:
-    """While the weights of one model are read, another's load and execute."""
+    """While the weights of one model are read from the disk, another model loads from host memory and executes."""
     record = run(
         """
         device: {weight_budget_bytes: 300, h2d_bytes_per_s: 1000, read_bytes_per_s: 10}
@@ -126,7 +136,7 @@ def test_a_read_from_the_disk_delays_no_load_from_host_memory() -> None:
 
 
 def test_shared_tensors_are_read_and_counted_once() -> None:
-    """The second model of a family reads only its own tensors."""
+    """The second model of a family reads only its own tensors from the disk."""
     record = run(
         """
         device: {read_bytes_per_s: 100}
@@ -141,7 +151,10 @@ def test_shared_tensors_are_read_and_counted_once() -> None:
 
 
 def test_an_eager_model_becomes_cold_and_starts_again() -> None:
-    """`start` is only about the beginning; the idle limit of one model differs from the others'."""
+    """A model that starts eagerly becomes cold after its own idle limit, and starts again.
+
+    A model without this limit stays.
+    """
     record = run(
         """
         models:
@@ -163,6 +176,6 @@ def test_an_eager_model_becomes_cold_and_starts_again() -> None:
     ],
 )
 def test_what_the_simulator_cannot_do_is_refused(text: str, problem: str) -> None:
-    """Errors say which key is wrong, and what to do."""
+    """A setting that the simulator does not support is refused. The error has its key, and says what to do."""
     with pytest.raises(ScenarioError, match=problem):
         parse_scenario(f"{text}\nmodels: {{a: {{cost: {{1: 1}}}}}}\narrivals: []")

@@ -27,7 +27,7 @@ def scenario(tmp_path: Path) -> Path:
 
 
 def test_a_table_by_default(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without options, a table is printed and no file written."""
+    """Without options, the command prints a table and writes no file."""
     assert main([str(scenario)]) == 0
 
     out = capsys.readouterr().out
@@ -36,7 +36,7 @@ def test_a_table_by_default(scenario: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_decisions_alone_on_stdout(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Decisions go to stdout alone, and the table to stderr."""
+    """With --decisions, decisions are printed to stdout, and the table to stderr."""
     assert main([str(scenario), "--decisions"]) == 0
 
     captured = capsys.readouterr()
@@ -119,7 +119,10 @@ def test_metrics_for_programs(scenario: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_sweep_over_idle_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One row and one point of the picture for each limit: less memory, and a slower answer."""
+    """A sweep has a row and a point of the picture for each idle limit.
+
+    A shorter limit needs less memory, and its p99 latency is no lower.
+    """
     scenario = tmp_path / "scenario.yaml"
     scenario.write_text(
         """
@@ -141,7 +144,10 @@ def test_a_sweep_over_idle_limits(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_cold_starts_with_narrow_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A cold start reads and loads a half and a quarter of the bytes; only its other parts take as long."""
+    """If weights have a half or a quarter of the bytes, a cold start reads and loads less.
+
+    Its other parts take as long as before.
+    """
     scenario = tmp_path / "scenario.yaml"
     scenario.write_text(
         """
@@ -172,7 +178,7 @@ def test_cold_starts_with_narrow_weights(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_sweep_that_cannot_be(
     scenario: Path, option: str, value: str, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The message says what to write."""
+    """A wrong value for a sweep is refused, and the message says what to write."""
     with pytest.raises(SystemExit):
         main([str(scenario), option, value])
 

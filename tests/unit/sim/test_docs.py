@@ -36,14 +36,14 @@ def test_the_reference_has_every_table() -> None:
 
 
 def test_the_example_is_a_scenario() -> None:
-    """The scenario in the text can be copied."""
+    """The example of a scenario on the page is valid."""
     (lines,) = (lines for language, _, lines in blocks(PAGE) if language == "yaml")
     assert parse_scenario("\n".join(lines)).duration == 60
 
 
 @pytest.mark.parametrize("scenario", sorted((DOCS / "scenarios").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_scenario_loads_and_says_what_it_shows(scenario: Path) -> None:
-    """The page promises a comment in each."""
+    """Each scenario of the documentation loads, and begins with a comment, as the page promises."""
     load_scenario(scenario)
 
     assert scenario.read_text(encoding="utf-8").startswith("# ")

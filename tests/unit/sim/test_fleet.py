@@ -23,7 +23,7 @@ from tests.builders import FEW_EXAMPLES
 
 SCENARIOS = Path(__file__).parents[3] / "docs" / "scenarios"
 
-#: Two busy models that begin on one of two devices, and two idle ones on the other; all fit anywhere.
+#: Two busy models begin on one of two devices, and two idle models on the other one. Each device has room for all models.
 CROWDED = """
     discipline: fifo
     duration: 20
@@ -46,7 +46,10 @@ def fleet(text: str, mode: GatewayMode | None = None) -> FleetRecord:
 
 
 def test_a_busy_model_moves_with_its_weights_first() -> None:
-    """The weights of a busy model load at its new home, then requests go there, then the old home frees its own."""
+    """Before a busy model moves, its weights load on the new device.
+
+    Then its requests go there, and the old device evicts the weights.
+    """
     record = fleet(CROWDED)
     names = list(record.devices)
     acts = [(step.act, step.model) for _, step in record.steps]
@@ -103,7 +106,7 @@ def test_one_device_behind_a_gateway_does_what_it_does_alone() -> None:
     assert [one.ended for one in behind.requests] == [one.ended for one in alone.requests]
 
 
-#: Two devices of one server, each with room for both models, and more requests than one of them answers in time.
+#: Two devices of one server. Each has room for both models, and neither can answer all requests in time.
 SERVER = """
     discipline: fifo
     duration: 10
@@ -117,7 +120,10 @@ SERVER = """
 
 
 def test_the_stubs_of_a_server_follow_its_placement_table() -> None:
-    """A placed model executes on its device only, until it gets a replica; then on the one that answers first."""
+    """A model is executed only on the device of the placement table.
+
+    When it has a replica, requests go to the device that answers first.
+    """
     record = fleet(SERVER)
     assert list(record.devices) == ["server0/0", "server0/1"]
 
@@ -129,7 +135,10 @@ def test_the_stubs_of_a_server_follow_its_placement_table() -> None:
 
 
 def test_without_a_table_stubs_choose_among_all_devices_of_their_server() -> None:
-    """Stubs spread what their home would answer late, and few requests wait for weights."""
+    """Without a table, requests that would be answered late on the home go to the other device.
+
+    Few of them wait for weights.
+    """
     record = fleet(SERVER, "least_outstanding")
     hot = [one.device for one in record.requests if one.request.model == "m-0"]
 
@@ -139,7 +148,7 @@ def test_without_a_table_stubs_choose_among_all_devices_of_their_server() -> Non
 
 
 def test_devices_that_cannot_be_divided_are_refused() -> None:
-    """All servers have equally many devices."""
+    """All servers must have the same number of devices."""
     with pytest.raises(ScenarioError, match="servers: 6 devices cannot be divided among 4 servers equally"):
         parse_scenario("devices: 6\nservers: 4\nmodels: {a: {cost: {1: 0.1}}}\narrivals: []")
 
@@ -210,7 +219,7 @@ def test_settings_of_single_models_may_name_a_group() -> None:
     ],
 )
 def test_a_wrong_gateway_is_refused_by_key(section: str, message: str) -> None:
-    """The gateway's own rules apply."""
+    """The section of the gateway is checked by the gateway's own rules, and the error has the key."""
     with pytest.raises(ScenarioError, match=r"^scenario: ") as caught:
         parse_scenario(f"gateway: {section}\nmodels: {{a: {{cost: {{1: 0.1}}}}}}\narrivals: []")
 
@@ -235,7 +244,7 @@ def test_modes_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_decisions_of_several_devices_name_the_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Decisions have their device, and the gateway's steps are among them."""
+    """With several devices, each decision names its device. The gateway's steps are printed among the decisions."""
     path = tmp_path / "scenario.yaml"
     path.write_text(dedent(CROWDED), encoding="utf-8")
     assert main([str(path), "--decisions"]) == 0

@@ -13,6 +13,6 @@ from tests.unit.sim.golden.__main__ import SCENARIOS, decide
 def test_golden_decisions(scenario: Path) -> None:
     """The decisions of each scenario equal its file.
 
-    If they are meant to differ, run python -m tests.unit.sim.golden and read the changes.
+    If the decisions have changed on purpose, run python -m tests.unit.sim.golden and read the differences.
     """
     assert decide(scenario) == scenario.with_suffix(".txt").read_text(encoding="utf-8")

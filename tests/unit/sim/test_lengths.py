@@ -1,4 +1,4 @@
-"""Requests of many lengths: what sharing executions over lengths gains in the simulator."""
+"""Requests of many lengths, and the gain in the simulator if lengths share executions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def total(text: str) -> dict[str, Any]:
 
 
 def test_a_length_takes_the_shortest_variant_and_shares_executions() -> None:
-    """Lengths of 3 and 9 share the execution of the longer variant. Its padding is 4 rows of 16, of which 3 and 9 are useful."""
+    """Requests of the lengths 3 and 9 share an execution of the variant for 16.
+
+    It has 4 rows of 16 elements, of which 12 are useful.
+    """
     text = """
         discipline: fifo
         device: {warm: true}
@@ -43,7 +46,7 @@ def test_a_length_takes_the_shortest_variant_and_shares_executions() -> None:
 
 
 def test_sharing_halves_latencies_where_a_long_row_costs_as_much_as_a_short_one() -> None:
-    """The recorded mix on such a device, against executions of one length each, and against one length for all."""
+    """If a long row costs as much as a short one, latencies of the recorded requests are much shorter when lengths share executions."""
     shared = total(RECORDED)
     apart = total(RECORDED.replace("share_lengths: true", "share_lengths: false"))
 
@@ -53,7 +56,10 @@ def test_sharing_halves_latencies_where_a_long_row_costs_as_much_as_a_short_one(
 
 
 def test_sharing_costs_nothing_where_a_row_costs_its_length() -> None:
-    """As on a CPU: at nine tenths of what the device can do, latencies are no longer, and executions no more."""
+    """If the cost of a row grows with its length, as on a CPU, sharing makes the latencies at nine tenths of the load no longer.
+
+    There are no more executions.
+    """
     first = RECORDED[: RECORDED.index("    variants:")]
     costs = [{size: round(5e-4 + 2e-5 * size * length, 7) for size in (1, 4, 16, 64)} for length in LENGTHS]
     slow = f"{first}    variants: {costs}\narrivals: {{trace: {{path: lengths.csv, scale: 9}}}}\n"

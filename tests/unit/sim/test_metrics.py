@@ -39,7 +39,10 @@ def test_another_seed_gives_other_traffic() -> None:
 
 
 def test_every_request_that_arrived_is_in_one_place() -> None:
-    """Ends add up to arrivals, by model and in total; so do device time and rows."""
+    """The outcomes of requests add up to the arrived requests, for each model and in total.
+
+    Figures of the models add up to the totals.
+    """
     result = metrics(MIXED.format(seed=7))
 
     total, models = result["total"], result["models"].values()
@@ -80,7 +83,10 @@ def test_jains_index() -> None:
 
 
 def test_fairness_is_judged_while_all_want_the_device() -> None:
-    """a has 10 requests at once, b 30: under fifo by turns until a has none left; b's rest says nothing."""
+    """Fairness is measured only while all models have requests.
+
+    Here, model b still has requests when model a has none left.
+    """
     turns = "{t: 0, model: a}, {t: 0, model: b}, " * 10 + "{t: 0, model: b}, " * 20
 
     total = metrics(
@@ -93,12 +99,12 @@ def test_fairness_is_judged_while_all_want_the_device() -> None:
     )["total"]
 
     assert (total["jain_models"], total["jain_seconds"]) == (2, 0.028)
-    # 10 and 9 executions of 1 and 2 ms, by weights 2 and 4: 5 and 4.5.
+    # Model a: 10 executions of 1 ms with weight 2, so 5. Model b: 9 executions of 2 ms with weight 4, so 4.5.
     assert total["jain"] == pytest.approx(9.5**2 / (2 * (5**2 + 4.5**2)))
 
 
 def test_without_contention_fairness_is_that_of_the_traffic() -> None:
-    """Without contention, all models with requests count for fairness."""
+    """If the models never have requests at the same time, fairness is measured over all models with requests."""
     total = metrics(
         """
         models: {a: {cost: {1: 0.001}}, b: {cost: {1: 0.001}}, c: {cost: {1: 0.001}}}
@@ -118,7 +124,10 @@ def test_the_scenario_is_echoed() -> None:
 
 
 def test_a_request_hits_if_its_weights_are_there_when_it_arrives() -> None:
-    """a starts on the device; b's first request finds nothing, the second a load under way, the third weights."""
+    """A request is a hit only if the weights of its model are on the device when it arrives.
+
+    A load under way is not enough.
+    """
     result = metrics(
         """
         device: {warm: true, weight_budget_bytes: 100, h2d_bytes_per_s: 1000}

@@ -1,4 +1,4 @@
-"""The baselines do what their names say, with the known weaknesses."""
+"""The baselines do what their names say, and have their known weaknesses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ arrivals: {{closed: {{clients: 4}}}}
 
 
 def test_round_robin_takes_turns() -> None:
-    """Round robin gives most of the device to the model with dear executions."""
+    """Round robin executes the models in turn, so the model with long executions gets most of the device's time."""
     text = THREE.format(discipline="round_robin")
 
     executions = [one.execute.model for one in run(text).executions]
@@ -29,7 +29,7 @@ def test_round_robin_takes_turns() -> None:
 
 
 def test_static_priority_starves() -> None:
-    """While the greatest weight has work, static priority serves no other model."""
+    """While the model with the greatest weight has requests, static priority executes no other model."""
     executions = [one.execute.model for one in run(THREE.format(discipline="static_priority")).executions]
 
     assert set(executions[:400]) == {"first"}

@@ -1,4 +1,4 @@
-"""The command `rsrv plan`: how much more a recorded scenario carries, and with how little."""
+"""The command `rsrv plan`: how many more models a recorded scenario can have, and how few cards and bytes it needs."""
 
 import json
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from rsrv.sim.scenario import Scenario, parse_scenario
 
 
 def recorded(models: str, every_s: float = 0.1, device: str = "warm: true", names: str = "ab") -> Scenario:
-    """Return a scenario in which each model gets a request of one row in turn, for four seconds."""
+    """Return a scenario of four seconds, in which requests of one row go to the models in turn."""
     requests = ", ".join(
         f"{{t: {number * every_s:.3f}, model: {names[number % len(names)]}}}"
         for number in range(round(4 / every_s))
@@ -23,7 +23,7 @@ def recorded(models: str, every_s: float = 0.1, device: str = "warm: true", name
 
 
 def answers(scenario: Scenario, p99_s: float) -> dict[str, Answer]:
-    """Return the answers by question; of the batch sizes, the first."""
+    """Return the answers of a plan by question. If a question has several answers, keep the first."""
     found: dict[str, Answer] = {}
     for one in plan(busiest(scenario), p99_s, lambda what: None):
         found.setdefault(one.question, one)
@@ -31,7 +31,7 @@ def answers(scenario: Scenario, p99_s: float) -> dict[str, Answer]:
 
 
 def test_room_for_more_models() -> None:
-    """A device that is a fifth busy carries more models of equal traffic, until their requests wait too long."""
+    """A device that is busy for a fifth of the time has room for more models of equal traffic, until their requests wait too long."""
     said = answers(recorded("{a: {cost: {1: 0.02}}, b: {cost: {1: 0.02}}}"), 0.1)
 
     assert said["as it is"].answer == "2 models on 1 card, no budget"
@@ -46,7 +46,7 @@ def test_room_for_more_models() -> None:
 
 
 def test_too_little_of_everything() -> None:
-    """An overloaded device carries no more models; the number of cards that do is found, by placement."""
+    """An overloaded device has no room for more models. The plan tries placements to find how many cards the models need."""
     said = answers(recorded("{a: {cost: {1: 0.15}}, b: {cost: {1: 0.15}}}"), 0.4)
 
     assert said["more models"].answer == "none"
@@ -54,7 +54,10 @@ def test_too_little_of_everything() -> None:
 
 
 def test_the_smallest_budget() -> None:
-    """Models that share most of their weights, asked in turn, need room for one copy of these and their own parts."""
+    """Models that share most of their weights need a budget for one copy of the shared weights and for their own.
+
+    An unused model needs none.
+    """
     model = "{cost: {1: 0.001}, weight_bytes: 1000, shares: {base: 800}}"
     device = "warm: true, h2d_bytes_per_s: 1000"
     said = answers(recorded(f"{{a: {model}, b: {model}}}", device=device), 0.05)
@@ -66,7 +69,7 @@ def test_the_smallest_budget() -> None:
 
 
 def test_narrow_weights() -> None:
-    """With a quarter of the bytes, the models fit into the budget, and no request waits for a load."""
+    """With a half or a quarter of the bytes, the models fit into the budget, and only the first requests wait for a load."""
     model = "{cost: {1: 0.001}, weight_bytes: 1000}"
     device = "h2d_bytes_per_s: 100000, weight_budget_bytes: 1500"
     scenario = busiest(recorded(f"{{a: {model}, b: {model}}}", device=device))
@@ -81,13 +84,13 @@ def test_narrow_weights() -> None:
         "i8, 500 B if all are f32 now",
     ]
     p99_s = [one.trial.p99_s for one in found if one.trial is not None]
-    # The last wait is that of the first requests, for half and a quarter of the bytes.
+    # The longest waits are those of the first requests, for a half and a quarter of the bytes.
     assert p99_s[0] == pytest.approx(0.011)
     assert p99_s[1:] == [pytest.approx(0.006), pytest.approx(0.0035)]
 
 
 def test_batch_sizes() -> None:
-    """Single rows padded to 8 want a smaller size, with its gain by estimate; a size that hardly runs is named."""
+    """If single rows are padded to 8, the plan proposes a smaller size with its estimated gain, and names sizes that are hardly used."""
     said = answers(recorded("{a: {cost: {8: 0.016, 16: 0.032, 32: 0.064}}}", names="a"), 1.0)
 
     assert said["batch sizes"].answer == (
@@ -96,12 +99,15 @@ def test_batch_sizes() -> None:
 
 
 def test_sizes_that_stay() -> None:
-    """A model with one size gives no estimate of others, and is left as it is."""
+    """With one size, the costs of other sizes cannot be estimated. The plan then proposes no change."""
     assert answers(recorded("{a: {cost: {8: 0.016}}}", names="a"), 1.0)["batch sizes"].answer == "as they are"
 
 
 def test_an_estimate_between_and_below_what_was_measured() -> None:
-    """Costs lie on the line of two neighbours; below the smallest size, a row costs no less than there."""
+    """The cost of a size lies on the line through two measured sizes.
+
+    Below the smallest size, a row costs at least as much as at that size.
+    """
     costs = {(0, 4): 0.004, (0, 8): 0.006, (1, 1): 9.0, (0, 16): 0.04}
     assert estimate(costs, (0, 8)) == 0.006
     assert estimate(costs, (0, 6)) == pytest.approx(0.005)
@@ -111,7 +117,10 @@ def test_an_estimate_between_and_below_what_was_measured() -> None:
 
 @given(limit=st.integers(0, 300), most=st.integers(1, 300))
 def test_a_search(limit: int, most: int) -> None:
-    """The last good number is found, a large one nearly, and none is tried above the largest that is allowed."""
+    """The search finds the largest good number with an error of at most a 32nd.
+
+    It tries no number above the maximum, and none twice.
+    """
     tried: list[int] = []
 
     def good(number: int) -> bool:
@@ -125,7 +134,7 @@ def test_a_search(limit: int, most: int) -> None:
 
 
 def test_the_busiest_part_of_a_long_record() -> None:
-    """A record is cut to the requests that come fastest, from time 0."""
+    """Only the part of a record with the densest requests is kept, with times from 0."""
     times = [0.0, 1.0, 2.0, 2.1, 2.2, 9.0]
     requests = ", ".join(f"{{t: {t}, model: a}}" for t in times)
     scenario = parse_scenario(f"models: {{a: {{cost: {{1: 0.1}}}}}}\narrivals: [{requests}]")
@@ -137,7 +146,7 @@ def test_the_busiest_part_of_a_long_record() -> None:
 def test_ctrl_c_keeps_the_answers_so_far(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plan that Ctrl-C ends has the answers that it found, and says by its status that there are more."""
+    """If Ctrl-C ends a plan, the answers so far are printed. The exit status says that the plan is not complete."""
 
     def stopped(*_: object) -> Iterator[Answer]:
         yield Answer("as it is", "1 model", None)
@@ -152,7 +161,10 @@ def test_ctrl_c_keeps_the_answers_so_far(
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`rsrv plan` reads the scenario beside the trace; a wrong goal or a missing file is named."""
+    """`rsrv plan` reads the scenario beside the trace.
+
+    A wrong goal, a missing file and a trace without requests are reported.
+    """
     trace = tmp_path / "out.csv"
     trace.write_text("t,model\n0,a\n1,a\n")
     assert cli.main(["plan", str(trace), "--p99", "50ms"]) == 1

@@ -39,7 +39,7 @@ def test_pictures_show_something(models: int, sources: str, smallest: int, tmp_p
 
 
 def test_a_window_of_the_timeline(tmp_path: Path) -> None:
-    """A window of the timeline differs from its start."""
+    """The picture of a window of the timeline differs from the picture of its start."""
     record = run("duration: 1\nmodels: {a: {cost: {1: 0.01}}}\narrivals: {poisson: {rate: 30}}")
     (tmp_path / "later").mkdir()
 

@@ -1,4 +1,4 @@
-"""For any scenario, every request ends once, and device, link and build thread do one thing at a time."""
+"""For any scenario, each request ends once, and the device, the link and the build thread do one thing at a time."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ _scenario = st.fixed_dictionaries(
 
 @given(_scenario)
 def test_random_scenarios(scenario: dict[str, Any]) -> None:
-    """A random scenario goes from text to metrics and decisions."""
+    """A random scenario is parsed and simulated, and its record, metrics and decisions are consistent."""
     record = simulate(parse_scenario(yaml12.dump(scenario)))
 
     for sent in record.requests:

@@ -1,4 +1,4 @@
-"""The command `rsrv replay`: requests at the times of a trace, and the report beside the simulator's."""
+"""The command `rsrv replay`: it sends requests at the times of a trace, and reports them beside the simulator's figures."""
 
 import json
 import os
@@ -42,11 +42,14 @@ def described(*dims: int, kind: int = FP32, rows: int = 8) -> Any:
 
 
 class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    """Serves `fast`; `late` misses its deadlines, `broken` fails."""
+    """A server for the replay.
+
+    A model's name says what it does: `fast` answers, `late` misses its deadlines, and `broken` fails.
+    """
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
-        #: `stopped` waits for it before it stops the client.
+        #: The model `stopped` waits for this event before it stops the client.
         self.may_stop = Event()
 
     def ModelConfig(self, request: Any, context: Any) -> Any:
@@ -62,7 +65,8 @@ class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mis
             over = Event()
             context.add_callback(over.set)
             self.may_stop.wait(PATIENCE_S)
-            os.kill(os.getpid(), signal.SIGINT)  # to the process, whose main thread waits
+            # SIGINT for the process, whose main thread waits for answers.
+            os.kill(os.getpid(), signal.SIGINT)
             over.wait(PATIENCE_S)
         if request.model_name == "late":
             context.abort(grpc.StatusCode.UNAVAILABLE, "[rsrv:DEADLINE] missed")
@@ -88,7 +92,10 @@ def serving(triton: Triton) -> Iterator[str]:
 
 
 def test_a_trace_is_sent_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Requests have their rows, deadlines and priorities; the report has what came of them, and the simulator's figures."""
+    """Requests are sent with their rows, deadlines and priorities.
+
+    The report has their outcomes and the simulator's figures.
+    """
     trace = tmp_path / "trace.csv"
     trace.write_text(
         "t,model,rows,deadline_s,priority\n0.2,fast,3,9,2\n0,fast,1,,\n0.1,late,1,0.001,\n0.3,gone,1,,\n"
@@ -100,7 +107,7 @@ def test_a_trace_is_sent_and_compared(tmp_path: Path, capsys: pytest.CaptureFixt
         said = capsys.readouterr()
         assert cli.main(["replay", str(trace), "--url", url, "--speed", "10", "--json"]) == 0
 
-    # In any order, as the server takes them side by side.
+    # The order may differ, because the server handles requests concurrently.
     of_first_replay = [one for one in triton.asked if one.model_name == "fast"][:2]
     first, last = sorted(of_first_replay, key=lambda one: one.inputs[0].shape[0])
     assert (first.inputs[0].shape, last.inputs[0].shape, last.raw_input_contents[0]) == (
@@ -124,14 +131,17 @@ def test_a_trace_is_sent_and_compared(tmp_path: Path, capsys: pytest.CaptureFixt
     assert report["simulated"]["models"]["fast"]["latency_p99_s"] == pytest.approx(0.004)
     assert report["replayed"]["total"]["missed"] == 1
     assert report["simulated"]["total"]["requests"] == 3
-    # Two in time, and the last answer 4 ms after the last request.
+    # Two requests are in time, and the last answer comes 4 ms after the last request.
     assert report["simulated"]["total"]["goodput"] == pytest.approx(2 / 0.024)
 
 
 def test_what_answers_take_beside_the_runtime_is_noted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--fit` adds to the scenario what the simulator lacked at the median; the next replay lacks nothing of it."""
+    """`--fit` writes to the scenario how much longer than simulated the median answer takes.
+
+    The next simulation includes this time.
+    """
     trace, beside = tmp_path / "trace.csv", tmp_path / "trace.yaml"
     trace.write_text("t,model\n0,fast\n0.1,fast\n0.2,fast\n")
     beside.write_text(f"# by rsrv record\n{SCENARIO}front_s: 100.0\n")
@@ -158,7 +168,7 @@ def test_what_answers_take_beside_the_runtime_is_noted(
 def test_latencies_are_drawn_beside_the_simulated_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The picture has a line for each model with answers and one for all, of the server and of the simulator."""
+    """The picture has two lines for each model with answers and for all models together: one of the server and one of the simulator."""
     trace, out = tmp_path / "trace.csv", tmp_path / "new" / "plots"
     trace.write_text("t,model,rows,deadline_s\n0,fast,1,\n0.1,fast,3,\n0.2,late,1,0.001\n")
     (tmp_path / "trace.yaml").write_text(SCENARIO)
@@ -183,7 +193,10 @@ def test_latencies_are_drawn_beside_the_simulated_ones(
 def test_pictures_that_cannot_be_made_send_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without matplotlib, or with a file in the folder's place, the command says so before the first request."""
+    """If matplotlib is missing, or a file has the folder's name, no pictures can be made.
+
+    The command then fails before the first request.
+    """
     trace, triton = tmp_path / "trace.csv", Triton()
     trace.write_text("t,model\n0,fast\n")
     with serving(triton) as url:
@@ -199,7 +212,10 @@ def test_pictures_that_cannot_be_made_send_nothing(
 
 
 def test_a_lost_server_is_no_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Requests that a server refuses are told from those whose connection broke, although gRPC's code is the same."""
+    """A request that the server refuses is reported as refused.
+
+    If the connection breaks, it is reported as failed, although the gRPC code is the same.
+    """
     trace = tmp_path / "trace.csv"
     trace.write_text("t,model\n0,full\n0,closed\n")
     with serving(Triton()) as url:
@@ -212,7 +228,7 @@ def test_a_lost_server_is_no_refusal(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_ctrl_c_reports_the_requests_so_far(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After Ctrl-C while the last request waits for its answer, the report counts that request as cancelled."""
+    """After Ctrl-C, the command reports the requests so far. A request without an answer is reported as cancelled."""
     trace = tmp_path / "trace.csv"
     trace.write_text("t,model\n0,fast\n0.1,stopped\n")
     triton = Triton()
@@ -232,7 +248,10 @@ def test_ctrl_c_reports_the_requests_so_far(
 def test_requests_that_no_server_takes_cost_only_themselves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Requests with no rows, or with more than the model takes, are left out; names are shown without control characters."""
+    """Requests with no rows or too many rows are not sent, and the others are.
+
+    Names are printed without control characters.
+    """
     trace = tmp_path / "trace.csv"
     trace.write_text("t,model,rows\n0,fast,1000000000000\n0,fast,1\n0,fast,0\n")
     with serving(Triton()) as url:
@@ -246,7 +265,7 @@ def test_requests_that_no_server_takes_cost_only_themselves(
 
 
 def test_a_mistake_in_the_files_sends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A trace without requests, or a scenario or inputs that cannot be read, are refused before the first request."""
+    """If the trace has no requests, or the scenario or inputs cannot be read, the command fails before the first request."""
     trace, triton = tmp_path / "trace.csv", Triton()
     with serving(triton) as url:
         trace.write_text("t,model\n")
@@ -270,7 +289,7 @@ def test_a_mistake_in_the_files_sends_nothing(tmp_path: Path, capsys: pytest.Cap
 def test_errors_are_shown_and_a_missing_server_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each model's first error is shown; a trace that cannot be read, or no server, ends the command."""
+    """The first error of each model is printed. If the trace cannot be read or there is no server, the command fails."""
     trace = tmp_path / "trace.csv"
     trace.write_text("t,model\n0,broken\n0,broken\n")
     with serving(Triton()) as url:
@@ -290,7 +309,7 @@ def test_errors_are_shown_and_a_missing_server_is_named(
 
 
 def test_inputs_that_cannot_be_guessed() -> None:
-    """Texts and shapes that vary are taken from a given row, which is repeated; what does not fit is refused."""
+    """For texts and variable shapes, requests repeat a given row. Inputs that do not fit are refused with the reason."""
     row = np.array([["a", "bc"]], object)
     message = infer_request(described(2, kind=STRING), 2, {"x": row})
     assert (message.inputs[0].datatype, message.inputs[0].shape) == ("BYTES", [2, 2])

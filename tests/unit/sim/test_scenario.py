@@ -1,4 +1,4 @@
-"""Errors of a scenario are reported by key, with what to do."""
+"""Errors of a scenario are reported with their keys, and say what to do."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_all_problems_are_named_at_once() -> None:
 
 
 def test_a_scenario_written_as_json() -> None:
-    """JSON has no numbers as keys, so quoted compiled sizes count; other texts are refused."""
+    """In JSON, keys are texts, so compiled sizes may be texts of digits. Other texts are refused."""
     models = {"a": {"cost": {1: 0.001, 16: 0.002}}}
     scenario = parse_scenario(json.dumps({"models": models, "arrivals": []}))
 
@@ -148,7 +148,7 @@ def test_equal_models_are_numbered() -> None:
 
 
 def test_settings_are_those_of_the_runtime() -> None:
-    """Settings are those of rsrv.yaml's section, and the device's budgets."""
+    """The scheduler's settings come from the scenario's settings and from the device's budgets."""
     scenario = parse_scenario(
         SILENT + "settings: {depth: 2, meta_concurrency: 3}\ndevice: {weight_budget_bytes: 9}"
     )
@@ -160,7 +160,7 @@ def test_settings_are_those_of_the_runtime() -> None:
 
 @pytest.fixture
 def compiled(tmp_path: Path) -> Path:
-    """A folder with l4.executables, where one module of `dogs` has no estimate, and new.executables without any."""
+    """Return a folder with l4.executables, where one module of `dogs` has no estimate, and new.executables without any estimate."""
     target = CompileTarget(card="NVIDIA L4", capability="8.9", versions="", flags="")
     write_executables(
         tmp_path / "l4.executables",
@@ -175,7 +175,10 @@ def compiled(tmp_path: Path) -> Path:
 
 
 def test_costs_come_from_the_executables_of_a_card_as_estimates(compiled: Path) -> None:
-    """All models of a group cost the same, and the scenario says for which card."""
+    """Costs are the estimates of the compiled executables.
+
+    All models of a group have the same costs, and the scenario notes the card.
+    """
     scenario = parse_scenario(
         "models: {cats: {compiled: l4.executables, count: 2}}\narrivals: []", folder=compiled
     )
@@ -196,7 +199,7 @@ def test_costs_come_from_the_executables_of_a_card_as_estimates(compiled: Path) 
     ],
 )
 def test_a_missing_estimate_is_reported_by_its_key(compiled: Path, model: str, message: str) -> None:
-    """The line names the model."""
+    """A missing estimate is reported with the key of its model."""
     text = problem(f"models: {{{model}}}\narrivals: []", compiled)
     assert text.startswith(f"s.yaml: models.{model.partition(':')[0]}.compiled: ")
     assert message in text

@@ -1,4 +1,4 @@
-"""The page about the scheduler shows what the current code does."""
+"""The page about the scheduler has the results of the current code."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def compared() -> Mapping[str, Mapping[str, tool.Run]]:
 
 @pytest.mark.long
 def test_the_tables_are_current(compared: Mapping[str, Mapping[str, tool.Run]]) -> None:
-    """If not, run make pages, and read whether the text beside them still holds."""
+    """The tables on the page are current. If not, run make pages, and check whether the text beside them is still right."""
     assert tool.rewrite(TEXT, tool.tables(compared)) == TEXT
 
 
 @pytest.mark.long
 def test_equal_runs_give_equal_pictures(tmp_path: Path) -> None:
-    """A picture in the repository changes only with its figures, byte for byte."""
+    """Equal runs give equal pictures, byte for byte. So a picture in the repository changes only if its figures change."""
 
     def saved(figure: Figure) -> bytes:
         path = tmp_path / "figure.png"
@@ -45,6 +45,6 @@ def test_the_picture_exists_and_is_small() -> None:
 
 @pytest.mark.parametrize("page", ["", "<!-- a -->\n\nx\n\n<!-- end a -->\n" * 2], ids=["none", "two"])
 def test_a_table_needs_one_pair_of_marks(page: str) -> None:
-    """A page without marks would otherwise never change."""
+    """A page without exactly one pair of marks for a table is refused, because the table would never change."""
     with pytest.raises(ValueError, match="between one pair of marks"):
         tool.rewrite(page, {"a": "| b |"})

@@ -10,7 +10,7 @@ from rsrv.sim.record import SimulationError
 from rsrv.sim.scenario import ScenarioError
 from tests.unit.sim.helpers import decisions, metrics, run
 
-#: Warm, so that no request waits for weights.
+#: The device is warm, so that no request waits for weights.
 ONE = """
 discipline: fifo
 device: {warm: true}
@@ -19,7 +19,7 @@ models: {a: {cost: {1: 0.001, 32: 0.004}}}
 
 
 def test_31_singles_at_once_share_the_large_size() -> None:
-    """31 rows at 4 ms are cheaper than 31 executions of 1 ms; all arrive before the device is given work."""
+    """31 requests of one row arrive at once. They share an execution of 4 ms, because 31 executions of 1 ms cost more."""
     text = ONE + "arrivals: [" + ", ".join(["{t: 0, model: a}"] * 31) + "]"
 
     assert decisions(text) == ["t=0.000000 EXECUTE a size=32 rows=31 variant=0 requests=31"]
@@ -30,7 +30,7 @@ def test_31_singles_at_once_share_the_large_size() -> None:
 
 
 def test_two_models_take_turns_by_arrival() -> None:
-    """Under fifo the model of the oldest request goes next; waits follow from the costs."""
+    """Under fifo, the model with the oldest request is next. The waits follow from the costs."""
     record = run(
         """
         discipline: fifo
@@ -46,7 +46,7 @@ def test_two_models_take_turns_by_arrival() -> None:
 
 
 def test_a_deadline_that_passes_in_the_queue() -> None:
-    """The tick ends it at its deadline, while the device is still busy with another."""
+    """A waiting request ends at its deadline, while the device is still busy with another request."""
     text = """
         discipline: fifo
         device: {warm: true}
@@ -61,7 +61,7 @@ def test_a_deadline_that_passes_in_the_queue() -> None:
 
 
 def test_a_late_answer_is_served_but_not_good() -> None:
-    """It reached the device in time, and its deadline passed there."""
+    """A request whose deadline passes during its execution may be served, but it is not part of the goodput."""
     total = metrics(ONE + "arrivals: [{t: 0, model: a, deadline_s: 0.0005}]")["total"]
 
     assert total["goodput"] == 0.0
@@ -82,7 +82,7 @@ def test_a_full_queue_refuses() -> None:
 
 
 def test_the_sections_queue_depth_is_the_models_default() -> None:
-    """The section's queue depth is the models' default, as in rsrv.yaml."""
+    """The queue depth of the section is the default of the models, as in rsrv.yaml."""
     text = ONE + "settings: {max_queue_depth: 1}\narrivals: [{t: 0, model: a}, {t: 0, model: a}]"
 
     assert metrics(text)["total"]["refused"] == 1
@@ -93,19 +93,22 @@ def test_closed_loop_clients_keep_the_device_busy() -> None:
     total = metrics(ONE + "duration: 1\narrivals: {closed: {clients: 64}}")["total"]
 
     assert (total["utilisation"], total["padding_ratio"]) == (1.0, 0.0)
-    # Two batches are in the system: one executes, one waits as long.
+    # Two batches are in the system: one executes, and the other one waits for the same time.
     assert (total["wait_p50_s"], total["latency_p50_s"], total["goodput"]) == (0.004, 0.008, 8000.0)
 
 
 def test_a_closed_loop_client_thinks() -> None:
-    """1 ms of device, 9 ms of pause: one request in 10 ms, the last at the duration itself."""
+    """A client needs 1 ms of the device and then pauses for 9 ms.
+
+    It sends a request every 10 ms, and the last one at the duration itself.
+    """
     record = run(ONE + "duration: 0.1\narrivals: {closed: {models: [a], clients: 1, think_s: 0.009}}")
 
     assert [sent.arrived for sent in record.requests] == [round(0.01 * turn, 2) for turn in range(11)]
 
 
 def test_a_closed_loop_client_that_is_refused_comes_back() -> None:
-    """After the time that the refusal names; each attempt is a request of its own."""
+    """A client that is refused sends again after the time that the refusal names. Each attempt is a request of its own."""
     record = run(
         """
         discipline: fifo
@@ -123,7 +126,10 @@ def test_a_closed_loop_client_that_is_refused_comes_back() -> None:
 
 
 def test_a_closed_loop_client_whose_deadline_passes_sends_again() -> None:
-    """One has the device for 10 ms; the other's requests expire after 3 ms each, and the next follows at once."""
+    """While the device executes another request for 10 ms, a client's requests expire after 3 ms each.
+
+    The client sends the next one at once.
+    """
     text = """
         discipline: fifo
         duration: 0.008
@@ -137,7 +143,7 @@ def test_a_closed_loop_client_whose_deadline_passes_sends_again() -> None:
 
 
 def test_loads_take_bytes_over_rate_beside_executions() -> None:
-    """b's weights come while a executes; one link carries one load at a time."""
+    """The weights of b load while a executes. The link carries one load at a time."""
     record = run(
         """
         discipline: fifo
@@ -158,7 +164,7 @@ def test_loads_take_bytes_over_rate_beside_executions() -> None:
 
 
 def test_a_warm_device_loads_nothing_that_fits() -> None:
-    """A warm device starts with the models in listing order, as far as the budget goes."""
+    """A device that starts warm has the weights of the first models of the scenario, as many as fit into the budget."""
     record = run(
         """
         device: {weight_budget_bytes: 250, warm: true}
@@ -173,7 +179,7 @@ def test_a_warm_device_loads_nothing_that_fits() -> None:
 
 
 def test_a_depth_of_two_executes_one_after_the_other() -> None:
-    """The second is given at once, and starts when the first ends."""
+    """With a depth of two, the device gets the second execution at once, and begins it when the first one ends."""
     record = run(
         """
         discipline: fifo
@@ -189,7 +195,7 @@ def test_a_depth_of_two_executes_one_after_the_other() -> None:
 
 
 def test_arrivals_of_an_instant_come_before_the_end_of_an_execution() -> None:
-    """At t=4 ms the device is free and another request arrives: it shares the next execution."""
+    """A request that arrives exactly at the end of an execution, at 4 ms, shares the next execution."""
     record = run(
         """
         discipline: fifo
@@ -203,7 +209,7 @@ def test_arrivals_of_an_instant_come_before_the_end_of_an_execution() -> None:
 
 
 def test_instants_are_equal_whatever_they_were_computed_from() -> None:
-    """0.1 + 0.2 is the same nanosecond as 0.3."""
+    """Instants are compared in nanoseconds, so 0.1 + 0.2 equals 0.3."""
     record = run(
         """
         discipline: fifo
@@ -218,7 +224,7 @@ def test_instants_are_equal_whatever_they_were_computed_from() -> None:
 
 
 def test_the_real_cost_may_differ_from_the_given_one() -> None:
-    """The device's times scatter around the cost, and the scheduler is told the real ones."""
+    """With `cost_jitter`, the execution times scatter around the given cost."""
     record = run(
         """
         discipline: fifo
@@ -250,7 +256,7 @@ def test_variants_have_costs_of_their_own() -> None:
 
 @pytest.mark.parametrize("committed", [True, False])
 def test_committed_requests_go_first(committed: bool) -> None:
-    """Committed requests of the scenario go first."""
+    """Requests that the scenario marks as committed are executed first."""
     record = run(
         f"""
         discipline: fifo
@@ -264,7 +270,10 @@ def test_committed_requests_go_first(committed: bool) -> None:
 
 
 def test_a_budget_evicts_the_least_recently_used() -> None:
-    """With room for two of three, the model used longest ago is evicted; one that fits nowhere runs alone."""
+    """If two of three models fit, the model that was used longest ago is evicted.
+
+    A model that is larger than the budget is loaded alone.
+    """
     text = """
         discipline: fifo
         device: {weight_budget_bytes: 200, h2d_bytes_per_s: 1000}
@@ -297,7 +306,10 @@ def test_a_budget_evicts_the_least_recently_used() -> None:
 
 
 def test_a_family_shares_its_backbone() -> None:
-    """Three fine-tunes of 100 bytes, 90 of them in common, fit into 120; only the first load moves the backbone."""
+    """Three fine-tunes of 100 bytes, of which 90 are shared, fit into 120 bytes.
+
+    Only the first load moves the shared bytes.
+    """
     text = """
         device: {weight_budget_bytes: 120, h2d_bytes_per_s: 100}
         models: {tune: {cost: {1: 0.01}, weight_bytes: 100, shared_bytes: 90, count: 3}}
@@ -314,7 +326,7 @@ def test_a_family_shares_its_backbone() -> None:
 
 
 def test_relatives_in_a_swap_move_only_what_differs() -> None:
-    """In room for one, what the next one has in common with the last one stays."""
+    """If one of two relatives fits, a swap loads only the bytes that differ. The shared bytes stay on the device."""
     text = """
         device: {weight_budget_bytes: 100, h2d_bytes_per_s: 100}
         models: {tune: {cost: {1: 0.01}, weight_bytes: 100, shared_bytes: 90, count: 2}}

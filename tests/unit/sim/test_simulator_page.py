@@ -1,4 +1,4 @@
-"""The simulator's tables in docs/simulator.md show what the current code does."""
+"""The tables in docs/simulator.md have the results of the current code."""
 
 import pytest
 
@@ -9,7 +9,7 @@ TEXT = tool.PAGE.read_text(encoding="utf-8")
 
 @pytest.mark.long
 def test_the_tables_are_current() -> None:
-    """If not, run make pages, and read whether the text beside it still holds."""
+    """The tables on the page are current. If not, run make pages, and check whether the text beside them is still right."""
     tables = tool.Comparison("fleet"), tool.Idleness("catalogue"), tool.weights_table("catalogue")
     assert tool.rewritten(TEXT, *tables) == TEXT
 

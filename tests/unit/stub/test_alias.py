@@ -1,4 +1,4 @@
-"""Which target of an alias answers a request, and what clients are told."""
+"""Aliases: which target answers a request, and what clients learn about the target."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def request(sticky: object = None) -> FakeRequest:
 
 
 class Target:
-    """A target that answers with its name."""
+    """A target that answers with its name, in place or later."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -71,7 +71,7 @@ def test_requests_are_split_by_weight() -> None:
 
 
 def test_requests_of_one_value_stick_to_a_target() -> None:
-    """A sticky value decides by its hash, in every process; the values are split by weight, too."""
+    """A sticky value decides the target by its hash, which is the same in every process. The values are split by weight."""
     split, other = (Split("fraud", {"v7": 80, "v8": 20}) for _ in range(2))
 
     chosen = [split.choose(request(f"user {number}")) for number in range(2000)]
@@ -81,7 +81,10 @@ def test_requests_of_one_value_stick_to_a_target() -> None:
 
 
 def test_a_target_that_gets_more_takes_none_of_its_own_requests_away() -> None:
-    """If a weight grows, requests with sticky values move to its target, and none from it; aliases split differently."""
+    """If a weight grows, requests with sticky values move to its target, and none of its requests leave.
+
+    Another alias splits the same values differently.
+    """
     values = [request(number) for number in range(1000)]
 
     before = [Split("fraud", {"v7": 95, "v8": 5}).choose(one) for one in values]
@@ -93,12 +96,12 @@ def test_a_target_that_gets_more_takes_none_of_its_own_requests_away() -> None:
 
 @pytest.mark.parametrize("parameters", ["[", "[1]", '{"rsrv_sticky": [{}]}', '{"rsrv_sticky": "\\ud800"}'])
 def test_parameters_of_any_kind_find_a_target(parameters: str) -> None:
-    """A request whose parameters are wrong goes to a target, which refuses it."""
+    """A request with wrong parameters goes to one of the targets, which then refuses it."""
     assert Split("fraud", {"v7": 1, "v8": 1}).choose(FakeRequest({}, parameters=parameters)) in ("v7", "v8")
 
 
 def test_a_batch_of_one_target_is_answered_in_place() -> None:
-    """The answers of all targets are one list, in the requests' order."""
+    """If all targets answer in place, execute() returns one list of answers in the order of the requests."""
     fraud = loaded("fraud", {"v7": 1, "v8": 1}, {name: Target(name) for name in ("v7", "v8")})
     champion = loaded("champion", {"v8": 1}, {"v8": Target("v8")})
     batch = [request(number) for number in range(20)]
@@ -110,7 +113,7 @@ def test_a_batch_of_one_target_is_answered_in_place() -> None:
 
 
 def test_a_batch_of_which_a_target_answers_later_is_answered_by_senders() -> None:
-    """Each request gets its target's answer once, also of the target that answered in place."""
+    """If one target answers later, all requests of the batch are answered by their senders, each with its target's answer and once."""
     targets = {name: Target(name) for name in ("v7", "v8")}
     targets["v8"].later = True
     fraud = loaded("fraud", {"v7": 1, "v8": 1}, targets)
@@ -124,7 +127,7 @@ def test_a_batch_of_which_a_target_answers_later_is_answered_by_senders() -> Non
 
 
 def test_an_alias_that_ends_closes_all_targets() -> None:
-    """No stub of a target outlives the alias, that of a shadow included."""
+    """The end of an alias closes all its targets, including the shadow."""
     targets = {name: Target(name) for name in ("v7", "v8", "v9")}
     alias = loaded("fraud", {"v7": 1, "v8": 1, "v9": "shadow"}, targets)
 
@@ -134,7 +137,10 @@ def test_an_alias_that_ends_closes_all_targets() -> None:
 
 
 def test_a_target_that_does_not_load_gets_no_requests_until_it_does() -> None:
-    """The others answer its share by their weights and keep their own, also by sticky values; errors of any kind count."""
+    """While a target does not load, the others share its requests by their weights and keep their own, also with sticky values.
+
+    Any error is a failed load.
+    """
     weights = {"v7": 60, "v8": 20, "v9": 20}
     targets = {name: Target(name) for name in weights}
     errors: list[BaseException] = [HookError("model.py: no"), SyntaxError("what"), SystemExit(3)]
@@ -162,7 +168,7 @@ def test_a_target_that_does_not_load_gets_no_requests_until_it_does() -> None:
 
 
 def test_a_target_that_loads_after_the_end_is_closed() -> None:
-    """A load that outlasts its alias leaves nothing behind."""
+    """If a target loads after its alias has ended, it is closed."""
     late: Any = Target("v8")
     alias = Alias(Split("fraud", {"v8": 1}), lambda name: (late, None), RESPONSES)
 
@@ -173,7 +179,7 @@ def test_a_target_that_loads_after_the_end_is_closed() -> None:
 
 
 def test_reports_name_the_alias() -> None:
-    """The runtime learns by which name the requests came; a model's own stub says nothing."""
+    """Reports of an alias's target have the alias's name. Reports of a model's own stub have no name."""
     meters = Meters()
     plain = meters.take()
     meters.alias = "fraud"
@@ -182,7 +188,7 @@ def test_reports_name_the_alias() -> None:
 
 
 def test_errors_name_the_alias_and_the_target() -> None:
-    """A client learns which model behind the alias refused its request."""
+    """An error names the alias and the model that refused the request."""
     responses = TargetResponses(FakePbUtils, "alias 'fraud', model 'v8'", Responses(FakePbUtils))
 
     response = responses.failure(Status.QUEUE_FULL, "the queue is full")
@@ -193,7 +199,7 @@ def test_errors_name_the_alias_and_the_target() -> None:
 def test_each_attempt_to_load_a_target_waits_for_the_same_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An import of model.py that hangs cannot be ended: another one would hang beside it."""
+    """An import of model.py that hangs cannot be ended. So each attempt to load its target waits for the same import."""
     imports: queue.SimpleQueue[object] = queue.SimpleQueue()
 
     def serve(setup: Setup, process: object, pb_utils: object, hooks: object) -> Target:

@@ -1,4 +1,4 @@
-"""Sub-calls through Triton, with a Triton whose models are functions."""
+"""Sub-calls through Triton. In this fake of Triton, models are functions."""
 
 import threading
 import time
@@ -30,7 +30,7 @@ SOON = PATIENCE_S
 
 
 class FakeAnswer:
-    """The answer of one call: outputs, or Triton's message with a code."""
+    """The answer to one call: outputs, or Triton's message with a code."""
 
     def __init__(self, outcome: Arrays | str, code: str) -> None:
         self._outcome = outcome
@@ -82,7 +82,7 @@ class FakeBls(FakePbUtils):
 
     def __init__(self) -> None:
         self.models: dict[str, Callable[[FakeCall], Arrays | str]] = {}
-        #: Up to release 25.03, the code of every error.
+        #: The code of every error up to release 25.03.
         self.code = FakeError.INTERNAL
 
     def InferenceRequest(self, **arguments: Any) -> FakeCall:
@@ -93,7 +93,7 @@ class FakeBls(FakePbUtils):
 
 
 class Held:
-    """A model that answers when the test allows it, and counts the calls inside."""
+    """A model that answers when the test allows it, and counts the calls under way."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -130,7 +130,7 @@ def held(triton: FakeBls) -> Iterator[Held]:
 
 @pytest.fixture
 def make(triton: FakeBls) -> Iterator[Callable[..., Bls]]:
-    """Make objects under test, which are closed in the end."""
+    """Return a function that makes objects under test. They are closed at the end."""
     made = []
 
     def one(concurrency: int = 2, timeout: float = SOON) -> Bls:
@@ -168,7 +168,7 @@ def test_a_call_gives_the_outputs_that_were_asked_for(triton: FakeBls, make: Cal
 
 
 def test_a_call_says_what_it_has_to(triton: FakeBls, make: Callable[..., Bls]) -> None:
-    """A call has the run's token as text, the remaining time, and the destination of answers."""
+    """A call has the run's token as a text, the remaining time, the names of outputs and the memory for the answer."""
     seen: list[dict[str, Any]] = []
 
     def note(call: FakeCall) -> Arrays:
@@ -189,7 +189,7 @@ def test_a_call_says_what_it_has_to(triton: FakeBls, make: Callable[..., Bls]) -
 
 
 def test_a_call_of_a_run_by_stage_names_its_device(triton: FakeBls, make: Callable[..., Bls]) -> None:
-    """The span of the call has the device where the call is executed, which may not be the run's."""
+    """If a run goes by stage, the span of a call has the device that executes the call. This may not be the run's device."""
     triton.models["note"] = lambda call: {"y": X}
     wires = tuple(WireTensor(name, "f32", (-1, 3)) for name in "xy")
     interface = Interface((Variant(Block(()), Block(()), (1,)),), exact=False)
@@ -244,7 +244,7 @@ def test_a_call_that_raises_tells_the_log_why(
 
 
 def test_never_more_calls_are_under_way_than_allowed(held: Held, make: Callable[..., Bls]) -> None:
-    """Three of eight at a time, and all eight are answered."""
+    """Three of eight calls are under way at a time, and all eight are answered."""
     bls = make(concurrency=3)
     calls = [bls.start("held", {"x": X + number}) for number in range(8)]
     for _ in range(3):
@@ -283,7 +283,10 @@ def test_no_room_for_a_single_call_is_refused_with_what_to_do(make: Callable[...
 def test_few_threads_for_calls_are_a_warning(
     make: Callable[..., Bls], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A pool for fewer calls than a stub may have, as for a bundle that came after the start, is named with the remedy."""
+    """If the pool has fewer threads than a stub may have calls, a warning names the number and the remedy.
+
+    This is so for a bundle added later.
+    """
     make(concurrency=limit(2))
     assert "calls through Triton run 1 at a time" in caplog.text
     assert "restart `rsrv serve`" in caplog.text
@@ -297,7 +300,7 @@ def test_few_threads_for_calls_are_a_warning(
 
 
 def test_a_call_ends_at_its_deadline(held: Held, make: Callable[..., Bls]) -> None:
-    """A call ends at its deadline while the model goes on; the later answer is ignored."""
+    """A call ends at its deadline, while the model continues to execute. The later answer is ignored."""
     bls = make(concurrency=1)
     call = bls.start("held", {"x": X}, deadline_ns=in_ns(0.02))
 
@@ -325,7 +328,7 @@ def test_a_call_without_a_deadline_ends_all_the_same(held: Held, make: Callable[
 
 
 def test_a_call_that_waits_ends_at_its_deadline(held: Held, make: Callable[..., Bls]) -> None:
-    """The call is never made, although another ends before the deadlines of the rest."""
+    """A call that waits for its turn ends at its deadline and is never made. The other calls are made and answered."""
     bls = make(concurrency=1)
     first = bls.start("held", {"x": X})
     assert held.entered.acquire(timeout=SOON)
@@ -344,7 +347,10 @@ def test_a_call_that_waits_ends_at_its_deadline(held: Held, make: Callable[..., 
 def test_when_no_call_is_ever_answered_further_ones_fail_at_once(
     held: Held, make: Callable[..., Bls]
 ) -> None:
-    """The message names the models that hang; as soon as one answers, calls are made again."""
+    """If no call is answered, further calls fail at once, and the message names the models that hang.
+
+    After an answer, calls are made again.
+    """
     bls = make(concurrency=2, timeout=0.02)
     for _ in range(2):
         # A call whose thread starts too late is not made.
@@ -362,7 +368,7 @@ def test_when_no_call_is_ever_answered_further_ones_fail_at_once(
 
 
 def test_a_late_call_is_no_reason_to_refuse_others(held: Held, make: Callable[..., Bls]) -> None:
-    """A deadline that passed says nothing about the model: the next call waits for its turn."""
+    """A call that ended at its own deadline does not prove that the model hangs. The next call waits for its turn."""
     bls = make(concurrency=1)
     # A call whose thread starts after the deadline is not made.
     while not held.entered.acquire(blocking=False):
@@ -377,7 +383,7 @@ def test_a_late_call_is_no_reason_to_refuse_others(held: Held, make: Callable[..
 
 
 def test_closing_ends_all_calls_and_waits_for_none(held: Held, make: Callable[..., Bls]) -> None:
-    """Calls under way, waiting calls and later ones fail; closing twice is harmless."""
+    """When the object is closed, calls under way, waiting calls and later calls fail. It may be closed twice."""
     bls = make(concurrency=1)
     calls = [bls.start("held", {"x": X}) for _ in range(2)]
     assert held.entered.acquire(timeout=SOON)
@@ -448,7 +454,7 @@ _TYPES = "inference input 'X' data-type is 'FP64', but model 'm' expects 'FP32'"
     ],
 )
 def test_triton_messages_become_statuses(message: str, status: Status, text: str) -> None:
-    """Triton's messages, which have no code, become statuses without files and lines."""
+    """Triton's messages, which have no code, become statuses and texts without the names and lines of files."""
     found = failure_of("m", message)
 
     assert (found.status, found.text) == (status, text)
@@ -462,7 +468,7 @@ def test_triton_messages_become_statuses(message: str, status: Status, text: str
         (FakeError.CANCELLED, "cancelled", Status.CANCELLED),
         (FakeError.UNAVAILABLE, "a cache is down", Status.RUNTIME_DOWN),
         (FakeError.INTERNAL, "a bug", Status.INTERNAL),
-        # Words of Triton and tags of rsrv say more than the code.
+        # A message of Triton or a tag of rsrv is more exact than the code.
         (FakeError.UNAVAILABLE, f"{_PREFIX}Request for unknown model: 'm' is not found", Status.NOT_FOUND),
         (FakeError.UNAVAILABLE, tag_failure(Status.QUEUE_FULL, "later"), Status.QUEUE_FULL),
         (FakeError.UNAVAILABLE, f"{_PREFIX}the server is stopping", Status.RUNTIME_DOWN),
@@ -472,7 +478,7 @@ def test_triton_messages_become_statuses(message: str, status: Status, text: str
 def test_an_error_keeps_its_code_from_release_25_04_on(
     triton: FakeBls, make: Callable[..., Bls], code: str, message: str, status: Status
 ) -> None:
-    """A plain model's own code reaches the client of the calling model."""
+    """From release 25.04 on, the code of a plain model's error reaches the client of the calling model."""
     triton.code = code
     triton.models["m"] = lambda call: message
 
@@ -496,5 +502,8 @@ def test_an_error_keeps_its_code_from_release_25_04_on(
     ],
 )
 def test_the_size_of_the_pool_is_read_from_the_command_line(arguments: list[str], size: int) -> None:
-    """Either form of the option is read, also abbreviated; the last one of the Python backend counts."""
+    """The pool's size is read from both forms of the option, even if they are abbreviated.
+
+    The last option of the Python backend is used.
+    """
     assert pool_size(["tritonserver", *arguments]) == size

@@ -1,4 +1,4 @@
-"""Tensors on the device as inputs of later calls: checks of shapes and types."""
+"""Tensors on the device as inputs of later calls: the stub checks their shapes and types."""
 
 from typing import Any
 
@@ -31,7 +31,10 @@ def spot(made: Tensor, rows: int, wanted: Tensor, call_rows: int) -> Any:
 def test_a_tensor_of_the_same_bytes_and_another_meaning_does_not_fit(
     made: Tensor, rows: int, why: str
 ) -> None:
-    """The stub refuses it: the runtime would close the connection."""
+    """The stub refuses a tensor that has the right number of bytes but another type or shape.
+
+    The runtime would close the connection.
+    """
     assert made.shape(rows) == ROWS.shape(2)
 
     with pytest.raises(RequestFailure, match=why) as caught:
@@ -43,7 +46,7 @@ def test_a_tensor_of_the_same_bytes_and_another_meaning_does_not_fit(
 
 
 def test_a_tensor_without_rows_fits_any_number_of_rows() -> None:
-    """The call that made it may have had other rows, or none."""
+    """A tensor without a batch axis fits any number of rows, because it does not depend on the rows of the call that made it."""
     table = Tensor("table", "f32", (4, 4), None)
     buffer: Any = None
 

@@ -1,4 +1,4 @@
-"""Capsules made and read by hand agree with numpy's own."""
+"""Capsules that are made and read by hand agree with numpy's own capsules."""
 
 import sys
 from typing import Any
@@ -40,7 +40,10 @@ def test_numpy_understands_our_capsules(token: str) -> None:
 
 
 def test_a_capsule_outlives_the_array_that_it_was_made_of() -> None:
-    """Triton reads the elements when it sends the response, long after the array may be gone."""
+    """A capsule keeps a copy of its elements.
+
+    Triton reads them when it sends the response, and the array may be gone then.
+    """
     array = np.arange(1000, dtype=np.int32)
     capsule = make_capsule(array.ctypes.data, "i32", array.shape)
 
@@ -51,7 +54,7 @@ def test_a_capsule_outlives_the_array_that_it_was_made_of() -> None:
 
 @pytest.mark.parametrize("shape", [(), (5,), (2, 0, 3), (1, 1), (4, 3)])
 def test_we_understand_numpys_capsules(shape: tuple[int, ...]) -> None:
-    """We read numpy's capsules, scalars and empty tensors included."""
+    """Capsules of numpy are read, including scalars and empty tensors."""
     array = np.ones(shape, np.float32)
 
     _, found, nbytes, dtype = read_capsule(array.__dlpack__())
@@ -66,7 +69,7 @@ def test_a_tensor_with_gaps_is_refused() -> None:
 
 
 class Numpy2UnderOldTriton(FakeTensor):
-    """The fault of release 24.10: every element reads as the first one, and sent tensors are empty."""
+    """The fault of release 24.10: every element of a received tensor reads as the first one, and sent tensors are empty."""
 
     def as_numpy(self) -> Any:
         return np.full_like(self._array, self._array.flat[0])
@@ -97,7 +100,10 @@ def pb_utils(tensor: type) -> Any:
 
 
 def test_a_broken_pairing_is_noticed_and_worked_around(caplog: pytest.LogCaptureFixture) -> None:
-    """Tensors are right although the stub's numpy bridge is not. One warning names the danger for plain models, and the remedy."""
+    """With a broken pairing of numpy and Triton, tensors are still right, and text is refused.
+
+    One warning names the danger for plain models, and the remedy.
+    """
     tensors = Tensors(pb_utils(Numpy2UnderOldTriton))
     (warning,) = [record.getMessage() for record in logged_here(caplog) if record.levelname == "WARNING"]
     assert "plain Python models that use this Python return empty tensors with the status OK" in warning
@@ -114,13 +120,13 @@ def test_a_broken_pairing_is_noticed_and_worked_around(caplog: pytest.LogCapture
 
 
 def test_a_pairing_without_a_workaround_is_refused_with_what_to_do() -> None:
-    """A model is refused rather than served with wrong answers."""
+    """If no way to exchange tensors works, the model is refused with the remedy, so that it does not give wrong answers."""
     with pytest.raises(BrokenPairing, match="numpy<2"):
         Tensors(pb_utils(NothingWorks))
 
 
 def test_a_working_pairing_uses_numpy(caplog: pytest.LogCaptureFixture) -> None:
-    """With a working pairing, as from Triton 24.11 on with any numpy, no copy is made, text is carried, and nothing is logged."""
+    """With a working pairing, as with any numpy from Triton 24.11 on, no copy is made, text is exchanged, and nothing is logged."""
     tensors = Tensors(FakePbUtils)
     tensor = FakeTensor("x", np.arange(3))
     tensors.check_text()

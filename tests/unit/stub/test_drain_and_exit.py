@@ -1,4 +1,4 @@
-"""The end of a process that cannot go on: its requests are answered first."""
+"""The end of a process that cannot continue: it answers its requests first."""
 
 import threading
 from typing import Any
@@ -10,7 +10,7 @@ from tests.waiting import PATIENCE_S
 
 
 def test_waiting_requests_are_answered_before_the_process_ends() -> None:
-    """New requests are kept away, and each waiting one is answered once."""
+    """Before the process ends, new requests are kept away, and each waiting request is answered once."""
     responses = Responses(FakePbUtils)
     requests = [FakeRequest({}) for _ in range(4)]
     replies = [Reply(request.get_response_sender(), responses) for request in requests]

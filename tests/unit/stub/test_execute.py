@@ -31,7 +31,7 @@ def entry(answer: Callable[[list[ClientRequest]], Sequence[Any] | None], **other
 
 
 def answers(requests: list[FakeRequest], returned: list[Any] | None) -> list[str]:
-    """Return all answers of each request, in place and by reply: error codes, or "well"."""
+    """Return the answers that each request got, in place and by reply: codes of errors, or "well"."""
     found = []
     for index, request in enumerate(requests):
         every = [] if returned is None else [returned[index]]
@@ -55,7 +55,7 @@ def replies_to(*indices: int, then: Callable[[], Any]) -> Callable[[list[ClientR
 def test_a_batch_that_fails_is_answered_through_replies(
     replied: tuple[int, ...], error: BaseException
 ) -> None:
-    """Triton must not get a list beside replies, and requests without a reply must not be forgotten."""
+    """If a batch fails after some requests got replies, all of its requests are answered by replies. Triton gets no list."""
     requests = [FakeRequest({}) for _ in range(3)]
     returned = entry(replies_to(*replied, then=raising(error))).execute(requests)
     assert returned is None
@@ -84,13 +84,13 @@ def test_a_request_that_was_answered_before_the_batch_failed_is_not_answered_aga
         (replies_to(0, then=lambda: None), FakeError.INTERNAL),
         (replies_to(0, 1, then=lambda: [WELL] * 2), FakeError.INTERNAL),
         (lambda _: [WELL] * 2, "well"),
-        (replies_to(0, 1, then=lambda: None), ""),  # These come later.
+        (replies_to(0, 1, then=lambda: None), ""),  # The answers of this engine come later.
     ],
 )
 def test_requests_that_the_engine_leaves_out_are_answered(
     answer: Callable[[list[ClientRequest]], Any], expected: str
 ) -> None:
-    """Neither too few answers nor too many reach Triton."""
+    """If the engine returns too few or too many answers, each request still gets one answer, or fails."""
     requests = [FakeRequest({}) for _ in range(2)]
     kept: list[ClientRequest] = []
 
@@ -102,7 +102,10 @@ def test_requests_that_the_engine_leaves_out_are_answered(
 
 
 def test_a_process_that_cannot_even_fail_requests_ends() -> None:
-    """Its end answers the waiting requests, and the model is loaded again."""
+    """If requests cannot even be failed, the process ends.
+
+    Its end answers the waiting requests, and the model is loaded again.
+    """
     ended: list[str] = []
     broken = entry(
         replies_to(0, then=raising(ValueError("no"))), reply=raising(OSError("no room")), end=ended.append

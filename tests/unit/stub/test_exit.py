@@ -1,4 +1,4 @@
-"""The end of a stub whose model was unloaded: it comes, whatever model.py left behind."""
+"""The end of a stub whose model was unloaded. The process ends, whatever model.py has left running."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ try:
 except RuntimeError as error:
     print(error)
 """
-#: What model.py leaves, by the name of the case.
+#: Code in model.py that leaves something running, by the name of the case.
 _LEFT = {
     "a busy executor": "ThreadPoolExecutor(1).submit(threading.Event().wait)",
     "a thread": "threading.Thread(target=threading.Event().wait).start()",
@@ -37,7 +37,7 @@ _LEFT = {
 
 
 def unload(left: str, close: str = "pass", exit_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """Return the end of a process that has unloaded its model. One that does not end fails the test."""
+    """Run a process that unloads its model, and return its result. If the process does not end, the test fails."""
     script = _UNLOADED.format(left=left, close=close, exit_s=exit_s)
     return subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, check=False
@@ -46,7 +46,7 @@ def unload(left: str, close: str = "pass", exit_s: float = 60.0) -> subprocess.C
 
 @pytest.mark.parametrize("left", _LEFT.values(), ids=_LEFT)
 def test_what_model_py_leaves_does_not_keep_the_process(left: str) -> None:
-    """Python's exit would wait for it forever, with the memory of a model that is gone."""
+    """The process ends although model.py has left something running, for which Python's exit would wait forever."""
     ended = unload(left, exit_s=0.1)
     assert "Thread" in ended.stderr
     if "PyDLL" not in left:
@@ -55,13 +55,13 @@ def test_what_model_py_leaves_does_not_keep_the_process(left: str) -> None:
 
 
 def test_ordinary_exit_handlers_of_model_py_are_called() -> None:
-    """They save what must not be lost, and the process ends as Python does."""
+    """If exit handlers of model.py end, they are called as in any Python process."""
     ended = unload("atexit.register(lambda: print('saved'))")
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "saved\n", "")
 
 
 def test_a_close_that_fails_does_not_keep_the_process() -> None:
-    """Triton writes the error to its log, and waits for the process then."""
+    """If closing the model raises an error, the process writes the error to its log and ends."""
     ended = unload(_LEFT["a thread"], close="raise RuntimeError('no close')", exit_s=0.1)
     assert ended.returncode == 0
     assert "no close" in ended.stdout

@@ -1,4 +1,4 @@
-"""The thread that owns a front: it submits and answers waiting requests, each once, whatever else happens."""
+"""The thread that owns a front: it submits and answers each waiting request once, whatever else happens."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ OUTCOMES = Outcomes(Meters(), RESPONSES)
 
 @dataclass
 class Outage:
-    """A model whose runtime is gone until `come_back`, and what its front's thread does."""
+    """A model whose runtime is gone until `come_back`, with a record of what the thread of its front does."""
 
     passed: float = 0.0
     takes: bool = True
     fails: bool = False
-    #: Requests that were given to the next runtime.
+    #: Requests that were submitted to the next runtime.
     submitted: list[ClientRequest] = field(default_factory=list)
     tries: int = 0
     told: list[Mapping[str, int]] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Outage:
         self.until(ServingState.READY)
 
     def add(self, triton: FakeRequest | None = None, deaths: int = 0) -> FakeRequest:
-        """Let a request wait that was executing when as many runtimes died."""
+        """Let a request wait. `deaths` runtimes died while they executed it."""
         triton = triton or FakeRequest({"x": np.zeros((1, 3), np.float32)})
         request = ClientRequest(triton, ArrivalTime.now())
         request.reply = self.replies[triton] = Reply(triton.get_response_sender(), RESPONSES)
@@ -125,7 +125,7 @@ def test_requests_get_the_next_runtime_in_their_order(outage: Outage) -> None:
 
 
 def test_a_request_is_refused_when_its_time_is_over(outage: Outage) -> None:
-    """Without any event but the time."""
+    """A request is refused at its limit, although no other event occurs."""
     request = outage.add()
     wait_until(lambda: outage.loop.snapshot.waiting)
     outage.passed += 10.5
@@ -134,7 +134,7 @@ def test_a_request_is_refused_when_its_time_is_over(outage: Outage) -> None:
 
 
 def test_the_next_suspect_follows_the_answer_of_the_one_before(outage: Outage) -> None:
-    """The reply of a suspect shows that the suspect has its answer."""
+    """The next suspect is submitted when the suspect before it has its reply."""
     for _ in range(3):
         outage.add(deaths=1)
     outage.come_back()
@@ -144,7 +144,10 @@ def test_the_next_suspect_follows_the_answer_of_the_one_before(outage: Outage) -
 
 
 def test_requests_that_no_runtime_takes_are_tried_again(outage: Outage) -> None:
-    """The requests keep their order, and none is tried before the first one is taken."""
+    """Requests that no runtime accepts are tried again in their order.
+
+    Until the first one is accepted, no other one is tried.
+    """
     requests = [outage.add() for _ in range(3)]
     outage.takes = False
     outage.come_back()
@@ -158,7 +161,7 @@ def test_requests_that_no_runtime_takes_are_tried_again(outage: Outage) -> None:
 
 
 def test_an_error_of_submitting_fails_its_request_alone(outage: Outage) -> None:
-    """The runtime gets the other requests."""
+    """If the submission of a request raises an error, only this request fails."""
     bad, good = outage.add(), outage.add()
     outage.fails = True
     outage.come_back()
@@ -169,7 +172,7 @@ def test_an_error_of_submitting_fails_its_request_alone(outage: Outage) -> None:
 
 
 def test_an_instruction_that_fails_loses_no_other(outage: Outage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault while the runtimes are told of the requests leaves no request without its answer."""
+    """If an instruction raises an error, the other instructions are still carried out, and no request is lost."""
 
     def fail(demand: Mapping[str, int]) -> None:
         told.set()
@@ -188,7 +191,7 @@ def test_an_instruction_that_fails_loses_no_other(outage: Outage, monkeypatch: p
 def test_requests_end_in_time_though_the_placement_table_cannot_be_read(
     outage: Outage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fault that lasts stops the table, and not the time of requests and attempts."""
+    """If the placement table cannot be read, requests are still refused at their limits."""
     refresh = Mock(side_effect=OSError)
     monkeypatch.setattr(outage, "refresh", refresh)
     request = outage.add()
@@ -200,7 +203,7 @@ def test_requests_end_in_time_though_the_placement_table_cannot_be_read(
 
 
 def test_a_fault_after_the_end_of_the_thread_leaves_no_run_waiting(outage: Outage) -> None:
-    """The run is answered although work before it has failed."""
+    """A run that asks after the end of the thread is refused, even if work before it has failed."""
     outage.loop.close()
     outage.loop.post(Mock(side_effect=RuntimeError("unforeseen")))
 
@@ -211,7 +214,10 @@ def test_a_fault_after_the_end_of_the_thread_leaves_no_run_waiting(outage: Outag
 def test_a_suspect_that_comes_back_while_it_is_submitted_is_submitted_again(
     outage: Outage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next runtime may die at that moment; neither the suspect nor the others wait for itself."""
+    """The runtime may die while a suspect is submitted to it.
+
+    The suspect is then submitted again, and so is the other one after its answer.
+    """
     submit = outage.submit
 
     def lose(request: ClientRequest) -> bool:
@@ -239,7 +245,7 @@ def test_a_suspect_that_comes_back_while_it_is_submitted_is_submitted_again(
     ids=["the runtime rejects the model", "the client cancels", "the model is unloaded"],
 )
 def test_a_wait_that_is_in_vain_ends(outage: Outage, end: object, text: str) -> None:
-    """The client gets the reason before its time is over."""
+    """If a wait cannot succeed, the client gets the reason before the limit."""
     request = outage.add()
     assert callable(end)
 
@@ -249,7 +255,7 @@ def test_a_wait_that_is_in_vain_ends(outage: Outage, end: object, text: str) -> 
 
 
 def test_a_request_that_was_answered_meanwhile_is_not_submitted(outage: Outage) -> None:
-    """The request's deadline passed while it waited, so it has its only answer."""
+    """A request that was answered while it waited, here because its deadline passed, is not submitted. The others are."""
     request, other = outage.add(), outage.add()
     outage.replies[request].send_failure(Status.DEADLINE, "late")
     assert "late" in failure_of(request)
@@ -262,7 +268,7 @@ def test_a_request_that_was_answered_meanwhile_is_not_submitted(outage: Outage) 
 def test_a_fault_of_checking_for_cancellation_leaves_the_others_waiting(
     outage: Outage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request whose client cannot be asked still gets the next runtime."""
+    """If checking one request for cancellation fails, the next runtime still gets all waiting requests."""
     checked = Event()
 
     def fail(sender: FakeSender) -> bool:
@@ -279,7 +285,7 @@ def test_a_fault_of_checking_for_cancellation_leaves_the_others_waiting(
 
 
 def test_the_bytes_of_waiting_requests_are_those_of_their_inputs(outage: Outage) -> None:
-    """A request beyond the limit is refused at once."""
+    """The bytes of waiting requests are the bytes of their inputs. A request beyond the limit is refused at once."""
     half = np.zeros(MAX_REQUEST_BYTES // 2, np.uint8)
     for _ in range(2):
         outage.add(FakeRequest({"x": half}))
@@ -289,7 +295,10 @@ def test_the_bytes_of_waiting_requests_are_those_of_their_inputs(outage: Outage)
 
 @pytest.mark.parametrize("parameters", ['{"rsrv_run": "7"}', '{"rsrv_priority": -1}'])
 def test_a_request_that_no_other_runtime_can_answer_does_not_wait(outage: Outage, parameters: str) -> None:
-    """Only the dead runtime knows a sub-call's run, and a malformed request keeps its own failure."""
+    """A sub-call does not wait, because only the dead runtime knows its run.
+
+    A malformed request does not wait either, and fails with its own error.
+    """
     assert failure_of(outage.add(FakeRequest({}, parameters=parameters)))
 
 
@@ -297,7 +306,10 @@ def test_a_request_that_no_other_runtime_can_answer_does_not_wait(outage: Outage
 def test_unloading_while_requests_are_submitted_ends_each_once(
     outage: Outage, takes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request that finds no runtime ends with the model, and each counts once."""
+    """If the model is unloaded while requests are submitted, each request ends once and is counted once.
+
+    Those without a runtime fail.
+    """
     counted: list[ClientRequest] = []
     ended = OUTCOMES.ended
 
@@ -324,7 +336,7 @@ def test_unloading_while_requests_are_submitted_ends_each_once(
 
 
 def test_runs_get_their_answers_on_their_threads(outage: Outage) -> None:
-    """A run may go on, has to ask again while a suspect is under way, or is refused."""
+    """A run that asks may go on, must ask again while a suspect is under way, or is refused after the end of the loop."""
     request = ClientRequest(FakeRequest({}), ArrivalTime.now())
     assert outage.loop.may_go_on(request)
     outage.add(deaths=1)
@@ -341,7 +353,7 @@ def test_runs_get_their_answers_on_their_threads(outage: Outage) -> None:
 
 
 def test_requests_that_race_with_the_end_of_the_thread_are_refused(outage: Outage) -> None:
-    """Each request gets an answer, whichever thread gives it."""
+    """Requests that come while the thread ends are refused, each once, by whichever thread."""
     requests: list[FakeRequest] = []
     stop = Event()
 
@@ -361,7 +373,10 @@ def test_requests_that_race_with_the_end_of_the_thread_are_refused(outage: Outag
 
 
 def test_inputs_that_have_ended_runtimes_are_not_tried_again(outage: Outage) -> None:
-    """Equal inputs are refused, other ones are not, and after an hour the inputs are forgotten."""
+    """Requests whose inputs equal inputs that ended runtimes are refused.
+
+    Other inputs are accepted, and after an hour all are.
+    """
     hostile = {"x": np.zeros((1, 3), np.float32)}
     outage.loop.record(MAX_DEATHS, hostile)
     wait_until(lambda: outage.loop.snapshot.killers)

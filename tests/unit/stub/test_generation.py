@@ -1,4 +1,4 @@
-"""The stub of a model that generates: streams of responses, their ends, and bad requests."""
+"""The stub of a model that generates: streams of responses, their ends, and wrong requests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FACTS = {"context": 16, "stop": [2], "max_tokens": 8, "tokenizer": None, "templa
 
 
 class Characters:
-    """A tokeniser whose tokens are the bytes of the text. It gives up on a text with an exclamation mark."""
+    """A tokenizer whose tokens are the bytes of the text. It raises an error for a text with an exclamation mark."""
 
     def encode(self, text: str) -> list[int]:
         if "!" in text:
@@ -109,7 +109,7 @@ class FakeSession:
         self.attachment = attachment
 
     def live(self) -> Life:
-        """Start a runtime, and return it when requests may use it."""
+        """Start a runtime, and return its life when the session may connect to it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(PATIENCE_S)
         board = memoryview(array("Q", [time.monotonic_ns() | 1] * 8))
@@ -136,7 +136,7 @@ class FakeSession:
 
 
 class Model:
-    """A model that generates text, or tokens, and its runtime."""
+    """A model that generates text or tokens, and its runtime."""
 
     def __init__(self, *, text: bool = True, pb_utils: type[FakePbUtils] = FakePbUtils) -> None:
         self.session = FakeSession()
@@ -196,7 +196,7 @@ def text_of(response: FakeResponse) -> str:
 
 
 def rest_of(request: FakeRequest) -> tuple[str, str]:
-    """Return the text of all further responses, and why the answer ended."""
+    """Return the text of all further responses, and the reason why the answer ended."""
     text, found = "", next_of(request)
     while "finish_reason" not in found.arrays:
         text, found = text + text_of(found), next_of(request)
@@ -204,14 +204,17 @@ def rest_of(request: FakeRequest) -> tuple[str, str]:
 
 
 def failure_of(request: FakeRequest) -> tuple[str, str]:
-    """Return code and text of a request's next response, which is its last one."""
+    """Return the code and the text of a request's next response, which must be an error."""
     error = next_of(request).error
     assert error is not None
     return error.code, error.message
 
 
 def test_text_comes_in_pieces_and_the_last_one_has_the_usage(model: Model) -> None:
-    """Each token's text is a response, a character of three tokens one, and the end says why and how much."""
+    """Each token's text is a response, and a character of three tokens is one response.
+
+    The last response has the reason of the end and the usage.
+    """
     request = model.ask("hi")
     asked = model.life.asked()
     assert (asked.prompt, asked.stop, asked.temperature) == (list(b"hi"), None, 0.0)
@@ -235,7 +238,7 @@ def test_text_comes_in_pieces_and_the_last_one_has_the_usage(model: Model) -> No
 
 
 def test_the_last_response_has_the_usage_as_parameters_where_triton_has_them() -> None:
-    """From Triton 25.02 on, only the last response has them; its outputs stay."""
+    """From Triton 25.02 on, only the last response also has the usage as parameters. Its outputs are the same as before."""
     model = Model(pb_utils=NewPbUtils)
     request = model.ask("hi")
     asked = model.life.asked()
@@ -254,7 +257,7 @@ def test_the_last_response_has_the_usage_as_parameters_where_triton_has_them() -
 
 
 def test_an_answer_that_is_not_streamed_has_one_response() -> None:
-    """As `generate` wants it; also for tokens."""
+    """A request that does not stream gets all tokens in one response, as Triton's `generate` needs it."""
     model = Model(text=False)
     request = model.ask([5, 6], stream=False, max_tokens=3, stop="[9]")
     asked = model.life.asked()
@@ -269,7 +272,7 @@ def test_an_answer_that_is_not_streamed_has_one_response() -> None:
 
 
 def test_a_stop_text_ends_the_answer_and_the_work(model: Model) -> None:
-    """Nothing of it is sent, and the runtime is asked to end."""
+    """A stop text ends the answer, and no part of the stop text is sent. The stub cancels the generation in the runtime."""
     request = model.ask(stop='["END", "x"]')
     asked = model.life.asked()
     model.life.say(asked.request, *b"ab E")
@@ -284,7 +287,7 @@ def test_a_stop_text_ends_the_answer_and_the_work(model: Model) -> None:
 
 
 def test_a_client_that_is_gone_ends_the_work(model: Model) -> None:
-    """Also while no token comes."""
+    """If a client cancels its request, the generation is cancelled in the runtime, even if no token comes."""
     request = model.ask()
     asked = model.life.asked()
     request.cancelled = True
@@ -296,7 +299,7 @@ def test_a_client_that_is_gone_ends_the_work(model: Model) -> None:
 
 
 def test_each_answer_has_a_deadline(model: Model) -> None:
-    """The client's, or one of some minutes."""
+    """A generation has the client's deadline. Without one, its deadline is in five minutes."""
     model.ask()
     for timeout_us, seconds in ((0, 300), (2_000_000, 2)):
         request = FakeRequest({"text_input": np.asarray([b"hi"], object)}, timeout_us=timeout_us)
@@ -307,7 +310,10 @@ def test_each_answer_has_a_deadline(model: Model) -> None:
 
 
 def test_an_answer_that_has_begun_ends_with_its_runtime(model: Model) -> None:
-    """The client has a part of it, so another runtime must not begin again; the error is tagged."""
+    """If a runtime ends after a part of the answer was sent, the answer ends with a tagged error.
+
+    Another runtime must not begin again.
+    """
     request = model.ask()
     asked = model.life.asked()
     model.life.say(asked.request, ord("a"))
@@ -322,7 +328,10 @@ def test_an_answer_that_has_begun_ends_with_its_runtime(model: Model) -> None:
 
 @pytest.mark.parametrize("parameters", [{}, {"stream": False}])
 def test_an_answer_of_which_nothing_is_sent_begins_again(model: Model, parameters: dict[str, Any]) -> None:
-    """In the next runtime, with the same prompt, and without tokens of the first."""
+    """The generation begins again in the next runtime with the same prompt.
+
+    The answer has no tokens of the first runtime.
+    """
     request = model.ask("hi", **parameters)
     asked = model.life.asked()
     if parameters:
@@ -340,7 +349,7 @@ def test_an_answer_of_which_nothing_is_sent_begins_again(model: Model, parameter
 
 
 def test_a_prompt_that_ended_two_runtimes_is_not_tried_again(model: Model) -> None:
-    """Neither by this request nor by another one with the same prompt."""
+    """If two runtimes ended during a generation, no third one gets its prompt, neither for this request nor for another one."""
     request = model.ask("bad")
     for _ in range(2):
         model.session.life.asked()
@@ -352,7 +361,7 @@ def test_a_prompt_that_ended_two_runtimes_is_not_tried_again(model: Model) -> No
 
 
 def test_unloading_ends_answers(model: Model) -> None:
-    """Each gets one error."""
+    """An unload ends each answer under way with one error."""
     requests = [model.ask(), model.ask()]
     asked = model.life.asked()
     model.life.say(asked.request, ord("a"))
@@ -395,14 +404,17 @@ def test_unloading_ends_answers(model: Model) -> None:
 def test_parameters_that_make_no_sense_are_refused(
     model: Model, parameters: dict[str, Any], why: str
 ) -> None:
-    """The text names the parameter and its rule, and the runtime hears nothing."""
+    """A wrong parameter is refused. The text names the parameter and its rule."""
     code, text = failure_of(model.ask(**parameters))
     assert code == "inv"
     assert why in text
 
 
 def test_parameters_reach_the_runtime(model: Model) -> None:
-    """Numbers may be texts, as not every client sends fractions; headers and Triton's own are not parameters."""
+    """Parameters may be numbers or texts of numbers, as not every client sends fractions.
+
+    HTTP headers and Triton's own parameters are ignored.
+    """
     model.ask(
         temperature="0.7", top_k=5, top_p=0.9, seed=7, tokens_per_s=20, max_tokens="4", Traceparent="x", triton_x=1, rsrv_priority=3
     )  # fmt: skip
@@ -422,21 +434,27 @@ def test_parameters_reach_the_runtime(model: Model) -> None:
     ],
 )
 def test_prompts_that_cannot_be_answered_are_refused(model: Model, prompt: Any, why: str) -> None:
-    """The text says the limit."""
+    """A prompt that cannot be answered is refused, and the text names the limit."""
     code, text = failure_of(model.ask(prompt))
     assert code == "inv"
     assert why in text
 
 
 def test_a_tokenizer_answers_without_the_runtime(model: Model) -> None:
-    """Tokens may be more than the context: their number is what a client asks for."""
+    """Texts and tokens are converted without the runtime.
+
+    There may be more tokens than the context, because clients ask for their number.
+    """
     found = json.loads(text_of(next_of(model.ask("ab" * 10, tokenize=True))))
     assert found == {"tokens": [97, 98] * 10, "max_model_len": 16}
     assert text_of(next_of(model.ask("[97, 98]", detokenize=True))) == "ab"
 
 
 def test_a_model_of_tokens_refuses_negative_ones_and_texts() -> None:
-    """A module would read a wrong row for negative tokens, and there is no tokenizer."""
+    """A model of tokens refuses negative tokens, for which the module would read a wrong row.
+
+    It refuses texts, as it has no tokenizer.
+    """
     model = Model(text=False)
     assert failure_of(model.ask([3], tokenize=True))[1].startswith("this model has no tokenizer")
     assert failure_of(model.ask([3, -1])) == ("inv", "tokens must not be negative, got -1")
@@ -444,7 +462,7 @@ def test_a_model_of_tokens_refuses_negative_ones_and_texts() -> None:
 
 
 def test_the_runtimes_refusal_ends_an_answer(model: Model) -> None:
-    """Also after tokens; then the client has a part, and the error."""
+    """If the runtime ends a generation with an error, the client gets the error, even after some tokens."""
     request = model.ask()
     asked = model.life.asked()
     model.life.say(asked.request, ord("a"))
@@ -457,7 +475,7 @@ def test_the_runtimes_refusal_ends_an_answer(model: Model) -> None:
 
 
 def test_an_engine_without_a_runtime_is_not_chosen(model: Model) -> None:
-    """Other devices answer, and batches are not divided."""
+    """An engine without a runtime is not chosen for answers. It gives no forecast, so that its batches are not divided."""
     assert model.engine.answers_in_s() < 1
     assert model.engine.forecast() is None
     model.life.sock.close()
@@ -466,7 +484,7 @@ def test_an_engine_without_a_runtime_is_not_chosen(model: Model) -> None:
 
 
 def test_a_hundred_answers_end_each_once(model: Model) -> None:
-    """Pieces stay in their order, and nothing is left when all have ended."""
+    """A hundred answers each end once, with their pieces in order. At the end, no state is left."""
     files = len(os.listdir("/proc/self/fd"))
     requests = [model.ask("p") for _ in range(100)]
     ids = [model.life.asked().request for _ in requests]

@@ -1,4 +1,4 @@
-"""Streams under random events and parameters: each ends once, and nothing but sense reaches the runtime."""
+"""Streams under random events and parameters: each stream ends once, and the runtime gets only valid requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ json_values = st.recursive(
 
 @given(st.dictionaries(st.sampled_from(NAMES) | st.text(), json_values, max_size=4), st.booleans())
 def test_parameters_are_right_or_refused(parameters: dict[str, Any], text: bool) -> None:
-    """Whatever passes has a frame that the runtime takes, with values in their limits."""
+    """Random parameters are refused, or their values are within the limits and the runtime accepts their frame."""
     try:
         found = read_generation_params(parameters, context=64, stop=[2], text=text)
     except RequestFailure:
@@ -42,13 +42,13 @@ def test_parameters_are_right_or_refused(parameters: dict[str, Any], text: bool)
 
 
 class Crowd:
-    """Requests of one model, and a runtime that does what chance says."""
+    """Requests to one model, and a runtime that acts at random."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.model = Model()
         self.requests: list[FakeRequest] = []
-        #: answers under way in the runtime of now
+        #: Numbers of the answers under way in the present runtime.
         self.active: set[int] = set()
 
     def ask(self) -> None:
@@ -56,14 +56,14 @@ class Crowd:
         self.requests.append(self.model.ask("hi", **self.rng.choice(choices)))
 
     def read(self) -> None:
-        """Take what the stub has sent until now."""
+        """Read the frames that the stub has sent so far."""
         life = self.model.life
         life.sock.settimeout(0.02)
         while True:
             try:
                 frame, _ = life.receiver.receive()
             except (TimeoutError, BlockingIOError):
-                life.sock.settimeout(PATIENCE_S)  # A stub may be slow to read.
+                life.sock.settimeout(PATIENCE_S)  # The stub may be slow to read.
                 break
             kind, count = read_header(frame)
             if kind is Kind.GENERATE:
@@ -95,7 +95,7 @@ class Crowd:
 
 
 def ends(request: FakeRequest) -> int:
-    """Return how many last responses a request has got until now, and keep its responses."""
+    """Return how many last responses a request has got so far, and put its responses back."""
     found: list[FakeResponse] = []
     while not request.answers.empty():
         found.append(request.answers.get())
@@ -106,7 +106,7 @@ def ends(request: FakeRequest) -> int:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_each_stream_ends_once(seed: int) -> None:
-    """Beside clients that go, runtimes that die, stop texts, and errors behind any number of tokens."""
+    """Each stream ends once, although clients cancel, runtimes die, stop texts occur, and generations fail after any number of tokens."""
     crowd = Crowd(seed)
     crowd.ask()
     for _ in range(60):

@@ -1,4 +1,4 @@
-"""Hooks that go wrong: hanging threads, too much memory, and forks of the process."""
+"""Hooks that go wrong: threads that hang, too much memory, and forks of the process."""
 
 import errno
 import gc
@@ -36,7 +36,10 @@ SOON = PATIENCE_S
 def test_a_thread_hangs_if_too_many_checks_in_a_row_find_it_in_one_interval(
     checks: list[tuple[str, int]],
 ) -> None:
-    """A hook that has ended, or begun again, is not blamed for the one before."""
+    """A thread hangs if more than a limit of checks in a row find it in the same interval.
+
+    A new interval begins the count again.
+    """
     seen: Seen = {}
     interval = None
     in_a_row = 0
@@ -68,7 +71,7 @@ def guard(backstop: FakeBackstop) -> Iterator[HookGuard]:
 def test_a_hook_that_hangs_is_told_with_where_it_is(
     guard: HookGuard, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A hanging hook is logged with its request and stack, and clients get the hook's name."""
+    """A hook that hangs is logged with its request and its stack. Clients get the hook's name."""
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     go = threading.Event()
 
@@ -88,7 +91,10 @@ def test_a_hook_that_hangs_is_told_with_where_it_is(
 
 
 def test_waiting_for_a_call_is_not_hanging(guard: HookGuard) -> None:
-    """Of three runs, only the one that hangs outside of a call is reported."""
+    """A hook that waits for a call does not hang.
+
+    Of three threads, only the one that hangs outside of a call is reported.
+    """
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     go = threading.Event()
 
@@ -109,7 +115,8 @@ def test_waiting_for_a_call_is_not_hanging(guard: HookGuard) -> None:
         with guard.within("preprocess", "hung"):
             go.wait(SOON)
 
-    guard.watch(1.0, said.put)  # So long that a thread that waits for a core does not seem to hang.
+    # The limit is so long that a thread which waits for a processor does not seem to hang.
+    guard.watch(1.0, said.put)
     threads = [threading.Thread(target=one) for one in (waits, works, hangs)]
     for thread in threads:
         thread.start()
@@ -124,7 +131,7 @@ def test_waiting_for_a_call_is_not_hanging(guard: HookGuard) -> None:
 def test_the_backstop_stands_ready_only_while_there_are_hooks(
     guard: HookGuard, backstop: FakeBackstop
 ) -> None:
-    """The backstop is armed only while hooks run, so that a stopped idle process does not end."""
+    """The backstop is armed only while hooks run, so that it does not end an idle process that was stopped."""
     guard.watch(0.1, lambda text: None)
     for _ in range(2):
         with guard.within("preprocess", "r"):
@@ -166,7 +173,10 @@ def run(script: str, timeout: float | None = None) -> subprocess.CompletedProces
 
 
 def test_a_hook_that_holds_the_interpreters_lock_ends_the_process() -> None:
-    """No other thread can act; the log has all stacks."""
+    """A hook that holds the interpreter's lock ends the process, because no other thread can act.
+
+    The log has the stacks of all threads.
+    """
     done = run("ask(lambda inputs: ctypes.PyDLL(None).sleep(50))", timeout=0.2)
 
     assert done.returncode == 1
@@ -175,7 +185,10 @@ def test_a_hook_that_holds_the_interpreters_lock_ends_the_process() -> None:
 
 
 def test_a_hook_that_allocates_too_much_memory_fails_and_frees_it() -> None:
-    """In one piece, in many, and held by the hook's own variables; the next request has the whole limit."""
+    """A hook that allocates too much memory fails, in one piece or in many, and its memory is freed.
+
+    The next request has the whole limit.
+    """
     done = run("""
         def has_a_name(inputs):
             many = []
@@ -194,7 +207,7 @@ def test_a_hook_that_allocates_too_much_memory_fails_and_frees_it() -> None:
 
 
 def test_a_hook_that_keeps_all_memory_ends_the_process() -> None:
-    """Each further request would fail."""
+    """If hooks keep all memory that they may have, the process ends, because each further request would fail."""
     done = run("""
         kept = []
         ask(lambda inputs: kept.extend(bytearray(1000) for _ in range(10**9)))
@@ -207,7 +220,7 @@ def test_a_hook_that_keeps_all_memory_ends_the_process() -> None:
 
 
 def test_a_fork_of_the_process_ends_with_its_hook() -> None:
-    """The rest of the request is for the stub alone, however the hook ends."""
+    """If a hook forks the process, the child ends when the hook ends. Only the stub goes on with the request."""
     done = run("""
         ask(lambda inputs: {"pid": np.array(os.fork())})
         ask(lambda inputs: {"pid": np.array(os.fork() or sys.exit())})
@@ -220,7 +233,7 @@ def test_a_fork_of_the_process_ends_with_its_hook() -> None:
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_reading_a_frame_leaves_garbage_collection_as_it_was(enabled: bool) -> None:
-    """A hook or an import may have switched it off."""
+    """If a frame of another thread is read, the garbage collector stays on or off, as a hook or an import has left it."""
     before = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
@@ -231,7 +244,10 @@ def test_reading_a_frame_leaves_garbage_collection_as_it_was(enabled: bool) -> N
 
 
 def test_each_owner_of_the_backstop_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guard of an idle target does not cancel what ends another target's import, nor end it earlier."""
+    """Each owner of the backstop has a time of its own.
+
+    The guard of an idle target neither cancels nor shortens the time of another target's import.
+    """
     told: list[float | None] = []
     monkeypatch.setattr(
         "faulthandler.dump_traceback_later", lambda seconds, exit, file: told.append(round(seconds, -1))
@@ -254,7 +270,10 @@ def test_each_owner_of_the_backstop_has_its_own_time(monkeypatch: pytest.MonkeyP
 def test_a_hook_that_keeps_all_descriptors_ends_its_process(
     guard: HookGuard, few_descriptors: list[int]
 ) -> None:
-    """One that frees them again may go on, and other errors are none of descriptors."""
+    """If hooks keep all descriptors, the process ends.
+
+    It goes on if descriptors are free again, or if the error has another cause.
+    """
     texts: list[str] = []
     guard.watch(SOON, texts.append)
     assert not guard.out_of_descriptors(OSError(errno.ENFILE, "the system's limit"))

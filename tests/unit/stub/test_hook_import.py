@@ -1,4 +1,4 @@
-"""The import of a bundle's model.py: it ends, raises, or hangs, and the runtime is told of one that takes long."""
+"""The import of a bundle's model.py: it ends, fails or hangs, and the runtime gets reports of a long import."""
 
 import os
 import queue
@@ -27,7 +27,10 @@ WAITS = (
 
 
 class RecordingSession:
-    """Records reports and connections; `rejects` to open one, as a runtime that is another one now."""
+    """A session that records reports and connections.
+
+    If `rejects`, it opens no connection, as if another runtime had replaced its own.
+    """
 
     def __init__(self, *, rejects: bool = False) -> None:
         self.rejects = rejects
@@ -54,7 +57,7 @@ def imported(text: str, folder: Path) -> tuple[HookImport[Hooks], FakeBackstop]:
 
 
 def limit(monkeypatch: pytest.MonkeyPatch, found: HookImport[Hooks], line: int) -> None:
-    """Limit the import to the timeout of hooks, which begins when the import has reached a line."""
+    """Let the limit of the import be the timeout of hooks, and let its time begin when the import has reached this line."""
 
     def wait(results: list[Any], period: float) -> None:
         wait_until(lambda: results[0].done() or found._place()[0] == line)
@@ -70,7 +73,10 @@ def result(found: HookImport[Hooks], session: RecordingSession, timeout: float |
 
 
 def test_a_file_is_executed_once_for_all_replicas(tmp_path: Path) -> None:
-    """Replicas share the functions; the runtime hears of the import before it begins, and the backstop stands by."""
+    """All replicas share the hooks of one import.
+
+    The runtime gets a report before the import begins, and the backstop is armed during it.
+    """
     found, backstop = imported("def preprocess(inputs):\n    return {'x': inputs['x'] + 1}\n", tmp_path)
     session = RecordingSession()
 
@@ -87,7 +93,7 @@ def test_a_file_is_executed_once_for_all_replicas(tmp_path: Path) -> None:
 
 
 def test_a_model_without_the_file_has_no_hooks(tmp_path: Path) -> None:
-    """There is nothing to execute, and nothing to wait for."""
+    """Without model.py, nothing is executed and there are no hooks."""
     file, session = tmp_path / "model.py", RecordingSession()
     assert result(HookImport(file, partial(load_hooks, file), FakeBackstop()), session) == Hooks()
     assert session.opened == 0
@@ -97,7 +103,10 @@ def test_a_model_without_the_file_has_no_hooks(tmp_path: Path) -> None:
 def test_an_error_of_the_file_is_the_loads_and_the_next_attempt_executes_it_again(
     statement: str, tmp_path: Path
 ) -> None:
-    """Also sys.exit() ends the import, not the thread that waits for it in vain."""
+    """An error in model.py fails the load, and the next attempt executes the file again.
+
+    The error may also be sys.exit().
+    """
     found, _ = imported(statement, tmp_path)
     with pytest.raises((OSError, SystemExit), match="away"):
         result(found, RecordingSession())
@@ -109,7 +118,10 @@ def test_an_error_of_the_file_is_the_loads_and_the_next_attempt_executes_it_agai
 def test_an_import_that_hangs_fails_the_load_with_its_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, rejects: bool
 ) -> None:
-    """The runtime hears of it while it goes on, if there is one; the next attempt waits for the same import."""
+    """If an import hangs, the load fails with its line.
+
+    Until then, a connected runtime gets reports. The next attempt waits for the same import.
+    """
     os.mkfifo(pipe := tmp_path / "pipe")
     found, _ = imported(WAITS.format(pipe=str(pipe)), tmp_path)
     limit(monkeypatch, found, 3)
@@ -130,7 +142,10 @@ def test_an_import_that_hangs_fails_the_load_with_its_line(
 
 @pytest.mark.parametrize("keep", ["LOOP = asyncio.get_event_loop()", "asyncio.get_event_loop()"])
 def test_an_import_has_an_event_loop_as_on_the_main_thread(tmp_path: Path, keep: str) -> None:
-    """A loop that the file keeps stays open for the hooks; any other is closed."""
+    """The thread of an import has an event loop.
+
+    A loop that the file keeps stays open for the hooks, and any other loop is closed.
+    """
     kept = "LOOP" in keep
     use = "{'open': not LOOP.is_closed(), 'end': LOOP.close()}" if kept else "inputs"
     found, _ = imported(f"import asyncio\n{keep}\ndef preprocess(inputs):\n    return {use}\n", tmp_path)
@@ -140,14 +155,14 @@ def test_an_import_has_an_event_loop_as_on_the_main_thread(tmp_path: Path, keep:
 
 
 def test_what_needs_the_main_thread_fails_with_a_hint(tmp_path: Path) -> None:
-    """Python's own message does not say why model.py is on another thread."""
+    """If model.py needs the main thread, the error adds that model.py is imported on its own thread."""
     found, _ = imported("import signal\nsignal.signal(signal.SIGUSR2, signal.SIG_IGN)\n", tmp_path)
     with pytest.raises(ValueError, match=r"main thread.*model\.py is imported on a thread of its own"):
         result(found, RecordingSession())
 
 
 def test_the_line_is_that_of_the_bundles_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not that of a library's module which has the same name."""
+    """The reported line is a line of the bundle's model.py, not of a library's file with the same name."""
     os.mkfifo(pipe := tmp_path / "pipe")
     (library := tmp_path / "library").mkdir()
     (library / "model.py").write_text(WAITS.format(pipe=str(pipe)))
@@ -161,7 +176,10 @@ def test_the_line_is_that_of_the_bundles_file(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_runtime_that_does_not_answer_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Further waits would last until the backstop ends the process, before the load fails with its line."""
+    """A runtime that does not answer gets one report only.
+
+    If the import waited for more answers, the backstop would end the process first.
+    """
 
     class Silent(RecordingSession):
         def report(self, report: Mapping[str, Any], patience: float) -> None:

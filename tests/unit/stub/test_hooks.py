@@ -1,4 +1,4 @@
-"""A bundle's model.py: what it may be, and what is refused with a reason."""
+"""A bundle's model.py: what it may contain, and what is refused with a reason."""
 
 import os
 import subprocess
@@ -18,7 +18,10 @@ def write(directory: Path, text: str) -> Path:
 
 
 def test_functions_become_hooks_and_nothing_is_left_on_disk(tmp_path: Path) -> None:
-    """A .pyc beside the file would look to Triton like a new version of the model."""
+    """Functions of model.py become hooks.
+
+    No .pyc is left beside it, which Triton would take for a new version of the model.
+    """
     hooks = load_hooks(
         write(tmp_path, "def postprocess(outputs):\n    return {k: -v for k, v in outputs.items()}\n")
     )
@@ -30,7 +33,7 @@ def test_functions_become_hooks_and_nothing_is_left_on_disk(tmp_path: Path) -> N
 
 
 def test_dataclasses_work_in_hooks(tmp_path: Path) -> None:
-    """Pickles and dataclasses look their module up by name."""
+    """Pickles and dataclasses work in model.py, although they look up its module by name."""
     text = "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int\ndef preprocess(i):\n    return i\n"
 
     assert load_hooks(write(tmp_path, text)).preprocess is not None
@@ -41,13 +44,13 @@ def test_dataclasses_work_in_hooks(tmp_path: Path) -> None:
     [("x = 1\n", "defines neither"), ("preprocess = 3\n", "preprocess must be a function")],
 )
 def test_a_file_without_hooks_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    """Silence would hide a misspelt name."""
+    """A file without hooks is refused, because the name of a hook may be misspelt."""
     with pytest.raises(HookError, match=message):
         load_hooks(write(tmp_path, text))
 
 
 def test_an_import_may_take_a_minute_however_short_the_limit_of_hooks_is() -> None:
-    """Hooks take milliseconds, and importing their libraries seconds."""
+    """An import may take at least a minute, even if hooks have a shorter limit: importing libraries takes longer than a hook."""
     assert [import_limit_s(limit) for limit in (None, 0.5, 90.0)] == [None, 60.0, 90.0]
 
 
@@ -65,14 +68,14 @@ except HookError as error:
 
 
 def answer(*folders: Path, **environment: str) -> str:
-    """Return what the hooks print in a process of their own, because imports last as long as a process."""
+    """Return what the hooks print in a process of their own. Imports last as long as their process."""
     command = [sys.executable, "-c", LOAD, *map(str, folders)]
     variables = {**os.environ, **environment}
     return subprocess.run(command, check=True, capture_output=True, text=True, env=variables).stdout
 
 
 def write_bundle(folder: Path, text: str, **modules: str) -> Path:
-    """Write `model.py` and its helper modules: the name `a` makes a.py, and `a__b` makes the module b of the package a."""
+    """Write `model.py` and its helper modules. The name `a` makes a.py, and `a__b` makes the module b of the package a."""
     for name, content in modules.items():
         file = folder / f"{name.replace('__', '/')}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +86,7 @@ def write_bundle(folder: Path, text: str, **modules: str) -> Path:
 
 
 def test_modules_beside_model_py_can_be_imported(tmp_path: Path) -> None:
-    """A hook imports a module and a package that lie in its bundle, also when it runs, as a script does."""
+    """Hooks can import a module and a package in their bundle, also while they run."""
     text = """
 import constants
 from tables import small
@@ -130,7 +133,10 @@ def preprocess(inputs):
 
 
 def test_each_bundle_of_a_process_imports_its_own_modules(tmp_path: Path) -> None:
-    """An alias of two versions runs the hooks of both in one process, and their modules have the same names."""
+    """An alias of two versions runs the hooks of both in one process.
+
+    Each bundle imports its own modules, although their names are equal.
+    """
     text = """
 import json
 import multiprocessing
@@ -173,7 +179,7 @@ def preprocess(inputs):
 
 
 def test_a_module_that_no_bundle_has_is_named(tmp_path: Path) -> None:
-    """The error of a further bundle is that of the first one."""
+    """A missing module fails the first bundle and further bundles of a process with the same error."""
     folders = [
         write_bundle(tmp_path / name, "import nowhere_to_be_found\ndef preprocess(i):\n    return i\n")
         for name in ("one", "two")
@@ -185,7 +191,7 @@ def test_a_module_that_no_bundle_has_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_whose_name_the_process_cannot_encode_is_named(tmp_path: Path) -> None:
-    """File names are ASCII in Triton's stubs, so a file that exists cannot be opened. The error says what to do."""
+    """In Triton's stubs, file names are ASCII, so some existing files cannot be opened. The error names such a file."""
     text = "from pathlib import Path\nPath(__file__).with_name('n\u00e4me.txt').read_text()\ndef preprocess(i):\n    return 1\n"
     write_bundle(tmp_path, text)
     (tmp_path / "n\u00e4me.txt").touch()

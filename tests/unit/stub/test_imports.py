@@ -1,4 +1,4 @@
-"""Imports of the stub must stay light, for every model has a process; jax is imported in two files."""
+"""The stub's imports must stay light, because every model has a process. Only two files import jax."""
 
 import ast
 import json
@@ -18,7 +18,7 @@ import json; print(json.dumps(sorted(sys.modules)))
 
 
 def test_the_stub_loads_neither_jax_nor_the_runtime() -> None:
-    """In a clean interpreter: numpy is the only package beside our own."""
+    """In a new interpreter, the stub imports numpy, and neither jax, nor the runtime, nor other heavy packages."""
     out = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True)
     loaded = set(json.loads(out.stdout))
 
@@ -41,7 +41,7 @@ def test_the_stub_loads_neither_jax_nor_the_runtime() -> None:
 
 
 def imported(source: str) -> Iterator[str]:
-    """Yield the top-level packages that a source text imports, in functions, too."""
+    """Yield the top-level packages that a source text imports, also inside functions."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):
@@ -51,7 +51,7 @@ def imported(source: str) -> Iterator[str]:
 
 
 def test_two_files_import_jax() -> None:
-    """Another version of jax changes these files only."""
+    """Only these two files import jax, so another version of jax changes only them."""
     importing = {
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*.py")

@@ -17,5 +17,5 @@ from rsrv.stub.model import instances
     ],
 )
 def test_instances_are_counted_over_groups_and_gpus(groups: list[dict[str, Any]], count: int) -> None:
-    """Triton starts `count` processes for each group, and for each of its GPUs if it names some."""
+    """Triton starts `count` processes for each group. If the group names GPUs, it starts this number for each GPU."""
     assert instances({"instance_group": groups}) == count

@@ -1,4 +1,4 @@
-"""Sub-calls in parts: the call ends when all of its parts have ended."""
+"""Sub-calls in parts: a call ends when all of its parts have ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rsrv.wire.frames import Status
 
 
 class Part:
-    """A sub-call that fails or is answered when somebody waits for it."""
+    """A sub-call that fails or is answered when a caller waits for it."""
 
     def __init__(self, rows: int, *, fails: bool) -> None:
         self.rows, self.fails, self.ended = rows, fails, False
@@ -48,7 +48,7 @@ def plan(rows: int, largest: int) -> Any:
 
 @pytest.mark.parametrize("awaited", [False, True])
 def test_a_failed_call_ends_after_its_other_parts(*, awaited: bool) -> None:
-    """Of six parts, the first fails: the submitted ones are waited for, and no further one starts."""
+    """If the first of six parts fails, the call waits for the parts that were submitted, and starts no others."""
     parts: list[Part] = []
 
     def start(inputs: Any) -> Part:
@@ -70,7 +70,10 @@ def test_a_failed_call_ends_after_its_other_parts(*, awaited: bool) -> None:
 
 
 def test_parts_of_two_versions_make_no_answer() -> None:
-    """The model is replaced during the call, by a version with one value per row instead of three, which numpy would repeat."""
+    """If a new version with other outputs replaces the model during a call, the call fails.
+
+    Numpy would repeat the new version's single value.
+    """
     whole = plan(4, 2)
     (output,) = whole.outputs
     output.shape = (4, 3)
@@ -87,7 +90,7 @@ def test_parts_of_two_versions_make_no_answer() -> None:
 
 
 def test_a_call_whose_third_part_cannot_start_ends_after_the_first_two() -> None:
-    """The failure is that of the start, and no further part starts."""
+    """If the third part cannot start, the call ends with this error after the first two parts. No further part starts."""
     parts: list[Part] = []
 
     def start(inputs: Any) -> Part:
@@ -104,7 +107,7 @@ def test_a_call_whose_third_part_cannot_start_ends_after_the_first_two() -> None
 
 
 def test_parts_are_divided_again_if_the_next_runtime_has_smaller_executions() -> None:
-    """`max_batch_size` becomes smaller with a new runtime while a call is under way."""
+    """If a new runtime has a smaller `max_batch_size`, the parts that have not started are divided again."""
     largest, started = 4, list[int]()
 
     def start(callee: Any, inputs: Any, keep: Any) -> Any:
@@ -112,7 +115,7 @@ def test_parts_are_divided_again_if_the_next_runtime_has_smaller_executions() ->
         if rows > largest:
             raise LargeCallError(inputs, plan(rows, largest))
         started.append(rows)
-        # The router takes a function for one that sends the call.
+        # The router takes a function as the sender of the call.
         return lambda run, callee: Part(rows, fails=False)
 
     place = SimpleNamespace(by_stage=False, callees={"m": (SimpleNamespace(start=start), None)})

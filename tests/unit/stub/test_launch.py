@@ -1,4 +1,4 @@
-"""Starting the runtime: the reasons if none comes, and the retries."""
+"""Starting the runtime: the retries, and the reason if there is no runtime."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ from rsrv.wire.paths import FAILURE, runtime_directory
 from rsrv.wire.socket import connect, listen
 from tests.fakes import FakePbUtils
 
-#: The interpreter of the runtime; "$0.starts" gets a line at each start.
+#: A program in place of the runtime's interpreter. It adds a line to "$0.starts" at each start.
 _SCRIPT = """#!/bin/sh
 echo started >> "$0.starts"
 case $(wc -l < "$0.starts") in
@@ -36,7 +36,7 @@ def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     python.write_text(_SCRIPT)
     python.chmod(0o700)
     monkeypatch.setenv("RSRV_RUNTIME_PYTHON", str(python))
-    # Not below tmp_path, because a socket's path is limited to 107 characters.
+    # The directory is not below tmp_path, because a socket's path has at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="rsrv-test-") as home:
         monkeypatch.setenv("RSRV_RUNTIME_DIR", home)
         yield python
@@ -45,7 +45,10 @@ def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 def test_a_first_load_outlives_runtimes_that_are_killed_while_they_start(
     interpreter: Path, tmp_path: Path
 ) -> None:
-    """A runtime killed before or after its fork is started again; one that cannot start is not."""
+    """If a runtime is killed before or after its fork, the first load starts another one.
+
+    A runtime that cannot start is not started again.
+    """
     launcher = Launcher(os.getpid(), "0", tmp_path / "rsrv.yaml", tmp_path, dict(os.environ))
     session = Session(launcher.open, "m", "/models/m")
     model = Replicas(
@@ -61,7 +64,7 @@ def test_a_first_load_outlives_runtimes_that_are_killed_while_they_start(
 def test_a_device_is_woken_although_runtimes_are_killed_while_they_start(
     interpreter: Path, tmp_path: Path
 ) -> None:
-    """An operator's wake, too, tries the next runtime, and not one that cannot start."""
+    """After a kill, an operator's wake also starts another runtime. It fails if the runtime cannot start."""
     launcher = Launcher(os.getpid(), "0", tmp_path / "rsrv.yaml", tmp_path, dict(os.environ))
 
     with pytest.raises(LaunchError, match="it ended without a message"):
@@ -73,7 +76,10 @@ def test_a_device_is_woken_although_runtimes_are_killed_while_they_start(
 def test_a_further_device_that_cannot_start_delays_one_load_a_minute(
     interpreter: Path, tmp_path: Path
 ) -> None:
-    """The other stubs fail at once with the same reason; device 0, which may be the only one, is tried each time."""
+    """A further device that cannot start is tried once a minute, and other loads fail at once with its reason.
+
+    Device 0 is tried each time.
+    """
     (tmp_path / "python.starts").write_text("\n\n")
 
     def launch(device: str) -> int:
@@ -91,7 +97,7 @@ def test_a_further_device_that_cannot_start_delays_one_load_a_minute(
 def test_a_device_that_cannot_be_had(
     interpreter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error names the setting, and does not blame the installation."""
+    """If the runtime cannot have its device, the error names the setting and does not blame the installation."""
     monkeypatch.setenv("RSRV_RUNTIME_PYTHON", sys.executable)
     settings = tmp_path / "rsrv.yaml"
     settings.write_text("runtime: {platform: cpu, devices: [0]}")
@@ -106,7 +112,7 @@ def test_a_device_that_cannot_be_had(
 
 
 def test_a_runtime_that_takes_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the likely reason, and the limit to raise."""
+    """If a runtime accepts no connection, the error names the likely reason and the limit to raise."""
     monkeypatch.setattr("rsrv.stub.connection.GREETING_TIMEOUT_S", 0.01)
     with (
         listen(tmp_path / "socket"),

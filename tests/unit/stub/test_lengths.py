@@ -20,7 +20,7 @@ INTERFACE = Interface(
 
 @pytest.mark.parametrize(("length", "variant"), [(1, 0), (4, 0), (5, 1), (16, 1)])
 def test_a_request_has_the_shortest_variant_and_tensors_of_its_length(length: int, variant: int) -> None:
-    """Inputs and outputs take the memory of the request's own length."""
+    """A request takes the shortest variant that holds its length. Its inputs and outputs have the request's own length."""
     plan = resolve(INTERFACE, [(3, length), (length, 3)])
 
     assert (plan.variant, plan.length, plan.rows) == (variant, length, 3)
@@ -32,6 +32,6 @@ def test_a_request_has_the_shortest_variant_and_tensors_of_its_length(length: in
     [([(1, 17), (17, 1)], r"\[17\]"), ([(1, 3), (4, 1)], r"\[3, 4\]"), ([(1, 0), (0, 1)], r"\[0\]")],
 )
 def test_a_length_that_no_variant_holds_is_refused(shapes: list[tuple[int, ...]], lengths: str) -> None:
-    """The text has the lengths that came, and the longest."""
+    """A length that no variant holds is refused. The text has the lengths of the inputs and the longest possible one."""
     with pytest.raises(BadShape, match=f"the lengths {lengths} along the padded axis; .* from 1 to 16"):
         resolve(INTERFACE, shapes)

@@ -1,4 +1,4 @@
-"""The available memory, read from the kernel's files."""
+"""The available memory, which is read from the kernel's files."""
 
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def machine(root: Path, cgroup: str, files: dict[str, str]) -> Path:
 def test_a_control_group_may_have_less_than_the_machine(
     tmp_path: Path, cgroup: str, files: dict[str, str], total: int, spare: int
 ) -> None:
-    """The smallest of the machine's and the control groups' limits counts, and caches are free."""
+    """The memory is the smallest limit of the machine and of the control groups. Caches are free memory."""
     root = machine(tmp_path, cgroup, files)
 
     assert total_memory(root) == total

@@ -1,4 +1,4 @@
-"""Measurements of a stub's threads are each reported once."""
+"""Each measurement of a stub's threads is reported once."""
 
 import threading
 import time
@@ -41,7 +41,7 @@ def test_many_threads_lose_nothing_and_count_nothing_twice() -> None:
 
 
 def test_the_first_of_many_measurements_wakes_the_reporting_thread() -> None:
-    """The next one after a report wakes it again."""
+    """The first measurement after a report wakes the reporting thread."""
     meters = Meters()
     assert not meters.some.is_set()
     meters.answered(Status.DEADLINE, time.perf_counter())
@@ -53,11 +53,12 @@ def test_the_first_of_many_measurements_wakes_the_reporting_thread() -> None:
 
 
 def test_a_report_has_the_requests_that_took_longest() -> None:
-    """A report names its slowest submissions with arrival and answer, as many as it may; others are only counted."""
+    """A report has the slowest submissions with their arrival and answer, up to a limit. Other requests are only counted."""
     meters, now = Meters(), time.perf_counter()
     for number in range(100):
         meters.answered(Status.OK, now - number, number)
-    meters.answered(Status.INTERNAL, now - 1000.0)  # it failed in a hook, before its submission
+    # This request failed in a hook, before its submission.
+    meters.answered(Status.INTERNAL, now - 1000.0)
 
     slow = meters.take()["slow"]
 

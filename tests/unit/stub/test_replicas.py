@@ -1,4 +1,4 @@
-"""Which device's replica answers a batch."""
+"""The choice of the device whose replica answers a batch."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from tests.waiting import PATIENCE_S, wait_until
 
 
 class FakeSession:
-    """The way to the runtime of a device, which answers at once."""
+    """A session with the runtime of a device, which answers at once."""
 
     def __init__(self, device: int, devices: int, transport: str = "direct", *, cold: bool = False) -> None:
         self.device = device
         self.attachment: Any = None
-        #: Errors of the next attempts.
+        #: Errors of the next attempts to connect, in order.
         self.failing: list[Exception] = []
         self.cold = cold
         self._devices, self._transport = devices, transport
@@ -68,7 +68,7 @@ class FakeSession:
 
 @dataclass
 class FakeReplica:
-    """Answers with its device's number."""
+    """A replica that answers with the number of its device."""
 
     session: FakeSession
     seconds: float = 1.0
@@ -119,7 +119,7 @@ class FakeReplica:
 @pytest.fixture
 def table(tmp_path: Path) -> Iterator[PlacementWriter]:
     writer = PlacementWriter(tmp_path / "placement")
-    # Readers look for a table that is absent only once a second.
+    # Write a table first: a reader looks for a missing file only once a second.
     writer.write({})
     yield writer
     writer.close()
@@ -131,7 +131,7 @@ def reader(table: PlacementWriter, tmp_path: Path) -> PlacementReader:
 
 
 class Fakes(dict[int, FakeReplica]):
-    """The replicas of a model that have been made, by device, and the sessions of all devices."""
+    """The replicas of a model that were made, by device, and the sessions of all devices."""
 
     def __init__(self, devices: int, transport: str = "direct", *, cold: bool = False) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ def made(
     process: StubProcess | None = None,
     transport: str = "direct",
 ) -> tuple[Replicas, Fakes]:
-    """Return a model that is loaded, and its replicas by device. `failing`: errors of the attempts."""
+    """Return a loaded model and its replicas by device. `failing` has the errors of the first attempts of each device."""
     fakes = Fakes(devices, transport)
     for device, errors in (failing or {}).items():
         fakes.sessions[device].failing = errors
@@ -208,14 +208,17 @@ def home_of(replicas: Replicas) -> int:
 
 
 def test_models_have_homes_on_all_devices() -> None:
-    """On a quiet server the models are spread by their names."""
+    """The homes of many models are spread over all devices by the models' names."""
     homes = [by_preference(f"model{number}", 4)[0] for number in range(100)]
     assert all(homes.count(device) >= 15 for device in range(4))
     assert home_of(made(4, "model0")[0]) == homes[0]
 
 
 def test_a_batch_leaves_its_home_only_for_a_clearly_earlier_answer() -> None:
-    """Noise of the measured times does not move traffic; a backlog does."""
+    """A batch leaves its home only if another device answers clearly earlier.
+
+    Small differences of the measured times move no traffic.
+    """
     replicas, fakes = made(3)
     home = home_of(replicas)
     other = fakes[(home + 1) % 3]
@@ -227,7 +230,10 @@ def test_a_batch_leaves_its_home_only_for_a_clearly_earlier_answer() -> None:
 
 
 def test_requests_of_a_divided_batch_go_to_one_device_and_are_answered_later() -> None:
-    """A part of an alias's batch goes where a batch would go, and nothing is returned."""
+    """A part of an alias's batch goes to the device that a whole batch would have.
+
+    It is answered later, and nothing is returned.
+    """
     replicas, _ = made(3)
     home, batch = home_of(replicas), [FakeRequest({}) for _ in range(3)]
 
@@ -238,7 +244,10 @@ def test_requests_of_a_divided_batch_go_to_one_device_and_are_answered_later() -
 
 
 def test_a_device_without_a_runtime_gets_nothing() -> None:
-    """If no device has one, the home refuses with its reason."""
+    """A device without a runtime gets no batch.
+
+    If no device has a runtime, the home gets the batch and refuses it with the reason.
+    """
     replicas, fakes = made(2)
     home = home_of(replicas)
     fakes[home].seconds = inf
@@ -249,7 +258,7 @@ def test_a_device_without_a_runtime_gets_nothing() -> None:
 
 
 def test_the_table_chooses_the_devices(table: PlacementWriter, reader: PlacementReader) -> None:
-    """A batch goes to the soonest device of the model's mask, and follows each new table."""
+    """A batch goes to the device of the model's mask that answers first. A new table is followed at once."""
     replicas, fakes = made(4, reader=reader)
     fakes[0].seconds = 0.3
 
@@ -268,7 +277,7 @@ def test_the_table_chooses_the_devices(table: PlacementWriter, reader: Placement
 
 
 def test_no_device_of_the_table_is_alive(table: PlacementWriter, reader: PlacementReader) -> None:
-    """Any live device answers; when one of the table is back, it does."""
+    """If no device of the table is alive, another live device answers. When a device of the table is back, it answers."""
     replicas, fakes = made(3, reader=reader)
     table.write({"m": 0b010})
     assert home_of(replicas) == 1
@@ -283,7 +292,7 @@ def test_no_device_of_the_table_is_alive(table: PlacementWriter, reader: Placeme
 def test_a_device_outside_of_the_table_helps_if_it_is_far_sooner(
     table: PlacementWriter, reader: PlacementReader
 ) -> None:
-    """A stopped or overloaded device gets no more requests, unless an operator has pinned the model to it."""
+    """If the device of the table is stopped or overloaded, another device gets the requests, unless an operator has pinned the model."""
     replicas, fakes = made(3, reader=reader)
     table.write({"m": 0b010})
     fakes[0].seconds, fakes[1].seconds, fakes[2].seconds = 1.0, 3.9, 2.0
@@ -300,7 +309,7 @@ def test_a_device_outside_of_the_table_helps_if_it_is_far_sooner(
 def test_a_mask_of_devices_that_do_not_serve_the_model(
     table: PlacementWriter, reader: PlacementReader
 ) -> None:
-    """The table is advice: the others answer."""
+    """If the mask has only devices that do not serve the model, the other devices answer."""
     replicas, _ = made(2, reader=reader)
     table.write({"m": 1 << 40})
 
@@ -309,14 +318,14 @@ def test_a_mask_of_devices_that_do_not_serve_the_model(
 
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the pause after a failed attempt take no time."""
+    """Let the pauses after failed attempts take no time."""
     monkeypatch.setattr("rsrv.front.rules.FIRST_START_PAUSE_S", 0.01)
 
 
 @pytest.mark.usefixtures("short_pauses")
 @pytest.mark.parametrize("error", [Closed("it ended"), Rejected("no device"), ValueError("a fault")])
 def test_a_further_device_that_fails_is_tried_again(error: Exception) -> None:
-    """The others serve the model meanwhile, and its stub is ready."""
+    """If a further device fails, the other devices serve the model, and the failed device is tried again."""
     held: list[Exception] = [error] * 3
     replicas, fakes = made(3, failing={1: held})
     fakes[0].seconds = fakes[2].seconds = 9.0
@@ -330,7 +339,10 @@ def test_a_further_device_that_fails_is_tried_again(error: Exception) -> None:
 
 
 def test_a_request_without_a_runtime_goes_to_the_replica_that_answers_first() -> None:
-    """The soonest live replica takes it; without one it waits."""
+    """A request that lost its runtime goes to the live replica that answers first.
+
+    Without a live replica, it is not submitted.
+    """
     process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
     replicas, fakes = made(4, process=process)
     fakes[0].seconds, fakes[1].seconds, fakes[2].seconds = inf, 5.0, inf
@@ -346,7 +358,10 @@ def test_a_request_without_a_runtime_goes_to_the_replica_that_answers_first() ->
 def test_a_request_that_waited_goes_where_the_table_allows(
     table: PlacementWriter, reader: PlacementReader
 ) -> None:
-    """The weights of a pinned model load on no other device while one of its own is alive."""
+    """A waiting request of a pinned model goes to a live device of the model.
+
+    Only if none is alive, another device gets it.
+    """
     process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
     replicas, fakes = made(3, reader=reader, process=process)
     table.write({"m": 0b011 | PINNED})
@@ -362,7 +377,10 @@ def test_a_request_that_waited_goes_where_the_table_allows(
 
 
 def test_idle_devices_share_a_batch(table: PlacementWriter, reader: PlacementReader) -> None:
-    """Each request is answered once, later, by a live device of the table that has the weights."""
+    """A batch is divided among the idle devices of the table.
+
+    Devices without the weights or without a runtime get no part.
+    """
 
     def answers(count: int) -> list[int]:
         requests = [FakeRequest({}) for _ in range(count)]
@@ -383,7 +401,10 @@ def test_idle_devices_share_a_batch(table: PlacementWriter, reader: PlacementRea
 def test_runs_whose_callees_have_no_device_in_common_go_by_stage(
     table: PlacementWriter, tmp_path: Path
 ) -> None:
-    """A run begins on the lowest device of its callees, and each call goes to the soonest device of its model."""
+    """If the callees of a run have no device in common, the run begins on their lowest device.
+
+    Each call goes to its model's device that answers first.
+    """
     process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
     reader = PlacementReader(tmp_path / "placement", "m", ("a", "b"))
     replicas, fakes = made(4, reader=reader, process=process)
@@ -395,7 +416,7 @@ def test_runs_whose_callees_have_no_device_in_common_go_by_stage(
     fakes[3].seconds = 0.5
     assert home_of(replicas) == 1
     assert stages(1) == {"a": 1, "b": 3}
-    # The run began before the table.
+    # This run began before the table.
     assert stages(2) == {"a": 3, "b": 3}
     fakes[1].session.attachment, fakes[1].seconds = None, inf
     assert home_of(replicas) == 2
@@ -407,7 +428,10 @@ def test_runs_whose_callees_have_no_device_in_common_go_by_stage(
 
 @pytest.mark.usefixtures("short_pauses")
 def test_a_device_joins_while_a_run_by_stage_begins(table: PlacementWriter, tmp_path: Path) -> None:
-    """The callees have a device in common from then on; the batch that came before is answered nevertheless."""
+    """While a run by stage begins, the device that all callees have in common joins.
+
+    The batch that came before is answered, and the next one goes to this device.
+    """
     table.write({"m": 0b11, "a": 0b101, "b": 0b110})
     begun, fakes = Event(), Fakes(3)
     process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
@@ -440,7 +464,10 @@ def test_a_device_joins_while_a_run_by_stage_begins(table: PlacementWriter, tmp_
 
 
 def test_a_failure_that_cannot_be_sent_ends_no_other_request() -> None:
-    """If execute() raised while replies of its batch are sent, Triton would crash."""
+    """If a failure cannot be sent to one request of a batch, the others still get theirs.
+
+    If execute() raised then, Triton would crash.
+    """
     replicas, fakes = made(2, transport="bls")
     for fake in fakes.values():
         vars(fake)["execute_later"] = lambda requests: ["failed"] * len(requests)
@@ -459,7 +486,10 @@ def test_a_failure_that_cannot_be_sent_ends_no_other_request() -> None:
 
 
 def test_sub_calls_through_triton_go_to_the_device_of_their_run() -> None:
-    """Its runtime alone knows the run. A batch of several devices' runs is answered later, by each of them."""
+    """A sub-call goes to the device of its run, because only that runtime knows the run.
+
+    If the runs of a batch have several devices, it is answered later.
+    """
     replicas, _ = made(3, transport="bls")
 
     def call(device: int | None, run: str = "77") -> FakeRequest:
@@ -479,7 +509,10 @@ def test_sub_calls_through_triton_go_to_the_device_of_their_run() -> None:
 
 
 def test_a_model_that_only_the_first_device_rejects_is_served_by_the_next() -> None:
-    """It may be too large for one of several cards; if all of them reject it, the error says why by device."""
+    """If the first device rejects a model, for example because it is too small, the next one serves it.
+
+    If all reject it, the error has all reasons.
+    """
     replicas, fakes = made(3, failing={0: [Rejected("needs 9 GB, the card has 8 GB")] * 2})
     fakes[2].seconds = 9.0
     assert replicas.execute([object()]) == [1]
@@ -490,14 +523,17 @@ def test_a_model_that_only_the_first_device_rejects_is_served_by_the_next() -> N
 
 
 def test_a_reason_that_all_devices_have_in_common_is_said_once() -> None:
-    """The bundle itself is at fault."""
+    """If all devices reject a model for the same reason, the error has this reason once."""
     with pytest.raises(Rejected, match=r"^no such module$"):
         made(2, failing={0: [Rejected("no such module")], 1: [Rejected("no such module")]})
 
 
 @pytest.mark.parametrize("last", [[], [Rejected("needs 9 GB, too")]])
 def test_the_first_runtime_finds_further_devices_during_a_load(last: list[Exception]) -> None:
-    """The first model of a server is loaded before anybody knows how many devices there are."""
+    """A first load learns the number of devices from the first runtime.
+
+    If this runtime rejects the model, the load tries the other devices.
+    """
     fakes, counts = Fakes(2), iter([1])
     fakes.sessions[0].failing = [Rejected("needs 9 GB")] * 2
     fakes.sessions[1].failing = [*last]
@@ -523,7 +559,7 @@ def test_the_first_runtime_finds_further_devices_during_a_load(last: list[Except
 
 @pytest.mark.usefixtures("short_pauses")
 def test_a_model_is_loaded_once_an_earlier_device_serves_it() -> None:
-    """While the second device refuses the model, the first one, which had no memory for a moment, is tried again."""
+    """While the second device is still tried, the first one is tried again. When it serves the model, the load ends."""
     fakes = Fakes(2)
     fakes.sessions[0].failing = [Rejected("no memory")]
     process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
@@ -542,7 +578,10 @@ def test_a_model_is_loaded_once_an_earlier_device_serves_it() -> None:
 
 
 def test_a_load_without_descriptors_fails_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process lives: Triton reports the reason, and an alias serves its other targets."""
+    """A load that lacks descriptors fails with this reason.
+
+    The process does not end, because an alias may serve its other targets.
+    """
     ended: list[str] = []
     process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
     monkeypatch.setattr(process, "end", ended.append)
@@ -557,7 +596,7 @@ def test_a_load_without_descriptors_fails_with_its_reason(monkeypatch: pytest.Mo
 
 
 def test_a_load_that_fails_leaves_the_hooks_of_other_models_guarded() -> None:
-    """All targets of an alias have one guard, and one of them need not load."""
+    """A failed load does not close the guard of hooks, which all targets of an alias share."""
     guard = Mock()
     fakes = Fakes(1)
     fakes.sessions[0].failing = [Rejected("no such module")]
@@ -569,7 +608,7 @@ def test_a_load_that_fails_leaves_the_hooks_of_other_models_guarded() -> None:
 
 
 def test_a_model_that_crashed_the_first_runtime_is_not_tried_elsewhere() -> None:
-    """The runtimes of the other devices serve other models."""
+    """A model that has crashed the first device's runtime is not tried on other devices, whose runtimes serve other models."""
     fault = "the model has ended the runtime 3 times"
     with pytest.raises(Rejected, match=rf"^{fault}$"):
         made(2, failing={0: [Rejected(fault, fault)]})
@@ -577,7 +616,10 @@ def test_a_model_that_crashed_the_first_runtime_is_not_tried_elsewhere() -> None
 
 @pytest.mark.usefixtures("short_pauses")
 def test_a_model_is_loaded_while_the_first_device_is_gone() -> None:
-    """The first device with a runtime answers; the others are joined when they are back."""
+    """If the first device has no runtime, the next device with a runtime loads the model.
+
+    The others serve it when they have runtimes again.
+    """
     gone = LaunchError("the GPU is lost")
     replicas, fakes = made(3, failing={0: [gone, gone], 1: [gone]})
     fakes[2].seconds = 9.0
@@ -589,7 +631,7 @@ def test_a_model_is_loaded_while_the_first_device_is_gone() -> None:
 
 
 def test_one_device_costs_a_request_nothing() -> None:
-    """With one device, Triton's call goes to its replica directly."""
+    """With one device, execute() is the replica's own method."""
     replicas, fakes = made(1)
     assert replicas.execute == fakes[0].execute
 
@@ -600,7 +642,7 @@ def test_one_device_costs_a_request_nothing() -> None:
 def made_cold(
     devices: int, reader: PlacementReader | None = None, transport: str = "direct"
 ) -> tuple[StubProcess, Fakes, Replicas]:
-    """Return a stub's process, the replicas that it starts by device, and the cold model."""
+    """Return a stub's process, the dictionary of the replicas that it will start, and the cold model."""
     process, fakes = (
         StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils)),
         Fakes(devices, transport, cold=True),
@@ -611,7 +653,7 @@ def made_cold(
 
 
 def start(process: StubProcess, fakes: Fakes, replicas: Replicas) -> ClientRequest:
-    """Start a cold model by a request. Returns the request when a replica has it, and the other devices are cold."""
+    """Start a cold model with a request. Return the request when a replica has it and no other device is starting."""
     request = FakeRequest({})
     assert replicas.execute([request]) is None
     wait_until(lambda: any(one.taken for one in fakes.values()))
@@ -622,7 +664,7 @@ def start(process: StubProcess, fakes: Fakes, replicas: Replicas) -> ClientReque
 
 
 def test_the_first_request_starts_a_cold_model_on_its_home_alone() -> None:
-    """Nothing starts with the server; the start is on one device, whose replica gets the request."""
+    """A cold model has no replica. The first request starts it on its home, whose replica gets the request."""
     process, fakes, replicas = made_cold(3)
     assert fakes == {}
 
@@ -635,7 +677,10 @@ def test_the_first_request_starts_a_cold_model_on_its_home_alone() -> None:
 def test_the_first_cold_model_of_a_server_starts_where_the_table_says(
     table: PlacementWriter, reader: PlacementReader
 ) -> None:
-    """It is loaded before anybody knows how many devices there are."""
+    """A cold model may be loaded before the number of devices is known.
+
+    It still starts on the device that the table names.
+    """
     table.write({"m": 1 << 2 | PINNED})
     process, fakes = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils)), Fakes(3, cold=True)
     counts = iter([1])
@@ -648,7 +693,7 @@ def test_the_first_cold_model_of_a_server_starts_where_the_table_says(
 
 
 def test_a_started_model_spreads_with_a_new_table(table: PlacementWriter, reader: PlacementReader) -> None:
-    """Batches show that there is another table, and a device that it names starts the model."""
+    """A batch notices a new table. A further device that the table names then starts the model."""
     home, second, third = by_preference("m", 3)
     table.write({"m": 1 << third})
     process, fakes, replicas = made_cold(3, reader)
@@ -662,7 +707,10 @@ def test_a_started_model_spreads_with_a_new_table(table: PlacementWriter, reader
 
 
 def test_a_sub_call_starts_a_cold_model_on_the_device_of_its_run() -> None:
-    """Only the runtime there knows the run: other replicas have the meta model repeat the call until then."""
+    """A sub-call starts a cold model on the device of its run, because only that runtime knows the run.
+
+    Until then, another replica answers that the call must be repeated.
+    """
     process, fakes, replicas = made_cold(2, transport="bls")
     start(process, fakes, replicas)
     home, other = by_preference("m", 2)
@@ -677,7 +725,10 @@ def test_a_sub_call_starts_a_cold_model_on_the_device_of_its_run() -> None:
 def test_without_a_thread_for_an_attempt_it_is_repeated(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the model would have no runtime for good."""
+    """If there is no thread for an attempt to connect, the attempt is repeated.
+
+    Without this, the model would never have a runtime.
+    """
     process, fakes, replicas = made_cold(1)
     begin = Thread.start
 
@@ -695,7 +746,7 @@ def test_without_a_thread_for_an_attempt_it_is_repeated(
 
 
 def test_a_registration_that_cannot_be_used_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault of that moment leaves no model without a runtime."""
+    """If a new registration cannot be used because of an error, the model is registered again."""
     faults = [RuntimeError("no memory for a thread")]
 
     def watch(replica: FakeReplica, attachment: object) -> None:
@@ -709,7 +760,10 @@ def test_a_registration_that_cannot_be_used_is_made_again(monkeypatch: pytest.Mo
 
 
 def test_a_registration_is_watched_before_requests_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that came first would count the runtime as lost, for nobody read its answers."""
+    """A replica watches its connection before requests use it.
+
+    Without a reader of answers, a request would take the runtime for lost.
+    """
     used: list[object] = []
     monkeypatch.setattr(FakeReplica, "watch", lambda replica, _: used.append(replica.session.attachment))
 
@@ -722,7 +776,7 @@ def test_a_registration_is_watched_before_requests_use_it(monkeypatch: pytest.Mo
 def test_a_fault_of_the_models_code_fails_its_start_on_all_devices(
     monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    """Requests get the reason, and no other device tries the code."""
+    """If the model's code cannot be used after a registration, requests get the reason, and no other device tries the code."""
     process, fakes = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils)), Fakes(2, cold=True)
     monkeypatch.setattr(fakes, "make", Mock(side_effect=error))
     replicas = unloaded(fakes, process=process)
@@ -739,7 +793,7 @@ def test_a_fault_of_the_models_code_fails_its_start_on_all_devices(
 
 
 def test_a_model_that_is_unloaded_during_an_attempt_is_closed() -> None:
-    """The attempt ends later, and its connections are closed."""
+    """If a model is unloaded during an attempt to connect, the connections of the attempt are closed when it ends."""
     begun, go_on, closed = Event(), Event(), Event()
 
     class Slow(FakeSession):

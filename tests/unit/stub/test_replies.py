@@ -1,4 +1,4 @@
-"""Tags of failures: the status in a message is found again."""
+"""Tags of failures: the status in a message can be read again."""
 
 import pytest
 from hypothesis import given
@@ -15,7 +15,7 @@ FAILURES = [status for status in Status if status is not Status.OK]
 @pytest.mark.parametrize("status", FAILURES)
 @given(text=st.text() | st.just("[rsrv:INTERNAL] of another"))
 def test_a_tagged_failure_is_found_again(status: Status, text: str) -> None:
-    """Every status, with any text, also one that looks like a tag."""
+    """The status and the text of a failure are read from its message, for every status and any text, even a text that looks like a tag."""
     found = untag(tag_failure(status, text))
 
     assert found is not None
@@ -26,13 +26,16 @@ def test_a_tagged_failure_is_found_again(status: Status, text: str) -> None:
     "message", ["", "late", "[rsrv:] x", "[rsrv:OK] x", "[rsrv:NEW_ONE] x", "rsrv:DEADLINE x"]
 )
 def test_a_message_without_a_tag_has_no_status(message: str) -> None:
-    """Nor has one with an unknown status, or with OK."""
+    """A message without a tag, with an unknown status or with the status OK has no status."""
     assert untag(message) is None
 
 
 @pytest.mark.parametrize("status", FAILURES)
 def test_an_answer_to_another_model_is_always_tagged(status: Status) -> None:
-    """BLS loses the code. A client gets the code, and a tag only where Triton has no code."""
+    """A failure for another model always has a tag, because BLS loses the code.
+
+    A client's failure has a tag only if Triton has no code for its status.
+    """
     responses = Responses(FakePbUtils)
 
     client = responses.failure(status, "why").error.message
@@ -47,7 +50,10 @@ def test_an_answer_to_another_model_is_always_tagged(status: Status) -> None:
 def test_a_large_answer_needs_four_times_its_room(
     monkeypatch: pytest.MonkeyPatch, free: float, flags: list[int]
 ) -> None:
-    """An answer that might find no room beside others is sent before its end, and otherwise with its end."""
+    """If shared memory has less than four times the size of an answer free, the answer is sent before its end.
+
+    Otherwise both are sent together.
+    """
     nbytes = 1 << 20
     monkeypatch.setattr("rsrv.stub.replies.free_shared_memory", lambda: int(free * nbytes))
     sent: list[int] = []

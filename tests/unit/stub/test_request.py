@@ -1,4 +1,4 @@
-"""Reading a client's request at its arrival: its parameters, its deadline, and hostile texts."""
+"""Reading a client's request at its arrival: parameters, deadlines, and hostile texts."""
 
 import json
 import logging
@@ -29,7 +29,10 @@ def params(unix_ns: int = TODAY, timeout_us: int = 0, **parameters: int) -> Requ
 
 @given(st.integers(-(1 << 62), 1 << 62))
 def test_a_timeout_counts_from_now_for_any_calendar(jump: int) -> None:
-    """A request without any deadline does not depend on the calendar, either."""
+    """A timeout begins at the request's arrival, whatever the calendar says.
+
+    A request without a deadline does not depend on the calendar either.
+    """
     assert params(TODAY + jump, timeout_us=5_000_000).deadline_ns == NOW + 5 * SECOND
     assert params(TODAY + jump, rsrv_priority=3) == RequestParams(0, 3)
 
@@ -40,7 +43,10 @@ def test_a_deadline_by_the_calendar_is_kept_by_the_clock_from_its_arrival_on() -
 
 
 def test_a_deadline_by_the_calendar_that_arrives_after_a_jump_is_what_the_calendar_says() -> None:
-    """Hours forward: it has passed. Hours back: it is hours away, and the timeout beside it is not."""
+    """A deadline by the calendar follows the calendar at arrival.
+
+    After a jump forward it has passed, and after a jump back it is hours away. A timeout does not change.
+    """
     until = TODAY + SECOND
 
     assert 0 < params(TODAY + HOURS, rsrv_deadline_unix_ns=until).deadline_ns < NOW
@@ -51,12 +57,15 @@ def test_a_deadline_by_the_calendar_that_arrives_after_a_jump_is_what_the_calend
 
 @given(st.integers(1, (1 << 63) - 1), st.integers(0, 1 << 63))
 def test_no_calendar_makes_a_deadline_that_cannot_be_sent(until: int, unix_ns: int) -> None:
-    """Each deadline is positive, and fits into a frame."""
+    """For any calendar, a deadline is positive and fits into a frame."""
     assert 0 < params(unix_ns, rsrv_deadline_unix_ns=until).deadline_ns < 1 << 63
 
 
 def test_the_earliest_of_several_deadlines_counts() -> None:
-    """Triton's timeout, a deadline by the calendar, and the relative one that clients of ReactantServer send."""
+    """Of several deadlines, the earliest is used.
+
+    There is Triton's timeout, a deadline by the calendar, or the relative one that clients of ReactantServer send.
+    """
     assert params(reactant_timeout_ns=SECOND).deadline_ns == NOW + SECOND
     assert params(reactant_timeout_ns=0).deadline_ns == params(reactant_timeout_ns=-1).deadline_ns == 0
     assert params(timeout_us=2_000_000, reactant_timeout_ns=SECOND).deadline_ns == NOW + SECOND
@@ -66,7 +75,10 @@ def test_the_earliest_of_several_deadlines_counts() -> None:
 
 @pytest.mark.parametrize("name", ["rsrv_prioriti", "rsrv_", "rsrv_deadline_unix_ms", "rsrv_" + "x" * 200])
 def test_a_misspelt_parameter_of_rsrv_is_refused_with_the_right_names(name: str) -> None:
-    """A deadline or a priority that nobody obeys must not pass for one that is obeyed."""
+    """A misspelt parameter of rsrv is refused with the right names.
+
+    Otherwise a client could rely on a deadline or a priority that is ignored.
+    """
     with pytest.raises(
         RequestFailure, match=r"unknown parameter 'rsrv_.*rsrv_priority and rsrv_sticky"
     ) as caught:
@@ -76,7 +88,7 @@ def test_a_misspelt_parameter_of_rsrv_is_refused_with_the_right_names(name: str)
 
 
 def test_parameters_of_others_pass() -> None:
-    """Names that do not begin with rsrv_ are Triton's, a proxy's, or the client's own."""
+    """Parameters whose names do not begin with rsrv_ are ignored. They may be Triton's, a proxy's or the client's own."""
     others = {
         "RSRV_PRIORITY": 1,
         "priority": 1,
@@ -89,7 +101,7 @@ def test_parameters_of_others_pass() -> None:
 
 
 def test_a_string_that_the_guard_found_too_long_is_the_clients_fault() -> None:
-    """The guard has replaced the strings, so the request must not be answered."""
+    """A request in which the guard has replaced strings that were too long is refused as the client's fault."""
     request = arrived(FakeRequest({}, parameters=json.dumps({"rsrv_incomplete": "text"})))
     assert request.failure is not None
     assert request.failure.status is Status.INVALID
@@ -101,13 +113,13 @@ def arrived(request: FakeRequest) -> ClientRequest:
 
 
 def as_triton_gives(data: bytes) -> Any:
-    """Return a property that decodes a client's text when it is read, as Triton's stub does."""
+    """Return a property that decodes a client's text when it is read, as in Triton's stub."""
     return property(lambda self: lambda: data.decode())
 
 
 @pytest.mark.parametrize("what", ["request_id", "parameters"])
 def test_text_that_is_not_utf8_is_the_clients_fault(what: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The request fails once, without a log line; later reads of it do not raise."""
+    """A request whose text is not UTF-8 fails once, without a line in the log. Later reads of the text do not raise."""
     kind = type("Hostile", (FakeRequest,), {what: as_triton_gives(b'{"a": "\xff"}')})
 
     request = arrived(kind({}))
@@ -123,14 +135,17 @@ def test_text_that_is_not_utf8_is_the_clients_fault(what: str, caplog: pytest.Lo
 
 @pytest.mark.parametrize("text", ["[1]", "{nan", '{"a": ' + "[" * 100_000, "9" * 5000, '"text"', "null"])
 def test_parameters_that_are_no_object_are_the_clients_fault(text: str) -> None:
-    """Triton's own serializer leaves some numbers out."""
+    """A request whose parameters are not a JSON object is the client's fault.
+
+    Triton itself may send invalid JSON, as it leaves out some numbers.
+    """
     request = arrived(FakeRequest({}, parameters=text))
     assert request.failure is not None
     assert request.failure.status is Status.INVALID
 
 
 def test_a_fault_while_reading_is_ours(caplog: pytest.LogCaptureFixture) -> None:
-    """The log has the reason, and the client does not get it."""
+    """If reading a request fails because of our own fault, the log has the reason, and the client does not get it."""
 
     class Odd(FakeRequest):
         def timeout(self) -> int:
@@ -156,7 +171,10 @@ def test_reading_never_raises(id: str, parameters: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("shape", [(16,), (2, 4, 1, 1), (0,)])
 def test_tensors_with_another_number_of_axes_are_the_clients_fault(shape: tuple[int, ...]) -> None:
-    """Triton refuses such shapes itself, unless a product of their extents overflows; hooks must not see them."""
+    """Tensors with another number of axes are the client's fault.
+
+    Triton misses them only if the product of their extents overflows. Hooks must not see them.
+    """
     wire = WireTensor("x", "f32", (-1, 4))
     request = FakeRequest({"x": np.zeros(shape, np.float32)})
     with pytest.raises(RequestFailure, match="input 'x': expected shape") as caught:
@@ -165,7 +183,10 @@ def test_tensors_with_another_number_of_axes_are_the_clients_fault(shape: tuple[
 
 
 def test_an_input_without_a_name_that_can_be_read_is_the_clients_fault() -> None:
-    """Triton refuses names that the model does not have; if one came through, no hook would see it."""
+    """A request with an input that the model does not have is the client's fault, and no hook sees it.
+
+    Usually Triton refuses it itself.
+    """
     request = FakeRequest({"y": np.zeros((1, 4), np.float32)})
     with pytest.raises(RequestFailure, match="an input that the model does not have") as caught:
         read_inputs(Tensors(FakePbUtils), request, {"x": WireTensor("x", "f32", (-1, 4))})

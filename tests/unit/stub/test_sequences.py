@@ -1,4 +1,4 @@
-"""Requests of sequences in a stub: what they say, and which device has the state."""
+"""Requests of sequences in a stub: what a request contains, and which device has the sequence's state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BEGIN, FINISH = 1, 2
 
 
 class Devices:
-    """A stateful model on several devices, by number."""
+    """The replicas of a stateful model on several devices."""
 
     def __init__(self, count: int) -> None:
         self.all = Fakes(count)
@@ -32,7 +32,7 @@ class Devices:
         self.replicas.load()
 
     def send(self, sequence: int, flags: int = 0) -> int:
-        """Send a step, and return the device that it went to."""
+        """Send a step of a sequence, and return the device that got it."""
         (device,) = self.replicas.execute([FakeRequest({}, sequence=sequence, flags=flags)]) or [-1]
         return int(device)
 
@@ -45,7 +45,10 @@ class Devices:
     [(7, 0, 0), (7, BEGIN, START), (2**64 - 1, FINISH, END), ("seven", BEGIN | FINISH, START | END)],
 )
 def test_a_step_says_its_sequence_and_its_place(id: int | str, flags: int, sent: int) -> None:
-    """A number is the id itself, a text is always the same number, and the flags are the protocol's."""
+    """The id of a step is a number, or a text that always becomes the same number.
+
+    Its flags become the flags of the protocol.
+    """
     step = read_step(FakeRequest({}, sequence=id, flags=flags))
     assert step.flags == sent
     assert 0 < step.sequence < 2**64
@@ -54,14 +57,17 @@ def test_a_step_says_its_sequence_and_its_place(id: int | str, flags: int, sent:
 
 @pytest.mark.parametrize("id", [0, ""])
 def test_a_request_without_an_id_is_refused(id: int | str) -> None:
-    """The text says which fields to set."""
+    """A request without an id is refused, and the text says which fields to set."""
     with pytest.raises(RequestFailure, match="set sequence_id, and sequence_start") as failed:
         read_step(FakeRequest({}, sequence=id))
     assert failed.value.status is Status.INVALID
 
 
 def test_an_id_that_is_not_utf8_is_the_clients_fault() -> None:
-    """Triton's stub decodes it when it is read, and HTTP lets any bytes through."""
+    """An id that is not UTF-8 is the client's fault.
+
+    HTTP lets any bytes through, and Triton's stub decodes them only when they are read.
+    """
 
     class Hostile(FakeRequest):
         def correlation_id(self) -> str:
@@ -73,7 +79,7 @@ def test_an_id_that_is_not_utf8_is_the_clients_fault() -> None:
 
 
 def test_an_idle_sequence_is_forgotten() -> None:
-    """Ends and long idleness free the entry; requests keep it."""
+    """A sequence is forgotten at its end, or when it was idle for long. Its steps keep it."""
     homes = SequenceHomes(10.0)
     homes.keep(SequenceStep(1, True, False), 3, 0.0)
     homes.keep(SequenceStep(2, True, False), 3, 5.0)
@@ -88,7 +94,7 @@ def test_an_idle_sequence_is_forgotten() -> None:
 
 
 def test_a_sequence_stays_on_its_device() -> None:
-    """Sequences begin on the devices in turn, and their steps follow, whichever device is free."""
+    """Sequences begin on the devices in turn. Their steps stay on their devices, even if another device is free."""
     model = Devices(3)
     begun = {sequence: model.send(sequence, BEGIN) for sequence in range(1, 7)}
     assert sorted(begun.values()) == [0, 0, 1, 1, 2, 2]
@@ -100,7 +106,7 @@ def test_a_sequence_stays_on_its_device() -> None:
 
 
 def test_sequences_that_begin_at_once_get_devices_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one thread chooses a device, another one with a first step waits, and then counts the first thread's sequence."""
+    """Two sequences that begin at the same time get different devices: one thread waits until the other has chosen and noted its device."""
     model, devices = Devices(2), []
     homes = model.process.homes
     assert homes is not None
@@ -121,7 +127,7 @@ def test_sequences_that_begin_at_once_get_devices_of_their_own(monkeypatch: pyte
 
 
 def test_a_batch_is_cut_by_the_devices_of_its_sequences() -> None:
-    """Each request of a batch goes to its sequence's device."""
+    """A batch is divided by the devices of its sequences."""
     model = Devices(2)
     begun = {sequence: model.send(sequence, BEGIN) for sequence in (1, 2)}
     requests = [FakeRequest({}, sequence=sequence) for sequence in (2, 1)]
@@ -132,7 +138,10 @@ def test_a_batch_is_cut_by_the_devices_of_its_sequences() -> None:
 
 
 def test_after_the_runtimes_end_a_sequence_goes_elsewhere() -> None:
-    """There the runtime does not know it, and it begins again where a runtime is."""
+    """After the end of its runtime, a step of a sequence goes to another device.
+
+    The sequence may begin again on any device with a runtime.
+    """
     model = Devices(2)
     home = model.send(1, BEGIN)
     model.kill(home)
@@ -146,7 +155,10 @@ def test_after_the_runtimes_end_a_sequence_goes_elsewhere() -> None:
 
 
 def test_a_sequence_of_an_earlier_runtime_is_lost_until_it_begins_again() -> None:
-    """Its later steps go to its device, to be refused, and do not count as life."""
+    """After a new runtime has started, steps of an old sequence go to its device, which must refuse them.
+
+    They do not keep it until it begins again.
+    """
     model = Devices(1)
     model.send(1, BEGIN)
     homes = model.process.homes
@@ -161,7 +173,7 @@ def test_a_sequence_of_an_earlier_runtime_is_lost_until_it_begins_again() -> Non
 
 
 def test_a_first_step_that_waited_for_a_runtime_takes_its_sequence_along() -> None:
-    """Later steps follow the first one to the device where it was submitted again."""
+    """If a sequence's first step is submitted to another device after its runtime's end, its later steps go to that device, too."""
     model = Devices(2)
     home = model.send(1, BEGIN)
     model.kill(home)
@@ -175,5 +187,5 @@ def test_a_first_step_that_waited_for_a_runtime_takes_its_sequence_along() -> No
 
 
 def test_a_request_without_an_id_reaches_a_replica() -> None:
-    """The replica refuses it with the reason."""
+    """A request without an id goes to a replica, which refuses it with the reason."""
     assert Devices(2).send(0) in (0, 1)

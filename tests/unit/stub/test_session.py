@@ -1,4 +1,4 @@
-"""The connections of a session: what other threads may ask, and what a runtime that misbehaves leaves."""
+"""The connections of a session: what other threads may ask, and how a runtime that misbehaves is handled."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ from tests.waiting import wait_until
 
 
 def test_any_thread_may_ask_whether_the_runtime_reads() -> None:
-    """Also while another one waits for it to read."""
+    """A thread may ask whether the runtime reads, even while another thread waits until it can send."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection = RuntimeConnection(Greeted(ours, Receiver(ours), memoryview(bytes(16)).cast("Q"), 1))
     sent = 0
@@ -40,7 +40,7 @@ def test_any_thread_may_ask_whether_the_runtime_reads() -> None:
 
 @pytest.mark.parametrize("frame", [pack_json(Kind.STARTING, {"start_s": "soon"}), b"not a frame"])
 def test_descriptors_of_a_runtime_that_misbehaves_are_closed(frame: bytes) -> None:
-    """An answer to REGISTER that cannot be read may come with a file, which nothing else would close."""
+    """If an answer to REGISTER cannot be read, the descriptors that came with it are closed."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         connection = RuntimeConnection(Greeted(ours, Receiver(ours), memoryview(bytes(8)).cast("q"), 1))
@@ -52,7 +52,7 @@ def test_descriptors_of_a_runtime_that_misbehaves_are_closed(frame: bytes) -> No
 
 
 def test_a_runtime_is_silent_only_after_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An idle runtime makes a round from time to time. A busy one must only notice the requests that were sent to it."""
+    """An idle runtime must make a round from time to time. A busy one must only notice the requests that were sent to it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         board = memoryview(bytearray(16)).cast("q")
@@ -76,7 +76,10 @@ def test_a_runtime_is_silent_only_after_some_time(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_memory_of_a_collected_array_serves_the_next_one() -> None:
-    """A run that makes many arrays, one after another, needs memory for one."""
+    """The memory of an array that was collected is used again.
+
+    So a run that makes many arrays one after another needs memory for one.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         connection = RuntimeConnection(Greeted(ours, Receiver(ours), memoryview(bytes(16)).cast("q"), 1))

@@ -1,4 +1,4 @@
-"""Copies of an alias's requests: clients never notice them, and each comparison is counted once."""
+"""Copies of an alias's requests: clients do not notice them, and each comparison is counted once."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ FINAL = FakePbUtils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
 def response(value: float | None) -> FakeResponse:
-    """Return an answer, or a failure for None."""
+    """Return an answer with this value, or a failure if the value is None."""
     if value is None:
         return FakeResponse([], FakeError("no", FakeError.INTERNAL))
     return FakeResponse([FakeTensor("y", np.full((1, 2), value, np.float32))])
 
 
 class Model:
-    """A model that gives one answer, in place or later."""
+    """A model that gives one answer, in place or later, and counts the outcomes of comparisons."""
 
     ready = True
 
@@ -80,7 +80,10 @@ def alias_of(model: Model, shadow: Model, execute: Callable[[Sequence[Any]], obj
 def test_a_copy_is_compared_and_dropped(
     answer: float | None, copy: float | None, outcome: str, *, later: bool
 ) -> None:
-    """The client gets the answer of the alias's model alone, in place or later; the outcome is counted once."""
+    """The client gets only the answer of the alias's model, in place or later.
+
+    The outcome of each comparison is counted once.
+    """
     shadow, requests = Model(copy), [FakeRequest({"x": np.ones((1, 2), np.float32)}) for _ in range(3)]
 
     alias = alias_of(Model(answer, later=later), shadow)
@@ -95,7 +98,10 @@ def test_a_copy_is_compared_and_dropped(
 
 
 def test_clients_are_answered_without_a_thread_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copies are answered with those of the next requests."""
+    """If no thread can start for the copies, clients still get their answers.
+
+    The copies are compared after the next requests.
+    """
     shadow, requests = Model(1.0), [FakeRequest({"x": np.ones((1, 2), np.float32)}) for _ in range(2)]
     alias = alias_of(Model(1.0), shadow)
 
@@ -109,7 +115,10 @@ def test_clients_are_answered_without_a_thread_for_copies(monkeypatch: pytest.Mo
 
 
 def test_copies_have_the_lowest_priority_and_no_deadline_of_the_client() -> None:
-    """A copy has the inputs and the id, and neither the client's trace nor its parameters."""
+    """A copy has the inputs and the id of the request.
+
+    It has the lowest priority and its own deadline, and none of the client's parameters.
+    """
     shadow = Model(1.0)
     request = FakeRequest(
         {"x": np.ones((1, 2), np.float32)}, 5, '{"rsrv_priority": 1, "rsrv_deadline_unix_ns": 7}', "mine"
@@ -127,7 +136,7 @@ def test_copies_have_the_lowest_priority_and_no_deadline_of_the_client() -> None
 
 
 def test_a_shadow_that_is_slow_gets_no_further_copies() -> None:
-    """Beyond 64 copies in progress, requests are not copied, and counted as skipped."""
+    """While 64 copies are in progress, requests are not copied, and are counted as skipped."""
     shadow, taken = Model(1.0), list[Any]()
     alias = alias_of(Model(1.0), shadow, taken.extend)
 
@@ -143,7 +152,7 @@ def test_a_shadow_that_is_slow_gets_no_further_copies() -> None:
 
 
 def test_copies_take_no_memory_that_clients_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While much of the clients' answers waits for copies, or shared memory is scarce, requests are not copied."""
+    """If the answers that wait for their copies take too much memory, or shared memory is scarce, requests are not copied."""
     monkeypatch.setattr("rsrv.stub.shadow._MAX_ANSWER_BYTES", 20)
     shadow, taken = Model(1.0), list[Any]()
     alias = alias_of(Model(1.0), shadow, taken.extend)
@@ -163,7 +172,7 @@ def test_copies_take_no_memory_that_clients_need(monkeypatch: pytest.MonkeyPatch
 
 
 def test_answers_that_were_compared_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any number of requests are copied, as long as few answers wait at a time."""
+    """Compared answers free their memory. So any number of requests is copied if few answers wait at a time."""
     monkeypatch.setattr("rsrv.stub.shadow._MAX_ANSWER_BYTES", 20)
     shadow, taken = Model(1.0), list[Any]()
     alias = alias_of(Model(1.0), shadow, taken.extend)
@@ -190,7 +199,7 @@ def test_answers_that_were_compared_take_no_memory(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_answers_differ_by_more_than_rounding(one: Any, other: Any, dtype: str, *, differs: bool) -> None:
-    """Floats may differ by a hundredth, bf16 by its bits' value; everything else must be equal."""
+    """Answers are equal if floats differ by at most a hundredth, bf16 by their values. All else must be the same."""
     assert (differing({"y": one}, {"y": other}, {"y": dtype}) == "y") == differs
     assert differing({"y": one}, {}, {"y": dtype}) == "y"
     assert differing({}, {}, {"y": dtype}) == ""

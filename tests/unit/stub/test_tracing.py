@@ -17,7 +17,7 @@ SAMPLED = f"00-{TRACE}-{PARENT}-01"
 
 
 def ignored() -> None:
-    """Leave the spans where they are."""
+    """Ignore that a span was added."""
 
 
 @pytest.mark.parametrize(
@@ -39,18 +39,18 @@ def ignored() -> None:
     ],
 )
 def test_contexts_are_read_as_w3c_has_them(text: object, well: bool) -> None:
-    """A context that is not sampled, or not valid, counts as none."""
+    """A traceparent is read as W3C defines it. A context that is invalid or not sampled is ignored."""
     assert read_traceparent(text) == ((TRACE, PARENT) if well else None)
 
 
 @given(st.text())
 def test_an_invalid_context_is_no_failure(text: str) -> None:
-    """Any text may come from a client."""
+    """Any text may come from a client. An invalid context raises no error."""
     assert read_traceparent(text) is None
 
 
 def test_an_open_span_is_the_parent_of_others() -> None:
-    """Its own context is read back."""
+    """An open span gives its context to other requests and its children, so it is their parent."""
     open_span = OpenSpan(Spans(ignored, Lock()), TRACE, PARENT)
 
     assert read_traceparent(open_span.traceparent) == (TRACE, open_span.id)
@@ -59,7 +59,10 @@ def test_an_open_span_is_the_parent_of_others() -> None:
 
 
 def test_tritons_own_span_is_the_parent_if_there_is_one() -> None:
-    """Otherwise the parameter counts; without either, or not sampled, the request is not traced."""
+    """Without such a span, the parent comes from the request's parameter.
+
+    If there is neither, or if the parent is not sampled, the request is not traced.
+    """
     spans, other = Spans(ignored, Lock()), f"00-{TRACE}-{'1' * 16}-01"
 
     def parent(context: str | None, parameter: str) -> str | None:
@@ -75,7 +78,7 @@ def test_tritons_own_span_is_the_parent_if_there_is_one() -> None:
 
 @pytest.mark.parametrize("name", ["traceparent", "Traceparent", "TraceParent", "TRACEPARENT"])
 def test_a_header_may_be_spelled_in_any_case(name: str) -> None:
-    """HTTP ignores case, and Triton forwards the header as it was."""
+    """The name of the header may have any case. HTTP ignores the case, and Triton forwards the name as it was."""
     open_span = Spans(ignored, Lock()).begin(FakeRequest({}), {"rsrv_priority": 1, name: SAMPLED})
 
     assert open_span is not None
@@ -84,7 +87,7 @@ def test_a_header_may_be_spelled_in_any_case(name: str) -> None:
 
 @pytest.mark.parametrize("context", ["null", "[]", "{}", '"text"', "{", "[" * 100_000])
 def test_the_context_of_tritons_span_may_be_invalid(context: str) -> None:
-    """A context that cannot be read counts as none; the header still counts."""
+    """If the context of Triton's span cannot be read, the parent comes from the header."""
     request = FakeRequest({})
     request.context = context
 
@@ -94,7 +97,7 @@ def test_the_context_of_tritons_span_may_be_invalid(context: str) -> None:
 
 
 def test_a_triton_without_traces_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Its requests are served, and not traced."""
+    """If Triton has no traces, requests are not traced, and the log says so once."""
     spans = Spans(ignored, Lock())
 
     assert spans.begin(object(), {}) is None
@@ -103,7 +106,7 @@ def test_a_triton_without_traces_says_so_once(caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_refused_request_says_why() -> None:
-    """The span has its status and its error; long texts are cut."""
+    """The span of a refused request has its status and its error. Long texts are cut."""
     spans = Spans(ignored, Lock())
     open_span = OpenSpan(spans, TRACE, PARENT)
 
@@ -122,7 +125,7 @@ def test_a_refused_request_says_why() -> None:
 
 
 def test_spans_that_are_not_reported_are_counted_and_dropped() -> None:
-    """The first ones stay; the number of dropped ones is returned once."""
+    """If too many spans wait for a report, the first ones are kept. The number of dropped spans is returned once."""
     added: list[None] = []
     spans = Spans(lambda: added.append(None), Lock(), max_waiting=MAX_SPANS + 10)
     open_span = OpenSpan(spans, TRACE, PARENT)

@@ -1,4 +1,4 @@
-"""Black box: what a front reads of how its runtime ended."""
+"""The black box: how a front learns in what way its runtime ended."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ os.kill(os.getpid(), int(sys.argv[2]))
     ("number", "how"), [(signal.SIGSEGV, "crashed"), (signal.SIGABRT, "crashed"), (signal.SIGKILL, "killed")]
 )
 def test_a_crash_is_told_from_a_kill(tmp_path: Path, number: signal.Signals, how: str) -> None:
-    """The reader, opened before, reads the dead process's box although the next one has replaced it."""
+    """The black box tells a crash from a kill.
+
+    A reader that opened it before the death reads it, although the next runtime has replaced the file.
+    """
     command = [sys.executable, "-c", _DIE, str(tmp_path), str(number.value)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -49,7 +52,7 @@ def test_a_crash_is_told_from_a_kill(tmp_path: Path, number: signal.Signals, how
 
 
 def test_a_hang_is_that_of_its_model(tmp_path: Path) -> None:
-    """Other models' executions waited behind it."""
+    """If one execution is marked as hung, only its model is suspect. The executions of other models only waited for it."""
     activity = Activity(BlackBox(tmp_path).memory)
     reader = BlackBoxReader(tmp_path)
     activity.launch.begin(Phase.EXECUTING, "m@1")
@@ -60,7 +63,7 @@ def test_a_hang_is_that_of_its_model(tmp_path: Path) -> None:
 
 
 def test_a_hung_loop_makes_each_execution_suspect(tmp_path: Path) -> None:
-    """The loop executes, too."""
+    """If the scheduler's loop is marked as hung, every model is suspect, because the loop executes models, too."""
     activity = Activity(BlackBox(tmp_path).memory)
     reader = BlackBoxReader(tmp_path)
     activity.round.begin(Phase.LOOPING, "")
@@ -70,7 +73,7 @@ def test_a_hung_loop_makes_each_execution_suspect(tmp_path: Path) -> None:
 
 
 def test_a_failed_loop_makes_each_execution_suspect(tmp_path: Path) -> None:
-    """The slots are cleared, so that no model is blamed; a request may have made the loop fail."""
+    """If the loop has failed, every model is suspect, although the slots are empty: a request may have made the loop fail."""
     box = BlackBox(tmp_path)
     reader = BlackBoxReader(tmp_path)
     box.clear()
@@ -81,7 +84,10 @@ def test_a_failed_loop_makes_each_execution_suspect(tmp_path: Path) -> None:
 
 
 def test_a_device_that_sleeps_is_told_after_the_next_runtime_has_begun(tmp_path: Path) -> None:
-    """The slots are cleared as the last act of the process; an end without the mark is none."""
+    """A reader sees that its device fell asleep, even after the next runtime has begun.
+
+    Then no model is suspect. A new reader sees no sleep.
+    """
     box = BlackBox(tmp_path)
     reader = BlackBoxReader(tmp_path)
     before = reader.sleeps
@@ -94,7 +100,10 @@ def test_a_device_that_sleeps_is_told_after_the_next_runtime_has_begun(tmp_path:
 
 
 def test_without_a_box_each_end_is_a_crash(tmp_path: Path) -> None:
-    """If the black box is missing or too short, each model is suspect. Otherwise, a request could be retried forever."""
+    """If the black box is missing or too short, each model is suspect.
+
+    Without this rule, a request could be retried forever.
+    """
     assert BlackBoxReader(tmp_path).is_suspect("m@1")
     (tmp_path / paths.BLACKBOX).write_bytes(bytes(BYTES - 1))
 
@@ -102,7 +111,7 @@ def test_without_a_box_each_end_is_a_crash(tmp_path: Path) -> None:
 
 
 def test_a_slot_says_that_a_request_executes_alone() -> None:
-    """The mark ends with the execution."""
+    """A slot has a mark while a request executes alone. The mark ends with the execution."""
     memory = bytearray(BYTES)
     activity = Activity(memory)
     activity.launch.begin(Phase.EXECUTING, "m@1", alone=True)

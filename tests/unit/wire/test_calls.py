@@ -20,7 +20,7 @@ some_calls = st.builds(Call, u64, u64, u16, u16, u32, spots, spots, u32)
 
 @given(st.lists(entrances, max_size=5), st.lists(leavings, max_size=5), st.lists(releases, max_size=5))
 def test_short_frames_survive(enter: list[Entrance], leave: list[RunExit], release: list[Release]) -> None:
-    """The runtime unpacks the frames that a stub packs."""
+    """The runtime unpacks the ENTER, LEAVE and RELEASE frames that a stub packs."""
     frame = calls.pack_entrances(enter)
     assert frames.read_header(frame) == (Kind.ENTER, len(enter))
     assert calls.unpack_entrances(frame, len(enter)) == enter
@@ -36,7 +36,7 @@ def test_short_frames_survive(enter: list[Entrance], leave: list[RunExit], relea
 
 @given(st.lists(some_calls, max_size=6))
 def test_calls_survive(sent: list[Call]) -> None:
-    """Calls of any number of tensors arrive in order."""
+    """The runtime unpacks calls of any number of tensors, in their order."""
     frame = calls.pack_calls(sent)
 
     assert frames.read_header(frame) == (Kind.CALL, len(sent))
@@ -44,14 +44,14 @@ def test_calls_survive(sent: list[Call]) -> None:
 
 
 def test_a_call_with_too_many_tensors_is_refused() -> None:
-    """It fits no frame, and the sender gets an error."""
+    """A call with more tensors than a frame has room for raises an error at its sender."""
     with pytest.raises(ProtocolError, match="exceeds a frame"):
         calls.pack_calls([Call(1, 1, 0, 0, 1, [Spot(Where.NOWHERE)] * 9000, [])])
 
 
 @given(st.lists(some_calls, min_size=1, max_size=3), st.integers(1, 40), st.sampled_from([-1, 1]))
 def test_frames_that_are_cut_or_count_wrong_are_refused(sent: list[Call], cut: int, more: int) -> None:
-    """A frame has exactly the calls that its header counts."""
+    """A frame that is cut, or has another number of entries than its header says, is refused."""
     frame = calls.pack_calls(sent)
 
     with pytest.raises(ProtocolError):
@@ -63,7 +63,7 @@ def test_frames_that_are_cut_or_count_wrong_are_refused(sent: list[Call], cut: i
 
 
 def test_an_unknown_status_is_refused() -> None:
-    """A run ends with one of the known statuses."""
+    """The exit of a run with an unknown status is refused."""
     frame = bytearray(calls.pack_leavings([RunExit(1, Status.OK)]))
     frame[-8] = 99
 

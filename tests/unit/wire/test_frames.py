@@ -56,7 +56,7 @@ def test_completions_survive(sent: list[Completion]) -> None:
 
 
 def test_many_long_texts_are_split_over_frames() -> None:
-    """A dispatch whose completions do not fit one frame takes several, each below the limit."""
+    """Completions that do not fit one frame are packed into several frames. Each of these is below the limit."""
     sent = [Completion(i, Status.INTERNAL, text="x" * 4000) for i in range(200)]
 
     packed = frames.pack_completions(sent)
@@ -76,7 +76,7 @@ def test_the_largest_batch_of_submissions_fits_one_frame() -> None:
 
 @given(st.text(st.characters()))
 def test_a_tag_stands_for_an_id(id: str) -> None:
-    """Any id has a stable tag that fits its field; only an empty id has none."""
+    """The same id always has the same tag, which fits its field. Only an empty id has no tag."""
     tag = frames.request_tag(id)
 
     assert 0 <= tag < 2**64
@@ -86,7 +86,7 @@ def test_a_tag_stands_for_an_id(id: str) -> None:
 
 @pytest.mark.parametrize(("id", "tag"), [("", 0), ("request-17", 14926567910488006288)])
 def test_tags_are_the_documents(id: str, tag: int) -> None:
-    """Tags equal the numbers in the specification, for other languages."""
+    """Tags equal the numbers in the specification, on which other languages rely."""
     assert frames.request_tag(id) == tag
 
 
@@ -110,7 +110,7 @@ def test_ids_survive(ids: list[int]) -> None:
     ],
 )
 def test_a_wrong_greeting_is_refused_with_its_reason(body: dict[str, int], expected: str) -> None:
-    """A wrong first frame is refused as a stranger's, or as another version's."""
+    """A wrong first frame is refused. The error says whether it is not of this protocol, or of another version."""
     with pytest.raises(ProtocolError, match=expected):
         frames.check_hello(frames.pack_json(Kind.HELLO, body))
 
@@ -121,7 +121,7 @@ def test_a_matching_greeting_passes() -> None:
 
 
 def test_cold_has_the_start_timeout_in_both_forms() -> None:
-    """COLD is JSON with the seconds, or in flat form one little-endian i64 of nanoseconds; both are as documented."""
+    """COLD has the start timeout as JSON in seconds, or in the flat form as one little-endian i64 of nanoseconds, as documented."""
     frame, flat = frames.pack_cold(2.5), frames.pack_cold(2.5, flat=True)
 
     assert frames.unpack_json(frame) == {"start_timeout_s": 2.5, "retry_after_s": 0}

@@ -30,7 +30,7 @@ asked = st.builds(
 
 @given(asked)
 def test_a_generation_survives(sent: Generate) -> None:
-    """The runtime reads the generation that a stub packs."""
+    """The runtime unpacks the generation that a stub packs."""
     frame = pack_generate(sent)
 
     assert frames.read_header(frame)[0] is Kind.GENERATE
@@ -50,7 +50,7 @@ def test_tokens_survive(sent: list[tuple[int, int]]) -> None:
 
 
 def test_many_tokens_are_split_over_frames() -> None:
-    """Tokens of more generations than one frame has room for take several, each below the limit."""
+    """Tokens that do not fit one frame are packed into several frames. Each of these is below the limit."""
     sent = [(request, 7) for request in range(20_000)]
 
     packed = pack_tokens(sent)
@@ -69,7 +69,7 @@ def test_many_tokens_are_split_over_frames() -> None:
     ],
 )  # fmt: skip
 def test_a_generation_of_other_types_is_refused(wrong: dict[str, Any]) -> None:
-    """Only a broken stub sends it, so its connection ends."""
+    """A GENERATE frame with a missing or wrong value is refused, because only a broken stub sends it."""
     good = {"request": 1, "prompt": [1]} if wrong else {}
 
     with pytest.raises(ProtocolError, match="GENERATE"):

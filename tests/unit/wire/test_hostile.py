@@ -1,4 +1,4 @@
-"""Any bytes are understood by the frame readers, or raise ProtocolError."""
+"""The frame readers understand any bytes, or raise ProtocolError."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ READERS: list[Callable[[bytes, int], Iterable[Any]]] = [
 def test_entries_are_as_many_as_said(
     reader: Callable[[bytes, int], Iterable[Any]], count: int, body: bytes
 ) -> None:
-    """No more entries are read than were sent, for any announced number."""
+    """For any announced number and any bytes, a reader returns this number of entries or raises ProtocolError."""
     try:
         entries = list(reader(HEADER.pack(Kind.SUBMIT, 0, 0) + body, count))
     except ProtocolError:
@@ -46,20 +46,20 @@ def test_entries_are_as_many_as_said(
     "body", [b"[" * 100_000, b'{"a":' * 20_000, b'{"a":' + b"9" * 5000 + b"}", b"\xff", b"1"]
 )  # fmt: skip
 def test_json_that_is_none_is_a_protocol_error(body: bytes) -> None:
-    """Invalid JSON of any length is a ProtocolError."""
+    """A text that is not JSON raises ProtocolError, whatever its length."""
     with pytest.raises(ProtocolError):
         frames.unpack_json(HEADER.pack(Kind.REGISTER, 0, 0) + body)
 
 
 @given(st.binary(max_size=200))
 def test_any_json_is_an_object_or_a_protocol_error(body: bytes) -> None:
-    """Any JSON in any encoding is an object or a ProtocolError."""
+    """Random bytes are read as an object, or raise ProtocolError, in any encoding."""
     with suppress(ProtocolError):
         assert isinstance(frames.unpack_json(HEADER.pack(Kind.REGISTER, 0, 0) + body), dict)
 
 
 @given(st.binary(max_size=2 * HEADER.size))
 def test_any_header_is_that_of_a_frame_or_a_protocol_error(raw: bytes) -> None:
-    """Too few bytes have no header, and a number may stand for no kind of frame."""
+    """Any bytes are a valid header, or raise ProtocolError. They may be too few, or name an unknown kind of frame."""
     with suppress(ProtocolError):
         assert isinstance(frames.read_header(raw)[0], Kind)

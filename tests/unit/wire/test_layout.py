@@ -1,4 +1,4 @@
-"""Layout of tensors in shared memory, computed by both ends."""
+"""The layout of tensors in shared memory, which the stub and the runtime compute alike."""
 
 import struct
 
@@ -26,7 +26,7 @@ SCALAR = Tensor("s", "i64", (), None)
 
 
 def test_tensors_follow_each_other_aligned() -> None:
-    """Two rows: 24 bytes of x, 10 of mask, 8 of s, each at a multiple of 64."""
+    """For two rows, x takes 24 bytes, mask 10 and s 8. Each tensor begins at a multiple of 64."""
     assert Block((X, MASK, SCALAR)).places[2] == ((0, 64, 128), ((2, 3), (5, 2), ()), 192)
 
 
@@ -37,7 +37,7 @@ def test_the_batch_axis_may_be_anywhere() -> None:
 
 @given(st.integers(0, 10_000))
 def test_blocks_hold_their_tensors(rows: int) -> None:
-    """For any number of rows, offsets are aligned, in order, and far enough apart."""
+    """For any number of rows, the offsets are aligned and in order, and no tensor reaches the next one."""
     block = Block((X, MASK, SCALAR))
     offsets, _, total = block.places[rows]
     for tensor, start, end in zip(block.tensors, offsets, (*offsets[1:], total), strict=True):
@@ -46,14 +46,17 @@ def test_blocks_hold_their_tensors(rows: int) -> None:
 
 
 def test_an_interface_survives_its_json() -> None:
-    """The stub reads the interface that the runtime sends at registration."""
+    """The stub reads the same interface that the runtime sends at registration."""
     interface = Interface((Variant(Block((X, SCALAR)), Block((MASK,)), (1, 4)),), exact=True)
 
     assert Interface.from_json(interface.to_json()) == interface
 
 
 def test_the_protocols_dtypes_are_the_bundles() -> None:
-    """The protocol's own table, which keeps the stub's import light, agrees with the bundle format's."""
+    """The protocol has its own table of dtypes, so that a stub imports little.
+
+    It agrees with the table of the bundle format.
+    """
     assert set(ITEMSIZE) == set(NUMPY) == set(dtypes.TOKENS)
     assert {token: dtypes.itemsize(token) for token in dtypes.TOKENS} == ITEMSIZE
     plain = [token for token in dtypes.TOKENS if token != "bf16" and not token.startswith("f8")]
@@ -63,7 +66,7 @@ def test_the_protocols_dtypes_are_the_bundles() -> None:
 
 
 def test_every_dtype_that_clients_can_send_has_a_capsule_type() -> None:
-    """DLPack codes exist for each dtype with a wire name, with the right width."""
+    """Each dtype that clients can send has a DLPack code with the right width."""
     sendable = {token for token in dtypes.TOKENS if dtypes.kserve_name(token)}
 
     assert set(_TYPES) == sendable
@@ -71,7 +74,7 @@ def test_every_dtype_that_clients_can_send_has_a_capsule_type() -> None:
 
 
 def test_the_flat_form_has_every_number_and_name() -> None:
-    """The bytes that the native front reads, as docs/protocol.md describes them."""
+    """The flat form has exactly the bytes that docs/protocol.md describes and the native front reads."""
     interface = Interface((Variant(Block((X,)), Block((MASK,)), (1, 4)),), exact=True)
     client = {"inputs": [("x", "f32", (-1, 3))], "outputs": [("mask", "bool", (5, -1))]}
 
@@ -87,7 +90,10 @@ def test_the_flat_form_has_every_number_and_name() -> None:
 
 
 def test_a_request_of_a_padded_axis_has_the_tensors_of_its_own_length() -> None:
-    """It belongs to the shortest variant that holds it, and a compiled length has that variant's own tensors."""
+    """A request takes the shortest variant that holds its length, with tensors of its own length.
+
+    At a compiled length, it uses the variant itself.
+    """
     short, long = (
         Variant(
             Block((Tensor("x", "f32", (-1, length, 3), 0, 1),)),
@@ -111,7 +117,10 @@ def test_a_request_of_a_padded_axis_has_the_tensors_of_its_own_length() -> None:
 
 
 def test_a_type_that_no_client_can_send_has_no_flat_form() -> None:
-    """Such a model has hooks, and so another front."""
+    """A model with a type that no client can send has no flat form.
+
+    Such a model has hooks, so it does not have the native front.
+    """
     interface = Interface((Variant(Block((Tensor("x", "f8_e4m3", (), None),)), Block(()), (1,)),), exact=True)
 
     with pytest.raises(ValueError, match="not in tuple"):

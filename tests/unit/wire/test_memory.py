@@ -1,4 +1,4 @@
-"""Shared memory: ranges never overlap, everything comes back, and a hostile segment is refused."""
+"""Shared memory: ranges never overlap, all memory is returned, and hostile segments are refused."""
 
 import os
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def arena() -> Iterator[Arena]:
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 20_000), st.booleans()), max_size=60))
 def test_ranges_never_overlap_and_all_come_back(steps: list[tuple[int, bool]]) -> None:
-    """For random takes and gives, ranges are disjoint and aligned, and an idle arena is whole again."""
+    """For random calls of take and give, ranges are disjoint and aligned. At the end, the arena is idle."""
     arena = Arena(first=4096, keep=1 << 16)
     out: list[Place] = []
     for nbytes, give in steps:
@@ -60,7 +60,7 @@ def test_ranges_never_overlap_and_all_come_back(steps: list[tuple[int, bool]]) -
 
 
 def test_a_large_tensor_gets_a_segment_of_its_own_and_gives_it_back(arena: Arena) -> None:
-    """Above `keep`, an idle segment is dropped at once, and the runtime is told."""
+    """An idle segment that is larger than `keep` is dropped at once, and the runtime is told."""
     small = arena.take(100)
     before = arena.nbytes
     large = arena.take(8 << 20)
@@ -75,7 +75,7 @@ def test_a_large_tensor_gets_a_segment_of_its_own_and_gives_it_back(arena: Arena
 
 
 def test_idle_segments_together_take_no_more_than_may_stay(arena: Arena) -> None:
-    """None of three segments exceeds `keep`, but two of them do. So the first two that become idle are dropped."""
+    """None of three segments exceeds `keep`, but two of them together do. So the first two that become idle are dropped."""
     places = [arena.take(1 << 20) for _ in range(3)]
     for _ in places:
         arena.announced()
@@ -114,7 +114,7 @@ def test_closing_frees_every_descriptor_and_later_gives_are_ignored() -> None:
 
 
 def test_a_document_of_any_size_survives() -> None:
-    """A document that exceeds a frame travels in a memfd."""
+    """A document that is too large for a frame is sent in a memfd."""
     value = {"list": list(range(100_000))}
     fd = create_document(value)
 
@@ -144,7 +144,7 @@ def test_both_sides_see_the_same_bytes(arena: Arena) -> None:
 
 
 def test_a_segment_that_its_owner_could_shrink_is_refused() -> None:
-    """Reading a shrunken mapping would kill the runtime with SIGBUS."""
+    """A segment without seals is refused: its owner could shrink it, and reading it would then end the runtime with SIGBUS."""
     fd = os.memfd_create("plain", os.MFD_CLOEXEC)
     os.ftruncate(fd, 4096)
     try:
@@ -155,7 +155,10 @@ def test_a_segment_that_its_owner_could_shrink_is_refused() -> None:
 
 
 def test_a_segment_beyond_the_limit_is_refused() -> None:
-    """A segment beyond the limit is refused, because its empty pages cost only the runtime's address space."""
+    """A segment beyond the limit is refused.
+
+    Empty pages cost its sender nothing, but they take the runtime's address space.
+    """
     fd = create_sealed(1 << 30, "large")
     try:
         with pytest.raises(SharedMemoryError, match="is more than 4096"):
@@ -165,7 +168,7 @@ def test_a_segment_beyond_the_limit_is_refused() -> None:
 
 
 def test_a_board_has_one_size() -> None:
-    """A board is read without checking its size, so it is checked when it is mapped."""
+    """A board must have one certain size. The size is checked when the board is mapped, and not when it is read."""
     for size in (1, 4096, 1 << 20):
         fd = create_sealed(size, "board")
         try:
@@ -208,7 +211,7 @@ def test_a_sealed_segment_cannot_be_resized() -> None:
 
 
 def test_a_tensor_that_no_machine_can_hold_is_an_error_that_can_be_handled(arena: Arena) -> None:
-    """A request for more memory than any machine has fails alone, and leaks no descriptor."""
+    """A request for more memory than any machine has raises an error, and leaks no descriptor."""
     before = open_files()
     with pytest.raises(OSError, match="memory"):
         arena.take(1 << 60)
@@ -218,7 +221,7 @@ def test_a_tensor_that_no_machine_can_hold_is_an_error_that_can_be_handled(arena
 
 
 def test_the_board_shows_what_was_published_last() -> None:
-    """Readers map it once and see every later value; they cannot write."""
+    """A reader maps the board once and sees every later value. It cannot write."""
     board = Board()
     view = read_board(board.fd)
     assert view[0] == 0

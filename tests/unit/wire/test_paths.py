@@ -1,4 +1,4 @@
-"""Private directory of a runtime: its owner, and the sweep of stale ones."""
+"""The private directory of a runtime: its owner, and the removal of directories of ended servers."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ from tests.held import open_files
 
 
 def test_the_directory_is_private(tmp_path: Path) -> None:
-    """Only this user can reach the socket in it."""
+    """The directory of the socket is accessible to this user only."""
     directory = tmp_path / "base" / "one"
 
     paths.make_private(directory)
@@ -23,7 +23,7 @@ def test_the_directory_is_private(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
-    """Another user may have made it, and may listen in it."""
+    """A directory that others may enter is refused. Another user may have made it, and may listen in it."""
     (tmp_path / "open").mkdir(mode=0o755)
 
     with pytest.raises(paths.RuntimeDirectoryError, match="mode 0700"):
@@ -31,7 +31,7 @@ def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_link_in_the_directorys_place_is_refused(tmp_path: Path) -> None:
-    """A link may point to any directory."""
+    """A symbolic link in place of the directory is refused, because it may point to any directory."""
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
 
@@ -40,7 +40,10 @@ def test_a_link_in_the_directorys_place_is_refused(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_dead_servers_are_swept_and_the_living_kept(tmp_path: Path) -> None:
-    """A pid that was reused has another start time, so its old directory goes too."""
+    """Directories of ended servers are removed.
+
+    If another process has the server's pid, its start time differs, so the directory is removed, too.
+    """
     alive = tmp_path / f"{os.getpid()}-{paths.start_time(os.getpid())}-gpu0"
     reused = tmp_path / f"{os.getpid()}-1-gpu0"
     dead = tmp_path / "4194303-77-gpu0"
@@ -55,7 +58,10 @@ def test_leftovers_of_dead_servers_are_swept_and_the_living_kept(tmp_path: Path)
 
 
 def test_every_file_of_a_dead_server_is_swept(tmp_path: Path) -> None:
-    """Also why a runtime could not start, or found no device, and what a process that was killed left half written."""
+    """All files in the directory of an ended server are removed.
+
+    They include reasons of failed starts, and files that were only partly written.
+    """
     dead = tmp_path / "4194303-77-gpu0"
     dead.mkdir()
     texts = {text for key, text in vars(paths).items() if key.isupper() and isinstance(text, str)}
@@ -74,7 +80,10 @@ def test_every_file_of_a_dead_server_is_swept(tmp_path: Path) -> None:
 
 
 def test_a_directory_has_one_runtime_and_is_not_swept_under_it(tmp_path: Path) -> None:
-    """The lock lives as long as its holder, also if the server's pid is unknown here, as in another container."""
+    """A directory has one runtime, whose lock keeps the directory.
+
+    This holds even if the server's pid is unknown, as in another container.
+    """
     directory = tmp_path / "4194303-77-gpu0"
     directory.mkdir()
     claim = paths.hold(directory)
@@ -90,7 +99,7 @@ def test_a_directory_has_one_runtime_and_is_not_swept_under_it(tmp_path: Path) -
 
 
 def test_frames_pass_the_socket_whole_with_their_descriptors(tmp_path: Path) -> None:
-    """One send is one receive, at any size up to the limit."""
+    """One call of `send` is received as one frame with its descriptors, at any size up to the limit."""
     listener = listen(tmp_path / "s")
     client = connect(tmp_path / "s")
     server, _ = listener.accept()
@@ -115,7 +124,10 @@ def test_frames_pass_the_socket_whole_with_their_descriptors(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("nbytes", "descriptors"), [(MAX_FRAME + 1, 0), (MAX_FRAME + 1, 1), (1, 5)])
 def test_an_oversized_frame_is_a_protocol_error(nbytes: int, descriptors: int) -> None:
-    """A truncated frame must not be read as a short one, and its descriptors are closed."""
+    """A frame that is too large raises ProtocolError, so that it is not read as a shorter one.
+
+    Its descriptors are closed.
+    """
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with one, other:
         before = open_files()
@@ -126,7 +138,10 @@ def test_an_oversized_frame_is_a_protocol_error(nbytes: int, descriptors: int) -
 
 
 def test_a_lack_of_descriptors_is_no_fault_of_the_peer(few_descriptors: list[int]) -> None:
-    """The kernel drops descriptors that this process may not have, and marks the frame as cut."""
+    """If this process may open no more files, the kernel drops a frame's descriptors and marks the frame as cut.
+
+    The error blames the limit, not the peer.
+    """
     assert few_descriptors
     one, other = few_descriptors.pop(), few_descriptors.pop()
     os.close(one)
@@ -140,7 +155,7 @@ def test_a_lack_of_descriptors_is_no_fault_of_the_peer(few_descriptors: list[int
 
 
 def test_frames_of_a_peer_that_ended_with_frames_unread_arrive() -> None:
-    """The kernel reports the peer's end before the frames that it had sent."""
+    """Frames that a peer sent before its end are received, although the kernel reports the end first."""
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with one, other:
         receiver = Receiver(other)

@@ -1,4 +1,4 @@
-"""The placement table: readers see whole tables only, the last one holds, and a larger file replaces a full one."""
+"""The placement table: readers see only complete tables, the last table stays valid, and a larger file replaces a full one."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def writer(path: Path) -> Iterator[PlacementWriter]:
 
 
 def test_file_may_come_later(path: Path, writer: PlacementWriter) -> None:
-    """A reader without a file looks again once a second."""
+    """A reader that finds no file looks again after a second."""
     reader = PlacementReader(path, "cats")
 
     assert reader.mask(10.0) == 0
@@ -41,7 +41,7 @@ def test_file_may_come_later(path: Path, writer: PlacementWriter) -> None:
 
 
 def test_threads_share_a_reader(path: Path, writer: PlacementWriter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread looks at the old file while another one follows the table into a larger file."""
+    """One thread reads the old file while another thread follows the table into a larger file. Both get the latest mask."""
     writer.write({"model7": 1})
     reader = PlacementReader(path, "model7")
     assert reader.mask(0) == 1
@@ -61,7 +61,10 @@ def test_threads_share_a_reader(path: Path, writer: PlacementWriter, monkeypatch
 
 
 def test_table_outgrows_its_file(path: Path, writer: PlacementWriter) -> None:
-    """A reader follows the table into a larger file, and a smaller table stays there."""
+    """A table that is too large for its file gets a larger file, and readers follow it.
+
+    A smaller table then stays in the larger file.
+    """
     writer.write({"model7": 1})
     reader = PlacementReader(path, "model7")
     assert reader.mask(0) == 1
@@ -77,7 +80,7 @@ def test_table_outgrows_its_file(path: Path, writer: PlacementWriter) -> None:
 
 
 def test_next_writer_continues(path: Path, writer: PlacementWriter) -> None:
-    """The last table of a writer that ended holds, and the next writer goes on with its generations."""
+    """After the end of a writer, its last table stays valid. The next writer continues its numbers of generations."""
     writer.write({"cats": 1})
     writer.write({"cats": 2})
     reader = PlacementReader(path, "cats")
@@ -94,7 +97,10 @@ def test_next_writer_continues(path: Path, writer: PlacementWriter) -> None:
 def test_writer_dies_before_the_larger_file_is_in_place(
     path: Path, writer: PlacementWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Readers keep the last table between a file's end and its successor, and find that of the next writer."""
+    """If a writer dies before the larger file is in place, readers keep the last table.
+
+    They find the table of the next writer.
+    """
     writer.write({"model7": 1})
     reader = PlacementReader(path, "model7")
     assert reader.mask(0) == 1
@@ -115,13 +121,14 @@ def test_writer_dies_before_the_larger_file_is_in_place(
 
 
 def test_torn_half_changes_nothing(path: Path, writer: PlacementWriter) -> None:
-    """A half with one wrong byte leaves the reader with its last mask; the next whole table is read."""
+    """If a wrong byte damages one half of the file, a reader keeps its last mask. It reads the next complete table."""
     writer.write({"cats": 1})
     reader = PlacementReader(path, "cats")
     assert reader.mask(0) == 1
     writer.write({"cats": 2})
     content = path.read_bytes()
-    with path.open("r+b") as file:  # the mask in half 0, which is that of generation 2
+    # The mask in half 0, which has generation 2.
+    with path.open("r+b") as file:
         file.seek(64 + 16 + 16)
         file.write(b"\4")
     assert content != path.read_bytes()
@@ -134,7 +141,7 @@ def test_torn_half_changes_nothing(path: Path, writer: PlacementWriter) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"rsrvpt01", bytes(64), b"rsrvpt01\xff\xff\0\0" + bytes(1000)])
 def test_foreign_file(path: Path, content: bytes) -> None:
-    """A file of another format is not a table for a reader, and a writer replaces it."""
+    """For a reader, a file of another format is no table. A writer replaces such a file."""
     path.write_bytes(content)
     reader = PlacementReader(path, "cats")
     assert reader.mask(0) == 0
@@ -151,7 +158,7 @@ def test_foreign_file(path: Path, content: bytes) -> None:
 def test_every_model_reads_its_own_mask(
     tables: list[dict[str, int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """For any tables, each reader has what the latest one says about its model."""
+    """For any tables, each reader returns the mask of its model in the latest table."""
     path = tmp_path_factory.mktemp("any") / "placement"
     writer = PlacementWriter(path)
     readers = {name: PlacementReader(path, name) for name in "abcdef"}
@@ -176,7 +183,10 @@ while True:
 
 
 def test_readers_beside_a_busy_writer_that_is_killed(path: Path) -> None:
-    """While another process writes as fast as it can, masks only rise; after its kill a whole table is there."""
+    """While another process writes as fast as it can, masks only rise.
+
+    After a kill of this process, the table is complete.
+    """
     generation = 0
     for _ in range(3):
         process = subprocess.Popen([sys.executable, "-c", _WRITER, path], stdout=subprocess.PIPE)
@@ -200,7 +210,7 @@ def test_readers_beside_a_busy_writer_that_is_killed(path: Path) -> None:
 
 
 def test_a_reader_of_a_meta_model_knows_its_callees(tmp_path: Path) -> None:
-    """Their masks belong to the same table as the model's own."""
+    """A reader of a meta model returns the masks of its callees from the same table as the model's own mask."""
     path = tmp_path / "placement"
     reader = PlacementReader(path, "pets", ("cats", "dogs"))
     assert (reader.mask(0), reader.callees) == (0, {"cats": 0, "dogs": 0})

@@ -1,4 +1,4 @@
-"""Stubs of Triton's Python backend by their command lines."""
+"""Stubs of Triton's Python backend are recognised by their command lines."""
 
 import os
 import subprocess
@@ -37,21 +37,30 @@ def program(tmp_path: Path) -> Path:
 
 
 def test_a_stub_is_known_by_its_command_line(program: Path, tmp_path: Path) -> None:
-    """A path of the model that is relative is relative to the server's working directory."""
+    """A stub is recognised by its command line.
+
+    A relative path of model.py is relative to the working directory of the process.
+    """
     words = ["model.py", "region", "1", "2", "77", "/backend", "3", "cats_0_0", "DEFAULT"]
     with process(program, *words, folder=tmp_path) as pid:
         assert StubCommand.read(pid) == StubCommand(tmp_path / "model.py", "region", 77)
 
 
 def test_a_shell_that_starts_a_stub_is_the_stub(program: Path, tmp_path: Path) -> None:
-    """Up to release 25.08 Triton starts stubs through a shell, whose command ends with the stub's own."""
+    """Up to release 25.08, Triton starts a stub through a shell, whose command line ends with the stub's.
+
+    This shell is taken as the stub.
+    """
     line = f"read -r _; exec {program} {tmp_path}/model.py region 1 2 77 /backend 3 cats_0_0 DEFAULT"
     with process("bash", "-c", f"echo; {line}", folder=tmp_path) as pid:
         assert StubCommand.read(pid) == StubCommand(tmp_path / "model.py", "region", 77)
 
 
 def test_other_processes_are_no_stubs(program: Path, tmp_path: Path) -> None:
-    """A region is a name in /dev/shm, never a path: what another program has there must not be removed."""
+    """Other processes are not taken as stubs.
+
+    A region must be a name in /dev/shm, not a path, so that no other program's file is removed.
+    """
     assert StubCommand.read(os.getpid()) is None
     assert StubCommand.read(_ENDED) is None
     for words in (["region"], ["../region", "1", "2", "77"], ["region", "1", "2", "server"]):
@@ -62,7 +71,10 @@ def test_other_processes_are_no_stubs(program: Path, tmp_path: Path) -> None:
 def test_another_users_process_is_no_stub(
     program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It could name shared memory of a third user, which a runtime of root would remove."""
+    """A process of another user is not taken as a stub.
+
+    It could name shared memory of a third user, which a runtime of root would remove.
+    """
     with process(program, "model.py", "region", "1", "2", "77", "/backend", folder=tmp_path) as pid:
         assert StubCommand.read(pid) is not None
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
@@ -70,7 +82,7 @@ def test_another_users_process_is_no_stub(
 
 
 def test_a_stub_whose_server_has_ended_ends_with_its_shared_memory(program: Path, tmp_path: Path) -> None:
-    """No runtime may be there to do it, and Triton's own code would wait for the server."""
+    """A stub is ended, and its shared memory is removed, only if its server has ended."""
     region = Path(f"/dev/shm/rsrv_test_{os.getpid()}")
     region.touch()
     left: list[int] = []

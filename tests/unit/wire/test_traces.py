@@ -32,7 +32,7 @@ GOOD: list[Any] = ["a" * 32, "b" * 16, "", "queue", 1, 2, "", {}]
 
 @given(st.lists(marks, max_size=5))
 def test_marks_survive(sent: list[Mark]) -> None:
-    """The runtime unpacks the frames that a stub packs."""
+    """The runtime unpacks the marks that a stub packs."""
     frame = traces.pack_marks(sent)
 
     assert frames.read_header(frame) == (Kind.TRACE, len(sent))
@@ -41,7 +41,7 @@ def test_marks_survive(sent: list[Mark]) -> None:
 
 @given(st.lists(spans, max_size=4), st.integers(0, 9))
 def test_spans_survive(sent: list[Span], dropped: int) -> None:
-    """Spans with any texts are unpacked unchanged."""
+    """The runtime unpacks the spans that a stub packs, with any texts."""
     (frame,) = traces.pack_spans(sent, dropped)
 
     assert frames.read_header(frame)[0] is Kind.SPANS
@@ -49,7 +49,10 @@ def test_spans_survive(sent: list[Span], dropped: int) -> None:
 
 
 def test_many_spans_with_long_texts_take_several_frames() -> None:
-    """Each fits a message of the socket, and the number of dropped spans is sent once."""
+    """Spans with long texts are packed into several frames, each below the limit.
+
+    The number of dropped spans is sent once.
+    """
     long = "\U0001f600" * traces.MAX_TEXT
     sent = [Span("a" * 32, "b" * 16, "", long, n, n, long, {long: long}) for n in range(traces.MAX_SPANS)]
 
@@ -63,7 +66,7 @@ def test_many_spans_with_long_texts_take_several_frames() -> None:
 
 
 def test_more_spans_than_a_frame_may_have_are_refused() -> None:
-    """Requests would wait while the runtime reads them."""
+    """A frame with too many spans is refused, because requests would wait while the runtime reads it."""
     with pytest.raises(ProtocolError, match="33 spans"):
         traces.read_spans({"spans": [GOOD] * (traces.MAX_SPANS + 1), "dropped": 0})
 
@@ -100,7 +103,10 @@ WRONG: list[tuple[int, Any]] = [
     ids=str,
 )
 def test_a_malformed_span_is_refused(told: dict[str, Any]) -> None:
-    """Hooks run in the process that sends them: the runtime keeps no span that would fail the exporter."""
+    """A malformed span is refused.
+
+    Hooks run in the process that sends spans, and a wrong span would make the exporter fail.
+    """
     assert traces.read_spans({"spans": [GOOD], "dropped": 0}) == ([Span(*GOOD)], 0)
     with pytest.raises(ProtocolError):
         traces.read_spans(told)

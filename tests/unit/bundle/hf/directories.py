@@ -1,4 +1,4 @@
-"""Directories as `save_pretrained` and sentence-transformers write them, with tiny random models."""
+"""Make directories as `save_pretrained` and sentence-transformers write them, with tiny random models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES: dict[str, Any] = {
 
 
 def wordpiece(folder: Path) -> None:
-    """Save a tokenizer like BERT's, whose words are single characters and a few syllables."""
+    """Save a tokenizer like BERT's. Its words are single characters and a few syllables."""
     marks = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     letters = [
         chr(code) for code in [*range(33, 127), *range(0x430, 0x450), *range(0x3042, 0x3060), 0x6771, 0x4EAC]
@@ -42,7 +42,7 @@ def wordpiece(folder: Path) -> None:
 
 
 def bytepair(folder: Path) -> None:
-    """Save a tokenizer like RoBERTa's, whose tokens are bytes."""
+    """Save a tokenizer like RoBERTa's. Its tokens are bytes."""
     marks = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {word: n for n, word in enumerate([*marks, *alphabet])}
@@ -96,7 +96,7 @@ def roberta(folder: Path, head: str = "RobertaModel", labels: tuple[str, ...] = 
 
 
 def distilbert(folder: Path, head: str = "DistilBertModel", labels: tuple[str, ...] = ()) -> Path:
-    """Save a DistilBERT with this class; it takes no types of tokens."""
+    """Save a DistilBERT with this class. The model has no input for types of tokens."""
     import transformers
 
     wordpiece(folder)
@@ -106,7 +106,7 @@ def distilbert(folder: Path, head: str = "DistilBertModel", labels: tuple[str, .
 
 
 def gpt2(folder: Path, labels: tuple[str, ...]) -> Path:
-    """Save a GPT-2 that classifies texts: it finds the end of a text by the padding's id, and not by the mask."""
+    """Save a GPT-2 that classifies texts. It finds the end of a text by the padding's id, and not by the mask."""
     import transformers
 
     bytepair(folder)
@@ -136,7 +136,7 @@ def sentence_transformer(folder: Path, mode: str, *, dense: bool = False, normal
 
 
 def plain(folder: Path, **files: str | bytes) -> Path:
-    """Write a directory that looks like a model's, without one: config.json, and a safetensors file of one number."""
+    """Write a directory that looks like a model's but has no model: config.json, and a safetensors file of one number."""
     folder.mkdir(parents=True, exist_ok=True)
     header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     contents: dict[str, str | bytes] = {
@@ -153,7 +153,7 @@ def plain(folder: Path, **files: str | bytes) -> Path:
 def picture(
     folder: Path, model: str, processor: str, sizes: dict[str, Any], backbone: Any = None, **config: Any
 ) -> Path:
-    """Save a model of pictures: the class `model`, its processor with `sizes`, and a configuration of five classes.
+    """Save a model for pictures: the class `model`, its processor with `sizes`, and a configuration of five classes.
 
     `backbone` is the configuration of another network that computes the features.
     """
@@ -168,7 +168,7 @@ def picture(
 
 
 def detr(folder: Path, family: str) -> Path:
-    """Save a detector of this family, such as Detr, whose network takes a mask of the pixels that are not padding."""
+    """Save a detector of this family, such as Detr. Its network takes a mask of the pixels that are not padding."""
     import transformers
 
     sizes: dict[str, Any] = {"d_model": 32, "num_queries": 7}
@@ -178,7 +178,7 @@ def detr(folder: Path, family: str) -> Path:
     backbone = library.ResNetConfig(
         embedding_size=8, hidden_sizes=[8, 16, 16, 16], depths=[1, 1, 1, 1], out_features=["stage4"]
     )
-    # COCO has several classes of this name.
+    # COCO has several classes with the name "N/A".
     names = _labelled(("N/A", "cat", "N/A", "dog", "bird"))
     config = getattr(library, f"{family}Config")(
         backbone_config=backbone,
@@ -191,14 +191,14 @@ def detr(folder: Path, family: str) -> Path:
     model = getattr(library, f"{family}ForObjectDetection")(config)
     library.DetrImageProcessorPil(size={"shortest_edge": 64, "longest_edge": 96}).save_pretrained(folder)
     save(folder, model)
-    # Without this no class would be likely enough for an answer.
+    # Larger weights make some class likely enough for an answer.
     with torch.no_grad():
         model.class_labels_classifier.weight.mul_(10)
     model.save_pretrained(folder)
     return folder
 
 
-#: A vision transformer's sizes.
+#: Sizes of a vision transformer.
 PATCHES: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,

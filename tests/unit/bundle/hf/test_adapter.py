@@ -1,4 +1,4 @@
-"""LoRA adapters are merged into their base, or refused with the entry that the merge would get wrong."""
+"""LoRA adapters are merged into their base, or refused with the entry that would make the merge wrong."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def base(folder: Path) -> Path:
 
 
 def apart(model: Any, tensors: Tensors, scale: float) -> Any:
-    """Return the logits of a model whose layers add the adapter's part to their outputs, as in training."""
+    """Return the logits of a base model whose layers add the adapter's outputs to their own, as in training."""
     for name, module in model.named_modules():
         if (inner := tensors.get(f"base_model.model.{name}.lora_A.weight")) is not None:
             outer = tensors[f"base_model.model.{name}.lora_B.weight"]
@@ -61,7 +61,7 @@ def apart(model: Any, tensors: Tensors, scale: float) -> Any:
 
 @pytest.mark.parametrize("stable", [False, True])
 def test_a_merged_model_answers_as_its_base_with_the_adapter_apart(stable: bool, tmp_path: Path) -> None:
-    """Products are scaled by the rank or its root, and the classifier, which was trained as a whole, is replaced."""
+    """The merge scales products by the rank or its root, and replaces the classifier and the bias, which the adapter has whole."""
     folder = base(tmp_path / "base")
     query = "bert.encoder.layer.0.attention.self.query"
     tensors = pair(query, 32, 32) | pair("bert.encoder.layer.1.intermediate.dense", 32, 48)
@@ -88,7 +88,7 @@ def test_a_merged_model_answers_as_its_base_with_the_adapter_apart(stable: bool,
 
 @pytest.mark.parametrize("fan_in_fan_out", [True, False])
 def test_layers_with_turned_weights_are_merged(fan_in_fan_out: bool, tmp_path: Path) -> None:
-    """The weights of GPT-2's layers have the inputs first, also if the configuration of the adapter does not say so."""
+    """GPT-2's layers, whose weights have the inputs first, are merged, even if the adapter's configuration does not say so."""
     folder = directories.gpt2(tmp_path / "base", ("a", "b"))
     tensors = pair("transformer.h.0.attn.c_attn", 32, 96) | pair("transformer.h.0.attn.c_proj", 32, 32)
     made = adapter(tmp_path / "adapter", tensors, fan_in_fan_out=fan_in_fan_out)
@@ -119,7 +119,7 @@ def test_a_directory_is_exported_with_an_adapter(tmp_path: Path) -> None:
 def matrices(
     inner: torch.Tensor, outer: torch.Tensor, path: str = "bert.encoder.layer.0.attention.self.query"
 ) -> Tensors:
-    """Return the tensors of a layer as they are."""
+    """Return the two matrices of an adapter for a layer, by their names in the file."""
     return {f"base_model.model.{path}.lora_{name}.weight": one for name, one in (("A", inner), ("B", outer))}
 
 
@@ -179,7 +179,7 @@ def test_an_adapter_that_would_be_merged_wrongly_is_refused(
 
 
 def test_a_weight_that_the_base_uses_twice_is_refused(tmp_path: Path) -> None:
-    """Training changes the embeddings, and not the head of the base that shares them."""
+    """An adapter with trained embeddings is refused if the head of the base shares the embeddings."""
     folder = directories.bert(tmp_path / "base", "BertForMaskedLM")
     name = "base_model.model.bert.embeddings.word_embeddings.weight"
     tensors = pair("bert.encoder.layer.0.attention.self.query", 32, 32) | {name: torch.ones(400, 32)}
@@ -189,7 +189,7 @@ def test_a_weight_that_the_base_uses_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_weights_of_an_unknown_type_are_refused(tmp_path: Path) -> None:
-    """The library names the fault of the file."""
+    """If the safetensors library cannot read a file, the error names the file."""
     made = adapter(tmp_path / "adapter", {})
     header = json.dumps({"a": {"dtype": "X1", "shape": [1], "data_offsets": [0, 4]}}).encode()
     (made / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
@@ -198,7 +198,7 @@ def test_weights_of_an_unknown_type_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_an_adapter_is_refused(tmp_path: Path) -> None:
-    """A pickle is not read."""
+    """A directory without an adapter is refused, and so is an adapter whose weights are a pickle."""
     folder = open_directory(directories.plain(tmp_path / "base"))
     with pytest.raises(BundleError, match=r"has no adapter_config\.json"):
         merged(folder, folder.path, tmp_path / "merged")

@@ -1,4 +1,4 @@
-"""Directories with models of sounds become bundles whose whole answers are those of transformers' pipelines."""
+"""Directories with models for sounds become bundles whose whole answers are those of transformers' pipelines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
 
 
 def listener(folder: Path, model: str, **config: Any) -> Path:
-    """Save a model of this class, its feature extractor, and for text its letters."""
+    """Save a model of this class, its feature extractor and, if its answer is text, its letters."""
     network: Any = getattr(transformers, model)
     extractor: Any = transformers.Wav2Vec2FeatureExtractor
     extractor(return_attention_mask=config.get("feat_extract_norm") == "layer").save_pretrained(folder)
@@ -71,7 +71,7 @@ DIRECTORIES: dict[str, tuple[str, Callable[[Path], Path]]] = {
 
 @pytest.mark.parametrize(("kind", "make"), DIRECTORIES.values(), ids=DIRECTORIES)
 def test_a_directory_becomes_a_bundle(kind: str, make: Callable[[Path], Path], tmp_path: Path) -> None:
-    """The directory decides the task, and sounds of all lengths get the pipeline's answers."""
+    """The directory decides the task. For sounds of all lengths, the bundle gives the pipeline's answers."""
     options = HubOptions(batch_sizes=(2,), lengths=(800, 1600))
     manifest = export_hf(make(tmp_path / "model"), out_dir=tmp_path / "bundle", options=options).manifest
     assert manifest.task is not None

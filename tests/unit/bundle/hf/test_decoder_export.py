@@ -1,4 +1,4 @@
-"""Directories with decoders become bundles that generate transformers' greedy tokens; chat templates of strangers are bounded."""
+"""Directories with decoders become bundles that generate transformers' greedy tokens. Hostile chat templates are stopped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHAT = (
     "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
-#: One batch size: each module takes seconds.
+#: Options with one batch size, because each module takes seconds.
 QUICK = HubOptions(batch_sizes=(2,), slots=3, context=200)
 Make = Callable[[Path], Path]
 
@@ -51,7 +51,7 @@ FAMILIES: dict[str, Make] = {
 @pytest.mark.long
 @pytest.mark.parametrize("make", FAMILIES.values(), ids=FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(make: Make, tmp_path: Path) -> None:
-    """The answers to 200 random prompts of many lengths have the same tokens."""
+    """For 200 random prompts of many lengths, the bundle generates the tokens that transformers generates."""
     made = make(tmp_path / "model")
     bundle = export_hf(made, out_dir=tmp_path / "bundle", options=QUICK)
     assert bundle.manifest.task is not None
@@ -64,7 +64,7 @@ def test_greedy_tokens_are_those_of_transformers(make: Make, tmp_path: Path) -> 
 
 @pytest.mark.long
 def test_a_decoder_has_its_chat_and_its_stop_tokens(tmp_path: Path) -> None:
-    """The manifest has the prompt of one question, and the tokens of generation_config.json that end an answer."""
+    """The manifest has the prompt of one question, and the stop tokens of generation_config.json."""
     made = decoder(tmp_path / "model", "Llama", CHAT)
     # Other options of the file would change the tokens that transformers chooses.
     options = {"eos_token_id": [2, 7], "repetition_penalty": 1.9, "num_beams": 4, "max_length": 10**12}
@@ -78,7 +78,7 @@ def test_a_decoder_has_its_chat_and_its_stop_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_networks_that_are_not_known_are_refused(tmp_path: Path) -> None:
-    """Another family, more context than the model has, and angles that depend on the length are named."""
+    """The error names an unknown family, a context that exceeds the model's, and rotation angles that depend on the length."""
     made = decoder(tmp_path / "gemma2", "Gemma2", head_dim=16)
     with pytest.raises(BundleError, match="model_type: 'gemma2' is none of llama, mistral"):
         export_hf(made, out_dir=tmp_path / "bundle")
@@ -98,7 +98,7 @@ def test_a_chat_template_becomes_the_prompt_of_one_question() -> None:
 
 
 def test_prompts_are_those_of_transformers() -> None:
-    """The process with limits makes the same texts of a template."""
+    """The process with limits renders a template to the same texts as transformers."""
     source = "{{ bos_token }}" + CHAT + "{{ messages | tojson }}{% if tools %}tools{% endif %}"
     questions = ["Größe und 東京", "<b>a\n</b>"]
     chats = [[{"role": "user", "content": question}] for question in questions]
@@ -110,7 +110,7 @@ def test_prompts_are_those_of_transformers() -> None:
 
 @pytest.mark.parametrize("tokens", ["x", [2, 400], -1, True, {"a": 1}])
 def test_stop_tokens_outside_the_vocabulary_are_refused(tokens: object, tmp_path: Path) -> None:
-    """The error names the file, before anything is compiled."""
+    """Wrong stop tokens are refused before any compilation, and the error names the file."""
     made = decoder(tmp_path / "model", "Llama")
     (made / "generation_config.json").write_text(json.dumps({"eos_token_id": tokens}))
     with pytest.raises(
@@ -138,7 +138,7 @@ BOMBS = {
 
 
 def test_a_bomb_for_certain_questions_is_refused() -> None:
-    """A template may be harmless until it reads another question than the first one."""
+    """A template that is harmless for the first question is refused if it explodes for another one."""
     source = "{% if 'cat' in messages[0].content %}{{ 'x' * 10 ** 10 }}{% endif %}{{ messages[0].content }}"
     assert prompt_template(source, {}) == "{text}"
     with pytest.raises(BundleError, match="fails in jinja2's sandbox"):
@@ -147,6 +147,6 @@ def test_a_bomb_for_certain_questions_is_refused() -> None:
 
 @pytest.mark.parametrize(("source", "reason"), BOMBS.values(), ids=BOMBS)
 def test_a_template_that_is_a_bomb_is_refused(source: str, reason: str) -> None:
-    """A template of a stranger takes seconds at most, and little memory, whatever it does."""
+    """A hostile template is refused. It takes some seconds at most, and little memory."""
     with pytest.raises(BundleError, match=reason):
         prompt_template(source, {})

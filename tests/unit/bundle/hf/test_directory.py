@@ -1,4 +1,4 @@
-"""Hostile directories of Hugging Face: each is refused before a library reads it, and the error names what is wrong."""
+"""Hostile directories of Hugging Face: each is refused before a library reads it, and the error names the fault."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rsrv_bundle.hf.directory import MAX_JSON, open_directory
 from tests.unit.bundle.hf.directories import plain
 
 CONFIG = {"architectures": ["BertModel"], "model_type": "bert"}
-#: What a user can do, in an error.
+#: Verbs by which an error says what the user can do.
 ACTION = re.compile(r"\b(?:convert|copy|correct|export|leave|must|name|pass|remove|save)\b")
 POOLING = "sentence_transformers.models.Pooling"
 
@@ -64,7 +64,7 @@ def files(**contents: str | bytes) -> Callable[[Path], Path]:
 
 
 def headed(shape: list[object], tensors: int = 1) -> Callable[[Path], Path]:
-    """Return a maker of directories whose weights have tensors of this shape, all of them in the same bytes."""
+    """Return a maker of directories whose weights have tensors of this shape. All tensors use the same bytes of the file."""
     entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}
     header = json.dumps({f"w{n}": entry for n in range(tensors)}).encode()
     file = struct.pack("<Q", len(header)) + header + bytes(4)
@@ -164,17 +164,17 @@ HOSTILE: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 @pytest.mark.parametrize(("make", "reason"), HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_directory_is_refused(make: Callable[[Path], Path], reason: str, tmp_path: Path) -> None:
-    """A directory that has code, leads out, or is too large is refused. The error names the file, and says what to do."""
+    """A directory that has code, leads outside, or is too large is refused. The error names the fault, and says what to do."""
     with pytest.raises(BundleError, match=reason) as caught:
         open_directory(make(tmp_path / "model"))
     assert ACTION.search(str(caught.value)), f"does not say what to do: {caught.value}"
 
 
 def test_a_plain_directory_is_read(tmp_path: Path) -> None:
-    """A directory without such things opens; pickles beside safetensors files are not read."""
+    """A directory without faults opens. Pickles beside safetensors files are not read."""
     # The base of rotated positions may be a large whole number, and a class may have any name.
     config = json.dumps({**CONFIG, "rope_theta": 10**9, "label2id": {"record player": 13_000}})
-    # transformers once wrote places in the cache of the model's author.
+    # Old versions of transformers wrote paths in the cache of the model's author.
     cached = json.dumps({"special_tokens_map_file": "/nowhere/map.json", "tokenizer_file": None})
     contents: dict[str, str | bytes] = {
         "pytorch_model.bin": b"cos\nsystem\n",
@@ -186,7 +186,7 @@ def test_a_plain_directory_is_read(tmp_path: Path) -> None:
 
 
 def test_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
-    """A snapshot in the cache of the hub has links to the blobs of the same model. Entries may name these links."""
+    """A snapshot in the hub's cache has links to blobs of the same model. These links are followed, and entries may name them."""
     names = {"vocab.txt": "a", "tokenizer_config.json": '{"vocab_file": "vocab.txt"}'}
     blobs = plain(tmp_path / "models--a--b" / "blobs", **names)
     snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"

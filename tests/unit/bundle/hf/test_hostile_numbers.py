@@ -1,4 +1,4 @@
-"""Numbers of processors and feature extractors that would take all memory, or never end: each is refused."""
+"""Numbers in the files of a model that would take all memory, or never end: each is refused."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ def test_a_hostile_number_is_refused(
     reason: str,
     tmp_path: Path,
 ) -> None:
-    """The error names the file or the number, and nothing is compiled."""
+    """A hostile number is refused before any compilation, and the error names the number or says what cannot be read."""
     folder = changed(make(tmp_path / "model"), file, **entries)
     with pytest.raises(BundleError, match=reason):
         recipe_of(open_directory(folder), task, HubOptions())
 
 
 def test_endless_layers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The construction of a model ends at its first parts too many, whatever the configuration calls them."""
+    """The construction of a model stops when it has too many parts, whichever entry asks for them."""
     monkeypatch.setattr(loading, "_MAX_MODULES", 500)
     folder = changed(bert(tmp_path / "model"), "config.json", num_hidden_layers=200)
     with pytest.raises(BundleError, match="more than 500 parts; correct its numbers of layers"):
@@ -106,7 +106,7 @@ def test_endless_layers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_tokenizer_that_makes_much_of_a_character_is_refused(tmp_path: Path) -> None:
-    """Replacements one after the other multiply; usual ones keep the length."""
+    """Replacements that multiply the length of a text are refused. Usual ones, which keep the length, pass."""
     folder = plain(tmp_path / "model")
     wordpiece(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -126,7 +126,7 @@ def test_a_tokenizer_that_makes_much_of_a_character_is_refused(tmp_path: Path) -
 
 
 def test_a_giant_token_is_refused(tmp_path: Path) -> None:
-    """A client would get it for a prompt of a few bytes."""
+    """A giant token is refused, because a client would get it for a prompt of a few bytes."""
     folder = plain(tmp_path / "model")
     wordpiece(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -137,7 +137,7 @@ def test_a_giant_token_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_takes_hours_is_refused_before_it_is_used(tmp_path: Path) -> None:
-    """A regular expression that no sample text would survive ends in an error, and not in a panic of the package."""
+    """A regular expression that would take hours ends in an error, and not in a panic of the package."""
     folder = bert(tmp_path / "model")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(\w|_)+(?<!.)"), "isolated")
@@ -147,7 +147,7 @@ def test_a_tokenizer_that_takes_hours_is_refused_before_it_is_used(tmp_path: Pat
 
 
 def test_masks_of_all_positions_are_not_weights(tmp_path: Path) -> None:
-    """GPT-Neo keeps a mask of one byte for each pair of positions in each layer, and no file has them."""
+    """GPT-Neo keeps a mask with a byte for each pair of positions in each layer. The model loads, although no file has the masks."""
     config = transformers.GPTNeoConfig(
         vocab_size=100,
         hidden_size=16,

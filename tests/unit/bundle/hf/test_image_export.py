@@ -1,4 +1,4 @@
-"""Directories with models of pictures become bundles whose whole answers are those of transformers' pipelines."""
+"""Directories with models for pictures become bundles whose whole answers are those of transformers' pipelines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Make = Callable[[Path], Path]
 SQUARE = {"size": {"height": 32, "width": 32}}
 EDGE = {"size": {"shortest_edge": 40}, "crop_size": {"height": 28, "width": 32}}
 STAGES = {"depths": [1, 1, 1, 1], "num_attention_heads": [1, 1, 2, 2]}
-#: Sizes of a DPT, which has an output for each pixel.
+#: Sizes of a DPT. The network has an output for each pixel.
 DENSE: dict[str, Any] = {
     **PATCHES,
     "num_hidden_layers": 4,
@@ -127,7 +127,10 @@ DIRECTORIES: dict[str, tuple[str, Make]] = {
 
 
 def damped(folder: Path) -> Path:
-    """Divide the kernels of convolutions by the root of their inputs. Sums of large numbers would magnify each rounding."""
+    """Divide the kernels of convolutions by the root of the number of their inputs.
+
+    Otherwise, sums of large numbers would magnify each rounding.
+    """
     weights = load_file(folder / "model.safetensors")
     for weight in weights.values():
         if weight.ndim == 4:
@@ -174,7 +177,7 @@ RESIZED: dict[str, Make] = {
 
 @pytest.mark.parametrize(("kind", "make"), DIRECTORIES.values(), ids=DIRECTORIES)
 def test_a_directory_becomes_a_bundle(kind: str, make: Make, tmp_path: Path) -> None:
-    """The directory decides the task, and all sample pictures get the pipeline's answers."""
+    """The directory decides the task. For all sample pictures, the bundle gives the pipeline's answers."""
     manifest = export_hf(make(tmp_path / "model"), out_dir=tmp_path / "bundle", options=QUICK).manifest
     assert manifest.task is not None
     assert manifest.task.kind == kind
@@ -185,7 +188,7 @@ def test_a_directory_becomes_a_bundle(kind: str, make: Make, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("make", RESIZED.values(), ids=RESIZED)
 def test_depths_have_the_size_of_the_user(make: Make, tmp_path: Path) -> None:
-    """All pictures get the size that the user names, which must fit to the steps of the processor."""
+    """Without a size from the user, the export is refused. The size must be a multiple of the processor's step."""
     made = make(tmp_path / "model")
     for size, reason in ((), "--image-size HEIGHT,WIDTH"), ((33, 32), r"multiples of \d+, and 33,32 are not"):
         with pytest.raises(BundleError, match=reason):
@@ -199,7 +202,7 @@ def test_depths_have_the_size_of_the_user(make: Make, tmp_path: Path) -> None:
 
 
 def test_pictures_of_many_sizes_are_answered_and_bombs_are_not(tmp_path: Path) -> None:
-    """A detector finds something in a picture of its own size and place; a picture of too many pixels is refused."""
+    """A detector answers for pictures of other sizes than its own. A picture of too many pixels or of another format is refused."""
     made = DIRECTORIES["YOLOS"][1](tmp_path / "model")
     served = ServedBundle(export_hf(made, out_dir=tmp_path / "bundle", options=QUICK))
     answers = [
@@ -214,7 +217,7 @@ def test_pictures_of_many_sizes_are_answered_and_bombs_are_not(tmp_path: Path) -
 
 
 def file(width: int, height: int) -> bytes:
-    """Return a PNG file; of one colour it is small."""
+    """Return a PNG file of random pixels, or of one colour if it is large. A file of one colour has few bytes."""
     stream = io.BytesIO()
     if width * height < 100_000:
         noise = np.random.default_rng(0).integers(0, 255, (height, width, 3), np.uint8)
@@ -272,7 +275,7 @@ def test_a_detector_with_a_mask_keeps_proportions(
     ],
 )
 def test_other_networks_are_refused(architecture: str, kind: str, reason: str, tmp_path: Path) -> None:
-    """Networks whose answers are made in another way are named before their weights are read."""
+    """Networks whose answers are computed in another way are refused by name before their weights are read."""
     config = {"architectures": [architecture], "model_type": kind}
     made = plain(tmp_path / "model", **{"config.json": json.dumps(config)})
     with pytest.raises(BundleError, match=f"'({architecture}|{kind})' {re.escape(reason)}"):
@@ -280,7 +283,7 @@ def test_other_networks_are_refused(architecture: str, kind: str, reason: str, t
 
 
 def test_pictures_of_the_user_are_compared(tmp_path: Path) -> None:
-    """A picture of another size than a map's, and one that lies on its side, are compared; a file that is none is named."""
+    """A user's picture may have another size than the model's map, or lie on its side. A sample that is no picture is named."""
     lying = Image.open(io.BytesIO(file(40, 20)))
     exif = lying.getexif()
     exif[0x112] = 6

@@ -15,7 +15,7 @@ from rsrv_bundle.hf import proof
 
 @pytest.mark.parametrize("scores", ["[NaN, 0.5]", "[0.5, NaN]", "[Infinity, 0.5]"])
 def test_a_number_that_is_not_finite_is_no_proof(scores: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is never as near as the other numbers, wherever it is in the answer."""
+    """An answer with a NaN or an infinity is refused, wherever this number is in the answer."""
     monkeypatch.setattr(
         proof, "ServedBundle", lambda _: lambda _: {"scores": np.array([[scores.encode()]], object)}
     )
@@ -31,7 +31,7 @@ def test_a_number_that_is_not_finite_is_no_proof(scores: str, monkeypatch: pytes
 def test_empty_answers_are_noted(
     objects: str, noted: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A comparison of nothing with nothing proves little, and the user can give samples that have an answer."""
+    """If the answers to all samples are empty, the export notes it, because comparing empty answers proves little."""
     monkeypatch.setattr(
         proof, "ServedBundle", lambda _: lambda _: {"detections": np.array([[objects.encode()]], object)}
     )

@@ -1,4 +1,4 @@
-"""Samples of the user for the comparison of a bundle's answers with the framework's."""
+"""Samples of the user, on which a bundle's answers are compared with the framework's."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def recipe(*inputs: str, picture_size: tuple[int, int] | None = None) -> Any:
 
 
 def test_each_line_is_a_text(tmp_path: Path) -> None:
-    """Errors name the file and the line of a sample; empty lines are none."""
+    """Each line is a sample, which errors name by file and line. Empty lines are skipped."""
     (file := tmp_path / "texts.txt").write_text("one\n\ntwo\x0bwords\n", encoding="utf-8")
     samples = read_samples([file], recipe("text"))
     assert samples == {f"{file}:1": row(text="one"), f"{file}:3": row(text="two\x0bwords")}
 
 
 def test_a_tab_is_between_a_query_and_its_document(tmp_path: Path) -> None:
-    """A ranking needs two texts; a line without a tab is an error."""
+    """A ranking needs two texts, which a tab separates. A line without a tab is an error."""
     (file := tmp_path / "pairs.tsv").write_text("a query\ta document\twith a tab\n")
     samples = read_samples([file], recipe("text", "text_pair"))
     assert samples == {f"{file}:1": row(text="a query", text_pair="a document\twith a tab")}
@@ -41,7 +41,7 @@ def test_a_tab_is_between_a_query_and_its_document(tmp_path: Path) -> None:
     [(b"\n \n", "has no text; write one sample per line"), (b"a\xff", "is not text in UTF-8")],
 )
 def test_a_file_without_texts_is_refused(content: bytes, reason: str, tmp_path: Path) -> None:
-    """An empty comparison would look like an agreement."""
+    """A file without any text is refused, because an empty comparison would look like an agreement. So is a file that is not UTF-8."""
     (file := tmp_path / "texts.txt").write_bytes(content)
     with pytest.raises(BundleError, match=reason):
         read_samples([file], recipe("text"))
@@ -54,7 +54,7 @@ def test_pictures_and_sounds_are_whole_files(tmp_path: Path) -> None:
 
 
 def test_pictures_get_the_size_of_a_map(tmp_path: Path) -> None:
-    """A pipeline scales maps to the picture, so pictures get the network's size before the comparison."""
+    """For a model with maps, pictures are scaled to the network's size first, because a pipeline scales maps to the picture."""
     Image.new("L", (50, 30)).save(tmp_path / "one.png")
     (request,) = read_samples([tmp_path / "one.png"], recipe("image", picture_size=(16, 24))).values()
     assert Image.open(io.BytesIO(request["image"][0, 0])).size == (24, 16)

@@ -111,7 +111,10 @@ def test_a_directory_becomes_a_bundle(kind: str, make: Make, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("options", "note"),
-    [(HubOptions(), "the embedding is the mean of the token vectors; --pooling cls"), (HubOptions(pooling="cls"), "")],
+    [
+        (HubOptions(), "the embedding is the mean of the token vectors; --pooling cls"),
+        (HubOptions(pooling="cls"), ""),
+    ],
 )
 def test_a_pooling_that_nobody_chose_is_announced(options: HubOptions, note: str, tmp_path: Path) -> None:
     """The directory of a plain encoder does not say how its vectors are pooled, and another choice gives other embeddings."""

@@ -1,4 +1,4 @@
-"""Tokenizers of strangers that would keep a processor busy for hours: each is refused within seconds."""
+"""Hostile tokenizers that would keep a processor busy for hours: each is refused within seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rsrv_bundle.hf.tokenizer_trial import try_tokenizer
 
 
 def tokenizer(pattern: str = "", replaced: str = "", most: int = 100) -> str:
-    """Return a tokenizer with a regular expression that splits texts, one that replaces parts, and the longest word."""
+    """Return a tokenizer. `pattern` splits texts, `replaced` matches parts to replace, and a word has `most` characters at most."""
     made = Tokenizer(
         models.WordPiece({"[UNK]": 0, "a": 1, "##a": 2}, unk_token="[UNK]", max_input_chars_per_word=most)
     )
@@ -35,7 +35,7 @@ BOMBS = {
 
 @pytest.mark.parametrize(("file", "reason"), BOMBS.values(), ids=BOMBS)
 def test_a_tokenizer_that_is_a_bomb_is_refused(file: str, reason: str) -> None:
-    """The error names the text that takes so long, and what to change."""
+    """A tokenizer that takes too long is refused. The error names the text that takes so long, and what to change."""
     with pytest.raises(BundleError, match=f"tokenizer.json: {reason}.*Simplify its regular expressions"):
         try_tokenizer(file, 512)
 
@@ -43,7 +43,7 @@ def test_a_tokenizer_that_is_a_bomb_is_refused(file: str, reason: str) -> None:
 def test_code_in_the_working_directory_is_not_executed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The export runs in a stranger's directory, which has files with the names of packages."""
+    """The trial of a tokenizer runs in a directory with files named like packages, and executes none of them."""
     for name in ("tokenizers", "json"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
     monkeypatch.chdir(tmp_path)
@@ -52,7 +52,7 @@ def test_code_in_the_working_directory_is_not_executed(
 
 
 def test_a_usual_tokenizer_passes() -> None:
-    """The regular expression of GPT-4 is one of the most complicated in use."""
+    """The regular expression of GPT-4, one of the most complicated in use, passes."""
     try_tokenizer(
         tokenizer(
             r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

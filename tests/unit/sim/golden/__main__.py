@@ -1,6 +1,6 @@
-"""Reviewed decisions: one .txt beside each scenario.
+"""Reviewed decisions: each scenario has a .txt file of the same name with its decisions.
 
-`python -m tests.unit.sim.golden` writes them again; read the difference before committing it.
+`python -m tests.unit.sim.golden` writes these files again. Read the differences before you commit them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SCENARIOS = sorted(Path(__file__).parent.glob("*.yaml"))
 
 
 def decide(scenario: Path) -> str:
-    """Return the text that belongs beside a scenario."""
+    """Return the decisions of a scenario, as its .txt file has them."""
     return "".join(f"{line}\n" for line in decision_lines(simulate(load_scenario(scenario))))
 
 

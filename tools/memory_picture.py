@@ -39,7 +39,7 @@ def process_bytes() -> tuple[float, float, float]:
     """Return the measured bytes of an added model's process: plain, with the Python front, with the native front."""
     page = (DOCS / "benchmark.md").read_text(encoding="utf-8")
     match = re.search(
-        r"An added model takes ([\d.]+) MB \(USS\) as a plain one, ([\d.]+) MB with the Python front, ([\d.]+) MB",
+        r"Each further model takes ([\d.]+) MB of memory \(USS\) if it is a plain model, ([\d.]+) MB with the Python front, and ([\d.]+) MB",
         page,
     )
     assert match is not None, "docs/benchmark.md has no sentence about the memory of an added model"

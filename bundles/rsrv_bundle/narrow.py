@@ -370,7 +370,7 @@ def _texts(
 
 
 def task_figures(bundle: Bundle, got: Sequence[Array], expected: Sequence[Array]) -> dict[str, float]:
-    """Return the errors of a task's embedding or scores. Empty without a task, or if hooks compute its outputs."""
+    """Return how much the embedding or the scores of a task differ. Empty without a task, or if hooks compute the task's outputs."""
     task = bundle.manifest.task
     names = [spec.name for spec in bundle.manifest.outputs]
     figures = {}

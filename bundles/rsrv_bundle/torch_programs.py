@@ -418,7 +418,7 @@ def _check(exported: Any, inputs: Sequence[str], lowerings: Mapping[str, Callabl
 
 def _is_ruled_by_values(node: Any) -> bool:
     """Return whether the operation makes a size or a number from a tensor's values, so that only a request determines it."""
-    # Arithmetic on such sizes, and operations on tensors that have them, are not reported: the operation that makes a size is.
+    # Report only the operation that makes such a size, not arithmetic on the size or operations on tensors that have it.
     made = _symbols(node) - set().union(*map(_symbols, node.all_input_nodes))
     return isinstance(node.target, torch._ops.OpOverload) and bool(made)
 

@@ -105,7 +105,7 @@ class HttpProxy:
         self._draining = True
         for sock in self._listener.sockets:
             asyncio.get_running_loop().remove_reader(sock.fileno())
-        # Let the loop register a connection that was just accepted. It would hang if the listener closed before that.
+        # Let the loop register a connection that was just accepted. The connection would hang if the listener closed first.
         await asyncio.sleep(0)
         self._listener.close()
         if self._under_way:

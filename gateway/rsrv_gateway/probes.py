@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 
 #: Minimum number of seconds between two probes of a worker, however often requests to it fail.
 _PROBE_MIN_S = 0.05
-#: Seconds for a probe that detects a death. A port without a listener answers at once.
+#: Time limit in seconds of a probe that checks whether a worker has died. It is short, because a connection to a port without a
+#: listener is refused at once.
 _DEATH_PROBE_S = 0.3
 #: Text in gRPC's error if nothing listens.
 _NO_LISTENER = re.compile("Connection refused|No such file")

@@ -22,7 +22,8 @@ architectures without a result, and writes this page. `ZOO="--only timm --limit 
 
 {errors}{waiting}
 
-[The table of architectures](what-exports.csv) has the result of each one, the change that it needed, or the reason why it was refused.
+[The table of architectures](what-exports.csv) has the result of each architecture, and the change that it needed or the
+reason why it was refused.
 """
 
 

@@ -49,8 +49,8 @@ class Moves:
         self.targets: dict[str, tuple[str, ...]] = {}
         #: Time at which each model's target was set.
         self._since: dict[str, float] = {}
-        #: Time of the last prefetch request for the current target, or of the weights' arrival without a request, by (model,
-        #: worker).
+        #: Time of the last prefetch for the current target, by (model, worker). If the weights arrived without a prefetch, the
+        #: time at which their arrival was noted.
         self._asked: dict[tuple[str, str], float] = {}
         #: Pairs (model, worker): the model's weights have been on the worker since the target was set.
         self._arrived: set[tuple[str, str]] = set()

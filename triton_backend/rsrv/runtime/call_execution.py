@@ -1,4 +1,4 @@
-"""Executions with sub-calls of meta models, whose tensors may lie on the device and stay there."""
+"""Executions that include sub-calls of meta models. The tensors of sub-calls may be on the device, and stay there."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

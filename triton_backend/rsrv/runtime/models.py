@@ -33,7 +33,7 @@ from rsrv_bundle.spec import TensorSpec
 
 log = logging.getLogger(__name__)
 
-#: Number of timed executions of each batch size at warm-up, because other work on the machine disturbs single executions.
+#: Number of timed executions of each batch size at warm-up. One is not enough, because other work on the machine can disturb it.
 _TIMED_EXECUTIONS = 3
 #: Lower bound of a measured cost. A disturbed clock may show less.
 _MIN_COST_S = 1e-7

@@ -122,4 +122,4 @@ def _why_not(hardware: Hardware) -> str:
             "the models would run on a CPU, which has no TF32 (if the machine has a GPU, jax does not find it: see its "
             "messages above)"
         )
-    return f"{hardware} is not known to have TF32, which takes CUDA's compute capability 8.0"
+    return f"{hardware} is not known to have TF32, which needs CUDA's compute capability 8.0 or higher"

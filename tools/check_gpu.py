@@ -168,7 +168,7 @@ def compile_all(
         tempfile.TemporaryDirectory() as folder,
         # A fork would inherit jax's threads.
         ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), _start, (folder,)) as pool,
-        progress.steps("check-gpu", len(files) * len(cards)) as shown,
+        progress.steps("check-gpu", len(files) * len(cards)) as bar,
     ):
         waiting = {
             pool.submit(_compile, folder, label, file, card, policies): f"{label} for {card}"
@@ -181,7 +181,7 @@ def compile_all(
             except Exception as error:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise SystemExit(f"{waiting[done]}: {type(error).__name__}: {error}") from error
-            shown.step(waiting[done])
+            bar.step(waiting[done])
     return sorted(every)
 
 

@@ -178,8 +178,8 @@ def classify(server: DemoServer) -> bool:
         print(f"   {protocol}: {shares[-1]:.1%} right, {len(images) / seconds:.0f} requests/s", flush=True)
     model = server.records().models[demo.MODEL]
     sizes = {executable.size: executable.count for executable in model.executables}
-    shown = ", ".join(f"{count} of batch size {size}" for size, count in sorted(sizes.items()) if count)
-    print(f"   {2 * len(images)} requests took {model.dispatches} executions ({shown})")
+    executions = ", ".join(f"{count} of batch size {size}" for size, count in sorted(sizes.items()) if count)
+    print(f"   {2 * len(images)} requests took {model.dispatches} executions ({executions})")
     return right(demo.MODEL, min(shares), REQUIRED[demo.MODEL])
 
 
@@ -271,8 +271,10 @@ def evict(server: DemoServer) -> bool:
         for _ in range(ROUNDS):
             for name in names:
                 if name == "unet":
-                    shown, there = infer(name, known.images, "logits") > 0, known.pixels != 0
-                    good &= right(name, float((shown & there).sum() / (shown | there).sum()), REQUIRED[name])
+                    predicted, there = infer(name, known.images, "logits") > 0, known.pixels != 0
+                    good &= right(
+                        name, float((predicted & there).sum() / (predicted | there).sum()), REQUIRED[name]
+                    )
                 elif name == GENERATOR:
                     list(tokens(server, TERM, max_tokens=1))
                 else:

@@ -254,11 +254,11 @@ class TritonServer:
                 raise ServerFailed(f"tritonserver left with status {status}{self._log_tail()}")
             if self.is_ready():
                 break
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 raise ServerFailed(f"tritonserver was not ready within {timeout:.0f} s{self._log_tail()}")
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(min(left, 0.05))
+                self.process.wait(min(remaining, 0.05))
         for name in next(follow):
             if progress is not None:
                 progress(name)

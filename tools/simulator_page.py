@@ -37,8 +37,8 @@ class Comparison:
     @property
     def table(self) -> str:
         every = rows(self.summaries)
-        shown = [column for column, title in enumerate(every[0]) if title not in _OMITTED]
-        head, *further = ([row[column] for column in shown] for row in every)
+        columns = [column for column, title in enumerate(every[0]) if title not in _OMITTED]
+        head, *further = ([row[column] for column in columns] for row in every)
         return table(iter([head, *((f"`{mode}`", *cells) for mode, *cells in further)]))
 
 
@@ -63,8 +63,8 @@ def weights_table(name: str) -> str:
 
 def _without(omitted: Sequence[str], every: Sequence[Sequence[str]]) -> str:
     """Return a table without some of its columns."""
-    shown = [column for column, title in enumerate(every[0]) if title not in omitted]
-    return table(iter([[row[column] for column in shown] for row in every]))
+    columns = [column for column, title in enumerate(every[0]) if title not in omitted]
+    return table(iter([[row[column] for column in columns] for row in every]))
 
 
 def rewritten(page: str, fleet: Comparison, idle: Idleness, weights: str) -> str:

@@ -53,7 +53,8 @@ def main() -> int:
         # With a shadow, the copy of a request still executes when the next request comes. So the latency by this name is not measured.
         asks = {name: asking(side, name) for name in NAMES if name != "watched"}
         p50_us = {
-            name: f"{statistics.median(one) * 1e6:.0f}" for name, one in in_turns(asks, REQUESTS).items()
+            name: f"{statistics.median(seconds) * 1e6:.0f}"
+            for name, seconds in in_turns(asks, REQUESTS).items()
         }
         rates: dict[str, list[tuple[float, float]]] = {name: [] for name in NAMES}
         for number in range(ROUNDS):
@@ -67,20 +68,20 @@ def main() -> int:
 def row(name: str, p50_us: dict[str, str], rates: dict[str, list[tuple[float, float]]]) -> tuple[str, ...]:
     """Return the figures of one name. Its CPU is divided by the CPU by the model's own name in the same round."""
     rate, cpu = (statistics.median(each) for each in zip(*rates[name], strict=True))
-    times = Spread.of(one / own for (_, one), (_, own) in zip(rates[name], rates[models.MLP], strict=True))
+    times = Spread.of(used / own for (_, used), (_, own) in zip(rates[name], rates[models.MLP], strict=True))
     return name, p50_us.get(name, "-"), f"{rate:.0f}", f"{cpu * 1e6:.0f}", spread_text(times)
 
 
 def under_load(side: Side, name: str) -> tuple[float, float]:
     """Return the answers per second to all clients, and the server's CPU seconds per answer."""
-    over, counts, failures = threading.Event(), [0] * CLIENTS, list[str]()
-    threads = load(side, name, over, counts, failures)
+    stop, counts, failures = threading.Event(), [0] * CLIENTS, list[str]()
+    threads = load(side, name, stop, counts, failures)
     time.sleep(0.5)
     processes = list(server_processes(side.server.pid, has_runtime=True))
     before, cpu = sum(counts), sum(map(cpu_seconds, processes))
     time.sleep(WINDOW_S)
     done, spent = sum(counts) - before, sum(map(cpu_seconds, processes)) - cpu
-    over.set()
+    stop.set()
     for thread in threads:
         thread.join()
     if failures:
@@ -90,8 +91,8 @@ def under_load(side: Side, name: str) -> tuple[float, float]:
 
 def changes(side: Side) -> str:
     """Move an alias between two models under load. Return the time of a change, and how many requests failed."""
-    over, counts, failures = threading.Event(), [0] * CLIENTS, list[str]()
-    threads = load(side, "one", over, counts, failures)
+    stop, counts, failures = threading.Event(), [0] * CLIENTS, list[str]()
+    threads = load(side, "one", stop, counts, failures)
     seconds = []
     for number in range(10):
         started = time.monotonic()
@@ -99,20 +100,20 @@ def changes(side: Side) -> str:
         with contextlib.redirect_stdout(None):
             rsrv(["alias", "one", target, "--server", str(side.server.http_port)])
         seconds.append(time.monotonic() - started)
-    over.set()
+    stop.set()
     for thread in threads:
         thread.join()
     return f"{len(seconds)} of {statistics.median(seconds):.2f} s; {len(failures)} of {sum(counts)} requests failed"
 
 
 def load(
-    side: Side, name: str, over: threading.Event, counts: list[int], failures: list[str]
+    side: Side, name: str, stop: threading.Event, counts: list[int], failures: list[str]
 ) -> list[threading.Thread]:
-    """Start clients that ask until `over` is set, and return their threads."""
+    """Start clients that ask until `stop` is set, and return their threads."""
 
     def work(client: int) -> None:
         ask = asking(side, name)
-        while not over.is_set():
+        while not stop.is_set():
             try:
                 ask()
                 counts[client] += 1

@@ -125,10 +125,10 @@ def asking(
     The models' popularity follows Zipf's law with this exponent. Every `turn_s` seconds, the popularity moves to the next models.
     A client pauses for `pause_s` after an answer.
     """
-    found = questions.with_name("asked.npz")
-    found.unlink(missing_ok=True)
+    output = questions.with_name("asked.npz")
+    output.unlink(missing_ok=True)
     numbers = (clients, seconds, exponent, turn_s, pause_s, seed)
-    words = [url, str(questions), *map(str, numbers), str(found)]
+    words = [url, str(questions), *map(str, numbers), str(output)]
     command = [sys.executable, "-m", "tests.bench.crowd", *words]
     process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
@@ -143,18 +143,18 @@ def asking(
         process.wait()
     if process.returncode != 0:
         raise BenchFailed(f"the clients left with {process.returncode}:\n{complaint[-2000:]}")
-    with np.load(found) as stored:
+    with np.load(output) as stored:
         running.requests = Requests(stored["began"], stored["ended"], stored["code"])
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run the clients in this process."""
-    url, file, clients, seconds, exponent, turn_s, pause_s, seed, found = arguments
+    url, file, clients, seconds, exponent, turn_s, pause_s, seed, output = arguments
     questions = Questions.load(Path(file))
     crowd = _Crowd(url, questions, float(exponent), float(turn_s), float(pause_s), int(seed))
-    asked = asyncio.run(crowd.run(int(clients), float(seconds)))
-    began, ended, code = zip(*asked, strict=True)
-    np.savez(found, began=np.array(began), ended=np.array(ended), code=np.array(code))
+    records = asyncio.run(crowd.run(int(clients), float(seconds)))
+    began, ended, code = zip(*records, strict=True)
+    np.savez(output, began=np.array(began), ended=np.array(ended), code=np.array(code))
 
 
 class _Crowd:
@@ -183,8 +183,8 @@ class _Crowd:
         print("asking", flush=True)
         self._begin = time.monotonic()
         end = self._begin + seconds
-        found = await asyncio.gather(*[self._client(n, call, end) for n, call in enumerate(calls)])
-        return [one for client in found for one in client]
+        by_client = await asyncio.gather(*[self._client(n, call, end) for n, call in enumerate(calls)])
+        return [record for client in by_client for record in client]
 
     def _call(self, number: int) -> Any:
         # Without a different option, all channels would share one connection.
@@ -193,15 +193,15 @@ class _Crowd:
 
     async def _client(self, number: int, call: Any, end: float) -> list[tuple[float, float, str]]:
         rng = np.random.default_rng([self._seed, number])
-        found = []
+        records = []
         while (began := time.monotonic()) < end:
             rank = int(np.searchsorted(self._shares, rng.random()))
             turn = int((began - self._begin) / self._turn_s)
             model = self._models[(rank + turn) % len(self._models)]
             code = await self._ask(call, model, int(rng.integers(len(self._requests[model]))))
-            found.append((began, time.monotonic(), code))
+            records.append((began, time.monotonic(), code))
             await asyncio.sleep(self._pause_s if code == OK else max(self._pause_s, _PAUSE))
-        return found
+        return records
 
     async def _ask(self, call: Any, model: str, number: int) -> str:
         try:
@@ -209,9 +209,9 @@ class _Crowd:
         except grpc.aio.AioRpcError as error:
             return str(error.code().name)
         answer = service_pb2.ModelInferResponse.FromString(data)
-        wanted = self._questions.wanted[model][number : number + 1]
+        expected = self._questions.wanted[model][number : number + 1]
         try:
-            check(model, np.frombuffer(answer.raw_output_contents[0], np.float32)[None], wanted)
+            check(model, np.frombuffer(answer.raw_output_contents[0], np.float32)[None], expected)
         except BenchFailed:
             return WRONG
         return OK

@@ -86,4 +86,4 @@ def measure_one(discipline: str, models: int, rows: int) -> Decision:
 
 
 def executions(instructions: Sequence[Instruction]) -> list[Execute]:
-    return [one for one in instructions if isinstance(one, Execute)]
+    return [instruction for instruction in instructions if isinstance(instruction, Execute)]

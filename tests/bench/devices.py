@@ -103,7 +103,7 @@ def footprint(side: Side) -> str:
     stubs = [pid for pid, role in processes.items() if role is STUB]
     count = 2 if side.name.endswith("two") else 1
     held = [read_status(side.server.pid, str(device))["host"] for device in range(count)]
-    physical = [int(one["physical_bytes"]) for one in held]
+    physical = [int(status["physical_bytes"]) for status in held]
     return (
         f"{len(stubs)} stub, {sum(memory(pid).uss for pid in stubs):.0f} MB of its own; weights on the host "
         f"{' + '.join(f'{each / 1e3:.0f}' for each in physical)} kB by runtime, of which {_shared() / 1e3:.0f} kB are one shared copy"

@@ -64,18 +64,18 @@ def _measure(path: Path, bundles: Path) -> None:
             f"{1e3 * seconds / _ROUNDS / _TOKENS:.3f} ms from token to token, of which the step takes {stub.step_ms(clients):.3f}"
         )
     quiet = _measure_requests(image)
-    over = threading.Event()
-    beside = threading.Thread(target=stub.run, args=(4, 4), kwargs={"over": over})
+    stop = threading.Event()
+    beside = threading.Thread(target=stub.run, args=(4, 4), kwargs={"stop": stop})
     beside.start()
     busy = _measure_requests(image)
-    over.set()
+    stop.set()
     beside.join()
     # With equal weights, a client without pauses has a fair share of half of the time.
     for name, at in (("p50", 0.5), ("p99", 0.99)):
-        alone, found = (took[int(at * len(took))] for took in (quiet, busy))
+        alone, loaded = (took[int(at * len(took))] for took in (quiet, busy))
         print(
-            f"a model beside 4 generations: {name} {found:.1f} ms, alone {alone:.1f} ms; "
-            f"{found / alone / 2:.2f} times its fair share, twice the time alone"
+            f"a model beside 4 generations: {name} {loaded:.1f} ms, alone {alone:.1f} ms; "
+            f"{loaded / alone / 2:.2f} times its fair share, twice the time alone"
         )
 
 
@@ -98,12 +98,12 @@ class Generator:
         """Return the milliseconds of a step with `rows` rows, measured in the warm-up."""
         return float(self._sizes[rows]) / 1e6
 
-    def run(self, clients: int, generations: int, over: threading.Event | None = None) -> None:
-        """Generate `generations` answers. With `over`, also continue until it is set."""
+    def run(self, clients: int, generations: int, stop: threading.Event | None = None) -> None:
+        """Generate `generations` answers. With `stop`, also continue until it is set."""
         live = set[int]()
         started = received = 0
-        while live or started < generations or (over is not None and not over.is_set()):
-            while len(live) < clients and (started < generations or (over is not None and not over.is_set())):
+        while live or started < generations or (stop is not None and not stop.is_set()):
+            while len(live) < clients and (started < generations or (stop is not None and not stop.is_set())):
                 (number,) = self._connection.next_ids(1)
                 prompt = self._random.integers(0, _VOCABULARY, _PROMPT).tolist()
                 send(self._connection.sock, pack_generate(Generate(number, prompt, _TOKENS, stop=[])))
@@ -141,7 +141,7 @@ def _export_language_model(path: Path) -> None:
     }
 
     def step(params: Any, state: Any, position: Any, tokens: Any, lengths: Any) -> Any:
-        def one(hidden: Any, at: Any) -> Any:
+        def advance(hidden: Any, at: Any) -> Any:
             token, counts = at
             x = params["embed"][token]
             reset, update = jnp.split(jax.nn.sigmoid(jnp.concatenate([x, hidden], 1) @ params["gates"]), 2, 1)
@@ -149,7 +149,7 @@ def _export_language_model(path: Path) -> None:
             return jnp.where(counts[:, None], update * hidden + (1 - update) * new, hidden), None
 
         counted = jnp.arange(tokens.shape[1])[:, None] < lengths
-        hidden, _ = jax.lax.scan(one, state, (tokens.T, counted))
+        hidden, _ = jax.lax.scan(advance, state, (tokens.T, counted))
         return hidden @ params["out"], hidden
 
     export_generative(

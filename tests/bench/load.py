@@ -106,13 +106,15 @@ def load(
             _await_answers(side, model, process, clients)
             yield running
             # The time limit includes the windows, perf_analyzer's requests for statistics, and the end of the requests in flight.
-            said, _ = process.communicate(timeout=4 * WINDOWS * window_s + 30)
+            output, _ = process.communicate(timeout=4 * WINDOWS * window_s + 30)
         finally:
             process.kill()
             process.wait()
         rows = list(csv.DictReader(report.read_text().splitlines())) if report.is_file() else []
         if process.returncode != 0 or len(rows) != 1:
-            raise BenchFailed(f"perf_analyzer on {side.name}/{model} left with {process.returncode}:\n{said}")
+            raise BenchFailed(
+                f"perf_analyzer on {side.name}/{model} left with {process.returncode}:\n{output}"
+            )
     if failed := _statistics(side, model)["inference_stats"]["fail"]["count"] - failed_before:
         raise BenchFailed(f"{failed} requests to {side.name}/{model} failed")
     running.report.update({name: float(value) for name, value in rows[0].items() if value})
@@ -123,8 +125,8 @@ def _await_answers(side: Side, model: str, process: subprocess.Popen[str], clien
     count = _count(side, model) + 4 * clients
     _until(lambda: _count(side, model) >= count or process.poll() is not None, "the first answers")
     if process.poll() is not None:
-        said = process.stdout.read() if process.stdout else ""
-        raise BenchFailed(f"perf_analyzer on {side.name}/{model} left with {process.returncode}:\n{said}")
+        output = process.stdout.read() if process.stdout else ""
+        raise BenchFailed(f"perf_analyzer on {side.name}/{model} left with {process.returncode}:\n{output}")
 
 
 def asking(side: Side, model: str) -> Callable[[], object]:
@@ -168,9 +170,9 @@ def server_statistics(side: Side, model: str = "") -> list[dict[str, Any]]:
     """Return Triton's own counters of all models, or of the model in the path `/model`."""
     url = f"http://{side.server.http_url}/v2/models{model}/stats"
     with urllib.request.urlopen(url, timeout=30) as answer:
-        found: list[dict[str, Any]] = json.load(answer)["model_stats"]
+        entries: list[dict[str, Any]] = json.load(answer)["model_stats"]
     # Triton omits counters whose value is zero.
-    return [{"inference_count": 0, "execution_count": 0, **statistics} for statistics in found]
+    return [{"inference_count": 0, "execution_count": 0, **statistics} for statistics in entries]
 
 
 def _read(side: Side, model: str, processes: Mapping[int, str]) -> Reading:

@@ -116,7 +116,7 @@ def show(side: Side, count: int, window_s: float, idle_s: float) -> None:
         verify(side.server.grpc_url, replace(models.mlp_case(models.MLP), name=name))
     held = hold(side, idle_s)
     headers = ["", "processes", "USS MB", "threads", "descriptors", "mappings", "idle CPU"]
-    print(table(headers, [one.row(role) for role, one in held.items()]))
+    print(table(headers, [resources.row(role) for role, resources in held.items()]))
     sample = measure(side, models.MLP, 1, 0, window_s)
     say(f"one of {count} models, 1 client: p50 {sample.p50_us:.0f} us, p99 {sample.p99_us:.0f} us")
 
@@ -128,10 +128,10 @@ def hold(side: Side, idle_s: float) -> Mapping[str, Held]:
     begun = time.monotonic()
     time.sleep(idle_s)
     idle = {pid: (cpu_seconds(pid) - cpu) / (time.monotonic() - begun) for pid, cpu in before.items()}
-    found = {}
+    by_role = {}
     for role in dict.fromkeys(roles.values()):
         pids = [pid for pid, its_role in roles.items() if its_role == role]
-        found[role] = Held(
+        by_role[role] = Held(
             len(pids),
             sum(memory(pid).uss for pid in pids),
             sum(len(threads(pid)) for pid in pids),
@@ -139,7 +139,7 @@ def hold(side: Side, idle_s: float) -> Mapping[str, Held]:
             sum(Path(f"/proc/{pid}/maps").read_text().count("\n") for pid in pids),
             sum(idle[pid] for pid in pids),
         )
-    return found
+    return by_role
 
 
 if __name__ == "__main__":

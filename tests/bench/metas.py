@@ -95,11 +95,11 @@ def verify_all(servers: Mapping[str, Side]) -> None:
                 if side.has_runtime and (name == DIRECT or not keep):
                     count += verify(side.server.grpc_url, relay.case(keep=keep), requests=2)
         say(f"{name}: {count} answers right")
-    found = {name: scenes.detect(side.server.grpc_url) for name, side in servers.items()}
+    answers = {name: scenes.detect(side.server.grpc_url) for name, side in servers.items()}
     for name in (BLS, PLAIN):
-        scenes.compare(name, found[name], found[DIRECT])
-    shapes = sum(int(answer["count"].sum()) for answer in found[DIRECT])
-    say(f"detector: {len(found[DIRECT])} images, in which all find the same {shapes} shapes")
+        scenes.compare(name, answers[name], answers[DIRECT])
+    shapes = sum(int(answer["count"].sum()) for answer in answers[DIRECT])
+    say(f"detector: {len(answers[DIRECT])} images, in which all find the same {shapes} shapes")
 
 
 # --- a chain of three -----------------------------------------------------------------------------------------------
@@ -179,12 +179,12 @@ def relay_summary(rounds: Rounds, copying: float) -> list[str]:
         " CPU for the tensor, beyond what it takes when kept on the device, in such copies:"
     )
     for name in (DIRECT, BLS):
-        found = {
+        by_role = {
             role: Spread.of(copies(rounds, name, small, large, copying, [role])).median
             for role in (SERVER, STUB, RUNTIME)
         }
-        all_roles = Spread.of(copies(rounds, name, small, large, copying, list(found)))
-        parts = ", ".join(f"{role} {value:.1f}" for role, value in found.items())
+        all_roles = Spread.of(copies(rounds, name, small, large, copying, list(by_role)))
+        parts = ", ".join(f"{role} {value:.1f}" for role, value in by_role.items())
         lines.append(f"{name}: {report.spread_text(all_roles, 1)}, of that {parts}")
     lines.append(report.rounds_line(rounds))
     return lines

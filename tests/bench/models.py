@@ -191,11 +191,11 @@ def generate(name: str, bundles: Sequence[Path], settings: str = "") -> Path:
     repository = WORK / name
     config = WORK / f"{name}.yaml"
     config.write_text(settings)
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         failed = rsrv_gen.main(
             [*map(str, bundles), "-o", str(repository), "--prune", "--config", str(config)]
         )
     if failed:
-        raise RuntimeError(f"rsrv-gen failed for {name}:\n{said.getvalue()}")
+        raise RuntimeError(f"rsrv-gen failed for {name}:\n{output.getvalue()}")
     return repository

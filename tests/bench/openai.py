@@ -94,7 +94,7 @@ def measure(server: RunningTriton, api: RunningOpenai, model: str, rounds: int, 
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(work, range(16)))
         together.append(1e6 * (cpu_seconds(pid) - before) / (requests // 16 * 16))
-    added = [one - other for one, other in zip(through, direct, strict=True)]
+    added = [proxied - plain for proxied, plain in zip(through, direct, strict=True)]
     rows = [
         ["p50 over gRPC, 1 client", f"{statistics.median(direct):.2f} ms"],
         ["p50 through rsrv openai", f"{statistics.median(through):.2f} ms"],

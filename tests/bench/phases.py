@@ -89,7 +89,7 @@ class Footprint:
 
 def footprints(many: int) -> list[Footprint]:
     """Measure the memory of each side with 1, 2 and `many` models. Each model has answered."""
-    found = []
+    measured = []
     sides = (
         (RSRV, models.rsrv_repository),
         (NATIVE, models.native_repository),
@@ -103,9 +103,9 @@ def footprints(many: int) -> list[Footprint]:
                 ready = time.monotonic() - started
                 for name in models.mlp_names(count):
                     verify(side.server.grpc_url, models.mlp_case(name))
-                found.append(_footprint(side, side_name, count, ready))
-            say(f"{side_name} with {count}: ready in {ready:.1f} s, USS {found[-1].total.uss:.0f} MB")
-    return found
+                measured.append(_footprint(side, side_name, count, ready))
+            say(f"{side_name} with {count}: ready in {ready:.1f} s, USS {measured[-1].total.uss:.0f} MB")
+    return measured
 
 
 def _footprint(side: Side, name: str, count: int, ready: float) -> Footprint:

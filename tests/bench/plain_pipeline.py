@@ -59,6 +59,8 @@ class TritonPythonModel:
         responses = []
         for request in requests:
             image = pb.get_input_tensor_by_name(request, "image").as_numpy()
-            found = self._detect({"image": image}, self._call)
-            responses.append(pb.InferenceResponse([pb.Tensor(name, array) for name, array in found.items()]))
+            outputs = self._detect({"image": image}, self._call)
+            responses.append(
+                pb.InferenceResponse([pb.Tensor(name, array) for name, array in outputs.items()])
+            )
         return responses

@@ -32,11 +32,11 @@ class TritonPythonModel:
                 self._weights.setdefault(layer, {})[part] = jax.device_put(file[name])
         self._apply = jax.jit(getattr(networks, settings["function"]))
         self._sizes = [int(size) for size in settings["sizes"].split(",")]
-        (given,) = config["input"]
-        self._input = given["name"]
+        (tensor,) = config["input"]
+        self._input = tensor["name"]
         self._outputs = [each["name"] for each in config["output"]]
-        shape = [int(extent) for extent in given["dims"]]
-        dtype = pb_utils.triton_string_to_numpy(given["data_type"])
+        shape = [int(extent) for extent in tensor["dims"]]
+        dtype = pb_utils.triton_string_to_numpy(tensor["data_type"])
         for size in self._sizes:
             self._run(np.zeros((size, *shape), dtype))
 

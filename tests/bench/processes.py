@@ -18,13 +18,13 @@ SERVER, STUB, RUNTIME, CLIENT = "tritonserver", "stub", "runtime", "client"
 
 def server_processes(server_pid: int, *, has_runtime: bool) -> dict[int, str]:
     """Return the roles of the server, its stubs and its runtime by pid. The runtime is not a child, so its status gives its pid."""
-    found = {server_pid: SERVER}
+    roles = {server_pid: SERVER}
     for child in psutil.Process(server_pid).children(recursive=True):
         if any(part.endswith("triton_python_backend_stub") for part in child.cmdline()[:1]):
-            found[child.pid] = STUB
+            roles[child.pid] = STUB
     if has_runtime:
-        found[int(read_status(server_pid)["pid"])] = RUNTIME
-    return found
+        roles[int(read_status(server_pid)["pid"])] = RUNTIME
+    return roles
 
 
 def cpu_seconds(pid: int) -> float:
@@ -105,7 +105,7 @@ class ThreadTime:
 
 def threads(pid: int) -> dict[int, ThreadTime]:
     """Return the times of a process's threads, by thread id."""
-    found = {}
+    times = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
         try:
             running, waiting, _ = (int(field) for field in (task / "schedstat").read_text().split())
@@ -114,5 +114,5 @@ def threads(pid: int) -> dict[int, ThreadTime]:
         except (FileNotFoundError, ProcessLookupError):  # The thread ended during the loop.
             continue
         sleeps = int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
-        found[int(task.name)] = ThreadTime(name, running / 1e9, waiting / 1e9, sleeps)
-    return found
+        times[int(task.name)] = ThreadTime(name, running / 1e9, waiting / 1e9, sleeps)
+    return times

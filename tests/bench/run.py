@@ -86,9 +86,9 @@ def run(plan: Plan, parts: Sequence[str]) -> None:
     ):
         if part in parts:
             say(f"== {part}")
-            lines, found, raw = measure(plan)
+            lines, part_targets, raw = measure(plan)
             text += [f"\n== {part}", *lines]
-            targets += found
+            targets += part_targets
             result[part] = raw
     result["targets"] = [{**asdict(t), "reached": t.reached, "verdict": t.verdict()} for t in targets]
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
@@ -101,21 +101,21 @@ Part = tuple[list[str], list[Target], dict[str, Any]]
 
 def _throughput(plan: Plan) -> Part:
     samples = phases.throughput(plan.rounds, plan.window_s)
-    kept = Rounds.of(samples)
+    rounds = Rounds.of(samples)
     cases = [(side, clients) for clients in CLIENTS for side in (RSRV, NATIVE, PLAIN)]
-    lines = [report.load_table(kept, cases), report.sizes_lines(kept, cases)]
+    lines = [report.load_table(rounds, cases), report.sizes_lines(rounds, cases)]
     by_side: dict[str, dict[int, Any]] = {RSRV: {}, NATIVE: {}}
     for clients, side in itertools.product(CLIENTS, by_side):
-        rate = kept.ratio(side, PLAIN, clients, lambda sample: sample.infer_per_s)
-        p50 = kept.ratio(side, PLAIN, clients, lambda sample: sample.p50_us)
-        p99 = kept.ratio(side, PLAIN, clients, lambda sample: sample.p99_us)
+        rate = rounds.ratio(side, PLAIN, clients, lambda sample: sample.infer_per_s)
+        p50 = rounds.ratio(side, PLAIN, clients, lambda sample: sample.p50_us)
+        p99 = rounds.ratio(side, PLAIN, clients, lambda sample: sample.p99_us)
         by_side[side][clients] = {"infer_per_s": asdict(rate), "p50": asdict(p50), "p99": asdict(p99)}
         lines.append(
             f"{side} / plain at {clients} clients: infer/s {report.spread_text(rate)},"
             f" p50 {report.spread_text(p50)}, p99 {report.spread_text(p99)}"
         )
     ratios = by_side[RSRV]
-    lines.append(report.rounds_line(kept))
+    lines.append(report.rounds_line(rounds))
     targets = [
         Target(
             "infer/s at 64 clients, rsrv / plain", ratios[64]["infer_per_s"]["median"], 0.9, at_least=True
@@ -130,14 +130,14 @@ def _throughput(plan: Plan) -> Part:
 
 
 def _memory(plan: Plan) -> Part:
-    found = phases.footprints(plan.models)
-    by_case = {(each.side, each.models): each for each in found}
+    footprints = phases.footprints(plan.models)
+    by_case = {(each.side, each.models): each for each in footprints}
     headers = ["", "models", "ready s"]
     headers += [f"{role} {kind}" for role in report.ROLES[:3] for kind in ("USS", "PSS")]
     headers += ["all USS", "all PSS", "shared"]
     lines = [
         "MB; stubs together; shared: regions in shared memory",
-        report.table(headers, [*map(_row, found)]),
+        report.table(headers, [*map(_row, footprints)]),
     ]
     added = {}
     for side in (RSRV, NATIVE, PLAIN):
@@ -156,7 +156,7 @@ def _memory(plan: Plan) -> Part:
     ratios = {kind: added[RSRV][kind] / added[PLAIN][kind] for kind in added[RSRV]}
     lines.append("rsrv / plain: " + ", ".join(f"{kind} {value:.2f}" for kind, value in ratios.items()))
     targets = [Target("USS per added model, rsrv / plain", ratios["uss"], 0.35, at_least=False)]
-    return lines, targets, {"footprints": [each.as_json() for each in found], "added_mb": added}
+    return lines, targets, {"footprints": [each.as_json() for each in footprints], "added_mb": added}
 
 
 def _row(footprint: Footprint) -> list[str]:
@@ -169,24 +169,24 @@ def _row(footprint: Footprint) -> list[str]:
 
 def _busy(plan: Plan) -> Part:
     samples = phases.busy(plan.rounds, plan.window_s)
-    kept = Rounds.of(samples)
+    rounds = Rounds.of(samples)
     setting = f"{phases.EXECUTION_MS:.0f} ms an execution, whatever its size; an image of 602 kB a request"
     lines = [
         f"{setting}; {BUSY_CLIENTS} clients",
-        report.busy_table(kept, BUSY_SIDES, BUSY_CLIENTS),
-        report.sizes_lines(kept, [(side, BUSY_CLIENTS) for side in BUSY_SIDES]),
-        report.rounds_line(kept),
+        report.busy_table(rounds, BUSY_SIDES, BUSY_CLIENTS),
+        report.sizes_lines(rounds, [(side, BUSY_CLIENTS) for side in BUSY_SIDES]),
+        report.rounds_line(rounds),
     ]
-    share = kept.spread("default", BUSY_CLIENTS, lambda sample: sample.busy or 0.0)
+    share = rounds.spread("default", BUSY_CLIENTS, lambda sample: sample.busy or 0.0)
     targets = [Target("busy share of the device", share.median, 0.7, at_least=True)]
     return lines, targets, {"samples": [asdict(sample) for sample in samples]}
 
 
 def _decisions(plan: Plan) -> Part:
-    found = decisions.measure()
+    measured = decisions.measure()
     headers = ["", "models with work", "rows", "median us", "p99 us"]
     rows = [
-        [d.discipline, str(d.models), str(d.rows), f"{d.median_us:.1f}", f"{d.p99_us:.1f}"] for d in found
+        [d.discipline, str(d.models), str(d.rows), f"{d.median_us:.1f}", f"{d.p99_us:.1f}"] for d in measured
     ]
     lines = ["an execution ends, its requests are answered, the next is chosen", report.table(headers, rows)]
     targets = [
@@ -196,10 +196,10 @@ def _decisions(plan: Plan) -> Part:
             50.0,
             at_least=False,
         )
-        for d in found
+        for d in measured
         if d.models == max(decisions.MODELS) and d.rows in (1, max(decisions.ROWS))
     ]
-    return lines, targets, {"decisions": [asdict(d) for d in found]}
+    return lines, targets, {"decisions": [asdict(d) for d in measured]}
 
 
 def _metas(plan: Plan) -> Part:

@@ -43,19 +43,19 @@ def write_requests() -> Path:
 def detect(grpc_url: str) -> list[Answer]:
     """Return the answers to all images. Each image is sent alone."""
     client = triton.InferenceServerClient(grpc_url)
-    found: list[Answer] = []
+    answers: list[Answer] = []
     for image in images():
         tensor = triton.InferInput("image", [1, *image.shape], "UINT8")
         tensor.set_data_from_numpy(image[None])
         answer = client.infer(DETECTOR, [tensor])
-        found.append({name: answer.as_numpy(name) for name in ("boxes", "scores", "classes", "count")})
+        answers.append({name: answer.as_numpy(name) for name in ("boxes", "scores", "classes", "count")})
     client.close()
-    return found
+    return answers
 
 
-def compare(side: str, answers: Sequence[Answer], wanted: Sequence[Answer]) -> None:
+def compare(side: str, answers: Sequence[Answer], expected: Sequence[Answer]) -> None:
     """Compare the shapes that two sides find. Raises BenchFailed."""
-    for index, (answer, other) in enumerate(zip(answers, wanted, strict=True)):
+    for index, (answer, other) in enumerate(zip(answers, expected, strict=True)):
         for name, array in answer.items():
             difference = np.abs(array.astype(np.float64) - other[name]).max()
             if not difference <= _TOLERANCE.get(name, 0):

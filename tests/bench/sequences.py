@@ -68,9 +68,9 @@ def _one_client(client: SequenceClient, twin: SequenceClient, bundle: Path) -> N
                 times[kind].append(1e3 * (time.perf_counter() - started))
     client.answer(client.send(1, END, _X))
     # Other work on the machine delays most switches between processes. The fastest tenth is affected least.
-    alone, *_ = (statistics.quantiles(found, n=10) for found in times.values())
-    for kind, found in times.items():
-        tenths = statistics.quantiles(found, n=10)
+    alone, *_ = (statistics.quantiles(durations, n=10) for durations in times.values())
+    for kind, durations in times.items():
+        tenths = statistics.quantiles(durations, n=10)
         print(
             f"one client, {kind}: p10 {tenths[0]:.3f} ms, p50 {tenths[4]:.3f} ms; "
             f"beside the module {tenths[0] - alone[0]:.3f} and {tenths[4] - alone[4]:.3f} ms"
@@ -79,12 +79,12 @@ def _one_client(client: SequenceClient, twin: SequenceClient, bundle: Path) -> N
 
 def _module_alone(bundle: Path) -> Callable[[], object]:
     """Return a function that executes one step of one sequence in this process."""
-    device, found = JaxDevice("cpu", ExecutableSources(WORK / "xla")), read_bundle(bundle)
-    signature = check_signatures(found)[0, 1]
-    executable = device.compile(read_module(found, (0, 1), signature), signature)
-    assert found.manifest.state is not None
-    weights = device.upload(load_weights(found))
-    kinds = [((_SLOTS, *tensor.dims), np.dtype(np.float32)) for tensor in found.manifest.state.tensors]
+    device, loaded = JaxDevice("cpu", ExecutableSources(WORK / "xla")), read_bundle(bundle)
+    signature = check_signatures(loaded)[0, 1]
+    executable = device.compile(read_module(loaded, (0, 1), signature), signature)
+    assert loaded.manifest.state is not None
+    weights = device.upload(load_weights(loaded))
+    kinds = [((_SLOTS, *tensor.dims), np.dtype(np.float32)) for tensor in loaded.manifest.state.tensors]
     pools, slots = device.make_pools(kinds), np.zeros(1, np.int32)
     return lambda: device.read(device.launch(executable, weights, [_X[None], slots], (), pools))
 

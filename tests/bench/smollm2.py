@@ -36,16 +36,16 @@ def main(bundle: Path) -> int:
         connection = RuntimeConnection(greet(connect(path)))
         described = connection.register({"model": "smollm2", "bundle": str(bundle)})["models"][0]
         template = described["generate"]["template"]
-        asked = [
+        encoded = [
             tokenizer.encode(template.replace("{text}", prompt)).ids
             for prompt in prompts()[10 : 10 + _CLIENTS]
         ]
         original = model_of(published.file(Path(room)))
         sides: dict[str, Callable[[], object]] = {
-            "transformers": lambda: _continue(original, asked[0]),
-            "one client": lambda: _generate(connection, asked[:1]),
-            "eight clients": lambda: _generate(connection, asked),
-            "eight clients, top_p 0.9": lambda: _generate(connection, asked, temperature=0.7, top_p=0.9),
+            "transformers": lambda: _continue(original, encoded[0]),
+            "one client": lambda: _generate(connection, encoded[:1]),
+            "eight clients": lambda: _generate(connection, encoded),
+            "eight clients, top_p 0.9": lambda: _generate(connection, encoded, temperature=0.7, top_p=0.9),
         }
         times: dict[str, list[float]] = {side: [] for side in sides}
         # The first round fills the caches, and is not counted.
@@ -60,7 +60,7 @@ def main(bundle: Path) -> int:
             )
     for side, seconds in times.items():
         tokens = _TOKENS * (_CLIENTS if side.startswith("eight") else 1)
-        rates = [tokens / one for one in seconds[1:]]
+        rates = [tokens / elapsed for elapsed in seconds[1:]]
         print(f"{side}: {statistics.median(rates):.1f} tokens/s ({min(rates):.1f} to {max(rates):.1f})")
     one, eight = times["one client"], times["eight clients"]
     print(f"one client against transformers: {_ratio(times['transformers'], one)}")
@@ -71,14 +71,14 @@ def main(bundle: Path) -> int:
 
 def _ratio(above: Sequence[float], below: Sequence[float]) -> str:
     """Return the ratio of the times in the same round: its median and its range."""
-    ratios = [one / other for one, other in zip(above[1:], below[1:], strict=True)]
+    ratios = [numerator / denominator for numerator, denominator in zip(above[1:], below[1:], strict=True)]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} rounds)"
 
 
-def _generate(connection: RuntimeConnection, asked: Sequence[Sequence[int]], **sampling: Any) -> None:
+def _generate(connection: RuntimeConnection, encoded: Sequence[Sequence[int]], **sampling: Any) -> None:
     """Let the runtime answer all prompts at the same time."""
-    live = set(connection.next_ids(len(asked)))
-    for number, prompt in zip(sorted(live), asked, strict=True):
+    live = set(connection.next_ids(len(encoded)))
+    for number, prompt in zip(sorted(live), encoded, strict=True):
         send(
             connection.sock,
             pack_generate(Generate(number, prompt, _TOKENS, stop=[], seed=number, **sampling)),
@@ -89,7 +89,7 @@ def _generate(connection: RuntimeConnection, asked: Sequence[Sequence[int]], **s
             assert done.status is Status.OK, done.text
             live.remove(done.request)
         received += sum(1 for _ in connection.take_tokens())
-    assert received == len(asked) * _TOKENS, received
+    assert received == len(encoded) * _TOKENS, received
 
 
 def _continue(model: Any, prompt: Sequence[int]) -> None:

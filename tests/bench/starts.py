@@ -94,13 +94,13 @@ class Client:
         assert not errors, errors
         return time.perf_counter() - started
 
-    def time_until(self, model: str, over: Callable[[], bool]) -> list[float]:
-        """Ask a model at regular times until `over` returns true.
+    def time_until(self, model: str, is_over: Callable[[], bool]) -> list[float]:
+        """Ask a model at regular times until `is_over` returns true.
 
         Return the seconds until each answer, from the time when the request was due.
         """
         seconds, due = [], time.perf_counter()
-        while not over():
+        while not is_over():
             due = max(due + _PERIOD_S, time.perf_counter())
             time.sleep(max(0.0, due - time.perf_counter()))
             self.ask(model)
@@ -142,8 +142,8 @@ def one_round(server: RunningTriton, names: list[str], width: int) -> tuple[floa
     with two_busy_loops():
         until = time.perf_counter() + _WINDOW_S
         beside_loops = client.time_until(warm, lambda: time.perf_counter() > until)
-    ended: list[float] = []
-    thread = threading.Thread(target=lambda: ended.append(cold.ask_all(others)))
+    durations: list[float] = []
+    thread = threading.Thread(target=lambda: durations.append(cold.ask_all(others)))
     thread.start()
     beside = client.time_until(warm, lambda: not thread.is_alive())
     thread.join()
@@ -151,10 +151,10 @@ def one_round(server: RunningTriton, names: list[str], width: int) -> tuple[floa
     p50s = [f"{statistics.median(seconds) * 1e3:.1f}" for seconds in times]
     p99s = [float(np.percentile(seconds, 99)) for seconds in times]
     say(
-        f"first answer {first:.3f} s; {len(others)} at once {ended[0]:.2f} s; warm model alone, beside loops, beside "
+        f"first answer {first:.3f} s; {len(others)} at once {durations[0]:.2f} s; warm model alone, beside loops, beside "
         f"starts: p50 {', '.join(p50s)} ms, p99 {', '.join(f'{p99 * 1e3:.1f}' for p99 in p99s)} ms"
     )
-    return first, ended[0], *p99s
+    return first, durations[0], *p99s
 
 
 def main() -> None:
@@ -181,10 +181,10 @@ def main() -> None:
                 f"{len(os.sched_getaffinity(0))} processors; the first starts take {Client(server, options.width).ask_all(names):.1f} s"
             )
             rounds = [one_round(server, names, options.width) for _ in range(options.rounds)]
-    middle = [statistics.median(one[at] for one in rounds) for at in range(5)]
+    middle = [statistics.median(figures[at] for figures in rounds) for at in range(5)]
     heads = ["first answer s", "all s", "p99 alone ms", "beside two busy loops", "beside starts"]
     print(
-        table(heads, [[f"{middle[0]:.3f}", f"{middle[1]:.2f}", *(f"{one * 1e3:.1f}" for one in middle[2:])]])
+        table(heads, [[f"{middle[0]:.3f}", f"{middle[1]:.2f}", *(f"{p99 * 1e3:.1f}" for p99 in middle[2:])]])
     )
 
 

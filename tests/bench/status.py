@@ -31,13 +31,13 @@ class ModelStatus:
 def model_status(status: dict[str, Any], model: str) -> ModelStatus:
     """Return the counters of a model. For a meta model, the counters of its callees are added up."""
     metas = status["metas"]
-    found = [status["models"][name] for name in (metas[model]["models"] if model in metas else [model])]
+    statuses = [status["models"][name] for name in (metas[model]["models"] if model in metas else [model])]
     sizes: Counter[int] = Counter()
-    for each in found:
+    for each in statuses:
         sizes.update({int(key.partition("/")[2]): count for key, count in each["sizes"].items()})
     return ModelStatus(
-        sum(each["dispatches"] for each in found),
-        sum(each["useful_rows"] for each in found),
-        sum(each["device_seconds"] for each in found),
+        sum(each["dispatches"] for each in statuses),
+        sum(each["useful_rows"] for each in statuses),
+        sum(each["device_seconds"] for each in statuses),
         dict(sizes),
     )

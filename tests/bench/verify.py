@@ -15,11 +15,11 @@ _THREADS = 8
 _TOLERANCE = 1e-4
 
 
-def check(model: str, answer: Array, wanted: Array) -> None:
+def check(model: str, answer: Array, expected: Array) -> None:
     """Check an answer. Raises BenchFailed."""
-    if answer.shape != wanted.shape:
-        raise BenchFailed(f"{model} answers with shape {answer.shape}, expected {wanted.shape}")
-    error = float(np.abs(answer - wanted).max() / np.abs(wanted).max())
+    if answer.shape != expected.shape:
+        raise BenchFailed(f"{model} answers with shape {answer.shape}, expected {expected.shape}")
+    error = float(np.abs(answer - expected).max() / np.abs(expected).max())
     if not error <= _TOLERANCE:
         raise BenchFailed(f"{model} answers wrongly: relative error {error:.2g}")
 

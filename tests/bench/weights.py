@@ -166,9 +166,9 @@ def _ask_what(plan: Plan, kind: str) -> Path:
     layers = chains.layers_of(plan.bytes)
     names = chains.names(plan.models)
     sent = {name: rng.standard_normal((_QUESTIONS, chains.WIDTH), np.float32) for name in names}
-    wanted = {name: chains.reference(name, layers, x, kind) for name, x in sent.items()}
+    expected = {name: chains.reference(name, layers, x, kind) for name, x in sent.items()}
     file = WORK / f"questions-{kind}.npz"
-    Questions(sent, wanted).save(file)
+    Questions(sent, expected).save(file)
     return file
 
 
@@ -254,8 +254,8 @@ def _measure(side: Side, plan: Plan, questions: Path, number: int) -> Swapping:
 
 def summary(plan: Plan, samples: Sequence[Swapping]) -> tuple[list[str], dict[str, dict[str, Any]]]:
     """Return the results as text, and the ratios of each side to the side with all weights resident."""
-    kept = Rounds.of(samples)
-    samples = [sample for sample in samples if sample in kept.samples]
+    rounds = Rounds.of(samples)
+    samples = [sample for sample in samples if sample in rounds.samples]
     names = list(plan.sides())
     top = popularity(plan.models, plan.exponent)[: plan.fitting].sum()
     about = (
@@ -264,13 +264,13 @@ def summary(plan: Plan, samples: Sequence[Swapping]) -> tuple[list[str], dict[st
     )
     lines = [
         about,
-        report.load_table(kept, [(name, plan.clients) for name in names]),
+        report.load_table(rounds, [(name, plan.clients) for name in names]),
         report.swapping_table({name: [s for s in samples if s.side == name] for name in names}),
     ]
     ratios: dict[str, dict[str, Any]] = {}
     for name in names[1:]:
-        found = {
-            figure: kept.ratio(name, RESIDENT, plan.clients, value)
+        spreads = {
+            figure: rounds.ratio(name, RESIDENT, plan.clients, value)
             for figure, value in (
                 ("requests/s", lambda sample: sample.infer_per_s),
                 ("p50", lambda sample: sample.p50_us),
@@ -278,10 +278,10 @@ def summary(plan: Plan, samples: Sequence[Swapping]) -> tuple[list[str], dict[st
                 ("CPU per request", report.server_cpu),
             )
         }
-        ratios[name] = {figure: asdict(spread) for figure, spread in found.items()}
-        said = ", ".join(f"{figure} {report.spread_text(spread)}" for figure, spread in found.items())
-        lines.append(f"{name} / {RESIDENT}: {said}")
-    lines.append(report.rounds_line(kept))
+        ratios[name] = {figure: asdict(spread) for figure, spread in spreads.items()}
+        text = ", ".join(f"{figure} {report.spread_text(spread)}" for figure, spread in spreads.items())
+        lines.append(f"{name} / {RESIDENT}: {text}")
+    lines.append(report.rounds_line(rounds))
     return lines, ratios
 
 

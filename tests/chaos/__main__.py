@@ -38,19 +38,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of what the clients ask (%(default)s)")
     options = parser.parse_args(argv)
     known: Sequence[type[Fault]] = (*FAULTS, *STREAMS, *CATALOGUE, *ENDURANCE, ComesAndGoes)
-    wanted = (
+    kinds = (
         [kind for kind in known if any(word in kind.name for word in options.only)]
         if options.only
         else (*FAULTS, *STREAMS, *CATALOGUE)
     )
-    if not wanted:
+    if not kinds:
         parser.error("no fault has such a name; they are:\n" + "\n".join(f"  {kind.name}" for kind in known))
     minutes = 0.0 if options.quick else options.minutes
     until = time.monotonic() + 60 * minutes
     rows: dict[type[Fault], list[Row]] = {}
     impossible: dict[type[Fault], str] = {}
     with houses() as get:
-        for number, kind in enumerate(_turns(wanted, until, impossible)):
+        for number, kind in enumerate(_turns(kinds, until, impossible)):
             try:
                 pace = QUICK if options.quick else FULL
                 seed = options.seed + number
@@ -69,11 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _turns(
-    wanted: Sequence[type[Fault]], until: float, impossible: Iterable[type[Fault]]
+    kinds: Sequence[type[Fault]], until: float, impossible: Iterable[type[Fault]]
 ) -> Iterator[type[Fault]]:
     """Yield each fault once. Then yield the faults that take only seconds again, until the time is over."""
-    yield from wanted
-    again = [kind for kind in wanted if kind in (*FAULTS, *STREAMS, *CATALOGUE)]
+    yield from kinds
+    again = [kind for kind in kinds if kind in (*FAULTS, *STREAMS, *CATALOGUE)]
     while time.monotonic() < until and (possible := [kind for kind in again if kind not in set(impossible)]):
         for kind in possible:
             if time.monotonic() >= until:
@@ -91,8 +91,8 @@ def report(rows: dict[type[Fault], list[Row]], impossible: dict[type[Fault], str
     merged = {kind: together(some) for kind, some in rows.items()}
     lines = ["```", table(HEADERS, [cells(row, kind.expected) for kind, row in merged.items()]), "```", ""]
     for kind, row in merged.items():
-        if said := remarks(row, kind.expected):
-            lines += [f"{kind.name}:", *(f"- {text}" for text in said), ""]
+        if texts := remarks(row, kind.expected):
+            lines += [f"{kind.name}:", *(f"- {text}" for text in texts), ""]
     lines += [f"{kind.name}: not tried: {why}" for kind, why in impossible.items()]
     return "\n".join(lines).rstrip()
 

@@ -127,10 +127,10 @@ class BundlesChange(_Catalogue):
         question = item(np.random.default_rng(number), number)
         connection = Connection("grpc", house.server.server.grpc_url)
         at = question.inputs["at"].astype(np.uint32)
-        wanted = {"y": at * np.uint32(item_factor(like))}
-        outcome, said = connection.ask(item_name(number), question._replace(wanted=wanted))
+        expected = {"y": at * np.uint32(item_factor(like))}
+        outcome, detail = connection.ask(item_name(number), question._replace(wanted=expected))
         connection.close()
-        self._outcomes[item_name(number)] = f"{outcome} {said[:150]}"
+        self._outcomes[item_name(number)] = f"{outcome} {detail[:150]}"
         if outcome == UNANSWERED:
             self._problems.append(f"{item_name(number)} never answered")
         return outcome
@@ -224,14 +224,14 @@ class ComesAndGoes(_Catalogue):
         beats = max(10, round(self._seconds / 60))
         for beat in range(1, beats + 1):
             time.sleep(max(0.0, began + beat * self._seconds / beats - time.monotonic()))
-            said = house.log_from(mark)
+            log = house.log_from(mark)
             ends = [record.outcome for record in load.records]
             right, wrong = ends.count(RIGHT), ends.count(WRONG)
             self._used.append(usage(house))
-            used = "; ".join(f"{role} {one}" for role, one in self._used[-1].items())
+            used = "; ".join(f"{role} {figure}" for role, figure in self._used[-1].items())
             line = (
                 f"{time.monotonic() - began:5.0f} s: {right} right, {len(ends) - right - wrong} failed, {wrong} wrong; "
-                f"{said.count(': built in ')} starts, {said.count('falls back to cold')} falls, "
+                f"{log.count(': built in ')} starts, {log.count('falls back to cold')} falls, "
                 f"{len(house.status()['models'])} models; {used}"
             )
             print(line, flush=True)

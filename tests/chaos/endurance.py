@@ -57,7 +57,7 @@ def returns(records: Iterable[Record], deaths: Sequence[Death], end: float) -> l
     ordered = sorted(records, key=lambda record: record.ended)
     times = [record.ended for record in ordered]
     models = {record.model for record in ordered}
-    found = []
+    result = []
     for death, until in zip(deaths, [*(death.at for death in deaths[1:]), end], strict=True):
         later = ordered[bisect_right(times, death.at) : bisect_right(times, until)]
         firsts: dict[str, float] = {}
@@ -67,21 +67,21 @@ def returns(records: Iterable[Record], deaths: Sequence[Death], end: float) -> l
         first = min(firsts.values(), default=inf)
         last = max(firsts.values()) if firsts.keys() == models else inf
         longest = max((record.ended - record.sent for record in later), default=0.0)
-        found.append(Return(first, last, longest))
-    return found
+        result.append(Return(first, last, longest))
+    return result
 
 
 def summary(records: Iterable[Record], deaths: Sequence[Death], end: float) -> Iterator[str]:
     """Yield a line for each way to die."""
     pairs = list(zip(deaths, returns(records, deaths, end), strict=True))
     for way in sorted({death.way for death in deaths}):
-        mine = [one for death, one in pairs if death.way == way]
+        mine = [recovery for death, recovery in pairs if death.way == way]
         figures = ", ".join(
             f"{what} {median(values):.2f} s, {max(values):.2f} s"
             for what, some in (
-                ("first right answer", [one.first for one in mine]),
-                ("all models", [one.all for one in mine]),
-                ("longest request", [one.longest for one in mine]),
+                ("first right answer", [recovery.first for recovery in mine]),
+                ("all models", [recovery.all for recovery in mine]),
+                ("longest request", [recovery.longest for recovery in mine]),
             )
             if (values := [seconds for seconds in some if seconds < inf])
         )
@@ -118,11 +118,13 @@ def usage(house: House) -> dict[str, Usage]:
     roles = server_processes(house.server.pid, has_runtime=True)
     if (control := house.control_pid()) is not None:
         roles[control] = "control"
-    found: dict[str, Usage] = {}
+    by_role: dict[str, Usage] = {}
     for pid, role in roles.items():
-        before = found.get(role, Usage(0.0, Counter()))
-        found[role] = Usage(before.megabytes + memory(pid).anonymous, before.descriptors + _descriptors(pid))
-    return found
+        before = by_role.get(role, Usage(0.0, Counter()))
+        by_role[role] = Usage(
+            before.megabytes + memory(pid).anonymous, before.descriptors + _descriptors(pid)
+        )
+    return by_role
 
 
 # --- ways to die --------------------------------------------------------------------------------------------------

@@ -315,16 +315,18 @@ class KillControl(Fault):
     unhealthy = ""
 
     def prepare(self, house: House) -> None:
-        found = house.control_pid()
-        if found is None:
+        pid = house.control_pid()
+        if pid is None:
             raise NotPossible("this server has no control process")
-        self._killed = found
+        self._killed = pid
 
     def strike(self, house: House, load: Load) -> float:
         struck = kill(self._killed, signal.SIGKILL)
-        with watched(house.control_socket(), "") as told:
-            wait_until(lambda: told.seconds_until(serving=True, since=struck) < inf, 10, what="its successor")
-            self._seconds = told.seconds_until(serving=True, since=struck)
+        with watched(house.control_socket(), "") as reports:
+            wait_until(
+                lambda: reports.seconds_until(serving=True, since=struck) < inf, 10, what="its successor"
+            )
+            self._seconds = reports.seconds_until(serving=True, since=struck)
         return struck
 
     def notes(self) -> Iterable[str]:
@@ -430,8 +432,8 @@ class CorruptCache(_RuntimeDies):
         yield from super().check(house)
         # A damaged entry may be reported twice: the runtime reads it before it has read the module, and again afterwards.
         lines = house.log_from(self._mark).splitlines()
-        found = (line.partition(" is damaged, so it is compiled again") for line in lines)
-        self._damaged = len({path.rpartition(" ")[2] for path, told, _ in found if told})
+        parts = (line.partition(" is damaged, so it is compiled again") for line in lines)
+        self._damaged = len({path.rpartition(" ")[2] for path, separator, _ in parts if separator})
 
     def notes(self) -> Iterable[str]:
         yield f"of {self._entries} entries, all damaged, {self._damaged} were read, detected, and compiled again"

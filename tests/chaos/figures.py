@@ -113,11 +113,11 @@ def judge(
     stretch: Stretch,
     expected: Expected,
     *,
-    told: float | None = None,
+    unhealthy_s: float | None = None,
     problems: Iterable[str] = (),
     notes: Iterable[str] = (),
 ) -> Row:
-    """Judge a fault that was caused once. `told`, `problems` and `notes` are results that are not in the records."""
+    """Judge a fault that was caused once. `unhealthy_s`, `problems` and `notes` are results that are not in the records."""
     touched = [r for r in records if r.ended > stretch.strike and r.sent < stretch.end]
     ends = Counter(r.outcome for r in touched)
     errors = Counter({end: n for end, n in ends.items() if end not in (RIGHT, WRONG, UNANSWERED)})
@@ -128,8 +128,8 @@ def judge(
 
     def back(harmed: bool) -> float:
         # Requests that cause the fault are meant to fail. The requests of the load show whether the model is back.
-        asked = (r for r in records if r.protocol != STRIKE)
-        return _back([r for r in asked if expected.harms(r.model) is harmed], stretch)
+        sent = (r for r in records if r.protocol != STRIKE)
+        return _back([r for r in sent if expected.harms(r.model) is harmed], stretch)
 
     waits = [r.ended - max(r.sent, stretch.strike) for r in touched if r.outcome != UNANSWERED]
     row = Row(
@@ -145,7 +145,7 @@ def judge(
         max(waits, default=0.0),
         back(True),
         back(False),
-        told,
+        unhealthy_s,
         (),
         tuple(notes),
     )

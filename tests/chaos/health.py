@@ -24,30 +24,30 @@ class Told:
 
     def seconds_until(self, serving: bool, since: float) -> float:
         """Return the seconds from `since` to the first report of this state, or inf if there is none."""
-        return next((at - since for at, said in self._said if at >= since and said is serving), inf)
+        return next((at - since for at, reported in self._said if at >= since and reported is serving), inf)
 
 
 @contextmanager
 def watched(socket: Path, service: str) -> Iterator[Told]:
     """Follow the reports during the block: about a model, or about the server if `service` is empty."""
-    told = Told()
-    over = threading.Event()
+    reports = Told()
+    stop = threading.Event()
     with grpc.insecure_channel(f"unix:{socket}", options=[("grpc.max_reconnect_backoff_ms", 100)]) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
 
         def follow() -> None:
-            while not over.wait(0.02):
+            while not stop.wait(0.02):
                 try:
                     for answer in stub.Watch(health_pb2.HealthCheckRequest(service=service)):
-                        told.note(answer.status == health_pb2.HealthCheckResponse.SERVING)
+                        reports.note(answer.status == health_pb2.HealthCheckResponse.SERVING)
                 except (grpc.RpcError, ValueError):  # A channel that is being closed raises ValueError.
-                    told.note(serving=False)
+                    reports.note(serving=False)
 
         thread = threading.Thread(target=follow)
         thread.start()
         try:
-            yield told
+            yield reports
         finally:
-            over.set()
+            stop.set()
             channel.close()
             thread.join()

@@ -110,10 +110,10 @@ def _unshare() -> list[str]:
 
 def clock_library() -> Path:
     """Return the library that gives processes a clock that can be set (PyPI's libfaketime). Raises NotPossible."""
-    found = find_spec("libfaketime")
-    if found is None or found.origin is None:
+    spec = find_spec("libfaketime")
+    if spec is None or spec.origin is None:
         raise NotPossible("the package libfaketime is not installed")
-    return Path(found.origin).parent / "vendor" / "libfaketime" / "src" / "libfaketime.so.1"
+    return Path(spec.origin).parent / "vendor" / "libfaketime" / "src" / "libfaketime.so.1"
 
 
 class _HousedServer(TritonServer):
@@ -279,16 +279,16 @@ class House:
     # --- tools of faults -----------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = read_status(self.server.pid, timeout=2)
-        return found
+        status: dict[str, Any] = read_status(self.server.pid, timeout=2)
+        return status
 
     def model(self, name: str) -> Mapping[str, Any]:
         """Return the runtime's status of a model, or an empty mapping if there is none."""
         try:
-            found: Mapping[str, Any] = self.status()["models"].get(name, {})
+            status: Mapping[str, Any] = self.status()["models"].get(name, {})
         except (OSError, Closed):
             return {}
-        return found
+        return status
 
     def runtime_pid(self, device: int = 0) -> int:
         pid = wait_until(lambda: self._runtime_pid(device), what="a runtime")
@@ -326,9 +326,9 @@ class House:
 
     def control_pid(self) -> int | None:
         """Return the pid of the control process, or None if there is none."""
-        wanted = ["-m", "rsrv.control", "--server-pid", str(self.server.pid)]
+        arguments = ["-m", "rsrv.control", "--server-pid", str(self.server.pid)]
         for process in psutil.process_iter(["cmdline"]):
-            if set(wanted) <= set(process.info["cmdline"] or []):
+            if set(arguments) <= set(process.info["cmdline"] or []):
                 return int(process.pid)
         return None
 
@@ -362,8 +362,8 @@ class House:
             "--server",
             f"unix:{self.control_socket()}",
         ]
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-        assert ended.returncode == 0, f"rsrv {' '.join(arguments)}: {ended.stdout}{ended.stderr}"
+        process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        assert process.returncode == 0, f"rsrv {' '.join(arguments)}: {process.stdout}{process.stderr}"
 
     def set_clock(self, seconds: float) -> None:
         """Set the difference of the runtime's clock from the real time. It applies within a second."""
@@ -421,7 +421,7 @@ class House:
 
     def _operator_headers(self) -> dict[str, str]:
         """Return the headers that calls of the repository API need over gRPC, as a mapping."""
-        return dict(restriction(*one) for one in self.server.server.operator_headers.items())
+        return dict(restriction(*header) for header in self.server.server.operator_headers.items())
 
     def unload_model(self, model: str) -> None:
         self.server.grpc.unload_model(model, headers=self._operator_headers())
@@ -430,8 +430,8 @@ class House:
     def reload(self, model: str) -> None:
         """Unload and load a model, which also replaces a dead stub. A failed load fails the test."""
         self.unload_model(model)
-        said = self.load_model(model)
-        assert not said, said
+        error = self.load_model(model)
+        assert not error, error
 
     def strike(
         self, load: Load, model: str, question: Question, *, wait: bool = False, patience: float = PATIENCE
@@ -441,9 +441,9 @@ class House:
 
         def send() -> None:
             connection = Connection("grpc", self.server.server.grpc_url, patience)
-            outcome, said = connection.ask(model, question)
+            outcome, detail = connection.ask(model, question)
             connection.close()
-            load.note(Record(model, STRIKE, sent, time.monotonic(), outcome, said[:200]))
+            load.note(Record(model, STRIKE, sent, time.monotonic(), outcome, detail[:200]))
 
         thread = threading.Thread(target=send)
         thread.start()

@@ -79,10 +79,10 @@ class Connection:
             names = output_names(answer)
             return _compared({name: answer.as_numpy(name) for name in names}, question.wanted), ""
         except InferenceServerException as error:
-            outcome, said = _refused(error)
+            outcome, detail = _refused(error)
             if outcome in (UNANSWERED, BROKEN):
                 self.close()
-            return outcome, said
+            return outcome, detail
         except TimeoutError as error:
             self.close()
             return UNANSWERED, repr(error)
@@ -111,11 +111,11 @@ def ask_at_once(
             ) -> None:
                 if error is None:
                     names = output_names(result)
-                    outcome, said = _compared({n: result.as_numpy(n) for n in names}, question.wanted), ""
+                    outcome, detail = _compared({n: result.as_numpy(n) for n in names}, question.wanted), ""
                 else:
-                    outcome, said = _refused(error)
-                said = f"{question.model}: {said}"[:200]
-                records.append(Record(model, STRIKE, sent, time.monotonic(), outcome, said))
+                    outcome, detail = _refused(error)
+                detail = f"{question.model}: {detail}"[:200]
+                records.append(Record(model, STRIKE, sent, time.monotonic(), outcome, detail))
                 answered.release()
 
             inputs = tensors(tritonclient.grpc, question.inputs)
@@ -148,10 +148,10 @@ def _code(status: str, message: str) -> str:
     return code
 
 
-def _compared(got: Mapping[str, Array], wanted: Mapping[str, Array]) -> str:
-    same = set(got) == set(wanted) and all(
+def _compared(got: Mapping[str, Array], expected: Mapping[str, Array]) -> str:
+    same = set(got) == set(expected) and all(
         got[name].dtype == array.dtype and got[name].shape == array.shape and (got[name] == array).all()
-        for name, array in wanted.items()
+        for name, array in expected.items()
     )
     return RIGHT if same else WRONG
 
@@ -171,10 +171,10 @@ def main(arguments: Sequence[str]) -> None:
         while not stop.wait(client.pause):
             question = QUESTIONS[client.model](rng)
             sent = time.monotonic()
-            outcome, said = connection.ask(question.model or client.model, question)
+            outcome, detail = connection.ask(question.model or client.model, question)
             if question.model and outcome != RIGHT:
-                said = f"{question.model}: {said}"
-            record = Record(client.model, client.protocol, sent, time.monotonic(), outcome, said[:200])
+                detail = f"{question.model}: {detail}"
+            record = Record(client.model, client.protocol, sent, time.monotonic(), outcome, detail[:200])
             with lock:
                 print(json.dumps(record), flush=True)
             if outcome != RIGHT:
@@ -254,11 +254,19 @@ class Load:
 
 
 @contextlib.contextmanager
-def load(grpc_url: str, http_url: str, wanted: Sequence[Client], seed: int) -> Iterator[Load]:
+def load(grpc_url: str, http_url: str, load_clients: Sequence[Client], seed: int) -> Iterator[Load]:
     """Run clients during the block."""
-    command = [sys.executable, "-m", "tests.chaos.load", grpc_url, http_url, str(seed), *map(str, wanted)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.chaos.load",
+        grpc_url,
+        http_url,
+        str(seed),
+        *map(str, load_clients),
+    ]
     process = subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    made = Load(process, wanted)
+    made = Load(process, load_clients)
     try:
         yield made
     finally:

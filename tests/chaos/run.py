@@ -77,9 +77,19 @@ def run_fault(fault: Fault, house: House, pace: Pace, seed: int) -> Row:
         problems += fault.check(house)
         notes += fault.notes()
     fault.tidy(house)
-    told = None if fault.unhealthy is None or died else health.seconds_until(serving=False, since=strike)
+    unhealthy_s = (
+        None if fault.unhealthy is None or died else health.seconds_until(serving=False, since=strike)
+    )
     stretch = Stretch(begin, strike, relief, end)
-    return judge(fault.name, clients.records, stretch, expected, told=told, problems=problems, notes=notes)
+    return judge(
+        fault.name,
+        clients.records,
+        stretch,
+        expected,
+        unhealthy_s=unhealthy_s,
+        problems=problems,
+        notes=notes,
+    )
 
 
 def _settle(clients: Load, house: House, fault: Fault, relief: float, earliest: float, pace: Pace) -> None:

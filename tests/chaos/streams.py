@@ -117,12 +117,12 @@ class _Sequences(_WithState):
 
     def check(self, house: House) -> Iterable[str]:
         yield from self._problems
-        if any(left := house.model(self.model)["sequences"].values()):
-            yield f"sequences are left: {list(left)}"
+        if any(sequences := house.model(self.model)["sequences"].values()):
+            yield f"sequences are left: {list(sequences)}"
 
-    def _expect(self, what: str, got: object, wanted: object) -> None:
-        if got != wanted:
-            self._problems.append(f"{what}: {got} instead of {wanted}")
+    def _expect(self, what: str, got: object, expected: object) -> None:
+        if got != expected:
+            self._problems.append(f"{what}: {got} instead of {expected}")
 
 
 class KillUnderSequences(_Sequences):

@@ -24,12 +24,12 @@ def stepped(x: Array, steps: npt.ArrayLike) -> Array:
     for row, count in zip(x, np.broadcast_to(steps, len(x)), strict=True):
         a, c = 1, 0  # The rounds so far map a value to a * value + c.
         square_a, square_c = FACTOR, SUMMAND
-        left = int(count) * ROUNDS
-        while left > 0:
-            if left & 1:
+        remaining = int(count) * ROUNDS
+        while remaining > 0:
+            if remaining & 1:
                 a, c = square_a * a % 2**32, (square_a * c + square_c) % 2**32
             square_a, square_c = square_a * square_a % 2**32, (square_a * square_c + square_c) % 2**32
-            left >>= 1
+            remaining >>= 1
         rows.append([(a * int(value) + c) % 2**32 for value in row])
     return np.array(rows, np.uint32).reshape(x.shape)
 

@@ -47,13 +47,13 @@ class Page:
     async def read(self) -> None:
         """Read the browser's messages until it ends."""
         async for message in self._socket:
-            said = json.loads(message.data)
-            if "id" in said:
-                answer = self._answers.pop(said["id"])
+            content = json.loads(message.data)
+            if "id" in content:
+                answer = self._answers.pop(content["id"])
                 if not answer.done():
-                    answer.set_result(said)
+                    answer.set_result(content)
             else:
-                await self._happened(said["method"], said["params"])
+                await self._happened(content["method"], content["params"])
 
     async def _happened(self, method: str, params: dict[str, Any]) -> None:
         match method:
@@ -75,22 +75,22 @@ class Page:
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
         answer = self._answers[await self._send(method, params)]
-        said = await asyncio.wait_for(answer, PATIENCE_S)
-        assert "error" not in said, (method, said)
-        result: dict[str, Any] = said["result"]
+        reply = await asyncio.wait_for(answer, PATIENCE_S)
+        assert "error" not in reply, (method, reply)
+        result: dict[str, Any] = reply["result"]
         return result
 
     async def value(self, expression: str) -> Any:
         """Return the value of a JavaScript expression. If the value is a promise, return its result."""
-        said = await self.call(
+        reply = await self.call(
             "Runtime.evaluate",
             expression=expression,
             awaitPromise=True,
             returnByValue=True,
             userGesture=True,
         )
-        assert "exceptionDetails" not in said, said["exceptionDetails"]
-        return said["result"].get("value")
+        assert "exceptionDetails" not in reply, reply["exceptionDetails"]
+        return reply["result"].get("value")
 
     async def until(self, expression: str) -> Any:
         """Wait until the expression has a true value, and return it."""
@@ -105,12 +105,12 @@ class Page:
     async def busy(self) -> float:
         """Return for how many seconds the page's main thread has worked so far."""
         metrics = (await self.call("Performance.getMetrics"))["metrics"]
-        return float(next(one["value"] for one in metrics if one["name"] == "TaskDuration"))
+        return float(next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration"))
 
     async def picture(self, file: Path) -> None:
         """Write a picture of the visible page to a PNG file."""
-        said = await self.call("Page.captureScreenshot", format="png")
-        file.write_bytes(base64.b64decode(said["data"]))
+        reply = await self.call("Page.captureScreenshot", format="png")
+        file.write_bytes(base64.b64decode(reply["data"]))
 
 
 @contextmanager

@@ -145,13 +145,13 @@ def at_once(
     """Run `work` for `count` clients at the same time. It gets a client and its number. Return the results in the order of the numbers."""
     start = threading.Barrier(count)
 
-    def one(number: int) -> T:
+    def run_client(number: int) -> T:
         with caller(server, protocol) as call:
             start.wait(PATIENCE_S)
             return work(call, number)
 
     with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(one, range(count)))
+        return list(pool.map(run_client, range(count)))
 
 
 def at_once_behind_a_pause(
@@ -198,6 +198,6 @@ def assert_same(got: Mapping[str, Array], want: Mapping[str, Array]) -> None:
         assert got[name].tobytes() == np.ascontiguousarray(array).tobytes(), name
 
 
-def only(model: str, found: Sequence[T]) -> T:
-    assert len(found) == 1, f"{model}: {found}"
-    return found[0]
+def only(model: str, items: Sequence[T]) -> T:
+    assert len(items) == 1, f"{model}: {items}"
+    return items[0]

@@ -68,15 +68,15 @@ def collecting() -> Iterator[Collector]:
         server.server_close()
 
 
-def _ids(said: object) -> Iterator[str]:
+def _ids(node: object) -> Iterator[str]:
     """Return all span ids in Triton's JSON."""
-    if isinstance(said, dict):
-        if "spanId" in said:
-            yield str(said["spanId"])
-        for value in said.values():
+    if isinstance(node, dict):
+        if "spanId" in node:
+            yield str(node["spanId"])
+        for value in node.values():
             yield from _ids(value)
-    elif isinstance(said, list):
-        for value in said:
+    elif isinstance(node, list):
+        for value in node:
             yield from _ids(value)
 
 

@@ -41,7 +41,7 @@ def recorded(server: RunningTriton) -> Iterator[None]:
                 seen = _read(server)
             except (OSError, ValueError, grpc.RpcError):
                 continue  # The server or its control process is being replaced.
-            turns = {one: turns.get(one, 0) + 1 for one in seen.items()}
+            turns = {pair: turns.get(pair, 0) + 1 for pair in seen.items()}
             for (_, combination), count in turns.items():
                 longest[combination] = max(longest.get(combination, 0), count)
 
@@ -52,9 +52,13 @@ def recorded(server: RunningTriton) -> Iterator[None]:
     finally:
         stop.set()
         watching.join()
-    unknown = {one: samples for one, samples in longest.items() if not any(row.has(one) for row in ROWS)}
+    unknown = {
+        combination: samples
+        for combination, samples in longest.items()
+        if not any(row.has(combination) for row in ROWS)
+    }
     print(f"{len(longest)} combinations of states met; unknown: {unknown}")
-    lasting = sorted(one for one, samples in unknown.items() if samples > _PASSING)
+    lasting = sorted(combination for combination, samples in unknown.items() if samples > _PASSING)
     assert not lasting, "tests/combinations.py lacks these:\n" + "\n".join(map(str, lasting))
 
 
@@ -69,12 +73,12 @@ def _read(server: RunningTriton) -> dict[str, Combination]:
     if _index(server) != before:
         return {}
     words = lives(answer)
-    asleep = all(one.HasField("asleep_since_unix_s") for one in answer.devices)
-    found = {}
+    asleep = all(device.HasField("asleep_since_unix_s") for device in answer.devices)
+    combinations = {}
     for model in (*answer.models, *answer.metas):
         text = words[model.name]
         known = any(version.key for version in model.versions)
-        found[model.name] = Combination(
+        combinations[model.name] = Combination(
             text.partition(",")[0]
             + (", in an older version" if text.endswith("in an older version") else ""),
             model.bundle,
@@ -83,11 +87,11 @@ def _read(server: RunningTriton) -> dict[str, Combination]:
             "asleep" if asleep else state_of(model.versions) if known else "none",
             weights_of(model.record) or "none",
         )
-    return found
+    return combinations
 
 
 def _index(server: RunningTriton) -> dict[str, str]:
     request = urllib.request.Request(f"http://{server.server.http_url}/v2/repository/index", b"{}")
     with urllib.request.urlopen(request, timeout=5) as answer:
-        found: list[dict[str, Any]] = json.load(answer)
-    return {one["name"]: one.get("state", "UNAVAILABLE") or "UNAVAILABLE" for one in found}
+        entries: list[dict[str, Any]] = json.load(answer)
+    return {entry["name"]: entry.get("state", "UNAVAILABLE") or "UNAVAILABLE" for entry in entries}

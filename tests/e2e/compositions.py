@@ -234,8 +234,8 @@ def add_callers(repository: Path, model: str) -> None:
         ensemble.CopyFrom(config)
         ensemble.name, ensemble.platform = f"ensemble_{step}", "ensemble"
         entry = ensemble.ensemble_scheduling.step.add(model_name=step, model_version=-1)
-        entry.input_map.update({one.name: one.name for one in config.input})
-        entry.output_map.update({one.name: one.name for one in config.output})
+        entry.input_map.update({tensor.name: tensor.name for tensor in config.input})
+        entry.output_map.update({tensor.name: tensor.name for tensor in config.output})
         _add(repository, ensemble)
 
 

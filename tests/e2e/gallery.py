@@ -94,11 +94,11 @@ def boxes(server: RunningTriton, call: Caller) -> Figure:
 def masks(server: RunningTriton, call: Caller) -> Figure:
     """Draw scenes, and the pixels at which the U-Net sees a shape."""
     images = scenes(4, seed=0).images
-    shown = call("unet", {"image": images})["logits"] > 0
+    predicted = call("unet", {"image": images})["logits"] > 0
     made, axes = figure(9, 4.6, 2, 4)
     for row, image in enumerate(images):
         bare(axes[row], image)
-        bare(axes[4 + row], shown[row], cmap="gray")
+        bare(axes[4 + row], predicted[row], cmap="gray")
     axes[0].set_ylabel("picture")
     axes[4].set_ylabel("mask")
     return made
@@ -108,8 +108,8 @@ def embeddings(server: RunningTriton, call: Caller) -> Figure:
     """Draw the cosine similarities of sentences."""
     texts = np.array([[text.encode()] for text in SENTENCES], object)
     answers = [call("minilm", {"text": texts[start : start + ROWS]}) for start in range(0, len(texts), ROWS)]
-    found = np.concatenate([answer["embedding"] for answer in answers])
-    likeness = found @ found.T
+    vectors = np.concatenate([answer["embedding"] for answer in answers])
+    likeness = vectors @ vectors.T
     made, (axes,) = figure(8, 4.6, 1, 1)
     axes.imshow(likeness, cmap="cividis", vmin=0, vmax=1)
     axes.set_yticks(range(len(SENTENCES)), SENTENCES)
@@ -147,7 +147,7 @@ def texts(server: RunningTriton, call: Caller) -> Figure:
 def forecasts(server: RunningTriton, call: Caller) -> Figure:
     """Draw a series, and the forecast of each next value. A request has one value."""
     values = series(1, STEPS)[0]
-    found = []
+    predicted = []
     for step, value in enumerate(values):
         answer = call(
             "forecast",
@@ -156,11 +156,16 @@ def forecasts(server: RunningTriton, call: Caller) -> Figure:
             sequence_start=step == 0,
             sequence_end=step == len(values) - 1,
         )
-        found.append(answer["forecast"][0, 0])
+        predicted.append(answer["forecast"][0, 0])
     made, (axes,) = figure(9, 2.6, 1, 1)
     axes.plot(values, color="#333333", linewidth=1.2, label="values that clients send")
     axes.plot(
-        range(1, STEPS + 1), found, "o", color=COLOURS[1], markersize=3, label="forecast before each value"
+        range(1, STEPS + 1),
+        predicted,
+        "o",
+        color=COLOURS[1],
+        markersize=3,
+        label="forecast before each value",
     )
     axes.set_xlabel("request")
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False, fontsize=8)

@@ -202,8 +202,8 @@ class RunningGateway:
     def status(self) -> pb.GetStatusResponse:
         with grpc.insecure_channel(self.control) as channel:
             stub: Any = gateway_pb2_grpc.GatewayStub(channel)
-            found: pb.GetStatusResponse = stub.GetStatus(pb.GetStatusRequest(), timeout=20)
-        return found
+            status: pb.GetStatusResponse = stub.GetStatus(pb.GetStatusRequest(), timeout=20)
+        return status
 
     def rsrv(self, *arguments: str) -> str:
         """Run a command of `rsrv gateway`, and return its output."""

@@ -89,13 +89,13 @@ class RunningTriton:
 
     def stub_pids(self, model: str | None = None) -> list[int]:
         """Return the pids of the stubs of one model, or of all models. A stub's command line contains the model's name."""
-        found = []
+        pids = []
         for child in _children(self.pid):
             line = _command_line(child)
             is_stub = any(part.endswith("triton_python_backend_stub") for part in line[:1])
             if is_stub and (model is None or any(f"/{model}/" in part for part in line)):
-                found.append(child.pid)
-        return found
+                pids.append(child.pid)
+        return pids
 
     def urgent_findings(self) -> dict[str, str]:
         """Return the evidence of the last minute's warnings and critical findings, by name.
@@ -105,7 +105,11 @@ class RunningTriton:
         if not self._has_runtime():
             return {}
         answer = wait_until(self._diagnosis, what="an answer of the control process")
-        return {one.name: one.evidence for one in answer.findings if one.severity != pb.SEVERITY_NOTE}
+        return {
+            finding.name: finding.evidence
+            for finding in answer.findings
+            if finding.severity != pb.SEVERITY_NOTE
+        }
 
     def _has_runtime(self) -> bool:
         """Return True if the server has a control process, or a runtime that answers."""
@@ -135,7 +139,7 @@ class RunningTriton:
 
     def _control_address(self) -> str | None:
         """Return the address of the server's control process, or None if there is none yet."""
-        return next((one.address for one in find.running() if one.server_pid == self.pid), None)
+        return next((process.address for process in find.running() if process.server_pid == self.pid), None)
 
 
 #: Time limit for the start of a server, in seconds. With an empty cache, a server compiles dozens of models while other servers start.
@@ -210,7 +214,7 @@ def running_triton(
                 if wait_ready:
                     _wait_ready(running, timeout)
                 yield running
-                found = {} if expected is None else running.urgent_findings()
+                findings = {} if expected is None else running.urgent_findings()
             finally:
                 running.grpc.close()
                 running.http.close()
@@ -218,7 +222,7 @@ def running_triton(
                 server.kill()
     finally:
         _running.remove(server)
-    alarms = {name: evidence for name, evidence in found.items() if name not in (expected or ())}
+    alarms = {name: evidence for name, evidence in findings.items() if name not in (expected or ())}
     assert not alarms, f"rsrv doctor would raise an alarm that no test caused: {alarms}"
 
 

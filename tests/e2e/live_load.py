@@ -74,8 +74,8 @@ def load(server: RunningTriton, *, pause: float = 0.005) -> Iterator[None]:
             yield
         finally:
             stop.set()
-        for one in asking:
-            one.result()
+        for future in asking:
+            future.result()
 
 
 async def _take(browser: str, url: str, file: Path) -> None:

@@ -85,11 +85,11 @@ def write_version(path: Path, version: int, *, module: int = 0) -> Path:
 def version(call: Caller, name: str, x: float = 7.0, rows: int = 1) -> tuple[int, int]:
     """Ask a model, and return its version and its module. All its outputs must agree."""
     answer = call(name, {"x": np.full((rows, COLUMNS), x, np.float32)})
-    found = {
+    versions = {
         (float(a - x), float(b - x), float(c))
         for a, b, c in zip(*(answer[k].ravel() for k in OUTPUTS), strict=True)
     }
-    ((first, second, module),) = found
+    ((first, second, module),) = versions
     assert first == second, "the answer is of two versions"
     return int(first), int(module)
 
@@ -125,10 +125,10 @@ class Living:
 
     def set_discipline(self, discipline: pb.Discipline) -> bool:
         """Set the discipline. Return True if the runtime then has it. Raises grpc.RpcError."""
-        wanted = pb.SetSchedulerRequest(scheduler=pb.Scheduler(discipline=discipline))
-        self._stub.SetScheduler(wanted, timeout=20)
-        found = self._stub.SetScheduler(pb.SetSchedulerRequest(), timeout=20).scheduler.discipline
-        return bool(found == discipline)
+        request = pb.SetSchedulerRequest(scheduler=pb.Scheduler(discipline=discipline))
+        self._stub.SetScheduler(request, timeout=20)
+        current = self._stub.SetScheduler(pb.SetSchedulerRequest(), timeout=20).scheduler.discipline
+        return bool(current == discipline)
 
     @property
     def pid(self) -> int:
@@ -143,7 +143,7 @@ class Living:
     def broken(self, name: str) -> str:
         """Return why the runtime cannot serve a model, or an empty text."""
         (model,) = self._stub.GetStatus(pb.GetStatusRequest(model=name), timeout=20).models
-        return next((one.error for one in model.versions if one.state == pb.STATE_FAILED), "")
+        return next((entry.error for entry in model.versions if entry.state == pb.STATE_FAILED), "")
 
     @property
     def serves(self) -> bool:

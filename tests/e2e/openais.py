@@ -104,8 +104,8 @@ def _export(folder: Path) -> None:
     example = {"x": np.ones((1, WIDTH), np.float32), "tokens": np.zeros(1, np.int32)}
 
     def embed(params: Any, x: Any, tokens: Any) -> Any:
-        found = x @ params["kernel"] + 1
-        return {"embedding": found / jnp.linalg.norm(found, axis=1, keepdims=True), "tokens": tokens}
+        vectors = x @ params["kernel"] + 1
+        return {"embedding": vectors / jnp.linalg.norm(vectors, axis=1, keepdims=True), "tokens": tokens}
 
     def write(name: str, function: Any, hooks: str, inputs: list[Any], task: dict[str, Any]) -> None:
         output, size = {"feature-extraction": ("embedding", WIDTH), "text-ranking": ("scores", 1)}.get(

@@ -130,10 +130,12 @@ def told(prompt: bytes, tokens: int) -> str:
 def bytes_tokenizer() -> Tokenizer:
     """Return a tokenizer whose tokens are single bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    found = Tokenizer(models.BPE(vocab={one: id for id, one in enumerate(alphabet)}, merges=[]))
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.decoder = decoders.ByteLevel()
-    return found
+    tokenizer = Tokenizer(
+        models.BPE(vocab={character: id for id, character in enumerate(alphabet)}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def sums(
@@ -148,7 +150,7 @@ def sums(
     """Send one chunk of a sequence to `sums`. Return the sum of the sequence up to each value."""
     x = np.asarray([values], np.float32)
     answer = call("sums", {"x": x}, sequence_id=id, sequence_start=start, sequence_end=end, **options)
-    return [float(one) for one in answer["y"][0]]
+    return [float(value) for value in answer["y"][0]]
 
 
 class Stream:
@@ -217,7 +219,7 @@ class GrpcStreams:
         if error is not None:
             raise error
         response = result.get_response()
-        outputs = {one.name: result.as_numpy(one.name) for one in response.outputs}
+        outputs = {output.name: result.as_numpy(output.name) for output in response.outputs}
         return response.id, outputs, bool(response.parameters["triton_final_response"].bool_param)
 
     def failure(self) -> str:

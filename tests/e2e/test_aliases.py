@@ -40,13 +40,13 @@ def test_aliases_move_between_models_under_load(
     server: RunningTriton, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Aliases split requests. rsrv.yaml and `rsrv alias` move a name without a failed request. Errors name the alias and the model."""
-    found: Counter[int] = Counter()
-    over = threading.Event()
+    answers: Counter[int] = Counter()
+    stop = threading.Event()
 
     def ask() -> None:
         with caller(server) as call:
-            while not over.is_set():
-                found[answer(call, "champion")] += 1
+            while not stop.is_set():
+                answers[answer(call, "champion")] += 1
 
     with caller(server) as call:
         split = Counter(answer(call, "fraud") for _ in range(60))
@@ -58,21 +58,21 @@ def test_aliases_move_between_models_under_load(
 
         load = threading.Thread(target=ask)
         load.start()
-        wait_until(lambda: found[1] > 20, what="answers of the first model")
+        wait_until(lambda: answers[1] > 20, what="answers of the first model")
         settings = Path(server.server.model_repository) / "rsrv.yaml"
         settings.write_text(settings.read_text().replace("champion:\n    v1: 1", "champion:\n    v2: 1"))
-        wait_until(lambda: found[2] > 20, what="answers of the second model")
-        found.clear()
-        wait_until(lambda: found[2], what="a further answer of the second model")
+        wait_until(lambda: answers[2] > 20, what="answers of the second model")
+        answers.clear()
+        wait_until(lambda: answers[2], what="a further answer of the second model")
         assert rsrv.main(["alias", "champion", "v1", "--server", str(server.http_port)]) == 0
         assert capsys.readouterr().out == "champion: v1 100%\n"
         assert answer(call, "champion") == 1
         assert rsrv.main(["alias", "--server", str(server.http_port)]) == 0
         assert capsys.readouterr().out == "champion: v1 100%\nfraud: v1 50%, v2 50%\n"
-        wait_until(lambda: found[1], what="another answer of the first model")
-        over.set()
+        wait_until(lambda: answers[1], what="another answer of the first model")
+        stop.set()
         load.join()
-    assert found.keys() == {1, 2}
+    assert answers.keys() == {1, 2}
 
 
 def test_the_others_answer_for_a_model_that_does_not_load(
@@ -110,8 +110,8 @@ def test_a_shadow_that_answers_otherwise_is_counted(
     def rows() -> list[list[str]]:
         assert rsrv.main(["status", "watched", "--server", str(server.http_port)]) == 0
         lines = capsys.readouterr().out.splitlines()
-        found = [line.split() for line in lines if line.startswith("watched")]
-        return [row[1:3] + row[4:] for row in found]
+        table = [line.split() for line in lines if line.startswith("watched")]
+        return [row[1:3] + row[4:] for row in table]
 
     expected = [["v1", "100%", "20", "0"], ["v2", "shadow", "0", "0", "20", "different"]]
     # The two models report their counts at different times.

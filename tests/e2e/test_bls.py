@@ -121,11 +121,11 @@ def test_a_call_is_answered_with_the_outputs_that_were_asked_for(server: Running
 
 def test_the_run_and_the_deadline_arrive(server: RunningTriton) -> None:
     """A callee gets the run's number as text, even the largest one, and the microseconds until the deadline."""
-    told = json.loads(ask_one(server, what=TERMS, run=2**64 - 1, deadline_ms=60_000)["text"])
+    terms = json.loads(ask_one(server, what=TERMS, run=2**64 - 1, deadline_ms=60_000)["text"])
     plain = json.loads(ask_one(server, what=TERMS)["text"])
 
-    assert told["parameters"] == {"rsrv_run": str(2**64 - 1)}
-    assert 0 < told["timeout"] <= 60_000_000
+    assert terms["parameters"] == {"rsrv_run": str(2**64 - 1)}
+    assert 0 < terms["timeout"] <= 60_000_000
     assert plain == {"parameters": {}, "timeout": 0}
 
 
@@ -273,7 +273,7 @@ def test_a_callee_that_dies_is_reported_and_comes_back(server: RunningTriton) ->
     os.kill(pid, 9)
 
     # Triton checks for ended processes from time to time. Until it does so, a call lasts until its limit.
-    dead: Any = wait_until(lambda: (said := ask_one(server, "hasty"))["status"] != "DEADLINE" and said)
+    dead: Any = wait_until(lambda: (answer := ask_one(server, "hasty"))["status"] != "DEADLINE" and answer)
     # Triton 26.01 and later report a dead callee as a model that is not loaded.
     assert dead["status"] in ("INTERNAL", "NOT_FOUND")
     assert "process of model 'one' has ended" in dead["text"] or "its process has ended" in dead["text"]

@@ -62,7 +62,7 @@ def test_a_full_queue_is_waited_for(triton: RunningTriton, protocol: str) -> Non
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_the_deadline_counts_for_all_attempts(triton: RunningTriton, protocol: str) -> None:
+def test_a_request_fails_at_its_deadline(triton: RunningTriton, protocol: str) -> None:
     """A request that takes longer than its deadline fails at the deadline."""
     with Client(url(triton, protocol)) as client:
         client.signature("elastic")
@@ -124,10 +124,10 @@ def test_shared_memory_is_used_and_never_left_behind(
             np.testing.assert_array_equal(client.map("exact", x).arrays()["y"], expected)
     assert not regions()
     # The first client is killed and leaves a region. The next client removes this region.
-    for protocol, arguments, left in (("grpc", ["die"], 1), ("http", [], 0)):
+    for protocol, arguments, remaining in (("grpc", ["die"], 1), ("http", [], 0)):
         command = [sys.executable, "-c", _KILLED, url(server, protocol), *arguments]
         subprocess.run(command, check=not arguments)
-        assert (len(regions()), files()) == (left, [])
+        assert (len(regions()), files()) == (remaining, [])
 
 
 def test_a_server_that_refuses_shared_memory_gets_bytes(
@@ -159,9 +159,9 @@ def test_an_interrupted_map_goes_on(triton: RunningTriton, tmp_path: Path) -> No
     process.wait()
     assert not out.exists()
     end = subprocess.run(command, check=True, capture_output=True, text=True)
-    found = re.search(r"20000 rows in \S+: (\d+) sent", end.stdout)
-    assert found, end
-    assert 0 < int(found[1]) < 20_000
+    match = re.search(r"20000 rows in \S+: (\d+) sent", end.stdout)
+    assert match, end
+    assert 0 < int(match[1]) < 20_000
     np.testing.assert_array_equal(np.load(out), x @ bundles.exact_kernel())
     assert not partial.exists()
 

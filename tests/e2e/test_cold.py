@@ -63,7 +63,7 @@ def test_models_start_with_their_first_requests(
         check_sudden(call, 3)
 
     state = read_status(server.pid)
-    assert {name: one["state"] for name, one in state["models"].items()} == {
+    assert {name: model["state"] for name, model in state["models"].items()} == {
         "sudden": "ready",
         "exact": "ready",
     }

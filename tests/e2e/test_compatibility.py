@@ -118,10 +118,10 @@ class Asker:
         """Send a request, and cancel it. It must end, with or without an answer."""
         tensor, data, _ = self.request(model, LARGE)
         tensor.set_data_from_numpy(data)
-        ended = threading.Event()
-        context = self._client.async_infer(model, [tensor], lambda result, error: ended.set())
+        done = threading.Event()
+        context = self._client.async_infer(model, [tensor], lambda result, error: done.set())
         context.cancel()
-        assert ended.wait(PATIENCE_S)
+        assert done.wait(PATIENCE_S)
 
     def read(self, sequences: Sequence[int]) -> None:
         """Send two requests of each sequence, in shared memory and with a priority and a deadline, and check the answers."""
@@ -224,11 +224,11 @@ def storm(server: RunningTriton, models: Sequence[str], seconds: float, seed: in
 
     Each client checks all its answers.
     """
-    over, counts = threading.Event(), [0, 0, 0, 0]
+    stop, counts = threading.Event(), [0, 0, 0, 0]
 
     def send(_: Caller, number: int) -> None:
         with asker(server, 10 * seed + number) as client:
-            while not over.is_set():
+            while not stop.is_set():
                 client.at_random(models[number::4])
                 counts[number] += 1
 
@@ -242,7 +242,7 @@ def storm(server: RunningTriton, models: Sequence[str], seconds: float, seed: in
                 kill(server, device % 2)
                 device += 1
         finally:
-            over.set()
+            stop.set()
         clients.result()
 
 

@@ -65,12 +65,12 @@ class Control:
         wait_until(lambda: self.health() == SERVING, what="all models")
 
     def status(self, model: str = "") -> pb.GetStatusResponse:
-        found: pb.GetStatusResponse = self.stub.GetStatus(pb.GetStatusRequest(model=model), timeout=20)
-        return found
+        status: pb.GetStatusResponse = self.stub.GetStatus(pb.GetStatusRequest(model=model), timeout=20)
+        return status
 
     def model(self, name: str) -> pb.ModelStatus:
-        found: pb.ModelStatus = self.status(name).models[0]
-        return found
+        model: pb.ModelStatus = self.status(name).models[0]
+        return model
 
     def pid(self) -> int:
         """Return the process id of the control process that answers, or 0."""
@@ -102,8 +102,8 @@ class Control:
         """Run a command, check its exit status, and return its output."""
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
-            found = cli.main([*arguments, "--server", self.address])
-        assert found == status
+            code = cli.main([*arguments, "--server", self.address])
+        assert code == status
         return out.getvalue()
 
     @contextmanager
@@ -176,12 +176,12 @@ class Requests:
         self.answers: dict[int, Any] = {}
 
     def send(self, number: int, id: str = "") -> None:
-        def over(result: Any, error: Any) -> None:
+        def note(result: Any, error: Any) -> None:
             if error is None:
                 self.answers[number] = result.as_numpy("y")
             self.ended.append((number, None if error is None else str(error)))
 
-        self._client.async_infer(self._model, self._inputs, over, request_id=id)
+        self._client.async_infer(self._model, self._inputs, note, request_id=id)
 
     def wait(self, count: int) -> list[tuple[int, str | None]]:
         wait_until(lambda: len(self.ended) == count, what=f"{count} answers")
@@ -201,14 +201,14 @@ def requests(server: RunningTriton) -> Iterator[Callable[[str], Requests]]:
         return made[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for client in made:
+        client.close()
 
 
 def queued(control: Control, model: str) -> int:
     load: pb.GetLoadResponse = control.stub.GetLoad(pb.GetLoadRequest(), timeout=20)
-    (found,) = (one for one in load.devices[0].models if one.name == model)
-    return int(found.queued)
+    (entry,) = (candidate for candidate in load.devices[0].models if candidate.name == model)
+    return int(entry.queued)
 
 
 def test_the_status_is_that_of_the_repository(control: Control) -> None:
@@ -226,7 +226,7 @@ def test_the_status_is_that_of_the_repository(control: Control) -> None:
         assert list(only.stubs) == (control.server.stub_pids(model.name) or [control.server.pid])
         assert only.key.startswith(f"{model.name}@")
     exact = status.models[1]
-    assert [(one.size, one.HasField("cost_s")) for one in exact.record.executables] == [
+    assert [(executable.size, executable.HasField("cost_s")) for executable in exact.record.executables] == [
         (size, True) for size in (1, 2, 4, 8, 16)
     ]
     assert exact.policy.max_queue_depth == 4096
@@ -241,15 +241,15 @@ def test_weights_go_where_they_are_told(control: Control) -> None:
 
     control.rsrv("pin", "exact", "--wait")
     wait_until(lambda: control.model("exact").record.weights == pb.WEIGHTS_RESIDENT, what="the load")
-    found = control.model("exact")
-    assert found.record.residency == pb.RESIDENCY_DEVICE
+    before = control.model("exact")
+    assert before.record.residency == pb.RESIDENCY_DEVICE
     assert "exact" not in control.rsrv("evict", "--all")
 
     control.rsrv("unpin", "exact")
     assert control.rsrv("evict", "exact") == "freed: exact\n"
     with caller(control.server) as call:
         call("exact", {"x": ROW})
-    assert control.model("exact").record.misses == found.record.misses + 1
+    assert control.model("exact").record.misses == before.record.misses + 1
 
 
 def test_a_prefetch_spares_the_next_request_its_wait(control: Control) -> None:
@@ -381,17 +381,17 @@ def test_a_slow_request_is_explained(control: Control, requests: Callable[[str],
     control.rsrv("continue", "steady")
     sent.wait(2)
 
-    told = control.rsrv("why", "slow")
-    assert "steady was evicted: an operator asked for it" in told
+    output = control.rsrv("why", "slow")
+    assert "steady was evicted: an operator asked for it" in output
     assert (
-        told.count("for its weights")
-        == told.count("for the end of a pause")
-        == told.count("; answered after")
+        output.count("for its weights")
+        == output.count("for the end of a pause")
+        == output.count("; answered after")
         == 2
     )
     slowest = json.loads(control.rsrv("why", "--slowest", "steady", "--json"))["requests"]
-    named = told.split(" request ")[1].split()[0]
-    assert named in {one["number"] for one in slowest}
+    named = output.split(" request ")[1].split()[0]
+    assert named in {request["number"] for request in slowest}
     assert "for its weights" in control.rsrv("why", named)
     control.rsrv("why", "nobody", status=1)
 
@@ -463,7 +463,7 @@ def test_a_watcher_sees_each_change_once_and_in_order(control: Control) -> None:
             revision = change.revision
             seen.append(change.entry.version)
             entries[change.key] = change.entry
-    weights = [one.weights for one in seen]
+    weights = [entry.weights for entry in seen]
     if weights[0] == pb.WEIGHTS_RESIDENT:
         # This change is the end of the pin. `unpin` returns at this change, and watchers hear of it a moment later.
         del weights[0]
@@ -485,7 +485,7 @@ def test_a_profile_is_recorded(control: Control) -> None:
         call("exact", {"x": ROW})
     assert control.rsrv("profile", "stop") == f"{folder}\n"
 
-    assert [found for found in folder.rglob("*") if found.suffix == ".pb"]
+    assert [file for file in folder.rglob("*") if file.suffix == ".pb"]
     control.rsrv("profile", "stop", status=1)
 
 
@@ -527,8 +527,8 @@ def test_a_dead_stub_is_seen_and_replaced(control: Control) -> None:
     unhealthy = [control.unhealthy(service) for service in ("changing", "")]
     os.kill(stub, signal.SIGKILL)
 
-    for one in unhealthy:
-        next(one)
+    for watcher in unhealthy:
+        next(watcher)
     assert control.health("exact") == SERVING
     wait_until(lambda: control.health() == SERVING, what="the model that lost its stub")
     with caller(control.server) as call:
@@ -609,14 +609,14 @@ def test_a_restart_under_load_fails_no_request(control: Control) -> None:
         clients = pool.submit(at_once, server, 16, work)
         try:
             wait_until(lambda: len(answered_at) > 200 or clients.done())
-            told = control.rsrv("restart")
+            output = control.rsrv("restart")
             count = len(answered_at)
             wait_until(lambda: len(answered_at) > count + 200 or clients.done())
         finally:
             stop.set()
         clients.result()
     gap = max(after - before for before, after in pairwise(sorted(answered_at)))
-    print(f"{told.strip()}; the clients' longest gap: {gap:.2f} s")
+    print(f"{output.strip()}; the clients' longest gap: {gap:.2f} s")
 
     status = control.status()
     assert status.devices[0].record.instance != before
@@ -625,7 +625,7 @@ def test_a_restart_under_load_fails_no_request(control: Control) -> None:
 
 def ready(control: Control) -> bool:
     """Return True if all models are ready. A sleeping device is healthy without ready models."""
-    versions = ((model.name, one.state) for model in control.status().models for one in model.versions)
+    versions = ((model.name, entry.state) for model in control.status().models for entry in model.versions)
     return {name for name, state in versions if state == pb.STATE_READY} >= {"exact", "steady", "changing"}
 
 
@@ -720,14 +720,14 @@ def test_a_kill_between_any_two_commands_changes_nothing(control: Control) -> No
     def settings() -> tuple[Any, ...]:
         """Return the settings that the control process and the runtime show."""
         status = control.status()
-        models = sorted(status.models, key=lambda one: one.name)
-        shown = [(one.name, one.record.residency, one.paused, str(one.policy)) for one in models]
-        return str(status.scheduler), [one[0] for one in shown], shown
+        models = sorted(status.models, key=lambda entry: entry.name)
+        rows = [(entry.name, entry.record.residency, entry.paused, str(entry.policy)) for entry in models]
+        return str(status.scheduler), [row[0] for row in rows], rows
 
     def known() -> bool:
         with contextlib.suppress(grpc.RpcError):
             return settings()[1] == sorted(names) and all(
-                one.record.residency for one in control.status().models
+                entry.record.residency for entry in control.status().models
             )
         return False
 
@@ -784,8 +784,12 @@ def _is_next(control: Control, instance: str) -> bool:
 def test_wake_starts_a_runtime_after_the_spare_was_killed(control: Control) -> None:
     """The spare process is killed while the device sleeps and only the spare listens. `rsrv wake` still starts a runtime."""
     sleep(control)
-    wanted = {"--listener-fd", str(control.server.pid)}
-    (spare,) = (one for one in psutil.process_iter(["cmdline"]) if wanted <= set(one.info["cmdline"] or ()))
+    arguments = {"--listener-fd", str(control.server.pid)}
+    (spare,) = (
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if arguments <= set(process.info["cmdline"] or ())
+    )
     spare.kill()
     assert control.rsrv("wake").startswith("device 0: awake after")
     wait_until(lambda: ready(control), what="the models of before")

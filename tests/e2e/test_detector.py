@@ -30,8 +30,8 @@ def test_it_finds_the_shapes_in_unseen_images(pipelines: RunningTriton, protocol
 
     answers = dict(enumerate(at_once(pipelines, 4, work, protocol)))
     in_order = [answers[number % 4][number // 4] for number in range(len(parts))]
-    found = {name: np.concatenate([answer[name] for answer in in_order]) for name in in_order[0]}
-    recall, precision = recall_and_precision(known, found)
+    detected = {name: np.concatenate([answer[name] for answer in in_order]) for name in in_order[0]}
+    recall, precision = recall_and_precision(known, detected)
     assert recall >= detector.REQUIRED_RECALL
     assert precision >= detector.REQUIRED_PRECISION
 

@@ -96,13 +96,17 @@ def test_each_model_is_placed_on_a_device(server: RunningTriton, capsys: pytest.
     def placement() -> dict[str, Any]:
         capsys.readouterr()
         assert rsrv.main(["placement", "--json", "--server", str(server.http_port)]) == 0
-        found: dict[str, Any] = json.loads(capsys.readouterr().out)
-        return found
+        document: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return document
 
     def placed() -> bool:
-        found = {one["name"]: one.get("devices", []) for one in placement()["models"] if one["reason"]}
-        alone = found.keys() >= {"steady", "exact"} and all(len(devices) == 1 for devices in found.values())
-        return alone and (found.get("left"), found.get("right")) == ([0], [1])
+        by_model = {
+            entry["name"]: entry.get("devices", []) for entry in placement()["models"] if entry["reason"]
+        }
+        alone = by_model.keys() >= {"steady", "exact"} and all(
+            len(devices) == 1 for devices in by_model.values()
+        )
+        return alone and (by_model.get("left"), by_model.get("right")) == ([0], [1])
 
     wait_until(placed, what="a device for each model")
 
@@ -156,8 +160,8 @@ def test_a_busy_device_leaves_requests_to_the_other(server: RunningTriton) -> No
             )
         finally:
             enough.set()
-        for one in asking:
-            one.result()
+        for future in asking:
+            future.result()
 
     assert answered(server, home, "steady") > counts[home]
 
@@ -165,7 +169,7 @@ def test_a_busy_device_leaves_requests_to_the_other(server: RunningTriton) -> No
 def test_a_device_whose_runtime_died_leaves_requests_to_the_other(server: RunningTriton) -> None:
     """After a runtime's death, the other device answers requests at once. Later, the next runtime connects."""
 
-    def said(line: re.Pattern[str], times: int) -> None:
+    def wait_for_line(line: re.Pattern[str], times: int) -> None:
         def count() -> int:
             return len(line.findall(server.log_text()))
 
@@ -174,9 +178,9 @@ def test_a_device_whose_runtime_died_leaves_requests_to_the_other(server: Runnin
     for device in (0, 1):
         old = read_status(server.pid, str(device))["pid"]
         os.kill(old, signal.SIGKILL)
-        said(_LOST, device + 1)
+        wait_for_line(_LOST, device + 1)
         ask(server, device)
-        said(_BACK, device + 1)
+        wait_for_line(_BACK, device + 1)
         assert read_status(server.pid, str(device))["pid"] != old
 
 
@@ -208,7 +212,7 @@ def test_a_silent_device_leaves_the_server_ready_and_gets_what_it_missed(server:
     wait_until(lambda: devices() == [True, True], what="its end")
     wait_until(lambda: pinned(0) and pinned(1), what="the pin on both devices")
     load = control.stub.GetLoad(pb.GetLoadRequest(), timeout=20)
-    assert [one.number for one in load.devices if one.instance] == [0, 1]
+    assert [device.number for device in load.devices if device.instance] == [0, 1]
 
 
 @pytest.mark.long
@@ -233,7 +237,7 @@ def test_two_devices_share_a_batch(tmp_path: Path, start_triton: StartTriton) ->
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(ask_exact, range(8)))
 
-    (found,) = server.grpc.get_inference_statistics("exact").model_stats
-    assert (found.inference_count, found.execution_count) == (8, 1)
+    (statistics,) = server.grpc.get_inference_statistics("exact").model_stats
+    assert (statistics.inference_count, statistics.execution_count) == (8, 1)
     more = [answered(server, device, "exact") for device in (0, 1)]
     assert [now - then for now, then in zip(more, before, strict=True)] == [4, 4]

@@ -131,7 +131,9 @@ def world() -> Iterator[World]:
         (folder / "reference.py").write_text(_block(ROOT / "docs" / "bundle-tools.md", "python"))
         (folder / "rsrv.yaml").write_text(_block(ROOT / "docs" / "configuration.md", "yaml"))
         (generate,) = (
-            one for one in commands() if one.page == EXISTING_TRITON.name and one.program == "rsrv-gen"
+            command
+            for command in commands()
+            if command.page == EXISTING_TRITON.name and command.program == "rsrv-gen"
         )
         assert world.run(generate.text)[0] == 0
         with running_triton(
@@ -153,22 +155,24 @@ def _write_files(page: Path, folder: Path) -> None:
             (folder / named[1]).write_text("\n".join(lines) + "\n")
 
 
-def _block(page: Path, wanted: str) -> str:
+def _block(page: Path, kind: str) -> str:
     """Return the page's only block in this language."""
-    (lines,) = (lines for language, _, lines in blocks(page.read_text()) if language == wanted)
+    (lines,) = (lines for language, _, lines in blocks(page.read_text()) if language == kind)
     return "\n".join(lines)
 
 
 def _flags(page: Path) -> list[str]:
     """Return the flags of the page's tritonserver that serves only rsrv's models, without the flag for the repository."""
     alone = ["tritonserver", "--model-repository=gen/"]
-    (command,) = (one for one in commands() if one.page == page.name and one.words[:2] == alone)
+    (command,) = (
+        candidate for candidate in commands() if candidate.page == page.name and candidate.words[:2] == alone
+    )
     return list(command.words[2:])
 
 
 def _ports(server: RunningTriton) -> dict[str, str]:
-    found = {8000: server.http_port, 8001: server.grpc_port, 8002: server.metrics_port}
-    return {f"localhost:{public}": f"127.0.0.1:{port}" for public, port in found.items()}
+    ports = {8000: server.http_port, 8001: server.grpc_port, 8002: server.metrics_port}
+    return {f"localhost:{public}": f"127.0.0.1:{port}" for public, port in ports.items()}
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=[command.where for command in COMMANDS])
@@ -180,18 +184,18 @@ def test_a_command_in_the_documentation_succeeds(world: World, command: Command)
             assert watch.stdout is not None
             assert "runtime " in watch.stdout.readline()
     else:
-        if asked := re.search(r"^curl .*(http://)?(127\.0\.0\.1:\d+)/v2/models/(\w+)/infer", text):
+        if match := re.search(r"^curl .*(http://)?(127\.0\.0\.1:\d+)/v2/models/(\w+)/infer", text):
             # The model may still load, because an earlier command of the page may have exported it.
-            wait_until(lambda: world.is_ready(asked[3]))
+            wait_until(lambda: world.is_ready(match[3]))
         status, out = world.run(text)
-        wanted = int(command.text.startswith(tuple(FAILS)))
-        assert status == wanted, f"{text}\n{out}"
+        expected = int(command.text.startswith(tuple(FAILS)))
+        assert status == expected, f"{text}\n{out}"
 
 
 def test_the_flags_of_tritonserver_exist() -> None:
     """The help of tritonserver contains every flag of tritonserver on the pages."""
-    said = subprocess.run([LAUNCHER, "--help"], check=False, capture_output=True, text=True)
-    known = said.stdout + said.stderr
+    process = subprocess.run([LAUNCHER, "--help"], check=False, capture_output=True, text=True)
+    known = process.stdout + process.stderr
     used = {
         flag
         for command in commands()

@@ -107,8 +107,10 @@ def operate(server: RunningTriton, *command: str) -> None:
 
 def doctor(server: RunningTriton) -> tuple[dict[str, str], int]:
     """Run `rsrv doctor`, and return the severities of its findings by name, and its exit status."""
-    found, status = diagnosed(server)
-    return {one["name"]: one["severity"].removeprefix("SEVERITY_").lower() for one in found}, status
+    findings, status = diagnosed(server)
+    return {
+        finding["name"]: finding["severity"].removeprefix("SEVERITY_").lower() for finding in findings
+    }, status
 
 
 def diagnosed(server: RunningTriton) -> tuple[list[dict[str, str]], int]:
@@ -116,8 +118,8 @@ def diagnosed(server: RunningTriton) -> tuple[list[dict[str, str]], int]:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         status = cli.main(["doctor", "--json", "--server", str(server.grpc_port)])
-    found: list[dict[str, str]] = json.loads(out.getvalue())["findings"]
-    return found, status
+    findings: list[dict[str, str]] = json.loads(out.getvalue())["findings"]
+    return findings, status
 
 
 @contextmanager
@@ -139,8 +141,8 @@ def asked(server: RunningTriton, models: Mapping[str, tuple[int, int]]) -> Itera
             yield
         finally:
             end.set()
-        for one in asking:
-            one.result()
+        for future in asking:
+            future.result()
 
 
 def test_each_trouble_is_found(server: RunningTriton) -> None:
@@ -148,8 +150,8 @@ def test_each_trouble_is_found(server: RunningTriton) -> None:
 
     Then requests cause four faults: weights thrash, rows are padding, a hook raises an error, and one model starves.
     """
-    found, status = doctor(server)
-    assert (status, set(found.values()) - {"note"}) == (0, set())
+    severities, status = doctor(server)
+    assert (status, set(severities.values()) - {"note"}) == (0, set())
     with asked(server, {"tickets": (16, 1), "defects": (1, 1)}):
         wait_until(
             lambda: server.grpc.get_inference_statistics("defects").model_stats[0].inference_count > 20
@@ -157,17 +159,17 @@ def test_each_trouble_is_found(server: RunningTriton) -> None:
     assert doctor(server)[1] == 0
 
     with asked(server, {"first": (1, 1), "second": (1, 1), "third": (1, 1)}):
-        wait_until(lambda: doctor(server) == ({**found, "weights_thrash": "warning"}, 1), _SOON_S)
+        wait_until(lambda: doctor(server) == ({**severities, "weights_thrash": "warning"}, 1), _SOON_S)
     with asked(server, {"cats": (2, 2)}):
         wait_until(lambda: "padding" in doctor(server)[0], _SOON_S)
     with asked(server, {"broken": (1, 1)}):
         wait_until(lambda: doctor(server)[0].get("requests_fail") == "critical", _SOON_S)
-    causes = {one["name"]: one["cause"] for one in diagnosed(server)[0]}
+    causes = {finding["name"]: finding["cause"] for finding in diagnosed(server)[0]}
     assert causes["requests_fail"] == "preprocess raised ValueError at line 2 of model.py"
     assert doctor(server)[1] == 3
     with asked(server, {"tickets": (16, 4), "defects": (1, 1)}):
         wait_until(lambda: doctor(server)[0].get("starved") == "warning", 2 * _SOON_S)
-    assert doctor(server)[0].keys() <= {*found, "weights_thrash", "padding", "requests_fail", "starved"}
+    assert doctor(server)[0].keys() <= {*severities, "weights_thrash", "padding", "requests_fail", "starved"}
 
 
 @pytest.fixture
@@ -295,13 +297,13 @@ def test_troubles_of_requests_and_settings_are_found(faulty: RunningTriton, tmp_
     settings.write_text("models: 3")
 
     wait_until(lambda: doctor(faulty)[0].keys() >= EXPECTED.keys(), what=str(EXPECTED.keys()))
-    found, _ = diagnosed(faulty)
-    assert {one["name"] for one in found} == EXPECTED.keys()
-    for one in found:
-        severity, evidence, words = EXPECTED[one["name"]]
-        assert one["severity"].removeprefix("SEVERITY_").lower() in severity, one
-        assert re.search(evidence, one["evidence"]), one
-        assert words in one["cause"] + one["cure"], one
+    findings, _ = diagnosed(faulty)
+    assert {finding["name"] for finding in findings} == EXPECTED.keys()
+    for finding in findings:
+        severity, evidence, words = EXPECTED[finding["name"]]
+        assert finding["severity"].removeprefix("SEVERITY_").lower() in severity, finding
+        assert re.search(evidence, finding["evidence"]), finding
+        assert words in finding["cause"] + finding["cure"], finding
 
     operate(faulty, "continue", "second")
     operate(faulty, "unpin", "third")

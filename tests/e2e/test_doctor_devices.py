@@ -85,24 +85,24 @@ WORKING = f"#!/bin/sh\nexec '{sys.executable}' \"$@\"\n"
 
 def findings(server: RunningTriton) -> Findings:
     """Return the findings by name."""
-    return {one["name"]: one for one in diagnosed(server)[0]}
+    return {finding["name"]: finding for finding in diagnosed(server)[0]}
 
 
-def all_of(names: Collection[str], found: Findings) -> Findings:
+def all_of(names: Collection[str], by_name: Findings) -> Findings:
     """Return the findings if all of `names` are among them. If not, return nothing."""
-    return found if found.keys() >= set(names) else {}
+    return by_name if by_name.keys() >= set(names) else {}
 
 
-def critical(found: Findings) -> Findings:
+def critical(by_name: Findings) -> Findings:
     """Return the findings if one is critical. If none is critical, return nothing."""
-    return found if any(one["severity"] == "SEVERITY_CRITICAL" for one in found.values()) else {}
+    return by_name if any(finding["severity"] == "SEVERITY_CRITICAL" for finding in by_name.values()) else {}
 
 
-def check(found: Mapping[str, str], severity: str, evidence: str, words: str) -> None:
+def check(finding: Mapping[str, str], severity: str, evidence: str, words: str) -> None:
     """Check a finding's severity, a pattern of its evidence, and words of its cause or its cure."""
-    assert found["severity"] == f"SEVERITY_{severity.upper()}", found
-    assert re.search(evidence, found["evidence"]), found
-    assert words in f"{found['cause']}; {found['cure']}", found
+    assert finding["severity"] == f"SEVERITY_{severity.upper()}", finding
+    assert re.search(evidence, finding["evidence"]), finding
+    assert words in f"{finding['cause']}; {finding['cure']}", finding
 
 
 def test_a_device_that_gets_all_the_work_is_found(tmp_path: Path, start_triton: StartTriton) -> None:
@@ -117,9 +117,9 @@ def test_a_device_that_gets_all_the_work_is_found(tmp_path: Path, start_triton: 
     troubles = CROWDED.keys()
 
     with asked(server, {"crowded": (1, 32)}):
-        found = wait_until(lambda: all_of(troubles, findings(server)), _LATER_S, what=str(troubles))
+        by_name = wait_until(lambda: all_of(troubles, findings(server)), _LATER_S, what=str(troubles))
         for name, words in CROWDED.items():
-            check(found[name], "warning", *words)
+            check(by_name[name], "warning", *words)
 
         settings = repository / "rsrv.yaml"
         settings.write_text(settings.read_text().replace("devices: [0]", "devices: [0, 1]"))
@@ -141,18 +141,19 @@ def test_a_model_that_triton_did_not_load_is_found(tmp_path: Path, start_triton:
     )
     server = start_triton(repository, extra_args=ONE, wait_ready=False, expected=None)
     wait_until(
-        lambda: any(one.server_pid == server.pid for one in find.running()), what="the control process"
+        lambda: any(process.server_pid == server.pid for process in find.running()),
+        what="the control process",
     )
 
-    found = wait_until(lambda: all_of({"not_served", "slow_import"}, findings(server)))
-    check(found["not_served"], "note", UNSERVED, "Triton still loads its first models")
+    by_name = wait_until(lambda: all_of({"not_served", "slow_import"}, findings(server)))
+    check(by_name["not_served"], "note", UNSERVED, "Triton still loads its first models")
     check(
-        found["slow_import"], "critical", f"{IMPORTING}Triton opens its ports after all first models", WAITS
+        by_name["slow_import"], "critical", f"{IMPORTING}Triton opens its ports after all first models", WAITS
     )
     gate.touch()
     wait_until(lambda: "slow_import" not in findings(server))
-    found = wait_until(lambda: critical(findings(server)))
-    check(found["not_served"], "critical", UNSERVED, "`rsrv reload other`")
+    by_name = wait_until(lambda: critical(findings(server)))
+    check(by_name["not_served"], "critical", UNSERVED, "`rsrv reload other`")
 
     operate(server, "reload", "other")
     wait_until(lambda: "not_served" not in findings(server))
@@ -182,18 +183,18 @@ def test_an_import_that_hangs_is_found_until_its_load_fails(
     place(late, tmp_path / "bundles" / "late")
     wait_until(lambda: server.stub_pids("late"), what="the load of late")
     place(write_scale(tmp_path / "other", 2), tmp_path / "bundles" / "other")
-    found = wait_until(lambda: all_of({"slow_import"}, findings(server)))
+    by_name = wait_until(lambda: all_of({"slow_import"}, findings(server)))
     check(
-        found["slow_import"],
+        by_name["slow_import"],
         "critical",
         f"{IMPORTING}other loads wait behind it: imports hold 1 of Triton's 1 load thread$",
         WAITS,
     )
     assert not server.grpc.is_model_ready("other")
 
-    found = wait_until(lambda: all_of({"model_failed"}, findings(server)))
+    by_name = wait_until(lambda: all_of({"model_failed"}, findings(server)))
     check(
-        found["model_failed"],
+        by_name["model_failed"],
         "critical",
         "^late has failed",
         "model.py has been importing for 6",
@@ -215,9 +216,9 @@ def test_a_model_whose_process_ended_is_found(tmp_path: Path, start_triton: Star
         (stub,) = server.stub_pids("good")
         os.kill(stub, signal.SIGKILL)
         wait_until(lambda: "process_ended" in findings(server))
-        one = findings(server)["process_ended"]
+        finding = findings(server)["process_ended"]
         check(
-            one,
+            finding,
             "note",
             r"the process of good in Triton ended 1 time in \d+(\.\d+)? (s|min)",
             "nothing, if it ended once",
@@ -270,14 +271,14 @@ def test_weights_without_memory_are_found(tmp_path: Path, start_triton: StartTri
         call("large", x)
         operate(server, "evict", "large")
         runtime.rlimit(psutil.RLIMIT_AS, (runtime.memory_info().vms + (16 << 20), psutil.RLIM_INFINITY))
-        found = wait_until(
+        by_name = wait_until(
             lambda: (outcome(lambda: call("large", x)), all_of({"no_memory"}, findings(server)))[1]
         )
         words = (
             r"large refused \d+ of \d+ requests: its 33.6 MB of weights found no memory beside the 0 B on the device",
             "another program has the memory",
         )
-        check(found["no_memory"], "critical", *words)
+        check(by_name["no_memory"], "critical", *words)
         # The back-off becomes longer than a command takes.
         wait_until(lambda: wait_of(outcome(lambda: call("large", x))) > 5)
 
@@ -286,10 +287,10 @@ def test_weights_without_memory_are_found(tmp_path: Path, start_triton: StartTri
         call("large", x)
 
 
-def wait_of(said: object) -> float:
+def wait_of(refusal: object) -> float:
     """Return the seconds after which a refused request may be sent again, or 0 if the text has none."""
-    found = re.search(r"in (\d+\.\d) s", str(said))
-    return float(found[1]) if found else 0.0
+    match = re.search(r"in (\d+\.\d) s", str(refusal))
+    return float(match[1]) if match else 0.0
 
 
 def test_a_start_that_compiled_is_found(tmp_path: Path, start_triton: StartTriton) -> None:
@@ -305,9 +306,9 @@ def test_a_start_that_compiled_is_found(tmp_path: Path, start_triton: StartTrito
     }
     server = start_triton(repository, extra_args=[*EXPLICIT, HURRY], env=env, expected=None)
 
-    found = findings(server)
+    by_name = findings(server)
     check(
-        found["compiled_at_start"],
+        by_name["compiled_at_start"],
         "note",
         r"3 executables were compiled since this runtime's start: [1-5]\d(\.\d)? s",
         f"they were not in {tmp_path / 'cache'}",
@@ -330,8 +331,8 @@ def test_a_runtime_that_dies_without_a_cache_costs_no_compilation(
     env = {**paced(EXECUTION_MS, compile_ms=4000), **cache}
     server = start_triton(repository, extra_args=[*EXPLICIT, HURRY], env=env, expected=None)
 
-    found = findings(server)["no_compilation_cache"]
-    check(found, "warning", "executables are kept only until this server ends", "Not a directory")
+    finding = findings(server)["no_compilation_cache"]
+    check(finding, "warning", "executables are kept only until this server ends", "Not a directory")
     began = time.monotonic()
     os.kill(read_status(server.pid)["pid"], signal.SIGKILL)
     with caller(server) as call:

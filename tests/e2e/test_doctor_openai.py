@@ -35,7 +35,7 @@ def test_keys_open_the_port_of_a_running_server(tmp_path: Path, capfd: pytest.Ca
 
         def findings() -> set[str]:
             assert cli.main(["doctor", "--json", "--server", str(terminal.grpc_port)]) in (0, 1)
-            return {one["name"] for one in json.loads(capfd.readouterr().out).get("findings", ())}
+            return {finding["name"] for finding in json.loads(capfd.readouterr().out).get("findings", ())}
 
         wait_until(lambda: "openai_closed" in findings())
         keys.write_text(f"a: {{sha256: {sha256(b'secret').hexdigest()}}}\n")

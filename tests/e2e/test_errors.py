@@ -54,8 +54,8 @@ def call(request: pytest.FixtureRequest, triton: RunningTriton) -> Iterator[Call
 
 
 def model_status(triton: RunningTriton, model: str) -> dict[str, Any]:
-    found: dict[str, Any] = read_status(triton.pid)["models"][model]
-    return found
+    status: dict[str, Any] = read_status(triton.pid)["models"][model]
+    return status
 
 
 def wait_until_idle(triton: RunningTriton, *models: str) -> None:
@@ -119,9 +119,9 @@ def test_an_unknown_model_or_version_is_not_found(call: Caller) -> None:
 
 def test_an_unknown_output_is_invalid(triton: RunningTriton) -> None:
     """A request for an unknown output is invalid."""
-    wanted = [tritonclient.grpc.InferRequestedOutput("nobody")]
+    outputs = [tritonclient.grpc.InferRequestedOutput("nobody")]
     with caller(triton) as call:
-        refused = refusal(lambda: call("exact", {"x": np.zeros((1, 64), np.float32)}, outputs=wanted))
+        refused = refusal(lambda: call("exact", {"x": np.zeros((1, 64), np.float32)}, outputs=outputs))
     refused.assert_is("INVALID_ARG", "grpc")
 
 

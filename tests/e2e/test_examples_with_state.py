@@ -55,13 +55,13 @@ def test_terms_are_defined_while_others_are(server: RunningTriton) -> None:
 def test_a_text_is_tagged_as_it_is_typed(server: RunningTriton) -> None:
     """A text is sent in chunks of eight characters. The tags are those of the whole text, although strings are longer than a chunk."""
     (text,) = tagger.texts(1, 160, seed=5)
-    found: list[int] = []
+    tags: list[int] = []
     with caller(server, "grpc") as call:
         for at in range(0, len(text), 8):
             ends = {"sequence_start": at == 0, "sequence_end": at + 8 == len(text)}
             answer = call("tagger", {"text": text[None, at : at + 8]}, sequence_id=3, **ends)
-            found += answer["tags"][0].tolist()
-    assert found == tagger.truth(text.tobytes())
+            tags += answer["tags"][0].tolist()
+    assert tags == tagger.truth(text.tobytes())
 
 
 def test_a_thousand_series_share_64_slots(server: RunningTriton) -> None:
@@ -73,9 +73,9 @@ def test_a_thousand_series_share_64_slots(server: RunningTriton) -> None:
             for index in range(part, 1000, 8):
                 ends = {"sequence_start": at == 0, "sequence_end": at == 32}
                 chunk = {"value": values[index : index + 1, at : at + 16]}
-                found = call("forecast", chunk, sequence_id=index + 1, **ends)["forecast"]
+                predicted = call("forecast", chunk, sequence_id=index + 1, **ends)["forecast"]
                 want = forecast.direct(values[index, : at + 16])
-                assert found[0, -1] == pytest.approx(want, abs=0.02)
+                assert predicted[0, -1] == pytest.approx(want, abs=0.02)
 
     at_once(server, 8, send)
 
@@ -85,11 +85,11 @@ def test_perf_analyzer_sends_sequences(server: RunningTriton, options: tuple[str
     """Triton's own load generator begins and ends sequences. Each step is counted as answered, and no sequence is left."""
     counted, outcomes = succeeded_and_failed(server, "tagger"), outcomes_of(server, "tagger")
     sequences = ("--sequence-length", "20", "--shape", "text:8", "--input-data", "random")
-    said = perf_analyzer(server, "tagger", 8, *sequences, *options)
+    output = perf_analyzer(server, "tagger", 8, *sequences, *options)
     wait_until_idle(server)
     succeeded, failed = np.subtract(succeeded_and_failed(server, "tagger"), counted)
     assert failed == 0
-    assert reported(said, "Sequence count") > 0, said
+    assert reported(output, "Sequence count") > 0, output
     assert dict(outcomes_of(server, "tagger") - outcomes) == {"answered": succeeded}
     assert not any(models_status(server)["tagger"]["sequences"].values())
 
@@ -100,12 +100,12 @@ def test_perf_analyzer_reads_streams(server: RunningTriton, tmp_path: Path) -> N
     prompts = tmp_path / "prompts.json"
     prompts.write_text(json.dumps({"data": [{"text_input": [term]} for term in glossary.definitions()]}))
     parameters = ("--request-parameter", "max_tokens:40:int")
-    said = perf_analyzer(server, "glossary", 4, "--streaming", "--input-data", str(prompts), *parameters)
+    output = perf_analyzer(server, "glossary", 4, "--streaming", "--input-data", str(prompts), *parameters)
     wait_until_idle(server)
-    assert reported(said, "Response Throughput") > 5 * reported(said, "Throughput") > 0, said
-    ended = outcomes_of(server, "glossary") - outcomes
-    assert ended.keys() == {"answered"}
-    assert ended["answered"] >= reported(said, "Request count") > 0, said
+    assert reported(output, "Response Throughput") > 5 * reported(output, "Throughput") > 0, output
+    counts = outcomes_of(server, "glossary") - outcomes
+    assert counts.keys() == {"answered"}
+    assert counts["answered"] >= reported(output, "Request count") > 0, output
 
 
 def outcomes_of(server: RunningTriton, model: str) -> Counter[str]:

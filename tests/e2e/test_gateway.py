@@ -169,7 +169,7 @@ def test_a_worker_is_killed(start_triton: StartTriton, tmp_path: Path) -> None:
     assert min(answered) >= 150 - clients
 
 
-def test_the_gateway_ends_without_losing_a_request(
+def test_an_ending_gateway_answers_or_refuses_each_request(
     servers: Mapping[str, RunningTriton], tmp_path: Path
 ) -> None:
     """After SIGTERM to the gateway, each request in flight is answered or refused. The server stays ready."""
@@ -201,9 +201,9 @@ def test_models_are_packed_and_their_weights_are_where_requests_go(
 
         def homes() -> dict[str, tuple[str, ...]] | None:
             """Return the home of each model. Return None if a model or the alias of a model does not have exactly one home."""
-            found = {model.name: tuple(model.placed) for model in gateway.status().models}
-            complete = found.pop("champion", ()) == found.get("first")
-            return found if complete and all(len(home) == 1 for home in found.values()) else None
+            placement = {model.name: tuple(model.placed) for model in gateway.status().models}
+            complete = placement.pop("champion", ()) == placement.get("first")
+            return placement if complete and all(len(home) == 1 for home in placement.values()) else None
 
         def settled() -> bool:
             known = homes() or {}
@@ -211,7 +211,7 @@ def test_models_are_packed_and_their_weights_are_where_requests_go(
             return all(placed[name] and placed[name] <= resident(servers, name) for name in devices)
 
         def misses() -> int:
-            return sum(one["misses"] for name in devices for one in models_on(servers, name).values())
+            return sum(counts["misses"] for name in devices for counts in models_on(servers, name).values())
 
         wait_until(homes, what="a home for each model")
         with gateway.client() as client:

@@ -94,9 +94,9 @@ def test_no_request_over_grpc_ends_a_server(fleet: Fleet, door: Door) -> None:
     """Requests for the classes of strings are refused in calls and streams, compressed or not, after small and large tensors."""
     tensor = Infer.InferInputTensor(name="X", datatype="INT32", shape=[1])
     good = Infer(model_name="plain", inputs=[tensor], raw_input_contents=[b"\1\0\0\0"])
-    asked = Infer.InferRequestedOutputTensor(name="text")
-    asked.parameters["classification"].int64_param = 1
-    classes = Infer(outputs=[asked]).SerializeToString()
+    output = Infer.InferRequestedOutputTensor(name="text")
+    output.parameters["classification"].int64_param = 1
+    classes = Infer(outputs=[output]).SerializeToString()
     large = Infer(
         model_name="plain",
         inputs=[Infer.InferInputTensor(name="X", datatype="INT32", shape=[1_000_000])],
@@ -284,10 +284,10 @@ def test_a_rolling_restart_of_three_workers_fails_no_request(tmp_path: Path) -> 
                 life.enter_context(running_triton(repository, tmp_path / f"{number}.log", expected=None))
             )
         gateway = stack.enter_context(running_gateway(tmp_path, servers))
-        over = threading.Event()
+        stop = threading.Event()
 
         def load() -> None:
-            while not over.is_set():
+            while not stop.is_set():
                 status, answer = post(gateway.http_port, "echo", body)
                 outcomes["right" if status == 200 else str(answer)] += 1
 
@@ -296,7 +296,7 @@ def test_a_rolling_restart_of_three_workers_fails_no_request(tmp_path: Path) -> 
             message = Infer(model_name="echo", inputs=[tensor], raw_input_contents=[b"\1\0\0\0"])
             with grpc.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
                 infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
-                while not over.is_set():
+                while not stop.is_set():
                     try:
                         infer(message.SerializeToString(), timeout=PATIENCE_S)
                         outcomes["right"] += 1
@@ -321,7 +321,7 @@ def test_a_rolling_restart_of_three_workers_fails_no_request(tmp_path: Path) -> 
                 )
                 _wait_served(gateway, "abc"[number], outcomes)
         finally:
-            over.set()
+            stop.set()
             for thread in threads:
                 thread.join()
     assert set(outcomes) == {"right"}

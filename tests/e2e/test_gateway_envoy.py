@@ -36,7 +36,7 @@ def picker(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 def envoy(
     fleet: Fleet, picker: RunningGateway, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningEnvoy]:
-    grpc, http = ([getattr(one, f"{kind}_port") for one in fleet.workers] for kind in ("grpc", "http"))
+    grpc, http = ([getattr(worker, f"{kind}_port") for worker in fleet.workers] for kind in ("grpc", "http"))
     with running_envoy(tmp_path_factory.mktemp("envoy"), picker.grpc_port, grpc, http) as running:
         yield running
 
@@ -63,23 +63,23 @@ def picked(picker: RunningGateway, model: str) -> int:
 
 def test_clients_of_both_protocols_use_one_port(envoy: RunningEnvoy, picker: RunningGateway) -> None:
     """Requests of 1 kB to 10 MB get right answers on one port: over gRPC, compressed or not, and over HTTP, binary or JSON."""
-    asked = picked(picker, "echo")
+    before = picked(picker, "echo")
     with (
         closing(tritonclient.grpc.InferenceServerClient(envoy.url)) as grpc,
         closing(tritonclient.http.InferenceServerClient(envoy.url)) as http,
     ):
         assert grpc.is_server_ready()
         assert http.is_server_live()
-        assert {one["name"] for one in http.get_model_repository_index()} >= {"echo", "several"}
+        assert {model["name"] for model in http.get_model_repository_index()} >= {"echo", "several"}
         for size in SIZES:
             x = np.arange(size // 4, dtype=np.int32)
             assert echoed(grpc, x)
             for binary in (True, False) if size < SIZES[-1] else (True,):
-                given = tensor(tritonclient.http, x, binary_data=binary)
-                assert np.array_equal(http.infer("echo", [given]).as_numpy("Y"), x)
+                sent = tensor(tritonclient.http, x, binary_data=binary)
+                assert np.array_equal(http.infer("echo", [sent]).as_numpy("Y"), x)
         compressed = grpc.infer("echo", [tensor(tritonclient.grpc, x)], compression_algorithm="gzip")
         assert np.array_equal(compressed.as_numpy("Y"), x)
-    wait_until(lambda: picked(picker, "echo") == asked + 9, what="all requests end")
+    wait_until(lambda: picked(picker, "echo") == before + 9, what="all requests end")
 
 
 @pytest.mark.parametrize("size", [33_000, 40_000, 50_000, 1_060_000])
@@ -142,7 +142,7 @@ def test_errors_are_those_of_the_gateway(envoy: RunningEnvoy) -> None:
 
 def test_requests_survive_the_death_of_the_picker(fleet: Fleet, tmp_path: Path) -> None:
     """Under load, a picker is killed and another one is started. No request fails, and Envoy asks the new picker."""
-    grpc, http = ([getattr(one, f"{kind}_port") for one in fleet.workers] for kind in ("grpc", "http"))
+    grpc, http = ([getattr(worker, f"{kind}_port") for worker in fleet.workers] for kind in ("grpc", "http"))
     x, stop, outcomes = np.arange(1000, dtype=np.int32), threading.Event(), Counter[str]()
 
     def ask(url: str) -> None:

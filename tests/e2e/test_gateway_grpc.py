@@ -218,7 +218,7 @@ def test_a_worker_hangs(fleet: Fleet, tmp_path: Path) -> None:
     with running_gateway(tmp_path, servers, **settings) as gateway:
         wait_until(lambda: gateway.grpc.is_model_ready("echo"))
 
-        def asked() -> int:
+        def executed() -> int:
             (model,) = servers[0].grpc.get_inference_statistics("echo").model_stats
             return int(model.inference_count)
 
@@ -231,8 +231,8 @@ def test_a_worker_hangs(fleet: Fleet, tmp_path: Path) -> None:
             assert sum(late() for _ in range(40)) <= 2
         finally:
             os.kill(servers[0].pid, signal.SIGCONT)
-        before = asked()
-        wait_until(lambda: not late() and asked() > before)
+        before = executed()
+        wait_until(lambda: not late() and executed() > before)
 
         os.kill(servers[0].pid, signal.SIGSTOP)
         try:

@@ -188,11 +188,11 @@ def test_requests_are_answered_by_both(fleet: Fleet) -> None:
 def test_statistics_have_the_same_form(fleet: Fleet) -> None:
     """Merged statistics have the same names and types as the statistics of one server."""
 
-    def form(said: Any) -> Any:
-        if isinstance(said, dict):
-            return {name: form(value) for name, value in said.items()}
+    def form(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {name: form(value) for name, value in node.items()}
         # A list has an entry for each batch size that was executed, and servers differ in this.
-        return [form(value) for value in said[:1]] if isinstance(said, list) else type(said)
+        return [form(value) for value in node[:1]] if isinstance(node, list) else type(node)
 
     for worker in fleet.workers:
         ask(worker.http_port, "POST", INFER, ONE)

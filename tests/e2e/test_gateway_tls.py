@@ -148,12 +148,12 @@ def test_both_sides(
             infer(plain, headers=token)
 
         wait_until(lambda: any(model.bytes for model in gateway.status().models), what="the worker's figures")
-        shown = ["gateway", "status", "--server", listen, "--tls-ca", str(files.ca)]
+        command = ["gateway", "status", "--server", listen, "--tls-ca", str(files.ca)]
         own = ["--tls-cert", str(files.certificate), "--tls-key", str(files.key)]
-        assert cli.main([*shown, *own, "--token-file", str(files.token)]) == 0
+        assert cli.main([*command, *own, "--token-file", str(files.token)]) == 0
         assert "exact" in capsys.readouterr().out
-        assert cli.main([*shown, *own]) != 0
-        assert cli.main([*shown, "--token-file", str(files.token)]) != 0
+        assert cli.main([*command, *own]) != 0
+        assert cli.main([*command, "--token-file", str(files.token)]) != 0
 
 
 def test_renewed_files_are_used_without_a_restart(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_renewed_files_are_used_without_a_restart(tmp_path: Path) -> None:
     If the next files are broken, it keeps the certificate and the token.
     """
     certificate, key, token = (tmp_path / name for name in ("cert", "key", "token"))
-    one, two = trustme.CA(), trustme.CA()
+    old, new = trustme.CA(), trustme.CA()
 
     def issue(authority: trustme.CA, secret: str) -> None:
         issued = authority.issue_cert("127.0.0.1")
@@ -180,20 +180,20 @@ def test_renewed_files_are_used_without_a_restart(tmp_path: Path) -> None:
             except grpc.RpcError:
                 return False
 
-    issue(one, "old")
+    issue(old, "old")
     own = {"tls_certificate": str(certificate), "tls_key": str(key), "token_file": str(token)}
     with lonely_gateway(tmp_path, **own) as gateway:
         url = f"127.0.0.1:{gateway.grpc_port}"
-        wait_until(lambda: is_live(one, "old"), what="the gateway")
-        issue(two, "new")
-        wait_until(lambda: is_live(two, "new"), what="the renewed files")
-        assert not is_live(one, "old")
+        wait_until(lambda: is_live(old, "old"), what="the gateway")
+        issue(new, "new")
+        wait_until(lambda: is_live(new, "new"), what="the renewed files")
+        assert not is_live(old, "old")
         wait_until(lambda: "gateway.tls_certificate was renewed, until" in gateway.log_text(), what="the log")
         for file in (certificate, token):
             file.write_text("")
         wait_until(lambda: gateway.get("/metrics")[1].count("renewal_failed{") == 2, what="the metrics")
         wait_until(lambda: gateway.log_text().count("cannot be renewed") == 2, what="the log")
-        assert is_live(two, "new")
+        assert is_live(new, "new")
 
 
 def test_a_gateway_without_the_key(tmp_path: Path, worker: Worker, files: Files) -> None:

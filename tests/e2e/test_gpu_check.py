@@ -54,13 +54,13 @@ def test_a_served_model_answers_as_a_plain_one(tmp_path: Path, monkeypatch: pyte
     alike, *measured = run("fronts", tmp_path)
 
     assert alike["verdict"] == "PASS"
-    assert [(one["what"], one["verdict"]) for one in measured] == [
+    assert [(finding["what"], finding["verdict"]) for finding in measured] == [
         ("1 client", "MEASURED"),
         ("16 clients", "MEASURED"),
     ]
-    for one in measured:
-        assert one["reason"] == "load by perf_analyzer"
-        assert all(one["figures"][f"{side}_per_s"] > 0 for side in ("plain", "native", "python"))
+    for finding in measured:
+        assert finding["reason"] == "load by perf_analyzer"
+        assert all(finding["figures"][f"{side}_per_s"] > 0 for side in ("plain", "native", "python"))
 
 
 def test_no_request_fails_while_the_runtime_dies_restarts_and_sleeps(
@@ -71,7 +71,7 @@ def test_no_request_fails_while_the_runtime_dies_restarts_and_sleeps(
 
     findings = run("interruptions", tmp_path)
 
-    assert {one["what"]: one["verdict"] for one in findings} == {
+    assert {finding["what"]: finding["verdict"] for finding in findings} == {
         "SIGKILL of the runtime": "PASS",
         "SIGSEGV of the runtime": "PASS",
         "rsrv restart": "PASS",
@@ -106,9 +106,9 @@ def test_real_models_are_measured_with_rsrv_and_in_pytorch(tmp_path: Path) -> No
 
     assert (missing["what"], missing["verdict"]) == ("resnet18, minilm_encoder", "NOT RUN")
     assert [small["what"], large["what"]] == ["vit_tiny, 1 row", "vit_tiny, 8 rows"]
-    for one in (small, large):
-        assert one["figures"]["rsrv_per_s"] > 0
-        assert one["figures"]["torch_eager_per_s"] > 0
+    for finding in (small, large):
+        assert finding["figures"]["rsrv_per_s"] > 0
+        assert finding["figures"]["torch_eager_per_s"] > 0
 
 
 def run(part: str, folder: Path, *arguments: str) -> list[dict[str, Any]]:

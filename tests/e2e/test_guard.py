@@ -38,7 +38,7 @@ def test_a_runtime_killed_while_it_compiles_comes_back(start_triton: StartTriton
                 pid = int(read_status(server.pid)["pid"])
             except (OSError, Closed):
                 return False
-            if pid in killed or all(one.phase is not Phase.BUILDING for one in slots):
+            if pid in killed or all(slot.phase is not Phase.BUILDING for slot in slots):
                 return False
             killed.add(pid)
             os.kill(pid, signal.SIGKILL)

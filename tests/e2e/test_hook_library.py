@@ -87,11 +87,13 @@ def test_files_of_pictures_become_names(tmp_path: Path, start_triton: StartTrito
     def work(call: Caller, number: int) -> None:
         rng = np.random.default_rng(number)
         for _ in range(20):
-            wanted = [str(each) for each in rng.choice(list(COLOURS), rng.integers(1, 5))]
+            colours = [str(each) for each in rng.choice(list(COLOURS), rng.integers(1, 5))]
             sent = [
-                picture(one, str(rng.choice(KINDS)), (int(rng.integers(40, 99)), int(rng.integers(40, 99))))
-                for one in wanted
+                picture(
+                    colour, str(rng.choice(KINDS)), (int(rng.integers(40, 99)), int(rng.integers(40, 99)))
+                )
+                for colour in colours
             ]
-            assert best(call("colours", {"file": as_text(sent)})) == wanted
+            assert best(call("colours", {"file": as_text(sent)})) == colours
 
     at_once(server, 8, work)

@@ -147,7 +147,7 @@ class Honest:
         for number in count():
             if self._over.is_set():
                 break
-            inputs, wanted = self._ask(number)
+            inputs, expected = self._ask(number)
             options: dict[str, Any] = {"client_timeout": PATIENCE_S} if protocol == "grpc" else {}
             if self._model == "sums":
                 options |= {"sequence_id": next(_SEQUENCES), "sequence_start": True, "sequence_end": True}
@@ -159,7 +159,7 @@ class Honest:
                 self.failed.append(repr(error))
                 break
             else:
-                if not all(np.array_equal(got[name], array) for name, array in wanted.items()):
+                if not all(np.array_equal(got[name], array) for name, array in expected.items()):
                     self.failed.append(f"{inputs}: {got}")
                 self.right += 1
         call.close()
@@ -170,7 +170,7 @@ def send(port: int, model: str, start: bytes) -> tuple[int, str]:
     inputs, _ = QUESTIONS[model](3)
     tensors: list[dict[str, Any]] = []
     for name, x in inputs.items():
-        data = [one.decode() for one in x.ravel()] if x.dtype == object else x.ravel().tolist()
+        data = [element.decode() for element in x.ravel()] if x.dtype == object else x.ravel().tolist()
         tensor = {"shape": list(x.shape), "datatype": np_to_triton_dtype(x.dtype), "data": data}
         tensors.append({"name": name, **tensor})
     status, text = post_bytes(port, model, start + json.dumps({"inputs": tensors}).encode()[1:])

@@ -96,8 +96,8 @@ def ask_openai(server: RunningTriton, expected: dict[str, Any]) -> None:
     first, second = (text.decode() for text in TEXTS[:, 0])
     with running_openai(server.grpc_port, models=["embeds", "ranks", "writes"]) as api:
         answer = api.openai().embeddings.create(model="embeds", input=[first, second])
-        found = [one.embedding for one in answer.data]
-        np.testing.assert_allclose(found, expected["embeds"]["embedding"], atol=1e-5)
+        embeddings = [entry.embedding for entry in answer.data]
+        np.testing.assert_allclose(embeddings, expected["embeds"]["embedding"], atol=1e-5)
         assert answer.usage.prompt_tokens == expected["embeds"]["tokens"].sum()
         (ranked,) = api.cohere().rerank(model="ranks", query=first, documents=[second]).results
         assert abs(ranked.relevance_score - expected["ranks"]["scores"][0, 0]) < 1e-5
@@ -113,15 +113,17 @@ def assert_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
         if array.dtype != object:
             np.testing.assert_allclose(got[name].reshape(array.shape), array, atol=1e-5)
             continue
-        for one, other in zip(got[name].ravel(), array.ravel(), strict=True):
+        for value, other in zip(got[name].ravel(), array.ravel(), strict=True):
             if name == "entities":
-                one, other = ([{**each, "score": 0} for each in json.loads(text)] for text in (one, other))
-            assert one == other
+                value, other = (
+                    [{**each, "score": 0} for each in json.loads(text)] for text in (value, other)
+                )
+            assert value == other
 
 
 def task(server: RunningTriton, model: str) -> dict[str, Any]:
     """Return a model's task, which clients read from its configuration."""
     with urlopen(f"http://127.0.0.1:{server.http_port}/v2/models/{model}/config", timeout=60) as answer:
         config = json.load(answer)
-    found: dict[str, Any] = json.loads(config["parameters"]["task"]["string_value"])
-    return found
+    settings: dict[str, Any] = json.loads(config["parameters"]["task"]["string_value"])
+    return settings

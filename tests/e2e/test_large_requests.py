@@ -37,7 +37,9 @@ def test_a_large_request_is_answered_as_its_rows_one_by_one(triton: RunningTrito
         got = call("mlp", inputs)
         alone = [call("mlp", {"x": inputs["x"][row : row + 1]}) for row in range(0, ROWS, 7)]
     assert len(got["logits"]) == ROWS
-    assert_close({"logits": got["logits"][::7]}, {"logits": np.concatenate([one["logits"] for one in alone])})
+    assert_close(
+        {"logits": got["logits"][::7]}, {"logits": np.concatenate([answer["logits"] for answer in alone])}
+    )
 
 
 def test_large_and_small_requests_of_many_clients_get_their_own_rows(triton: RunningTriton) -> None:

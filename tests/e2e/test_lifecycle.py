@@ -102,13 +102,13 @@ def bundles(folder: Path) -> Path:
 
 def served(call: Caller, name: str) -> tuple[int, int] | None:
     """Return the version that answers, or None if none answers."""
-    found = outcome(lambda: version(call, name))
-    return None if isinstance(found, Refused) else found
+    result = outcome(lambda: version(call, name))
+    return None if isinstance(result, Refused) else result
 
 
-def assert_becomes(call: Caller, name: str, wanted: tuple[int, int] | None) -> None:
+def assert_becomes(call: Caller, name: str, expected: tuple[int, int] | None) -> None:
     """Wait until this version answers. Each answer before that must also be of one version only."""
-    wait_until(lambda: served(call, name) == wanted, what=f"{name} to be {wanted}")
+    wait_until(lambda: served(call, name) == expected, what=f"{name} to be {expected}")
 
 
 def place_one_that_fails(path: Path, begun: Path, gate: Path) -> None:
@@ -206,15 +206,19 @@ def test_a_bundle_is_rolled_back_as_the_page_says(
     call: Caller, bundles: Path, versions: dict[str, Path], server: RunningTriton, life: Living
 ) -> None:
     """The commands of the documentation's page restore the earlier version under load, without an error and without compiling."""
-    texts = [one.text.replace("pictures", "weighty") for one in commands() if one.program in ("cp", "mv")]
+    texts = [
+        command.text.replace("pictures", "weighty")
+        for command in commands()
+        if command.program in ("cp", "mv")
+    ]
     assert [text.split()[0] for text in texts] == ["cp", "mv", "mv"]
-    over = threading.Event()
-    found: set[tuple[int, int]] = set()
+    stop = threading.Event()
+    answered: set[tuple[int, int]] = set()
 
     def ask() -> None:
         with caller(server) as mine:
-            while not over.is_set():
-                found.add(version(mine, "weighty"))
+            while not stop.is_set():
+                answered.add(version(mine, "weighty"))
 
     def run(text: str) -> None:
         subprocess.run(["sh", "-c", text], cwd=bundles.parent, check=True)
@@ -224,18 +228,18 @@ def test_a_bundle_is_rolled_back_as_the_page_says(
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(ask)
         try:
-            wait_until(lambda: (1, 0) in found or asking.done(), what="load")
+            wait_until(lambda: (1, 0) in answered or asking.done(), what="load")
             run(texts[0])
             place(versions["other"], bundles / "weighty")
-            wait_until(lambda: (3, 3) in found or asking.done(), what="the other version")
+            wait_until(lambda: (3, 3) in answered or asking.done(), what="the other version")
             compiled = read_status(server.pid)["compiled"]
             for text in texts[1:]:
                 run(text)
             assert_becomes(call, "weighty", (1, 0))
         finally:
-            over.set()
+            stop.set()
         asking.result()
-    assert found == {(1, 0), (3, 3)}
+    assert answered == {(1, 0), (3, 3)}
     assert read_status(server.pid)["compiled"] == compiled
     assert not life.failures
     shutil.rmtree(bundles / ".weighty.after")
@@ -297,12 +301,12 @@ def test_a_control_process_that_is_killed_while_a_model_loads_leaves_the_way_bac
     assert (folder / "gen/orphan/1/bundle/model.py").exists()
     gate.touch()
 
-    def told() -> bool:
+    def reported() -> bool:
         with suppress(grpc.RpcError):
             return life.pid != first and "never" in life.failures.get("orphan", "")
         return False
 
-    wait_until(told, what="the next control process to say why")
+    wait_until(reported, what="the next control process to say why")
     # In its first round, the control process may try the version once more.
     wait_until(lambda: not (folder / "gen/orphan/1/bundle/model.py").exists())
     assert served(call, "orphan") == (1, 0)
@@ -387,8 +391,8 @@ def test_a_meta_model_follows_its_callees(call: Caller, bundles: Path, folder: P
     place(write_meta(folder / "first" / "chain", body, ["double"]), bundles / "chain")
 
     def chain() -> float | None:
-        found = outcome(lambda: call("chain", rows(1, 5.0)))
-        return None if isinstance(found, Refused) else float(found["y"][0, 0])
+        result = outcome(lambda: call("chain", rows(1, 5.0)))
+        return None if isinstance(result, Refused) else float(result["y"][0, 0])
 
     wait_until(lambda: chain() == 10)
     assert not isinstance(outcome(lambda: call("double", rows(1))), Refused)
@@ -486,8 +490,8 @@ def test_fifty_reloads_under_load_fail_no_request(
         while not stop.wait(max(0.0, due - time.monotonic())):
             before, started = current[0], time.monotonic()
             rows = 1 + count % 4
-            found = version(call, "busy", x=float(count % 100), rows=rows)
-            assert found in before | current[0], f"{found} is neither of {before | current[0]}"
+            answered = version(call, "busy", x=float(count % 100), rows=rows)
+            assert answered in before | current[0], f"{answered} is neither of {before | current[0]}"
             slowest = max(slowest, time.monotonic() - started)
             count += 1
             due += CLIENTS / RATE

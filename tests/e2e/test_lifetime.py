@@ -97,11 +97,11 @@ def descriptors(pid: int) -> int:
 
 def connections(pid: int) -> int:
     """Return how many connections to the living runtime a stub has. The stub has the black box open once for each of them."""
-    found = 0
+    count = 0
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):
-            found += link.readlink().name == paths.BLACKBOX
-    return found
+            count += link.readlink().name == paths.BLACKBOX
+    return count
 
 
 def shared_memory() -> set[str]:
@@ -147,11 +147,11 @@ def test_nothing_is_left_of_a_server_that_ended(
     else:
         server.server.kill()
 
-    def left() -> list[object]:
+    def leftovers() -> list[object]:
         processes = [pid for pid in pids if is_alive(pid)]
         return [*processes, *below(home), *(mine & shared_memory())]
 
-    wait_until(lambda: not left(), what="nothing to be left")
+    wait_until(lambda: not leftovers(), what="nothing to be left")
     for client in clients:
         client.join()
 
@@ -189,13 +189,13 @@ def test_a_server_killed_while_its_models_compile_leaves_nothing(
 ) -> None:
     """If a server is killed while its runtime starts or compiles, the runtime ends and removes its directory."""
     server = start("large", "digits", wait_ready=False)
-    (found,) = wait_until(
+    (runtime,) = wait_until(
         lambda: [
             p for p in psutil.process_iter(["cmdline"]) if str(home) in " ".join(p.info["cmdline"] or [])
         ]
     )[:1]
     server.server.kill()
-    wait_until(lambda: not is_alive(found.pid), what="end of the runtime")
+    wait_until(lambda: not is_alive(runtime.pid), what="end of the runtime")
     wait_until(lambda: not any(home.iterdir()), what="end of the directory")
 
 
@@ -388,9 +388,9 @@ def test_a_broken_model_says_why_and_the_others_serve(
 ) -> None:
     """A model was damaged after the repository was made. Its load fails, the index has the reason, and `exact` answers."""
     model = damage.__name__
-    state, said = broken.server.model_states()[model]
+    state, message = broken.server.model_states()[model]
     assert state == "UNAVAILABLE"
-    assert DAMAGES[damage] in said, said
+    assert DAMAGES[damage] in message, message
     with caller(broken) as call:
         check_exact(call)
         refusal(lambda: call(model, {"x": X}))
@@ -400,10 +400,10 @@ def test_a_broken_model_says_why_and_the_others_serve(
 def test_a_runtime_that_cannot_start_says_why(start: Callable[..., RunningTriton]) -> None:
     """The runtime's Python does not exist. The load fails, and the reason names the path and the variable."""
     server = start("exact", exit_on_error=False, env={"RSRV_RUNTIME_PYTHON": "/nonexistent/python"})
-    state, said = server.server.model_states()["exact"]
+    state, message = server.server.model_states()["exact"]
     assert state == "UNAVAILABLE"
-    assert "/nonexistent/python" in said
-    assert "RSRV_RUNTIME_PYTHON" in said
+    assert "/nonexistent/python" in message
+    assert "RSRV_RUNTIME_PYTHON" in message
 
 
 @pytest.mark.parametrize(
@@ -418,9 +418,9 @@ def test_a_device_that_is_not_there_is_named(
 ) -> None:
     """Settings need a device that this machine does not have. The load fails with the reason."""
     server = start("exact", exit_on_error=False, env={f"RSRV_RUNTIME__{setting}": value})
-    state, said = server.server.model_states()["exact"]
+    state, message = server.server.model_states()["exact"]
     assert state == "UNAVAILABLE"
-    assert reason in said, said
+    assert reason in message, message
 
 
 @pytest.mark.long

@@ -125,16 +125,16 @@ def test_a_server_under_load_is_shown(browser: str, tmp_path: Path) -> None:
             )
             await page.until(f"{pinned} === 'model pinned'")
             assert "HTTP 127.0.0.1:" in await page.value("document.querySelector('#facts').textContent")
-            shown = f"document.querySelector('tr[data-model={PINNED}] .weights').textContent"
-            await page.until(f"{shown} === 'pinned, resident'")
+            expression = f"document.querySelector('tr[data-model={PINNED}] .weights').textContent"
+            await page.until(f"{expression} === 'pinned, resident'")
             await page.until("+document.querySelector('#total-rate').textContent > 10")
             await page.until("+document.querySelector('#total-loads').textContent > 0")
             figure = f"document.querySelector('tr[data-model={MODELS[0]}]').textContent"
             before = json.dumps(await page.value(figure))
             await page.until(f"{figure} !== {before}")
             await page.until(f"{PAINTED}.every((share) => share > 0.005)")
-            told = await page.until(POINTED)
-            assert re.search(r"executed in \S+ .s: \d rows? of \d+ requests?", told), told
+            text = await page.until(POINTED)
+            assert re.search(r"executed in \S+ .s: \d rows? of \d+ requests?", text), text
             await page.until(
                 "[...document.querySelectorAll('#log li')].some((line) => /: warm/.test(line.textContent))"
             )
@@ -147,7 +147,7 @@ def test_a_server_under_load_is_shown(browser: str, tmp_path: Path) -> None:
             await page.until("document.querySelectorAll('#history-lines li').length > 0")
             assert await page.value("document.querySelectorAll('#actions button').length") == 0
             curl = await page.value("document.querySelector('#curl').textContent")
-            assert {one["name"] for one in json.loads(shell(curl))["outputs"]} >= {"first", "second"}
+            assert {output["name"] for output in json.loads(shell(curl))["outputs"]} >= {"first", "second"}
             trace = "fetch(document.querySelector('.timeline a').href).then((answer) => answer.json())"
             assert await page.value(f"{trace}.then((said) => said.traceEvents.length > 10)")
             assert page.errors == []
@@ -178,8 +178,8 @@ class FakeEvents:
 
     async def events(self) -> AsyncGenerator[tuple[str, str, str], None]:
         while True:
-            server, name, said = await self.told.get()
-            yield server, name, json.dumps(said)
+            server, name, content = await self.told.get()
+            yield server, name, json.dumps(content)
 
     async def panel(self, server: str, model: str) -> dict[str, Any]:
         inputs = [{"name": "it's", "datatype": "FP32", "shape": [-1, 2]}]
@@ -206,8 +206,8 @@ class FakeEvents:
     async def steer(self, server: str, model: str, what: str) -> None:
         self.steered.append((server, model, what))
 
-    def tell(self, name: str, said: Any, server: str = "w0") -> None:
-        self.told.put_nowait((server, name, said))
+    def tell(self, name: str, content: Any, server: str = "w0") -> None:
+        self.told.put_nowait((server, name, content))
 
 
 def device(number: int, second: int) -> dict[str, Any]:
@@ -349,10 +349,10 @@ def test_each_device_of_a_server_has_a_lane(browser: str) -> None:
             first, second = await page.value(titles)
             assert await page.value("document.querySelector('#headline').textContent") == "warning: 86% of"
             assert await page.value("document.querySelector('#diagnosis').dataset.severity") == "warning"
-            told = await page.value(
+            texts = await page.value(
                 "[...document.querySelectorAll('#findings li')].map((one) => one.textContent)"
             )
-            assert told == [
+            assert texts == [
                 "warning: 86% ofwhy: sizesdo: export 4",
                 "note: a spendswhy: hooksdo: mend",
             ]
@@ -499,8 +499,8 @@ def test_a_phone_and_a_dark_screen_show_the_whole_page(browser: str, width: int,
             root, table = "document.documentElement", "document.querySelector('#models').closest('.scroll')"
             for wide in (root, table) if width == 390 else (root,):
                 assert await page.value(f"{wide}.scrollWidth - {wide}.clientWidth") == 0
-            told = "getComputedStyle(document.querySelector('#models td'), '::after').content"
-            assert (await page.value(told)).startswith('"pinned, ') == (width == 390)
+            expression = "getComputedStyle(document.querySelector('#models td'), '::after').content"
+            assert (await page.value(expression)).startswith('"pinned, ') == (width == 390)
             heads = await page.value(
                 "[...document.querySelectorAll('#columns th')].filter((one) => one.offsetWidth).map((one) => one.textContent)"
             )
@@ -541,10 +541,10 @@ def test_the_page_sends_commands_with_the_token(browser: str) -> None:
             assert await page.value(ROWS) == 1
             await page.value("document.querySelector('#models button').click()")
             await page.until("document.querySelector('#history-lines').textContent.includes('<img src=x')")
-            told = await page.value("document.querySelector('#panel-parts').textContent")
-            assert "requests3 answered" in told
-            assert f"answers{ANSWERS}" in told
-            assert "<b>slow" in told
+            text = await page.value("document.querySelector('#panel-parts').textContent")
+            assert "requests3 answered" in text
+            assert f"answers{ANSWERS}" in text
+            assert "<b>slow" in text
             curl = await page.value("document.querySelector('#curl').textContent")
             echoed = shell(curl.partition(" | curl")[0])
             sent = {"name": "it's", "datatype": "FP32", "shape": [1, 2], "data": [0, 0]}
@@ -573,7 +573,7 @@ def test_the_page_sends_commands_with_the_token(browser: str) -> None:
             await page.until("document.querySelectorAll('.device').length === 2")
             source.tell("gone", None, "w0")
             await page.until("document.querySelectorAll('.device').length === 1")
-            assert [one for one in page.errors if "live/try" not in one] == []
+            assert [error for error in page.errors if "live/try" not in error] == []
             return source.steered
 
     assert asyncio.run(visit()) == [("w0", "model-007", "pin"), ("w0", "model-007", "evict")]

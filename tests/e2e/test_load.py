@@ -42,8 +42,8 @@ from tests.waiting import PATIENCE_S, wait_until
 
 
 def models_status(server: RunningTriton) -> dict[str, Any]:
-    found: dict[str, Any] = read_status(server.pid)["models"]
-    return found
+    models: dict[str, Any] = read_status(server.pid)["models"]
+    return models
 
 
 def wait_until_idle(server: RunningTriton) -> None:
@@ -69,17 +69,17 @@ def perf_analyzer(server: RunningTriton, model: str, clients: int, *options: str
     # The results of the windows may differ by any amount.
     command += ["-i", "grpc", "--concurrency-range", str(clients), "-p", "400", "-r", "3", "-s", "9999"]
     done = subprocess.run([*command, *options], text=True, capture_output=True, timeout=600, check=False)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    assert not re.search(r"error|fail", said, re.IGNORECASE), said
-    return said
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert not re.search(r"error|fail", output, re.IGNORECASE), output
+    return output
 
 
-def reported(said: str, what: str) -> int:
+def reported(output: str, what: str) -> int:
     """Return a whole number from perf_analyzer's report."""
-    found = re.search(rf"{what}: (\d+)", said)
-    assert found, said
-    return int(found[1])
+    match = re.search(rf"{what}: (\d+)", output)
+    assert match, output
+    return int(match[1])
 
 
 @pytest.mark.parametrize("clients", [1, 32])
@@ -87,11 +87,11 @@ def test_perf_analyzer_runs_without_an_error(triton: RunningTriton, clients: int
     """Triton's own load generator reports no error. Triton and the runtime count every request as answered."""
     wait_until_idle(triton)
     counted, outcomes = succeeded_and_failed(triton, "mlp"), Counter(models_status(triton)["mlp"]["outcomes"])
-    said = perf_analyzer(triton, "mlp", clients, "--input-data", "random")
+    output = perf_analyzer(triton, "mlp", clients, "--input-data", "random")
     wait_until_idle(triton)
     answered = Counter(models_status(triton)["mlp"]["outcomes"]) - outcomes
     assert answered.keys() == {"answered"}
-    assert answered["answered"] >= reported(said, "Request count") > 0, said
+    assert answered["answered"] >= reported(output, "Request count") > 0, output
 
     def more() -> list[int]:
         return list(np.subtract(succeeded_and_failed(triton, "mlp"), counted))
@@ -342,15 +342,15 @@ class Client:
 
 
 def stress(
-    server: RunningTriton, rounds: int, seed: int, one: Callable[[Client], None] = Client.one
+    server: RunningTriton, rounds: int, seed: int, action: Callable[[Client], None] = Client.one
 ) -> Counter[str]:
-    """Run the clients, each of which calls `one` `rounds` times. Return how many requests ended in each way."""
+    """Run the clients, each of which calls `action` `rounds` times. Return how many requests ended in each way."""
 
     def work(call: Caller, number: int) -> Client:
         client = Client(server, call, number, seed)
         try:
             for _ in range(rounds):
-                one(client)
+                action(client)
         finally:
             client.close()
         return client

@@ -52,8 +52,8 @@ def ask(call: Caller, number: int, seed: int, rows: int = 1) -> None:
 
 
 def models(server: RunningTriton) -> dict[str, Any]:
-    found: dict[str, Any] = read_status(server.pid)["models"]
-    return found
+    by_name: dict[str, Any] = read_status(server.pid)["models"]
+    return by_name
 
 
 def test_many_clients_of_six_models_with_room_for_two(start_triton: StartTriton, tmp_path: Path) -> None:
@@ -64,18 +64,18 @@ def test_many_clients_of_six_models_with_room_for_two(start_triton: StartTriton,
         rng = np.random.default_rng(number)
         for seed in range(15):
             ask(call, int(rng.integers(6)), seed, int(rng.integers(1, 5)))
-            found = models(server)
-            assert sum(model["weights"] == "resident" for model in found.values()) <= 2, found
+            by_name = models(server)
+            assert sum(model["weights"] == "resident" for model in by_name.values()) <= 2, by_name
         return 15
 
-    asked = sum(at_once(server, 8, work))
+    sent = sum(at_once(server, 8, work))
 
-    found = models(server)
-    assert sum(model["outcomes"]["answered"] for model in found.values()) == asked
-    assert all(model["loads"] and model["evictions"] for model in found.values()), found
-    moved = sum(model["loads"] - model["evictions"] for model in found.values())
-    resident = sum(model["weights"] == "resident" for model in found.values())
-    assert moved == resident, found
+    by_name = models(server)
+    assert sum(model["outcomes"]["answered"] for model in by_name.values()) == sent
+    assert all(model["loads"] and model["evictions"] for model in by_name.values()), by_name
+    moved = sum(model["loads"] - model["evictions"] for model in by_name.values())
+    resident = sum(model["weights"] == "resident" for model in by_name.values())
+    assert moved == resident, by_name
 
 
 # --- coming and going -----------------------------------------------------------------------------------------------

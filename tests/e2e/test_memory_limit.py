@@ -54,11 +54,11 @@ class ControlGroup:
     @property
     def taken(self) -> int:
         """Bytes of the group that the kernel cannot reclaim, which are all bytes except cached files."""
-        found = self._numbers("memory.stat")
+        numbers = self._numbers("memory.stat")
         return (
-            found["total_rss"] + found["total_shmem"]
-            if "total_rss" in found
-            else found["anon"] + found["shmem"]
+            numbers["total_rss"] + numbers["total_shmem"]
+            if "total_rss" in numbers
+            else numbers["anon"] + numbers["shmem"]
         )
 
     def _numbers(self, *names: str) -> dict[str, int]:

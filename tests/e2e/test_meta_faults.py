@@ -73,12 +73,12 @@ class Stopped:
     def send(self, count: int = 1, **options: Any) -> list[Future[Any]]:
         """Send more requests. They may wait before their runs begin."""
 
-        def one(x: float) -> Any:
+        def ask(x: float) -> Any:
             with caller(self._server) as call:
                 return outcome(lambda: call("chain", rows(1, x), **options))
 
         first, self._count = self._count + 1, self._count + count
-        return [self._pool.submit(one, float(-n)) for n in range(first, first + count)]
+        return [self._pool.submit(ask, float(-n)) for n in range(first, first + count)]
 
     def inside(self, count: int) -> None:
         """Wait until `count` runs are between their stages."""
@@ -110,8 +110,8 @@ class House:
             made.close()
 
     def meta(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = read_status(self.server.pid)["metas"]["chain"]
-        return found
+        status: Mapping[str, Any] = read_status(self.server.pid)["metas"]["chain"]
+        return status
 
     def check(self, call: Caller) -> None:
         assert (call("chain", rows(3, 5.0))["y"] == 30).all()
@@ -175,8 +175,8 @@ def test_a_deadline_passes_before_the_gate(house: House) -> None:
         assert refused.message.startswith("[rsrv:DEADLINE]")
         assert house.meta()["running"] == 2
         stopped.go()
-        for number, one in enumerate(inside, 1):
-            six_times(one, number)
+        for number, future in enumerate(inside, 1):
+            six_times(future, number)
     with caller(house.server) as call:
         house.check(call)
 
@@ -191,8 +191,8 @@ def test_the_runtime_is_killed_in_the_middle_of_runs(house: House) -> None:
         wait_until(lambda: house.meta()["waiting"] == 3)
         os.kill(old, signal.SIGKILL)
         stopped.go()
-        for number, one in enumerate(requests, 1):
-            six_times(one, number)
+        for number, future in enumerate(requests, 1):
+            six_times(future, number)
     wait_until(lambda: new_runtime(house.server, old), what="another runtime")
     with caller(house.server) as call:
         for model in ("chain", "outside", "triple"):
@@ -301,10 +301,10 @@ def test_loads_that_fail_say_why(start_triton: StartTriton, tmp_path: Path) -> N
         "outside": ("model.py", "run(inputs, call)"),
         "other": ("single", "meta.transport", "rsrv-gen"),
     }.items():
-        state, said = states[name]
+        state, message = states[name]
         assert state == "UNAVAILABLE", states
         for text in texts:
-            assert text in said, said
+            assert text in message, message
     with caller(server) as call:
         assert (call("triple", rows(1, 5.0))["y"] == 15).all()
         assert (call("plain", rows(1, 5.0))["y"] == 16).all()
@@ -314,9 +314,9 @@ def test_loads_that_fail_say_why(start_triton: StartTriton, tmp_path: Path) -> N
 def test_one_thread_is_enough_for_direct_calls_only(start_triton: StartTriton, tmp_path: Path) -> None:
     """With thread-pool-size=1, the load of a model that calls through Triton fails. A model with direct calls is served."""
     server = start_triton(write_repository(tmp_path), exit_on_error=False, extra_args=ONE_THREAD)
-    state, said = server.server.model_states()["outside"]
+    state, message = server.server.model_states()["outside"]
     assert state == "UNAVAILABLE"
-    assert "thread-pool-size=2" in said, said
+    assert "thread-pool-size=2" in message, message
 
     def work(call: Caller, number: int) -> None:
         assert (call("chain", rows(1, float(number)))["y"] == np.full((1, COLUMNS), 6 * number)).all()

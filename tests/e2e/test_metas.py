@@ -211,17 +211,17 @@ def mix(server: RunningTriton, clients: int, seconds: float, least: int = 1) -> 
     def work(call: Caller, number: int) -> Counter[str]:
         rng = np.random.default_rng(number)
         until = time.monotonic() + seconds
-        ended: Counter[str] = Counter()
-        while time.monotonic() < until or ended.total() < least:
-            ended[ask_something(call, rng)] += 1
-        return ended
+        outcomes: Counter[str] = Counter()
+        while time.monotonic() < until or outcomes.total() < least:
+            outcomes[ask_something(call, rng)] += 1
+        return outcomes
 
     return sum(at_once(server, clients, work), Counter())
 
 
 def metas(server: RunningTriton) -> dict[str, Any]:
-    found: dict[str, Any] = read_status(server.pid)["metas"]
-    return found
+    by_name: dict[str, Any] = read_status(server.pid)["metas"]
+    return by_name
 
 
 def assert_idle(server: RunningTriton) -> None:
@@ -239,9 +239,9 @@ def total_held(server: RunningTriton) -> Held:
 
 def test_many_clients_at_once_get_their_own_answers(server: RunningTriton) -> None:
     """64 clients of meta models and of plain models get right answers. At the end, no tensor stays on the device."""
-    ended = mix(server, 64, 1, least=3)
+    outcomes = mix(server, 64, 1, least=3)
 
-    assert ended["answered"] > 100, ended
+    assert outcomes["answered"] > 100, outcomes
     assert_idle(server)
 
 
@@ -259,11 +259,11 @@ def test_a_minute_of_many_clients_loses_nothing(server: RunningTriton) -> None:
         before = settled(lambda: total_held(server))
         descriptors, threads = max(descriptors, before.descriptors), max(threads, before.threads)
         before = replace(before, descriptors=descriptors, threads=threads)
-        ended = mix(server, 64, 60)
+        outcomes = mix(server, 64, 60)
         assert_idle(server)
         after = settled(lambda: total_held(server))
-        print(f"{dict(ended)}; before: {before}; after: {after}")
-        assert ended["answered"] > 1000, ended
+        print(f"{dict(outcomes)}; before: {before}; after: {after}")
+        assert outcomes["answered"] > 1000, outcomes
         if last or (after.descriptors <= descriptors and after.threads <= threads):
             assert_returned(before, after)
             return

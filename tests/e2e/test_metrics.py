@@ -62,13 +62,13 @@ class Metrics:
                 text = page.read().decode()
         except OSError:
             return {}
-        found: Samples = {}
+        samples: Samples = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 key = sample.name, frozenset(sample.labels.items() - {("device", "0")})
-                assert key not in found
-                found[key] = sample.value
-        return found
+                assert key not in samples
+                samples[key] = sample.value
+        return samples
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +85,9 @@ def metrics(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metrics]:
     python.chmod(0o755)
     env = {"RSRV_METRICS__LISTEN": f"127.0.0.1:{port}", "RSRV_RUNTIME_PYTHON": str(python)}
     with running_triton(repository, folder / "server.log", extra_args=flags, env=env) as running:
-        found = Metrics(running, port, folder / "bundles", gate)
-        wait_until(lambda: found.value("rsrv_runtime_up") == 1.0, what="rsrv's own metrics")
-        yield found
+        page = Metrics(running, port, folder / "bundles", gate)
+        wait_until(lambda: page.value("rsrv_runtime_up") == 1.0, what="rsrv's own metrics")
+        yield page
 
 
 def test_requests_show_on_the_page(metrics: Metrics) -> None:
@@ -166,7 +166,7 @@ def test_a_model_that_leaves_takes_its_series_along(metrics: Metrics) -> None:
 
     wait_until(
         lambda: (
-            (found := metrics.samples()) and not any(("model", "steady") in labels for _, labels in found)
+            (samples := metrics.samples()) and not any(("model", "steady") in labels for _, labels in samples)
         ),
         what="the end of its series",
     )
@@ -198,8 +198,8 @@ def test_every_line_of_ours_in_the_log_is_an_object(metrics: Metrics) -> None:
     lines = metrics.server.log_text().rpartition("\n")[0].splitlines()
 
     assert [line for line in lines if re.match(r"\d{4}-\d\d-\d\d .* [DIWEC] (rsrv|py)", line)] == []
-    told = [json.loads(line) for line in lines if line.startswith("{")]
-    loggers = {one["logger"] for one in told}
+    records = [json.loads(line) for line in lines if line.startswith("{")]
+    loggers = {record["logger"] for record in records}
     assert {
         "rsrv.runtime.process",
         "rsrv.runtime.weight_manager",
@@ -207,12 +207,14 @@ def test_every_line_of_ours_in_the_log_is_an_object(metrics: Metrics) -> None:
         "rsrv.control",
     } <= loggers
     assert any(logger.startswith("rsrv.stub.") for logger in loggers)
-    assert {"compiled", "built", "loaded", "warmed_up", "unloaded"} <= {one.get("event") for one in told}
-    mine = [one for one in told if one.get("request") == "mine"]
-    assert {one["model"] for one in mine} == {"hooked"}
-    assert any("Traceback" in one.get("exception", "") for one in mine)
+    assert {"compiled", "built", "loaded", "warmed_up", "unloaded"} <= {
+        record.get("event") for record in records
+    }
+    mine = [record for record in records if record.get("request") == "mine"]
+    assert {record["model"] for record in mine} == {"hooked"}
+    assert any("Traceback" in record.get("exception", "") for record in mine)
     page = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
-    shown = [json.loads(line) for line in page.splitlines() if line.startswith('{"time"')]
-    kinds = [kind(one) for one in told]
-    assert shown
-    assert [one for one in shown if kind(one) not in kinds] == []
+    documented = [json.loads(line) for line in page.splitlines() if line.startswith('{"time"')]
+    kinds = [kind(record) for record in records]
+    assert documented
+    assert [record for record in documented if kind(record) not in kinds] == []

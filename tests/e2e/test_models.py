@@ -29,9 +29,9 @@ pytestmark = pytest.mark.long
 
 def bytes_of(root: Path, names: Iterable[str]) -> tuple[int, int]:
     """Return the bytes of all weights of these bundles, and the bytes if each tensor is stored only once."""
-    found = [array for name in names for array in load_weights(read_bundle(root / name, digest=False))]
-    once = {(a.dtype.str, a.shape, hashlib.sha256(a.tobytes()).digest()): a.nbytes for a in found}
-    return sum(array.nbytes for array in found), sum(once.values())
+    arrays = [array for name in names for array in load_weights(read_bundle(root / name, digest=False))]
+    once = {(a.dtype.str, a.shape, hashlib.sha256(a.tobytes()).digest()): a.nbytes for a in arrays}
+    return sum(array.nbytes for array in arrays), sum(once.values())
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_images_become_the_logits_that_flax_finds(server: RunningTriton, real_mo
     want = source(real_models, "vit_tiny")({"image": image})["logits"]
     with caller(server) as call:
         together = call("vit_tiny", {"image": image})["logits"]
-        alone = [call("vit_tiny", {"image": one[None]})["logits"] for one in image]
+        alone = [call("vit_tiny", {"image": row[None]})["logits"] for row in image]
     close(together, want)
     close(np.concatenate(alone), want)
 
@@ -104,28 +104,28 @@ def test_the_operator_stands_for_the_solver(
     server: RunningTriton, real_models: Path, protocol: str, name: str, dtype: type
 ) -> None:
     """The operator predicts the solver's ends for unseen starts, in both precisions and on both grids."""
-    unseen, wanted = fno.held_out()
+    unseen, expected = fno.held_out()
     for every in (2, 1):
         start: Array = unseen[:5, ::every].astype(dtype)
         with caller(server, protocol) as call:
             end = call(name, {"start": start})["end"]
         close(end, source(real_models, name)({"start": start})["end"], name[-3:])
-        assert fno.mean_error(end, wanted[:5, ::every]) < fno.REQUIRED_ERROR
+        assert fno.mean_error(end, expected[:5, ::every]) < fno.REQUIRED_ERROR
 
 
 def test_eight_fine_tunes_cost_one_backbone(server: RunningTriton, real_models: Path) -> None:
     """Eight fine-tunes are resident in the memory of one backbone. The status counts the bytes of shared tensors once."""
     with caller(server) as call:
         for name in family.TASKS:
-            images, wanted = family.held_out(name)
+            images, labels = family.held_out(name)
             got = call(name, {"image": images[:32]})["class"][:, 0]
-            assert (got == wanted[:32]).mean() > 0.8
+            assert (got == labels[:32]).mean() > 0.8
 
-    found = read_status(server.pid)
-    models = [found["models"][name] for name in family.TASKS]
+    status = read_status(server.pid)
+    models = [status["models"][name] for name in family.TASKS]
     assert {(model["weights"], model["evictions"]) for model in models} == {("resident", 0)}
     logical, physical = bytes_of(real_models, MODELS)
-    for tier in found["memory"].values():
+    for tier in status["memory"].values():
         assert tier["logical_bytes"] == logical
         assert tier["physical_bytes"] <= physical
     # The last layers are small, so eight models of the family take little more memory than one.

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.long
 def test_narrow_models_answer_as_their_sources(start_triton: StartTriton, tmp_path: Path) -> None:
     """With each type of weights, and with half-precision computation, errors are below a bound. Narrow fine-tunes share their table."""
     rng = np.random.default_rng(0)
-    table, one, other = (
+    table, base, tuned = (
         rng.standard_normal(shape, np.float32) / 8 for shape in ((512, 64), (64, 96), (64, 96))
     )
 
@@ -30,11 +30,11 @@ def test_narrow_models_answer_as_their_sources(start_triton: StartTriton, tmp_pa
         return {"y": jnp.tanh(p["table"][ids].mean(1) @ p["head"])}
 
     kinds = {
-        "f16": (one, {"weights": "f16"}, 0.01),
-        "bf16": (one, {"weights": "bf16", "compute": "bf16"}, 0.1),
-        "f8": (one, {"weights": "f8_e4m3"}, 0.2),
-        "i8": (one, {"weights": "i8"}, 0.1),
-        "tuned": (other, {"weights": "i8"}, 0.1),
+        "f16": (base, {"weights": "f16"}, 0.01),
+        "bf16": (base, {"weights": "bf16", "compute": "bf16"}, 0.1),
+        "f8": (base, {"weights": "f8_e4m3"}, 0.2),
+        "i8": (base, {"weights": "i8"}, 0.1),
+        "tuned": (tuned, {"weights": "i8"}, 0.1),
     }
     example = {"ids": rng.integers(0, 512, (4, 8)).astype(np.int32)}
     for name, (head, options, _) in kinds.items():

@@ -74,10 +74,10 @@ def both(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 def told(call: Caller, model: str, inputs: Arrays, options: Mapping[str, Any]) -> Arrays | str:
     """Return an answer, or an error's text. The text has the model's plain name, and N in place of the times to wait."""
-    found = outcome(lambda: call(model, inputs, **options))
-    if not isinstance(found, Refused):
-        return found
-    return re.sub(r"(after|waited) [\d.]+ (m?s)", r"\1 N \2", str(found).replace(NATIVE, ""))
+    result = outcome(lambda: call(model, inputs, **options))
+    if not isinstance(result, Refused):
+        return result
+    return re.sub(r"(after|waited) [\d.]+ (m?s)", r"\1 N \2", str(result).replace(NATIVE, ""))
 
 
 X = np.arange(192, dtype=np.float32).reshape(3, 64)
@@ -163,20 +163,20 @@ def test_a_full_queue_refuses_alike(both: RunningTriton) -> None:
     inputs = {"x": random_u32(np.random.default_rng(1), 1)}
 
     def refusals(model: str) -> set[str]:
-        found: list[str] = []
+        texts: list[str] = []
 
         def ask(call: Caller, _: int) -> None:
             answer = told(call, model, inputs, {})
             if isinstance(answer, str):
-                found.append(answer)
+                texts.append(answer)
 
         with ThreadPoolExecutor(1) as pool:
             with paused(both, model, "hold"):
                 clients = pool.submit(at_once, both, 12, ask)
-                wait_until(lambda: len(found) == 10 or clients.done(), what="ten refusals")
+                wait_until(lambda: len(texts) == 10 or clients.done(), what="ten refusals")
             clients.result()
-        assert len(found) == 10
-        return set(found)
+        assert len(texts) == 10
+        return set(texts)
 
     (python,) = refusals("short_queue")
     assert refusals(f"{NATIVE}short_queue") == {python}

@@ -172,5 +172,5 @@ def test_strings_end_no_stub_with_numpy_2(numpy2: RunningTriton) -> None:
 def test_text_streams_as_its_bytes(numpy2: RunningTriton) -> None:
     """The demo's generator streams tokens, which are bytes of UTF-8. Stubs handle no text: the client decodes the bytes."""
     with Stream(numpy2, "glossary_bytes", tokens=list(b'"UTF-8" ')) as stream:
-        found = [token for part in stream for token in np.atleast_1d(part["tokens"]).tolist()]
-    assert bytes(found).decode() == glossary.definitions()["UTF-8"]
+        tokens = [token for part in stream for token in np.atleast_1d(part["tokens"]).tolist()]
+    assert bytes(tokens).decode() == glossary.definitions()["UTF-8"]

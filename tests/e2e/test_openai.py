@@ -39,9 +39,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
     home = tmp_path_factory.mktemp("openai")
     openais.write_bundles(home / "bundles")
     shutil.copytree(home / "bundles" / "classify", home / "bundles" / "busy")
-    told = (stateful.ensure() / name for name in ("teller", "tokens", "sums"))
+    paths = (stateful.ensure() / name for name in ("teller", "tokens", "sums"))
     stateful.with_chat(home / "bundles" / "talker", TEMPLATE, stateful.ensure() / "teller")
-    sources = (home / "bundles", *told, demo.DATA / demo.BUNDLES / "glossary_bytes")
+    sources = (home / "bundles", *paths, demo.DATA / demo.BUNDLES / "glossary_bytes")
     repository = make_repository(home, *sources, settings=SETTINGS)
     # For one text, the hooks of `embed` are slow, so other requests wait in Triton.
     expected = ["waits_in_triton", "queue_full"]
@@ -70,12 +70,12 @@ def test_embeddings_are_the_models_own(api: RunningOpenai, form: str) -> None:
     """Each text gets its own embedding at its own index, and the tokens are counted."""
     answer = api.openai().embeddings.create(model="embed", input=TEXTS, encoding_format=form)
 
-    assert [one.index for one in answer.data] == [0, 1, 2, 3]
-    for text, one in zip(TEXTS, answer.data, strict=True):
-        found = one.embedding
-        if isinstance(found, str):
-            found = np.frombuffer(base64.b64decode(found), "<f4")
-        np.testing.assert_allclose(found, openais.expected_embedding(text), atol=1e-5)
+    assert [entry.index for entry in answer.data] == [0, 1, 2, 3]
+    for text, entry in zip(TEXTS, answer.data, strict=True):
+        embedding = entry.embedding
+        if isinstance(embedding, str):
+            embedding = np.frombuffer(base64.b64decode(embedding), "<f4")
+        np.testing.assert_allclose(embedding, openais.expected_embedding(text), atol=1e-5)
     assert (
         answer.usage.prompt_tokens == answer.usage.total_tokens == sum(len(text.encode()) for text in TEXTS)
     )
@@ -84,9 +84,9 @@ def test_embeddings_are_the_models_own(api: RunningOpenai, form: str) -> None:
 def test_embeddings_are_cut_where_the_model_allows_it(api: RunningOpenai) -> None:
     """An embedding that is cut to an allowed size has length 1. Other sizes are refused."""
     client = api.openai()
-    (one,) = client.embeddings.create(model="embed", input="snow", dimensions=4).data
+    (entry,) = client.embeddings.create(model="embed", input="snow", dimensions=4).data
     head = openais.expected_embedding("snow")[:4]
-    np.testing.assert_allclose(one.embedding, head / np.linalg.norm(head), atol=1e-5)
+    np.testing.assert_allclose(entry.embedding, head / np.linalg.norm(head), atol=1e-5)
     with pytest.raises(openai.BadRequestError, match="can be cut to 4, 8") as refused:
         client.embeddings.create(model="embed", input="snow", dimensions=5)
     assert refused.value.param == "dimensions"
@@ -96,8 +96,8 @@ def test_five_hundred_texts_share_executions(api: RunningOpenai, server: Running
     """A list of 500 texts is answered completely. The waiting texts share executions."""
 
     def status() -> dict[str, Any]:
-        found: dict[str, Any] = read_status(server.pid)["models"]["embed"]
-        return found
+        record: dict[str, Any] = read_status(server.pid)["models"]["embed"]
+        return record
 
     before = status()["dispatches"]
     texts = [f"text {number}" for number in range(500)]
@@ -110,8 +110,8 @@ def test_five_hundred_texts_share_executions(api: RunningOpenai, server: Running
             server.operate("continue", "embed")
         answer = asking.result()
 
-    found = np.array([one.embedding for one in answer.data])
-    np.testing.assert_allclose(found, [openais.expected_embedding(text) for text in texts], atol=1e-5)
+    embeddings = np.array([entry.embedding for entry in answer.data])
+    np.testing.assert_allclose(embeddings, [openais.expected_embedding(text) for text in texts], atol=1e-5)
     assert status()["dispatches"] - before < 500
 
 
@@ -137,7 +137,7 @@ def test_a_model_of_ids_takes_token_ids(api: RunningOpenai) -> None:
     for ids, texts in ((rows[0], ["snow"]), (rows, ["snow", "rain"])):
         answer = create(model="embed_ids", input=ids)
         expected = [openais.expected_embedding(text) for text in texts]
-        np.testing.assert_allclose([one.embedding for one in answer.data], expected, atol=1e-5)
+        np.testing.assert_allclose([entry.embedding for entry in answer.data], expected, atol=1e-5)
         assert answer.usage is None
     with pytest.raises(openai.BadRequestError, match="embed_ids takes token ids, not texts"):
         create(model="embed_ids", input="snow")
@@ -150,10 +150,10 @@ def test_tokens_of_a_prompt_and_their_text(api: RunningOpenai) -> None:
 
     /detokenize returns their text.
     """
-    _, found, _ = api.post("/tokenize", {"model": "teller", "prompt": "Once"})
-    context = found["max_model_len"]
-    assert found == {"count": 4, "tokens": found["tokens"], "max_model_len": context, "token_strs": None}
-    body = {"model": "teller", "tokens": found["tokens"]}
+    _, reply, _ = api.post("/tokenize", {"model": "teller", "prompt": "Once"})
+    context = reply["max_model_len"]
+    assert reply == {"count": 4, "tokens": reply["tokens"], "max_model_len": context, "token_strs": None}
+    body = {"model": "teller", "tokens": reply["tokens"]}
     assert api.post("/detokenize", body)[1] == {"prompt": "Once"}
     long = {"model": "teller", "prompt": "x" * (context + 1)}
     assert api.post("/tokenize", long)[1]["count"] == context + 1
@@ -179,22 +179,22 @@ def test_documents_are_ranked(api: RunningOpenai) -> None:
     documents = ["b", "aaaa", "aa", "zz"]
     answer = api.cohere().rerank(model="rank", query="ab", documents=documents, top_n=3)
 
-    scores = [openais.expected_score("ab", one) for one in documents]
+    scores = [openais.expected_score("ab", document) for document in documents]
     order = sorted(range(4), key=lambda index: (-scores[index], index))[:3]
-    assert [one.index for one in answer.results] == order
-    assert [one.relevance_score for one in answer.results] == [scores[index] for index in order]
+    assert [result.index for result in answer.results] == order
+    assert [result.relevance_score for result in answer.results] == [scores[index] for index in order]
 
     body = {"model": "rank", "query": "ab", "documents": [{"text": "b"}, "aa"], "return_documents": True}
     _, jina, _ = api.post("/v1/rerank", body)
-    assert [one["document"]["text"] for one in jina["results"]] == ["aa", "b"]
+    assert [result["document"]["text"] for result in jina["results"]] == ["aa", "b"]
     assert jina["usage"]["total_tokens"] == 3 + 4
 
 
 def test_pairs_get_scores_and_texts_get_labels(api: RunningOpenai) -> None:
     """The answers for scores of pairs and for classes of texts have vLLM's form."""
     _, scored, _ = api.post("/v1/score", {"model": "rank", "text_1": "ab", "text_2": ["a", "bb"]})
-    assert [one["score"] for one in scored["data"]] == [
-        openais.expected_score("ab", one) for one in ("a", "bb")
+    assert [entry["score"] for entry in scored["data"]] == [
+        openais.expected_score("ab", text) for text in ("a", "bb")
     ]
     status, wrong, _ = api.post(
         "/v1/score", {"model": "rank", "text_1": ["a", "b"], "text_2": ["a", "b", "c"]}
@@ -202,7 +202,7 @@ def test_pairs_get_scores_and_texts_get_labels(api: RunningOpenai) -> None:
     assert (status, wrong["error"]["param"]) == (400, "text_1")
 
     _, classes, _ = api.post("/v1/classify", {"model": "classify", "input": ["abc", "a long text"]})
-    assert [one["label"] for one in classes["data"]] == openais.LABELS
+    assert [entry["label"] for entry in classes["data"]] == openais.LABELS
     assert classes["data"][0]["probs"] == [1.0, 0.0]
 
 
@@ -282,7 +282,7 @@ def test_a_client_that_leaves_ends_its_work(api: RunningOpenai, server: RunningT
     wait_until(lambda: active() == 0, what="the end of the generation")
 
 
-def test_errors_name_the_field_or_the_models_task(api: RunningOpenai) -> None:
+def test_errors_have_openais_form_and_the_tag_as_code(api: RunningOpenai) -> None:
     """Errors have OpenAI's form. Their code is rsrv's tag."""
     for path, body, status, code in (
         ("/v1/embeddings", {"model": "rank", "input": "a"}, 400, "INVALID"),
@@ -359,8 +359,8 @@ def test_a_gateway_may_be_behind_it(server: RunningTriton, tmp_path: Path) -> No
         running_openai(gateway.grpc_port, models=MODELS) as running,
     ):
         client = running.openai()
-        (one,) = client.embeddings.create(model="embed", input="snow").data
-        np.testing.assert_allclose(one.embedding, openais.expected_embedding("snow"), atol=1e-5)
+        (entry,) = client.embeddings.create(model="embed", input="snow").data
+        np.testing.assert_allclose(entry.embedding, openais.expected_embedding("snow"), atol=1e-5)
         stream = client.completions.create(model="teller", prompt="Once", max_tokens=40, stream=True)
         assert "".join(chunk.choices[0].text for chunk in stream) == stateful.told(b"Once", 40)
         with pytest.raises(openai.BadRequestError, match=r"input\[1\]"):

@@ -67,10 +67,10 @@ def request(length: int, rows: int = 1) -> Arrays:
     return {"ids": rng.integers(0, 100, (rows, length)).astype(np.int32), "mask": mask}
 
 
-def check(answer: Arrays, asked: Arrays) -> None:
+def check(answer: Arrays, inputs: Arrays) -> None:
     """Compare an answer with attention at the request's own length. NumPy computes it, because jax would compile it for every shape."""
-    x = TABLE[np.clip(asked["ids"], 0, 99)]
-    scores = x @ x.transpose(0, 2, 1) + np.where(asked["mask"] == 0, np.float32(-1e9), 0)[:, None, :]
+    x = TABLE[np.clip(inputs["ids"], 0, 99)]
+    scores = x @ x.transpose(0, 2, 1) + np.where(inputs["mask"] == 0, np.float32(-1e9), 0)[:, None, :]
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     hidden = (weights / weights.sum(-1, keepdims=True)) @ x
     for name, array in {"hidden": hidden, "first": hidden[:, 0]}.items():
@@ -87,20 +87,20 @@ def test_every_length_gets_the_answer_of_the_model_alone(
     with caller(server, protocol) as call:
         for length in range(1, LENGTHS[-1] + 1):
             for rows in (1, 3):
-                asked = request(length, rows)
-                check(call(front, asked), asked)
+                inputs = request(length, rows)
+                check(call(front, inputs), inputs)
 
 
 @pytest.mark.parametrize("front", FRONTS)
 def test_requests_of_several_lengths_share_executions(server: RunningTriton, front: str) -> None:
     """64 requests of all lengths wait, and then share executions. Each gets the answer of its own length."""
     before = read_status(server.pid)["models"][front]
-    asked = [request(1 + number % LENGTHS[-1], 1 + number % 2) for number in range(64)]
+    requests = [request(1 + number % LENGTHS[-1], 1 + number % 2) for number in range(64)]
 
     def ask(call: Caller, number: int) -> Arrays:
-        return call(front, asked[number])
+        return call(front, requests[number])
 
-    for answer, own in zip(at_once_behind_a_pause(server, front, 64, ask), asked, strict=True):
+    for answer, own in zip(at_once_behind_a_pause(server, front, 64, ask), requests, strict=True):
         check(answer, own)
     after = read_status(server.pid)["models"][front]
     assert after["dispatches"] - before["dispatches"] < 64
@@ -109,9 +109,9 @@ def test_requests_of_several_lengths_share_executions(server: RunningTriton, fro
 @pytest.mark.parametrize("front", FRONTS)
 def test_a_request_of_many_rows_is_split_and_padded(server: RunningTriton, front: str) -> None:
     """A request has 500 rows of 5 tokens, and one execution takes eight rows. The answer is right."""
-    asked = request(5, 500)
+    inputs = request(5, 500)
     with caller(server) as call:
-        check(call(front, asked), asked)
+        check(call(front, inputs), inputs)
 
 
 def test_a_wrong_length_is_refused_alike_by_both_fronts(server: RunningTriton) -> None:
@@ -120,7 +120,7 @@ def test_a_wrong_length_is_refused_alike_by_both_fronts(server: RunningTriton) -
     wrong = [request(17), {**good, "mask": np.ones((1, 4), np.int32)}]
     for protocol in ("grpc", "http"):
         with caller(server, protocol) as call:
-            for asked in wrong:
-                python, native = (str(refusal(lambda: call(front, asked))) for front in FRONTS)  # noqa: B023
+            for inputs in wrong:
+                python, native = (str(refusal(lambda: call(front, inputs))) for front in FRONTS)  # noqa: B023
                 assert python == native
                 assert "along the padded axis; give all of them one length, from 1 to 16" in python

@@ -39,7 +39,7 @@ def wait_for_execution(server: RunningTriton, *, alone: bool = False) -> None:
     def executes() -> bool:
         with suppress(FileNotFoundError):
             slots = read_slots(box.read_bytes())
-            return any((one.phase, one.alone) == (Phase.EXECUTING, alone) for one in slots)
+            return any((slot.phase, slot.alone) == (Phase.EXECUTING, alone) for slot in slots)
         return False
 
     wait_until(executes, what="an execution")
@@ -67,10 +67,10 @@ def pids() -> Iterator[int]:
 @contextmanager
 def crowd(server: RunningTriton) -> Iterator[None]:
     """Let clients ask both models until the block ends, and check every answer."""
-    over = threading.Event()
+    stop = threading.Event()
 
     def ask(number: int, call: Caller) -> None:
-        while not over.is_set():
+        while not stop.is_set():
             check_exact(call) if number % 2 else check_sudden(call, number)
 
     with ExitStack() as stack, ThreadPoolExecutor(CLIENTS) as pool:
@@ -79,9 +79,9 @@ def crowd(server: RunningTriton) -> Iterator[None]:
         try:
             yield
         finally:
-            over.set()
-        for one in asking:
-            one.result(PATIENCE_S)
+            stop.set()
+        for future in asking:
+            future.result(PATIENCE_S)
 
 
 def test_a_hostile_request_ends_two_runtimes_and_fails_alone(server: RunningTriton) -> None:

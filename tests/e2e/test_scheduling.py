@@ -51,8 +51,8 @@ def set_discipline(server: RunningTriton, discipline: pb.Discipline) -> None:
 
 
 def status(server: RunningTriton) -> dict[str, Any]:
-    found: dict[str, Any] = read_status(server.pid)["models"]
-    return found
+    models: dict[str, Any] = read_status(server.pid)["models"]
+    return models
 
 
 def arrived(server: RunningTriton) -> int:
@@ -68,7 +68,7 @@ def send(server: RunningTriton) -> Iterator[Callable[..., list[str]]]:
     The function returns the list of the answered requests' names. All answers come over one connection, so the list has their
     order.
     """
-    ended: list[str] = []
+    answered: list[str] = []
     failed: list[object] = []
     sent = 0
     row = random_u32(np.random.default_rng(0), 1)
@@ -77,16 +77,16 @@ def send(server: RunningTriton) -> Iterator[Callable[..., list[str]]]:
     def send(name: str, **options: Any) -> list[str]:
         nonlocal sent
 
-        def over(result: Any, error: Any) -> None:
+        def note(result: Any, error: Any) -> None:
             if error is not None or not np.array_equal(result.as_numpy("y"), expected):
                 failed.append(error or result)
-            ended.append(name)
+            answered.append(name)
 
         before = arrived(server)
-        client.async_infer("steady", tensors(tritonclient.grpc, {"x": row}), over, **options)
+        client.async_infer("steady", tensors(tritonclient.grpc, {"x": row}), note, **options)
         sent += 1
         wait_until(lambda: arrived(server) > before, what=f"{name} to arrive")
-        return ended
+        return answered
 
     with tritonclient.grpc.InferenceServerClient(server.server.grpc_url) as client:
         server.operate("pause", "steady")
@@ -94,7 +94,7 @@ def send(server: RunningTriton) -> Iterator[Callable[..., list[str]]]:
             yield send
         finally:
             go(server)
-        wait_until(lambda: len(ended) == sent, what="all answers")
+        wait_until(lambda: len(answered) == sent, what="all answers")
     assert not failed
 
 
@@ -107,11 +107,11 @@ def test_urgent_requests_pass_those_that_wait(server: RunningTriton, send: Calla
     """A request with rsrv_priority 1 executes before a request without a priority, and a request with 9 after it."""
     send("background", parameters={"rsrv_priority": 9})
     send("ordinary")
-    ended = send("urgent", parameters={"rsrv_priority": 1})
+    answered = send("urgent", parameters={"rsrv_priority": 1})
 
     go(server)
-    wait_until(lambda: len(ended) == 3, what="all answers")
-    assert ended == ["urgent", "ordinary", "background"]
+    wait_until(lambda: len(answered) == 3, what="all answers")
+    assert answered == ["urgent", "ordinary", "background"]
 
 
 def test_deadlines_decide_once_the_discipline_is_edf(
@@ -121,11 +121,11 @@ def test_deadlines_decide_once_the_discipline_is_edf(
     send("whenever")
     send("late", timeout=1200_000_000)
     set_discipline(server, pb.DISCIPLINE_EDF)
-    ended = send("soon", timeout=600_000_000)
+    answered = send("soon", timeout=600_000_000)
 
     go(server)
-    wait_until(lambda: len(ended) == 3, what="all answers")
-    assert ended == ["soon", "late", "whenever"]
+    wait_until(lambda: len(answered) == 3, what="all answers")
+    assert answered == ["soon", "late", "whenever"]
 
 
 def test_a_deadline_that_cannot_be_met_is_refused_before_it_passes(server: RunningTriton) -> None:
@@ -158,7 +158,7 @@ def test_two_saturated_models_share_the_device_by_weight(server: RunningTriton) 
     }
     #: Number of requests of each model. Some of them still wait when the shares are read.
     counts = {"steady": 16, "elastic": 800}
-    ended: list[object] = []
+    errors: list[object] = []
 
     def took(first: dict[str, Any], last: dict[str, Any]) -> dict[str, float]:
         return {model: last[model]["device_seconds"] - first[model]["device_seconds"] for model in counts}
@@ -169,7 +169,7 @@ def test_two_saturated_models_share_the_device_by_weight(server: RunningTriton) 
             for model, count in counts.items():
                 sent = tensors(tritonclient.grpc, inputs[model])
                 for _ in range(count):
-                    client.async_infer(model, sent, lambda result, error: ended.append(error))
+                    client.async_infer(model, sent, lambda result, error: errors.append(error))
             wait_until(
                 lambda: all(status(server)[model]["queued"] == count for model, count in counts.items()),
                 what="saturation",
@@ -179,15 +179,15 @@ def test_two_saturated_models_share_the_device_by_weight(server: RunningTriton) 
 
         def after(turns: int) -> dict[str, Any]:
             """Return the status if `steady` has been executed at least this many times, or nothing."""
-            found = status(server)
-            return found if found["steady"]["dispatches"] >= turns else {}
+            models = status(server)
+            return models if models["steady"]["dispatches"] >= turns else {}
 
         begun = status(server)["steady"]["dispatches"]
         first = wait_until(lambda: after(begun + 2), what="the first turns")
         last = wait_until(lambda: after(first["steady"]["dispatches"] + 8), what="eight turns")
         assert last["steady"]["queued"]
         assert last["elastic"]["queued"]
-        wait_until(lambda: len(ended) == sum(counts.values()), what="all answers")
-    assert set(ended) == {None}
+        wait_until(lambda: len(errors) == sum(counts.values()), what="all answers")
+    assert set(errors) == {None}
     shares = took(first, last)
     assert shares["elastic"] / sum(shares.values()) == pytest.approx(2 / 3, abs=0.08), shares

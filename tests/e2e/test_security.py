@@ -43,5 +43,5 @@ def test_an_option_allows_clients_to_share_memory(triton: RunningTriton) -> None
     server = triton.server
     flags = [flag for flag in server.command() if "restricted" in flag]
     assert len(flags) == 2
-    asked = TritonServer(server.model_repository, client_shared_memory=True).command()
-    assert not [flag for flag in asked if "restricted" in flag]
+    command = TritonServer(server.model_repository, client_shared_memory=True).command()
+    assert not [flag for flag in command if "restricted" in flag]

@@ -147,10 +147,10 @@ def test_text_streams_over_http(server: RunningTriton) -> None:
     """The pieces of a stream are whole characters. The last piece has the reason of the end, and the usage."""
     with Stream(server, "teller", text_input="hello", max_tokens=40) as stream:
         pieces = list(stream)
-    assert "".join(one["text_output"] for one in pieces) == told(b"hello", 40)
+    assert "".join(piece["text_output"] for piece in pieces) == told(b"hello", 40)
     last = pieces[-1]
     assert (last["finish_reason"], last["prompt_tokens"], last["completion_tokens"]) == ("length", 5, 40)
-    assert not any("finish_reason" in one for one in pieces[:-1])
+    assert not any("finish_reason" in piece for piece in pieces[:-1])
     assert_streams(server, "teller")
 
 

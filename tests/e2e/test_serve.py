@@ -150,8 +150,8 @@ def listening(pid: int) -> set[str]:
     process = psutil.Process(pid)
     sockets = [
         connection
-        for one in [process, *process.children(recursive=True)]
-        for connection in _connections(one)
+        for member in [process, *process.children(recursive=True)]
+        for connection in _connections(member)
         if connection.status == psutil.CONN_LISTEN
     ]
     return {connection.laddr.ip.removeprefix("::ffff:") for connection in sockets}
@@ -275,16 +275,16 @@ def test_a_service_logs_objects_and_its_server_comes_back(folder: Path) -> None:
         loggers = {json.loads(line)["logger"] for line in lines if line.startswith("{")}
         assert loggers >= {"rsrv.serve.supervise", "rsrv.runtime.process", "rsrv.control"}
         assert [line for line in lines if re.search(r"^\d{4}-\d\d-\d\d .* rsrv", line)] == []
-        left = [
+        pids = [
             process.pid
             for process in psutil.process_iter(["cmdline"])
             if any(f"{folder}/.rsrv/" in word for word in process.info["cmdline"] or ())
         ]
-        assert len(left) > 3
+        assert len(pids) > 3
 
         service.process.kill()
 
-        wait_until(lambda: not any(map(is_alive, left)), 20, what="the end of all processes")
+        wait_until(lambda: not any(map(is_alive, pids)), 20, what="the end of all processes")
         wait_until(
             lambda: not list(base_directory().glob(f"{service.server_pid}-*")), 10, what="an empty place"
         )
@@ -364,7 +364,7 @@ def test_the_plain_command_of_triton_serves(folder: Path) -> None:
         )
         url = f"http://{LOOPBACK}:{ports[0]}/v2/models/cats/infer"
         with urlopen(Request(url, body.encode()), timeout=PATIENCE_S) as reply:
-            outputs = {one["name"]: one["data"] for one in json.load(reply)["outputs"]}
+            outputs = {tensor["name"]: tensor["data"] for tensor in json.load(reply)["outputs"]}
         assert outputs["second"] == [1] * COLUMNS
     finally:
         process.kill()

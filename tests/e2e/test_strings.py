@@ -48,7 +48,7 @@ def test_a_meta_model_takes_passes_on_and_returns_strings(triton: RunningTriton,
 
     shouted = [text.upper() for text in TEXTS[:4]]
     assert answer["label"].tolist() == labels(shouted)
-    assert answer["text"].tolist() == [[one.encode()] * 2 for one in shouted]
+    assert answer["text"].tolist() == [[text.encode()] * 2 for text in shouted]
 
 
 def test_strings_that_end_early_are_refused(triton: RunningTriton) -> None:

@@ -67,17 +67,17 @@ def finish(bundle: Path, new: Path) -> None:
 def traffic(server: RunningTriton) -> Iterator[list[tuple[int, int] | Refused]]:
     """Collect the answers of `torn` during the block, and check that each is of one version."""
     stop = threading.Event()
-    found: list[tuple[int, int] | Refused] = []
+    results: list[tuple[int, int] | Refused] = []
 
     def ask() -> None:
         with caller(server) as call:
             while not stop.is_set():
-                found.append(outcome(lambda: version(call, "torn")))
+                results.append(outcome(lambda: version(call, "torn")))
 
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(ask)
         try:
-            yield found
+            yield results
         finally:
             stop.set()
         asking.result()
@@ -89,24 +89,24 @@ def test_a_torn_file_leaves_the_old_version_serving(
     """In dynamic mode, a bundle is partly overwritten under load. The old version is served until the bundle is complete or restored."""
     with serving(tmp_path, versions[ONE], "dynamic") as (server, life):
         bundle = tmp_path / "bundles" / "torn"
-        with traffic(server) as found:
-            wait_until(lambda: ONE in found)
+        with traffic(server) as results:
+            wait_until(lambda: ONE in results)
             tear(bundle, versions[TWO])
             wait_until(lambda: TORN in life.failures.get("torn", ""), what="the failure")
             assert TORN in server.log_text()
-            count = len(found)
-            wait_until(lambda: len(found) > count + 10)
-            assert set(found) == {ONE}
+            count = len(results)
+            wait_until(lambda: len(results) > count + 10)
+            assert set(results) == {ONE}
             finish(bundle, versions[TWO])
-            wait_until(lambda: found[-1] == TWO, what="the new version")
+            wait_until(lambda: results[-1] == TWO, what="the new version")
             wait_until(lambda: not life.failures, what="the failure's end")
 
-            found.clear()
+            results.clear()
             tear(bundle, versions[ONE])
             wait_until(lambda: TORN in life.failures.get("torn", ""), what="the second failure")
             finish(bundle, versions[TWO])
             wait_until(lambda: not life.failures, what="its end")
-            assert set(found) == {TWO}
+            assert set(results) == {TWO}
 
 
 def test_a_runtime_that_follows_a_crash_refuses_torn_weights(
@@ -118,20 +118,20 @@ def test_a_runtime_that_follows_a_crash_refuses_torn_weights(
     """
     with serving(tmp_path, versions[ONE], "static") as (server, life), caller(server) as call:
         bundle = tmp_path / "bundles" / "torn"
-        with traffic(server) as found:
-            wait_until(lambda: ONE in found)
+        with traffic(server) as results:
+            wait_until(lambda: ONE in results)
             tear(bundle, versions[TWO])
             os.kill(read_status(server.pid)["pid"], signal.SIGKILL)
             wait_until(lambda: outcome(lambda: version(call, "steady")) == ONE, 60, what="the next runtime")
             wait_until(lambda: f"torn: not loaded: {TORN}" in server.log_text(), 60, what="the refusal")
-            wait_until(lambda: isinstance(found[-1], Refused), what="a refused request")
-            refused = len(found)
+            wait_until(lambda: isinstance(results[-1], Refused), what="a refused request")
+            refused = len(results)
             wait_until(lambda: TORN in life.broken("torn"), what="the failure")
             assert version(call, "steady") == ONE
-            wait_until(lambda: len(found) > refused + 10)
-            count = len(found)
+            wait_until(lambda: len(results) > refused + 10)
+            count = len(results)
             finish(bundle, versions[ONE])
-            wait_until(lambda: found[-1] == ONE, 90, what="the model")
+            wait_until(lambda: results[-1] == ONE, 90, what="the model")
             wait_until(lambda: not life.broken("torn"), what="the failure's end")
-            assert {one for one in found if not isinstance(one, Refused)} == {ONE}
-            assert not any(one == ONE for one in found[refused:count])
+            assert {result for result in results if not isinstance(result, Refused)} == {ONE}
+            assert not any(result == ONE for result in results[refused:count])

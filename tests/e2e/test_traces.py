@@ -99,7 +99,7 @@ def test_a_request_shows_its_stages(traced: Traced) -> None:
         assert infer.service == "rsrv"
         assert execute.attributes.items() >= {("rsrv.batch.rows", 1), ("rsrv.batch.requests", 1)}
         assert {span.attributes["rsrv.model"] for span in (infer, queue, load, execute)} == {"hooked"}
-        assert not any(one.error for one in (infer, *stages))
+        assert not any(seen.error for seen in (infer, *stages))
 
 
 def test_a_meta_models_calls_are_parts_of_its_run(traced: Traced) -> None:
@@ -113,12 +113,14 @@ def test_a_meta_models_calls_are_parts_of_its_run(traced: Traced) -> None:
     assert infer.start <= run.start <= double.start <= double.end <= run.end <= infer.end
     if not traced.through_triton:
         inner = traced.spans(trace, "infer double", "infer hooked")
-        assert [one.parent for one in inner] == [double.id, hooked.id]
+        assert [span.parent for span in inner] == [double.id, hooked.id]
         double, hooked = inner
 
     def children(parent: Seen) -> set[str]:
         return {
-            one.name for one in list(traced.collector.spans) if (one.trace, one.parent) == (trace, parent.id)
+            span.name
+            for span in list(traced.collector.spans)
+            if (span.trace, span.parent) == (trace, parent.id)
         }
 
     wait_until(lambda: children(double) >= {"queue", "execute"}, what="the spans of one call")

@@ -63,9 +63,9 @@ def test_more_models_than_the_budget_holds(server: RunningTriton, x: bundles.Arr
             for name, kernel in KERNELS.items():
                 assert_same(call(name, {"x": x}), {"y": x @ kernel})
 
-    found = read_status(server.pid)["models"]
-    assert sum(model["weights"] == "resident" for model in found.values()) == 2
-    assert all(model["loads"] >= 4 and model["evictions"] >= 4 for model in found.values()), found
+    models = read_status(server.pid)["models"]
+    assert sum(model["weights"] == "resident" for model in models.values()) == 2
+    assert all(model["loads"] >= 4 and model["evictions"] >= 4 for model in models.values()), models
 
 
 @pytest.mark.long
@@ -79,9 +79,9 @@ def test_equal_weights_are_stored_once(start_triton: StartTriton, tmp_path: Path
         for name, kernel in kernels.items():
             assert_same(call(name, {"x": x}), {"y": x @ kernel})
 
-    found = read_status(server.pid)
-    assert {model["evictions"] for model in found["models"].values()} == {0}
-    for tier in found["memory"].values():
+    status = read_status(server.pid)
+    assert {model["evictions"] for model in status["models"].values()} == {0}
+    for tier in status["memory"].values():
         assert (tier["logical_bytes"], tier["physical_bytes"]) == (3 * _BYTES, _BYTES)
 
 

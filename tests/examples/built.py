@@ -57,8 +57,8 @@ class Model:
             module = module_file(self.bundle, key).read_bytes()
             self.compiled[key] = jax.jit(as_exported(module, self.signatures[key]).call)
         with jax.enable_x64(True):
-            found = self.compiled[key](*padded, *self.weights)
+            outputs = self.compiled[key](*padded, *self.weights)
         return {
             spec.name: np.asarray(value)[:rows]
-            for spec, value in zip(self.bundle.manifest.outputs, found, strict=True)
+            for spec, value in zip(self.bundle.manifest.outputs, outputs, strict=True)
         }

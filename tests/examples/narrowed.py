@@ -54,9 +54,9 @@ class Example(NamedTuple):
 def _answers(folder: Path, name: str, values: Array) -> Array:
     """Return the only output of a bundle for the rows of its only input."""
     model = Model(folder / name)
-    [given], [returned] = model.bundle.manifest.inputs, model.bundle.manifest.outputs
+    [input_spec], [output_spec] = model.bundle.manifest.inputs, model.bundle.manifest.outputs
     parts = np.split(values, range(_ROWS, len(values), _ROWS))
-    return np.concatenate([model({given.name: part})[returned.name] for part in parts])
+    return np.concatenate([model({input_spec.name: part})[output_spec.name] for part in parts])
 
 
 def _accuracy(folder: Path, name: str, images: Array, labels: Array) -> float:

@@ -71,12 +71,12 @@ def main(folder: Path) -> None:
     generate = bundle.manifest.generate
     assert generate is not None
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    asked = [tokenizer.encode(generate.template.replace("{text}", prompt)).ids for prompt in prompts()]
+    encoded = [tokenizer.encode(generate.template.replace("{text}", prompt)).ids for prompt in prompts()]
     with tempfile.TemporaryDirectory() as room:
         model = model_of(published.file(Path(room)))
-    gap = max(greedy_gaps(bundle, model, asked, TOKENS, LIMIT))
+    gap = max(greedy_gaps(bundle, model, encoded, TOKENS, LIMIT))
     print(
-        f"{len(asked)} prompts: equal tokens, up to logits that differ by {gap:.2g} of the largest magnitude"
+        f"{len(encoded)} prompts: equal tokens, up to logits that differ by {gap:.2g} of the largest magnitude"
     )
 
 

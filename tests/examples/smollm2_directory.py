@@ -98,7 +98,7 @@ def compare(directory: Path, folder: Path) -> int:
     chat, plain = (
         PromptTokeniser(folder / "tokenizer.json", template) for template in (generate.template, "{text}")
     )
-    asked = []
+    encoded = []
     for index, prompt in enumerate(prompts()):
         # The subjects alternate, so that each script and each length is in both halves.
         if (index + index // len(_SUBJECTS)) % 2:
@@ -109,8 +109,8 @@ def compare(directory: Path, folder: Path) -> int:
         else:
             tokens, expected = plain.encode(prompt), tokenizer(prompt)["input_ids"]
         assert tokens == expected, prompt
-        asked.append(tokens)
-    gaps = greedy_gaps(bundle, model, asked, _TOKENS, limit=float("inf"))
+        encoded.append(tokens)
+    gaps = greedy_gaps(bundle, model, encoded, _TOKENS, limit=float("inf"))
     for index, gap in enumerate(gaps):
         if gap:
             print(f"prompt {index}: the logits of the first different token differ by {gap:.2g}")

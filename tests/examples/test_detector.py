@@ -39,19 +39,19 @@ def test_regions_are_read_as_in_training(seed: int) -> None:
     cells = SIDE // steps.CELL
     features = rng.standard_normal((2, cells, cells, 3)).astype(np.float32)
     regions, owner = some_boxes(rng, 5), rng.integers(0, 2, 5)
-    found = steps.pool(features, regions, owner)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, detector_training.pool(features[owner], regions), atol=1e-5)
+    pooled = steps.pool(features, regions, owner)
+    assert pooled.dtype == np.float32
+    np.testing.assert_allclose(pooled, detector_training.pool(features[owner], regions), atol=1e-5)
 
 
 def test_anchors_stand_around_the_points_of_a_grid() -> None:
     """Anchors are ordered by the rows of a grid. Each point of the grid has anchors of both sizes."""
-    found = steps.anchors(16)
-    assert found.dtype == np.float32
-    centres = (found[:, :2] + found[:, 2:]) / 2
+    anchors = steps.anchors(16)
+    assert anchors.dtype == np.float32
+    centres = (anchors[:, :2] + anchors[:, 2:]) / 2
     assert centres[::2].tolist() == [[4, 4], [12, 4], [4, 12], [12, 12]]
     assert (centres[::2] == centres[1::2]).all()
-    assert (found[:, 2:] - found[:, :2]).tolist() == [[18, 18], [30, 30]] * 4
+    assert (anchors[:, 2:] - anchors[:, :2]).tolist() == [[18, 18], [30, 30]] * 4
 
 
 @given(seeds, st.integers(1, 3))
@@ -61,9 +61,9 @@ def test_reports_hold_the_best_shapes_in_order(seed: int, images: int) -> None:
     boxes = some_boxes(rng, images, steps.CANDIDATES)
     scores = rng.permuted(np.linspace(0, 1, boxes[..., 0].size, dtype=np.float32)).reshape(boxes.shape[:2])
     classes = rng.integers(0, len(CLASSES), (images, steps.CANDIDATES))
-    found = steps.report(boxes, scores, classes)
+    report = steps.report(boxes, scores, classes)
     for index in range(images):
-        (count,) = found["count"][index]
+        (count,) = report["count"][index]
         proposed = list(zip(scores[index], classes[index], boxes[index].tolist(), strict=True))
         expected: list[tuple[Any, ...]] = []
         for score, kind, box in sorted(proposed, key=lambda item: -item[0]):
@@ -74,12 +74,12 @@ def test_reports_hold_the_best_shapes_in_order(seed: int, images: int) -> None:
                 expected.append((score, kind, box))
         assert count == min(len(expected), steps.MOST_FOUND)
         got = zip(
-            *(found[name][index][:count].tolist() for name in ("scores", "classes", "boxes")), strict=True
+            *(report[name][index][:count].tolist() for name in ("scores", "classes", "boxes")), strict=True
         )
         assert list(got) == expected[: steps.MOST_FOUND]
-        assert not found["scores"][index, count:].any()
-        assert not found["boxes"][index, count:].any()
-        assert (found["classes"][index, count:] == -1).all()
+        assert not report["scores"][index, count:].any()
+        assert not report["boxes"][index, count:].any()
+        assert (report["classes"][index, count:] == -1).all()
 
 
 def test_scenes_are_the_same_every_time_and_hold_what_they_say() -> None:
@@ -125,15 +125,15 @@ class Detector:
 
     def __call__(self, images: Array) -> Arrays:
         call = Direct(self.models)
-        found: Arrays = self.run({"image": images}, call)
+        answer: Arrays = self.run({"image": images}, call)
         self.calls = call.calls
-        assert {spec.name: (found[spec.name].dtype, found[spec.name].shape) for spec in self.outputs} == {
+        assert {spec.name: (answer[spec.name].dtype, answer[spec.name].shape) for spec in self.outputs} == {
             "boxes": (np.float32, (len(images), steps.MOST_FOUND, 4)),
             "scores": (np.float32, (len(images), steps.MOST_FOUND)),
             "classes": (np.int64, (len(images), steps.MOST_FOUND)),
             "count": (np.int64, (len(images), 1)),
         }
-        return found
+        return answer
 
 
 def test_any_number_of_regions_is_classified_and_none_is_mixed_up() -> None:
@@ -159,11 +159,11 @@ def test_any_number_of_regions_is_classified_and_none_is_mixed_up() -> None:
 
     call = Direct({"detector_backbone": backbone, "detector_head": head})
     images = np.full((9, SIDE, SIDE, 3), np.arange(9)[:, None, None, None], np.uint8)
-    found = steps.run({"image": images}, call)
+    answer = steps.run({"image": images}, call)
     assert [rows for name, rows in call.calls if name == "detector_backbone"] == [steps.MOST_IMAGES, 1]
     *full, rest = [rows for name, rows in call.calls if name == "detector_head"]
     assert set(full) == {steps.MOST_REGIONS}
     assert 0 < rest <= steps.MOST_REGIONS
-    assert (found["count"] > 1).all()
+    assert (answer["count"] > 1).all()
     own = np.arange(9)[:, None] % len(CLASSES)
-    assert ((found["classes"] == own) == (found["scores"] > 0)).all()
+    assert ((answer["classes"] == own) == (answer["scores"] > 0)).all()

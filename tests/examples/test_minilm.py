@@ -60,21 +60,21 @@ class Pipeline:
     def call(self, name: str, inputs: dict[str, Any], keep_on_device: Any = False) -> dict[str, Any]:
         """Call a model as meta models do. A Handle represents a tensor that stays on the device."""
         self.calls.append((name, inputs))
-        kept = {key: value.held if isinstance(value, Handle) else value for key, value in inputs.items()}
-        found = self.models[name](kept)
-        keep = set(found) if keep_on_device is True else set(keep_on_device or ())
+        arrays = {key: value.held if isinstance(value, Handle) else value for key, value in inputs.items()}
+        outputs = self.models[name](arrays)
+        keep = set(outputs) if keep_on_device is True else set(keep_on_device or ())
         return {
             key: Handle(value.shape, value.dtype, value) if key in keep else value
-            for key, value in found.items()
+            for key, value in outputs.items()
         }
 
     def run(self, sentences: Sequence[str | bytes]) -> Array:
         """Return the embeddings of sentences, f32 [n, 384]."""
         run: Callable[..., Arrays] = self.module["run"]
         self.calls.clear()
-        found = run({"text": as_text(sentences)}, self.call)
-        assert list(found) == ["embedding"]
-        return found["embedding"]
+        outputs = run({"text": as_text(sentences)}, self.call)
+        assert list(outputs) == ["embedding"]
+        return outputs["embedding"]
 
     def tokens(self, sentence: str | bytes) -> list[int]:
         """Return the token ids that the encoder gets for one sentence, without padding."""
@@ -147,17 +147,17 @@ def test_embeddings_and_their_similarities_agree_with_a_direct_computation(
         "Central banks raised interest rates again, by half a percent this time.",
         LONG,
     ]
-    found = np.concatenate([minilm.run([sentence]) for sentence in sentences])
+    embeddings = np.concatenate([minilm.run([sentence]) for sentence in sentences])
     expected = np.stack([direct.embedding(sentence) for sentence in sentences])
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
-    np.testing.assert_allclose(found @ found.T, expected @ expected.T, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(embeddings, expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(embeddings @ embeddings.T, expected @ expected.T, rtol=0, atol=1e-4)
 
 
 def test_similarities_are_those_that_the_authors_publish(minilm: Pipeline) -> None:
     """The similarities of Sentence Transformers' quick start are reproduced to about four digits."""
-    found = minilm.run(WEATHER)
+    embeddings = minilm.run(WEATHER)
     published = [[1, 0.6660, 0.1046], [0.6660, 1, 0.1411], [0.1046, 0.1411, 1]]
-    np.testing.assert_allclose(found @ found.T, published, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(embeddings @ embeddings.T, published, rtol=0, atol=1e-4)
 
 
 def test_the_encoders_output_goes_to_the_pooling_without_coming_back(minilm: Pipeline) -> None:
@@ -234,9 +234,9 @@ def test_what_is_masked_changes_nothing(minilm: Pipeline) -> None:
     mask = (np.arange(16) < 6).astype(np.int32)[None]
     other = np.where(mask, ids, np.arange(-3, 13, dtype=np.int32) * 10_000_000)
     encode, pool = minilm.models["minilm_encoder"], minilm.models["minilm_pool"]
-    found = [encode({"input_ids": each, "attention_mask": mask})["hidden"] for each in (ids, other)]
-    np.testing.assert_allclose(found[0][:, :6], found[1][:, :6], rtol=0, atol=1e-5)
-    pooled = [pool({"hidden": each, "attention_mask": mask})["embedding"] for each in found]
+    hidden = [encode({"input_ids": each, "attention_mask": mask})["hidden"] for each in (ids, other)]
+    np.testing.assert_allclose(hidden[0][:, :6], hidden[1][:, :6], rtol=0, atol=1e-5)
+    pooled = [pool({"hidden": each, "attention_mask": mask})["embedding"] for each in hidden]
     np.testing.assert_allclose(pooled[0], pooled[1], rtol=0, atol=1e-5)
 
 

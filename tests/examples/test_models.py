@@ -80,13 +80,13 @@ def test_the_solver_agrees_with_the_exact_solution() -> None:
 
 def test_the_operator_knows_burgers_equation_in_both_precisions(root: Path) -> None:
     """The operator solves unseen starts in both precisions, on the grid of its training and on a grid that is twice as fine."""
-    unseen, wanted = fno.held_out()
+    unseen, expected = fno.held_out()
     single, double = Model(root / "fno_f32"), Model(root / "fno_f64")
     for every in (2, 1):
         start = np.ascontiguousarray(unseen[:32, ::every])
         in_double = double({"start": start})["end"]
         in_single = single({"start": start.astype(np.float32)})["end"]
-        assert fno.mean_error(in_double, wanted[:32, ::every]) < fno.REQUIRED_ERROR
+        assert fno.mean_error(in_double, expected[:32, ::every]) < fno.REQUIRED_ERROR
         # The precisions differ only by the rounding of 32 bits.
         np.testing.assert_allclose(in_single, in_double, atol=1e-4)
         assert (in_single != in_double).any()
@@ -99,7 +99,7 @@ def test_the_family_differs_in_its_last_layer_only(root: Path) -> None:
         bundle = read_bundle(root / name, digest=False)
         for weight, array in zip(bundle.weights, load_weights(bundle), strict=True):
             hashes.setdefault(weight.name, set()).add(hashlib.sha256(array.tobytes()).hexdigest())
-    several = {name for name, found in hashes.items() if len(found) > 1}
+    several = {name for name, digests in hashes.items() if len(digests) > 1}
     assert several == {"head/bias", "head/kernel"}
     assert all(len(hashes[name]) == len(family.TASKS) for name in several)
 
@@ -107,10 +107,10 @@ def test_the_family_differs_in_its_last_layer_only(root: Path) -> None:
 @pytest.mark.parametrize("name", family.TASKS)
 def test_each_of_the_family_answers_its_question(root: Path, name: str) -> None:
     """Each model of the family answers its question about unseen images."""
-    images, wanted = family.held_out(name)
+    images, labels = family.held_out(name)
     model = Model(root / name)
     got = np.concatenate([model({"image": images[at : at + 32]})["logits"] for at in range(0, 360, 32)])
-    assert (got.argmax(1) == wanted).mean() >= family.REQUIRED_ACCURACY
+    assert (got.argmax(1) == labels).mean() >= family.REQUIRED_ACCURACY
 
 
 def test_resnet18_takes_the_weights_that_torchvision_publishes() -> None:

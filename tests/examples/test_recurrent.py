@@ -21,15 +21,15 @@ tags: Any = jax.jit(tagger.step)
 
 def in_chunks(step: Any, params: Any, state: Any, whole: np.ndarray[Any, Any], lengths: list[int]) -> Any:
     """Read values [n, t] in chunks of these lengths. Return the joined outputs of the chunks, and the last state."""
-    found = []
+    chunks = []
     for chunk in np.split(whole, np.cumsum(lengths)[:-1], axis=1):
         outputs, state = step(params, state, chunk)
-        found.append(outputs)
-    return jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *found), state
+        chunks.append(outputs)
+    return jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *chunks), state
 
 
-def assert_equal(one: Any, other: Any) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), one, other)
+def assert_equal(first: Any, second: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), first, second)
 
 
 @pytest.mark.parametrize("lengths", [[1] * 40, [8, 32], [1, 16, 23]], ids=str)
@@ -52,8 +52,8 @@ def test_zeros_behind_a_text_change_no_state() -> None:
 
 def test_tags_follow_quotation_marks_comments_and_lines() -> None:
     """A quotation mark in a string or comment has no effect. The end of a line ends strings and comments."""
-    found = tagger.truth(b"a'#\"'b#'\n'c\nd\"\"")
-    assert "".join("cs#"[tag] for tag in found) == "csss" + "s" + "c##" + "c" + "ss" + "cc" + "ss"
+    labels = tagger.truth(b"a'#\"'b#'\n'c\nd\"\"")
+    assert "".join("cs#"[tag] for tag in labels) == "csss" + "s" + "c##" + "c" + "ss" + "cc" + "ss"
 
 
 def test_tokens_read_in_chunks_have_the_logits_of_one_chunk() -> None:
@@ -76,11 +76,11 @@ def test_tokens_read_in_chunks_have_the_logits_of_one_chunk() -> None:
 
 def test_the_glossary_has_the_licenses_terms_and_characters_of_every_length() -> None:
     """Definitions have characters of all lengths in UTF-8. The tokens of a text are its bytes, and the text can be restored from them."""
-    found = glossary.definitions()
-    assert found["Licensor"].startswith("shall mean the copyright owner")
-    assert {len(character.encode()) for character in found["UTF-8"]} == {1, 2, 3, 4}
+    definitions = glossary.definitions()
+    assert definitions["Licensor"].startswith("shall mean the copyright owner")
+    assert {len(character.encode()) for character in definitions["UTF-8"]} == {1, 2, 3, 4}
     tokenizer = Tokenizer.from_str(glossary.tokenizer())
-    for text in (*found, *found.values(), "".join(map(chr, range(256)))):
+    for text in (*definitions, *definitions.values(), "".join(map(chr, range(256)))):
         assert tokenizer.encode(text).ids == glossary.tokens(text)
         assert tokenizer.decode(glossary.tokens(text)) == text
 
@@ -92,8 +92,10 @@ def test_a_series_read_in_chunks_is_forecast_as_by_solving_at_once() -> None:
     values = forecast.series(ROWS, 64)
     whole = forecasts(params, state, values)
     assert_equal(in_chunks(forecasts, params, state, values, [1, 16, 1, 46]), whole)
-    found = whole[0]["forecast"]
+    predicted = whole[0]["forecast"]
     for row in range(ROWS):
         for length in (1, 20, 64):
-            assert found[row, length - 1] == pytest.approx(forecast.direct(values[row, :length]), abs=0.01)
-    assert np.abs(found[:, 40:-1] - values[:, 41:]).mean() < 0.1
+            assert predicted[row, length - 1] == pytest.approx(
+                forecast.direct(values[row, :length]), abs=0.01
+            )
+    assert np.abs(predicted[:, 40:-1] - values[:, 41:]).mean() < 0.1

@@ -66,13 +66,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="rsrv-fuzz-") as scratch:
         folder = Path(scratch)
         # This check is first, because the others import jax. A fork does not copy jax's threads.
-        found = [_report("onnx", check_onnx(seeds("onnx"), folder))]
+        failed = [_report("onnx", check_onnx(seeds("onnx"), folder))]
         from tests.fuzz.bundles import check_bundles, check_modules
         from tests.fuzz.corpus import good_bundles
         from tests.fuzz.frames import check_answers, check_frames
 
         good = good_bundles(folder / "good") if any(map(seeds, KINDS[:3])) else []
-        found += [
+        failed += [
             _report("bundles", check_bundles(seeds("bundles"), good, folder)),
             _report("modules", check_modules(seeds("modules"), good, folder)),
             _report("frames", check_frames(seeds("frames"), good, folder)),
@@ -82,20 +82,20 @@ def main() -> int:
         if seeds("natives"):
             from tests.fuzz.natives import check_natives
 
-            found.append(_report("natives", check_natives(seeds("natives"), folder)))
+            failed.append(_report("natives", check_natives(seeds("natives"), folder)))
         if seeds("requests"):
             from tests.fuzz.servers import check_requests
 
             if options.front == "native":
                 native_front.ensure()
             requests = check_requests(seeds("requests"), folder, front=options.front)
-            found.append(_report("requests", requests))
+            failed.append(_report("requests", requests))
         if seeds("openai"):
             from tests.fuzz.openai_bodies import check_openai
 
             native_front.ensure()
-            found.append(_report("openai", check_openai(seeds("openai"), folder)))
-    return int(any(found))
+            failed.append(_report("openai", check_openai(seeds("openai"), folder)))
+    return int(any(failed))
 
 
 def _report(what: str, verdicts: Iterable[Verdict]) -> int:

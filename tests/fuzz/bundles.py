@@ -44,7 +44,7 @@ def check_bundles(seeds: Sequence[int], good: Sequence[Files], scratch: Path) ->
             # These readers of many bundles must not fail because of one bad bundle.
             scan(path.parent, linked=True)
             sources = read_sources([path.parent])
-            models = {name: one for name, one in sources.good.items() if not one.facts.meta}
+            models = {name: bundle for name, bundle in sources.good.items() if not bundle.facts.meta}
             for recipe in plan_repository(models).models.values():
                 recipe.plan()
             try:
@@ -84,8 +84,8 @@ def check_modules(seeds: Sequence[int], good: Sequence[Files], scratch: Path) ->
 
 
 def _build(path: Path, device: Device, inspector: Inspector) -> CompiledModel:
-    wanted = identify("model", str(path), {})
-    ((name, bundle),) = wanted.models.values()
+    target = identify("model", str(path), {})
+    ((name, bundle),) = target.models.values()
     signatures = check_signatures(bundle, inspector)
     return compile_model(bundle, device, HostStore(HostMemory()), load_settings(), name, signatures)
 

@@ -59,8 +59,8 @@ class Draft:
 
     @property
     def inputs(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.document["inputs"]
-        return found
+        inputs: list[dict[str, Any]] = self.document["inputs"]
+        return inputs
 
 
 Change = Callable[[Random, Draft], None]
@@ -123,8 +123,8 @@ def http_bytes(draft: Draft) -> bytes:
     if draft.binary:
         own.append((b"Inference-Header-Content-Length", b"%d" % len(text)))
     # A header from a change replaces these.
-    given = {name.lower() for name, _ in draft.headers}
-    headers = [pair for pair in own if pair[0].lower() not in given] + draft.headers
+    names = {name.lower() for name, _ in draft.headers}
+    headers = [pair for pair in own if pair[0].lower() not in names] + draft.headers
     path = draft.path or b"/v2/models/" + text_bytes(draft.model) + b"/infer"
     lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
     return draft.method + b" " + path + b" HTTP/1.1\r\n" + lines + b"\r\n" + body
@@ -132,7 +132,7 @@ def http_bytes(draft: Draft) -> bytes:
 
 def json_bytes(value: Any) -> bytes:
     """Return a value as JSON. Lone surrogates from U+DC80 to U+DCFF become the bytes that they represent (PEP 383)."""
-    return _BYTE.sub(lambda found: bytes.fromhex(found[1].decode()), json.dumps(value).encode())
+    return _BYTE.sub(lambda match: bytes.fromhex(match[1].decode()), json.dumps(value).encode())
 
 
 def text_bytes(value: object) -> bytes:
@@ -155,20 +155,20 @@ def message_bytes(draft: Draft) -> bytes:
         tensor = _field(1, entry["name"]) + _field(2, entry["datatype"]) + _field(3, shape)
         out += _field(5, tensor + _parameters(4, entry.get("parameters")) + entry.get("contents", b""))
     outputs = document.get("outputs")
-    for asked in outputs if isinstance(outputs, list) else []:
-        if isinstance(asked, dict):
-            out += _field(6, _field(1, asked["name"]) + _parameters(2, asked["parameters"]))
+    for output in outputs if isinstance(outputs, list) else []:
+        if isinstance(output, dict):
+            out += _field(6, _field(1, output["name"]) + _parameters(2, output["parameters"]))
     return out + b"".join(
         _field(7, raw) for entry in draft.inputs for raw in entry.get("raws", [entry["raw"]])
     )
 
 
 def _varint(value: int) -> bytes:
-    left, out = value % 2**64, bytearray()
-    while left > 127:
-        out.append(left & 127 | 128)
-        left >>= 7
-    return bytes([*out, left])
+    remaining, out = value % 2**64, bytearray()
+    while remaining > 127:
+        out.append(remaining & 127 | 128)
+        remaining >>= 7
+    return bytes([*out, remaining])
 
 
 def _field(number: int, value: object) -> bytes:
@@ -179,7 +179,8 @@ def _field(number: int, value: object) -> bytes:
 def _parameters(number: int, value: object) -> bytes:
     pairs: Mapping[str, Any] = value if isinstance(value, dict) else {}
     return b"".join(
-        _field(number, _field(1, name) + _field(2, _parameter(one))) for name, one in pairs.items()
+        _field(number, _field(1, name) + _field(2, _parameter(parameter)))
+        for name, parameter in pairs.items()
     )
 
 

@@ -83,11 +83,11 @@ class _Served:
         body = self._witness.register({"model": "m", "bundle": str(bundle)})
         self._keys = [body["key"]]
         self._meta = self._lane()
-        wanted = {"model": "meta", "bundle": str(meta), "calls": {"m": str(bundle)}}
-        self._keys.append(self._meta.register(wanted)["key"])
+        registration = {"model": "meta", "bundle": str(meta), "calls": {"m": str(bundle)}}
+        self._keys.append(self._meta.register(registration)["key"])
         self._generator = self._lane()
-        wanted = {"model": "generator", "bundle": str(generator)}
-        self._keys.append(self._generator.register(wanted)["key"])
+        registration = {"model": "generator", "bundle": str(generator)}
+        self._keys.append(self._generator.register(registration)["key"])
         variant = Interface.from_json(body["models"][0]["interface"]).variants[0]
         self._inputs = variant.inputs.places[1].nbytes
         self._request = self._witness.take(self._inputs + variant.outputs.places[1].nbytes, 1).place
@@ -112,7 +112,7 @@ class _Served:
         send(self._generator.sock, pack_generate(Generate(self._ids, [3, 4], 3)))
         while not (ends := self._generator.receive(_PATIENCE)):
             pass
-        assert [(one.request, one.status) for one in ends] == [(self._ids, Status.OK)], ends
+        assert [(end.request, end.status) for end in ends] == [(self._ids, Status.OK)], ends
 
     def _undo(self) -> None:
         """Restore the settings of rsrv.yaml, which a bad connection may have changed. For example, a paused model answers no request."""

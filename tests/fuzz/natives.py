@@ -37,9 +37,9 @@ _DEADLINE = "reactant_timeout_ns=5000000000"
 def check_natives(seeds: Sequence[int], scratch: Path) -> Iterator[Verdict]:
     """For every seed, start a new front with runtimes that misbehave."""
     program = driver("address" if shutil.which("cc") else "undefined")
-    left = iter(seeds)
+    remaining = iter(seeds)
     with ThreadPoolExecutor(_TOGETHER) as pool:
-        while some := list(itertools.islice(left, _TOGETHER)):
+        while some := list(itertools.islice(remaining, _TOGETHER)):
             yield from pool.map(lambda seed: _judged(program, scratch / f"native{seed}", seed), some)
 
 
@@ -73,17 +73,17 @@ def misbehaving(seed: int, connections: int) -> tuple[list[list[Behaviour]], Cal
 
     One device is enough, because a cold model starts on one device.
     """
-    over = threading.Event()
+    reached = threading.Event()
 
     def talking(device: int, number: int) -> Behaviour:
         def talk(connection: Connection) -> None:
             if number == connections - 1:
-                over.set()
+                reached.set()
             _misbehave(connection, Random(f"{seed} {device} {number}"))
 
         return talk
 
-    return [[talking(device, number) for number in range(connections)] for device in (0, 1)], over.is_set
+    return [[talking(device, number) for number in range(connections)] for device in (0, 1)], reached.is_set
 
 
 def load(front: Front, is_over: Callable[[], bool], seconds: float) -> None:

@@ -26,7 +26,7 @@ class Noise:
 
     def told(self) -> list[str]:
         """Return texts about lines that exceed the limits since the last call."""
-        return [said for log in self._read for line in self._new(log) for said in self._take(log, line)]
+        return [problem for log in self._read for line in self._new(log) for problem in self._take(log, line)]
 
     def _new(self, log: Path) -> list[bytes]:
         """Return the complete lines that were added."""
@@ -49,14 +49,14 @@ class Noise:
         self._lines[place] += 1
         self._count += 1
         self._nbytes += len(line)
-        said = []
+        problems = []
         if self._lines[place] == LINES + 1:
-            said.append(
+            problems.append(
                 f"{log.name}: more than {LINES} lines in a second of {_text(place[1])}: {_text(line)}"
             )
         if len(line) > NBYTES:
-            said.append(f"{log.name}: a line of {len(line)} bytes: {_text(line)}")
-        return said
+            problems.append(f"{log.name}: a line of {len(line)} bytes: {_text(line)}")
+        return problems
 
     def __str__(self) -> str:
         return f"the logs grew by {self._count} lines and {self._nbytes} bytes of rsrv's, and {self._theirs} lines of Triton's"

@@ -54,8 +54,8 @@ def _good(folder: Path) -> list[bytes]:
     from tests.unit.bundle.test_onnx_operators import CASES
 
     files = [encoder(folder / "m.onnx").read_bytes()]
-    for made, given, constants in CASES.values():
-        shapes = {name: (array.dtype, array.shape) for name, array in given.items()}
+    for made, inputs, constants in CASES.values():
+        shapes = {name: (array.dtype, array.shape) for name, array in inputs.items()}
         proto = graph([made], shapes, {}, constants)
         proto.output.extend(onnx.ValueInfoProto(name=output) for output in made.output if output)
         files.append(write(folder / "m.onnx", proto).read_bytes())
@@ -98,7 +98,7 @@ def _damaged(rng: random.Random, good: Sequence[bytes]) -> bytes:
 def _break(rng: random.Random, graph: Any) -> None:
     """Change values of a node or a graph, and keep the encoding of the file right."""
     node = rng.choice(graph.node)
-    names = [name for one in graph.node for name in (*one.input, *one.output)]
+    names = [name for entry in graph.node for name in (*entry.input, *entry.output)]
     match rng.randrange(6):
         case 0 if node.attribute:
             attribute = rng.choice(node.attribute)

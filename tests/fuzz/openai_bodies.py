@@ -149,15 +149,15 @@ def check_openai(seeds: Sequence[int], scratch: Path) -> Iterator[Verdict]:
                     batch[0], "crash", f"{len(dead)} processes died from seed {batch[0]} to {batch[-1]}"
                 )
                 return
-            for said in _harm(server, api):
-                yield Verdict(batch[0], "harm", f"beside seeds {batch[0]} to {batch[-1]}: {said}")
+            for problem in _harm(server, api):
+                yield Verdict(batch[0], "harm", f"beside seeds {batch[0]} to {batch[-1]}: {problem}")
 
 
 def _harm(server: RunningTriton, api: RunningOpenai) -> Iterator[str]:
     """Send honest requests, and yield texts about wrong answers."""
     status, answer, _ = api.post("/v1/embeddings", {"model": "embed", "input": ["one", "two"]})
     if status != 200 or not np.allclose(
-        [one["embedding"] for one in answer["data"]],
+        [entry["embedding"] for entry in answer["data"]],
         [openais.expected_embedding(text) for text in ("one", "two")],
         atol=1e-5,
     ):

@@ -178,9 +178,9 @@ def _strings(rng: Random, protocol: str) -> Draft:
 def _ask_classes(rng: Random, draft: Draft, output: str) -> None:
     """Ask for the classes of strings. Over gRPC, this may be a field before the tensors or after them."""
     name = rng.choice((output, output + "\0x"))
-    asked = {"name": name, "parameters": {"classification": rng.choice((1, 2, 10**6))}}
-    draft.document["outputs"], draft.only_gateway = [asked], True
-    late = message_bytes(Draft(draft.model, {"id": "", "inputs": [], "outputs": [asked]}, True))
+    entry = {"name": name, "parameters": {"classification": rng.choice((1, 2, 10**6))}}
+    draft.document["outputs"], draft.only_gateway = [entry], True
+    late = message_bytes(Draft(draft.model, {"id": "", "inputs": [], "outputs": [entry]}, True))
     if rng.random() < 0.5:
         draft.damage = lambda data: data if data.startswith(b"POST") else data + late
 
@@ -379,8 +379,8 @@ def raw_contents(rng: Random, draft: Draft) -> None:
 @piece()
 def outputs(rng: Random, draft: Draft) -> None:
     parameters = {rng.choice(_OF_OUTPUTS): rng.choice(_SIZES)} if rng.random() < 0.6 else {}
-    asked = {"name": rng.choice(("y", "y", "z", *_TEXTS)), "parameters": parameters}
-    draft.document["outputs"] = rng.choice(([asked], [asked] * 30, [], None, 7, [7], {"y": 1}))
+    entry = {"name": rng.choice(("y", "y", "z", *_TEXTS)), "parameters": parameters}
+    draft.document["outputs"] = rng.choice(([entry], [entry] * 30, [], None, 7, [7], {"y": 1}))
 
 
 @piece()

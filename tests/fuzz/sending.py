@@ -74,8 +74,8 @@ class Sender:
 
 def judged(answer: Answer) -> Answer:
     """Return the answer. If its text shows internals or an internal error, return an answer that reports this."""
-    if (found := _INSIDE.search(answer.said)) is not None:
-        return Answer("leak", f"{found[0]!r} in: {answer.said}")
+    if (match := _INSIDE.search(answer.said)) is not None:
+        return Answer("leak", f"{match[0]!r} in: {answer.said}")
     if answer.said.startswith(("500", "INTERNAL", "UNKNOWN")) and not _TRITONS.match(answer.said):
         return Answer("fault", answer.said)
     return answer
@@ -134,10 +134,10 @@ def _call(channel: grpc.Channel, attack: Attack) -> Answer:
         else:
             channel.unary_unary(_SERVICE + attack.call)(attack.data, **options)
     except grpc.RpcError as error:
-        code, said = error.code(), str(error.details())
-        if code is grpc.StatusCode.DEADLINE_EXCEEDED and said.startswith("Deadline"):
+        code, details = error.code(), str(error.details())
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED and details.startswith("Deadline"):
             return Answer("hang", f"no answer within {PATIENCE:g} s")
-        if code is grpc.StatusCode.UNAVAILABLE and ("onnect" in said or "Socket closed" in said):
-            return Answer("unanswered", said)
-        return Answer("refused", f"{code.name} {said}")
+        if code is grpc.StatusCode.UNAVAILABLE and ("onnect" in details or "Socket closed" in details):
+            return Answer("unanswered", details)
+        return Answer("refused", f"{code.name} {details}")
     return Answer("answered")

@@ -136,12 +136,12 @@ class _Life:
                 (self._server.server.grpc_url, self._server.server.http_url),
                 (f"127.0.0.1:{gateway.grpc_port}", f"127.0.0.1:{gateway.http_port}"),
             ]
-            honest = [one for model in MODELS for one in clients(model, grpc=1, http=1, pause=_PAUSE)]
+            honest = [client for model in MODELS for client in clients(model, grpc=1, http=1, pause=_PAUSE)]
             self._loads = [
                 self._stack.enter_context(load(*both, honest, seed)) for seed, both in enumerate(urls)
             ]
-            for one in self._loads:
-                one.wait_warm()
+            for group in self._loads:
+                group.wait_warm()
             self._seen = [0 for _ in self._loads]
             self._witnesses = [Connection("grpc", grpc_url) for grpc_url, _ in urls]
             for witness in self._witnesses:
@@ -172,26 +172,26 @@ class _Life:
         first, last = attacks[0].seed, attacks[-1].seed
         self._before = f"seeds {first} to {last}"
         # If a request was not answered, others may also wait until the time limit.
-        self.over = any(one.answer.outcome == "hang" for one in sent)
-        found = [("noise", said) for said in self._noise.told()]
+        self.over = any(request.answer.outcome == "hang" for request in sent)
+        problems = [("noise", problem) for problem in self._noise.told()]
         if not self.over:
-            found += [("harm", said) for said in self._harmed()]
-        bad = [Verdict(first, outcome, f"beside {self._before}: {said}") for outcome, said in found]
-        return [one.verdict() for one in sent] + bad, []
+            problems += [("harm", problem) for problem in self._harmed()]
+        bad = [Verdict(first, outcome, f"beside {self._before}: {problem}") for outcome, problem in problems]
+        return [request.verdict() for request in sent] + bad, []
 
     def end(self) -> list[Verdict]:
         """Stop the honest clients, and print the totals. Return their last failures."""
         if self.over:
             return []
-        for one in self._loads:
-            one.stop()
-        records = [record for one in self._loads for record in one.records]
+        for group in self._loads:
+            group.stop()
+        records = [record for group in self._loads for record in group.records]
         print(
             f"requests: {sum(record.outcome == RIGHT for record in records)} of {len(records)} honest requests beside"
             f" {self._sent} bad ones were answered right; {self._noise}",
             flush=True,
         )
-        return [Verdict(-1, "harm", f"at the end: {said}") for said in self._new_failures()]
+        return [Verdict(-1, "harm", f"at the end: {problem}") for problem in self._new_failures()]
 
     def _send(self, attack: Attack) -> _Sent:
         began = time.monotonic()
@@ -205,33 +205,35 @@ class _Life:
         """
         if crashed_by_a_cancellation(self._server):
             return [], []  # A rare fault of Triton ended the server.
-        died = min((one.ended for one in sent if one.lost), default=inf)
-        tried = [one for one in sent if one.began <= died]
-        blamed = [one for one in tried if one.lost or one.answer.outcome == "closed"] or tried
+        died = min((request.ended for request in sent if request.lost), default=inf)
+        tried = [request for request in sent if request.began <= died]
+        blamed = [request for request in tried if request.lost or request.answer.outcome == "closed"] or tried
         verdicts = [
             Verdict(
-                one.attack.seed,
+                request.attack.seed,
                 "crash",
-                f"{dead} (before: {self._before}): {one.described}",
-                one.ended - one.began,
+                f"{dead} (before: {self._before}): {request.described}",
+                request.ended - request.began,
             )
-            if one in blamed
-            else one.verdict()
-            for one in tried
+            if request in blamed
+            else request.verdict()
+            for request in tried
         ]
-        return verdicts, [one.attack for one in sent if one.began > died]
+        return verdicts, [request.attack for request in sent if request.began > died]
 
     def _processes(self) -> dict[int, str]:
         """Return the pids of the processes that must survive, with their roles."""
-        found = dict.fromkeys(self._server.stub_pids(), "a stub") | {self._server.pid: "tritonserver"}
+        names = dict.fromkeys(self._server.stub_pids(), "a stub") | {self._server.pid: "tritonserver"}
         runtime = psutil.Process(read_status(self._server.pid)["pid"])
         gateway = psutil.Process(self._gateway.pid)
         for name, process in (("the runtime", runtime), ("the gateway", gateway)):
-            found[process.pid] = name
+            names[process.pid] = name
             # The process that inspects modules may end, because it runs only while models are built.
-            lasting = (one for one in process.children() if "rsrv_bundle.inspection" not in one.cmdline())
-            found |= {child.pid: f"a child of {name}" for child in lasting}
-        return found
+            lasting = (
+                child for child in process.children() if "rsrv_bundle.inspection" not in child.cmdline()
+            )
+            names |= {child.pid: f"a child of {name}" for child in lasting}
+        return names
 
     def _dead(self) -> str:
         """Return a text about processes that died or are new, or an empty text."""
@@ -242,20 +244,20 @@ class _Life:
         return f"died: {', '.join(dict.fromkeys(gone))}" if gone else ""
 
     def _harmed(self) -> list[str]:
-        said = self._new_failures()
+        problems = self._new_failures()
         for where, witness in zip(("the server", "the gateway"), self._witnesses, strict=True):
             for model in MODELS:
                 outcome, text = witness.ask(model, QUESTIONS[model](np.random.default_rng(self._sent)))
                 if outcome != RIGHT:
-                    said.append(f"{where}: {model}: {outcome} {text}")
-        said += self._forgotten()
+                    problems.append(f"{where}: {model}: {outcome} {text}")
+        problems += self._forgotten()
         if not self._server.server.is_ready() or self._gateway.get("/readyz")[0] != 200:
-            said.append("not ready")
-        return said
+            problems.append("not ready")
+        return problems
 
     def _forgotten(self) -> list[str]:
         """Return texts about wrong answers of a sequence, strings and a generation, which are sent after the bad requests."""
-        said = []
+        problems = []
         with tritonclient.grpc.InferenceServerClient(self._server.server.grpc_url) as client:
             tensor = tritonclient.grpc.InferInput("x", [1, 1], "FP32")
             tensor.set_data_from_numpy(np.ones((1, 1), np.float32))
@@ -270,19 +272,19 @@ class _Life:
             texts.set_data_from_numpy(np.array([[b"four"], [b""]], object))
             labels = client.infer(STRINGS, [texts], client_timeout=PATIENCE).as_numpy("label")
             if labels.ravel().tolist() != [b"4 bytes", b"0 bytes"]:
-                said.append(f"strings have the lengths {labels}")
+                problems.append(f"strings have the lengths {labels}")
         if sums != [1, 2, 3]:
-            said.append(f"a sequence of ones has the sums {sums}")
+            problems.append(f"a sequence of ones has the sums {sums}")
         answer = stateful.generate(self._server, "brief", text_input="hello", max_tokens=20)
         if answer.get("text_output") != stateful.told(b"hello", 20):
-            said.append(f"a generation gets {answer}")
-        return said
+            problems.append(f"a generation gets {answer}")
+        return problems
 
     def _new_failures(self) -> list[str]:
         """Return the failures of the honest clients since the last call."""
         failed: list[Record] = []
-        for index, one in enumerate(self._loads):
-            records = one.records[self._seen[index] :]
+        for index, group in enumerate(self._loads):
+            records = group.records[self._seen[index] :]
             self._seen[index] += len(records)
             failed += [record for record in records if record.outcome != RIGHT]
         return [f"{record.model}/{record.protocol}: {record.outcome} {record.said}" for record in failed]

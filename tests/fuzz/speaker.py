@@ -183,7 +183,10 @@ class Speaker:
                 {"meta_concurrency": 1e308},
                 {"meta_concurrency": 0},
                 {},
-                *({"command": "follow", "instance": self._instance, **one} for one in self._documents()),
+                *(
+                    {"command": "follow", "instance": self._instance, **document}
+                    for document in self._documents()
+                ),
                 *(
                     {"command": command, "model": rng.choice(names), **rng.choice(_OPTIONS)}
                     for command in _COMMANDS
@@ -278,7 +281,7 @@ def some_fds(rng: Random, stack: ExitStack) -> list[int]:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         return fd
 
-    def one() -> int:
+    def some_fd() -> int:
         shrink, write = 2, 8
         match rng.randrange(9):
             case 0:
@@ -305,6 +308,6 @@ def some_fds(rng: Random, stack: ExitStack) -> list[int]:
     fds = []
     for _ in range(rng.choice((1, 1, 1, 2, 4, 5, 50))):
         with suppress(OSError):
-            fds.append(one())
+            fds.append(some_fd())
             stack.callback(os.close, fds[-1])
     return fds

@@ -45,13 +45,13 @@ def watch(case: Case, seeds: Sequence[int], *, seconds: float, nbytes: int) -> I
     A case may use `seconds` of CPU time, twelve times as much time by the clock, and `nbytes` of memory in addition to the memory
     before it.
     """
-    left = list(seeds)
-    while left:
+    remaining = list(seeds)
+    while remaining:
         read, write = os.pipe()
         child = os.fork()
         if not child:
             os.close(read)
-            _run(case, left, write)
+            _run(case, remaining, write)
         os.close(write)
         with open(read, "rb", buffering=0) as pipe:
             for line in _lines(pipe, 12 * seconds, child):
@@ -61,11 +61,11 @@ def watch(case: Case, seeds: Sequence[int], *, seconds: float, nbytes: int) -> I
                 elif not verdict.bad and verdict.nbytes > nbytes:
                     verdict = replace(verdict, outcome="bloat", detail=f"{verdict.outcome}: {verdict.detail}")
                 yield verdict
-                del left[0]
+                del remaining[0]
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if left:
+        if remaining:
             hung = status == -signal.SIGKILL
-            yield Verdict(left.pop(0), "hang" if hung else "crash", "" if hung else f"status {status}")
+            yield Verdict(remaining.pop(0), "hang" if hung else "crash", "" if hung else f"status {status}")
 
 
 def _lines(pipe: FileIO, seconds: float, child: int) -> Iterator[bytes]:

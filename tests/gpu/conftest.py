@@ -26,10 +26,10 @@ from tests.unit.runtime.metas import engine_of
 
 @pytest.fixture(autouse=True)
 def _installed() -> None:
-    found = INSTALLED / install.DIGEST
-    if not found.exists():
+    file = INSTALLED / install.DIGEST
+    if not file.exists():
         pytest.skip("there is no fake card; `make test-gpu` installs it")
-    assert found.read_text() == install.digest(), (
+    assert file.read_text() == install.digest(), (
         "the fake driver is of other sources; `make test-gpu` makes it again"
     )
 

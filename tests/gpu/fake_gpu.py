@@ -123,14 +123,14 @@ class FakeGpu:
 
     def calls(self, *kinds: str) -> list[Call]:
         """Return the calls that the driver has carried out so far, in the order of their ends."""
-        found = []
+        calls = []
         for line in self.record.read_text().splitlines() if self.record.exists() else ():
             start, end, pid, kind, nbytes, stream, *detail = line.split(" ", 6)
             if not kinds or kind in kinds:
-                found.append(
+                calls.append(
                     Call(float(start), float(end), int(pid), kind, int(nbytes), int(stream), "".join(detail))
                 )
-        return found
+        return calls
 
     def run(self, function: Callable[..., T], *arguments: Any, **variables: str) -> T:
         """Run a function of a test module in a separate process, which finds the cards. Return its result.

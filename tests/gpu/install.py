@@ -56,10 +56,10 @@ def digest() -> str:
 
     An installed driver with another digest may read settings of another layout than those of tests/gpu/fake_gpu.py.
     """
-    found = sha256()
+    hasher = sha256()
     for source in sorted((HERE / "driver").iterdir()):
-        found.update(source.read_bytes())
-    return found.hexdigest()
+        hasher.update(source.read_bytes())
+    return hasher.hexdigest()
 
 
 def main(target: Path) -> None:
@@ -108,8 +108,8 @@ def install_newest(target: Path) -> str:
         )
     subprocess.run([*install, "-r", str(ROOT / "pyproject.toml"), "--extra", "export", "pytest"], check=True)
     (site,) = folder.glob("lib/*/site-packages")
-    (found,) = site.glob("jax-*.dist-info")
-    release = found.name.removeprefix("jax-").removesuffix(".dist-info")
+    (metadata,) = site.glob("jax-*.dist-info")
+    release = metadata.name.removeprefix("jax-").removesuffix(".dist-info")
     subprocess.run([*install, "--no-deps", *(f"{name}=={release}" for name in PLUGIN)], check=True)
     (site / "jax_plugins" / "fake_gpu.py").write_text(NODE.lstrip())
     if not (site / "nvidia").exists():
@@ -119,15 +119,15 @@ def install_newest(target: Path) -> str:
 
 def _pinned(name: str) -> str:
     """Return a requirement with the container's version, because these versions belong together."""
-    found = re.search(rf"^{re.escape(name)}==\S+", PINS.read_text(), re.MULTILINE)
-    assert found is not None, f"{PINS} has no {name}"
-    return found[0]
+    match = re.search(rf"^{re.escape(name)}==\S+", PINS.read_text(), re.MULTILINE)
+    assert match is not None, f"{PINS} has no {name}"
+    return match[0]
 
 
 def _compiler(target: Path) -> list[str]:
     """Return the system's C++ compiler, or one from PyPI."""
-    if found := shutil.which("c++"):
-        return [found]
+    if compiler := shutil.which("c++"):
+        return [compiler]
     zig = target / "zig"
     if not zig.exists():
         _install(zig, "ziglang")

@@ -70,7 +70,7 @@ class Figures(NamedTuple):
 @contextmanager
 def executing(device: JaxDevice, model: CompiledModel, x: Array, depth: int) -> Iterator[None]:
     """Keep the device busy during the block with executions of a model's only size."""
-    stop, ended = threading.Event(), threading.Event()
+    stop, busy = threading.Event(), threading.Event()
     (executable,) = model.executables.values()
 
     def execute() -> None:
@@ -79,16 +79,16 @@ def executing(device: JaxDevice, model: CompiledModel, x: Array, depth: int) -> 
             launched.append(device.launch(executable, model.weights or (), [x]))
             if len(launched) == depth:
                 device.read(launched.pop(0))
-                ended.set()
+                busy.set()
             if launched:
                 time.sleep(KERNEL_S - LAUNCH_AHEAD_S)
-        for one in launched:
-            device.read(one)
+        for execution in launched:
+            device.read(execution)
 
     thread = threading.Thread(target=execute)
     thread.start()
     try:
-        wait_until(ended.is_set)
+        wait_until(busy.is_set)
         yield
     finally:
         stop.set()
@@ -126,12 +126,12 @@ def load_beside_executions(bundles: dict[str, Path]) -> list[Loaded]:
 def measure(folder: Path, bundles: dict[str, Path]) -> dict[Case, Figures]:
     """Measure each case once. `folder` is for the card's files."""
     gpu = FakeGpu(folder)
-    found = {}
+    figures = {}
     for case, start, end in gpu.run(load_beside_executions, bundles):
         starts = [call.start for call in gpu.calls("kernel", "graph") if start <= call.start <= end]
         periods = [after - before for before, after in itertools.pairwise(starts)]
-        found[case] = Figures(LOADS * MODEL_BYTES / (end - start), periods)
-    return found
+        figures[case] = Figures(LOADS * MODEL_BYTES / (end - start), periods)
+    return figures
 
 
 def export_bundles(folder: Path) -> dict[str, Path]:
@@ -164,8 +164,8 @@ def main() -> None:
         "| tensors | input | depth | load, GB/s: median, slowest | period, ms: median, longest |\n|---|---|---|---|---|"
     )
     for case in rounds[0]:
-        rates = [one[case].rate / 1e9 for one in rounds]
-        periods = [1e3 * period for one in rounds for period in one[case].periods]
+        rates = [figures[case].rate / 1e9 for figures in rounds]
+        periods = [1e3 * period for figures in rounds for period in figures[case].periods]
         print(
             f"| {case.tensor} | {case.input} | {case.depth} | {median(rates):.1f}, {min(rates):.1f} "
             f"| {median(periods):.1f}, {max(periods):.1f} |"

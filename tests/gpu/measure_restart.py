@@ -41,10 +41,10 @@ PATIENCE_S, SPARE_S = 120, 15.0
 def asking(engine: Engine) -> Iterator[list[float]]:
     """Send requests on a thread during the block. Yield the list of the answers' times."""
     answers: list[float] = []
-    ended = threading.Event()
+    stop = threading.Event()
 
     def ask() -> None:
-        while not ended.wait(0.005):
+        while not stop.wait(0.005):
             request = FakeRequest({"x": np.ones((1, 3), np.float32)})
             (answer,) = engine.execute([request]) or [request.answers.get(timeout=PATIENCE_S)]
             assert answer.error is None
@@ -55,7 +55,7 @@ def asking(engine: Engine) -> Iterator[list[float]]:
     try:
         yield answers
     finally:
-        ended.set()
+        stop.set()
         thread.join()
 
 
@@ -68,11 +68,11 @@ def replace_runtime(gpu: FakeGpu, event: str, answers: list[float]) -> list[tupl
     else:
         os.kill(old, signal.SIGKILL)
     select.select([process], [], [])
-    ended = time.monotonic()
+    end = time.monotonic()
     os.close(process)
-    wait_until(lambda: answers[-1] > ended, timeout=PATIENCE_S)
+    wait_until(lambda: answers[-1] > end, timeout=PATIENCE_S)
     last, first = max(pairwise(answers), key=lambda pair: pair[1] - pair[0])
-    stamps = [(ended, "the old process is gone"), (first, "the first answer of the next runtime")]
+    stamps = [(end, "the old process is gone"), (first, "the first answer of the next runtime")]
     for call in gpu.calls("context", "alloc", "h2d", "kernel"):
         if call.pid != old and begun < call.start < first:
             stamps.append((call.end, f"the driver's {_described(call)}"))

@@ -43,11 +43,11 @@ def execute(bundle: Path) -> dict[str, Any]:
 
 def test_a_bundle_loads_and_executes_on_the_card(gpu: FakeGpu, doubling: Path) -> None:
     """The device allocates nine tenths of the card, launches each execution, and frees all memory of a freed model."""
-    found = gpu.run(execute, doubling)
+    result = gpu.run(execute, doubling)
 
-    assert found["hardware"] == "a CUDA device of compute capability 9.0"
-    assert found["limit"] == 72 * GIB
-    assert found["shapes"] == [(1, 3), (4, 3), (8, 3)]
+    assert result["hardware"] == "a CUDA device of compute capability 9.0"
+    assert result["limit"] == 72 * GIB
+    assert result["shapes"] == [(1, 3), (4, 3), (8, 3)]
     assert [call.bytes for call in gpu.calls("alloc")] == [72 * GIB]
     assert len(gpu.calls("kernel")) >= 3
 
@@ -92,9 +92,9 @@ def test_tensors_of_every_type_come_and_go(gpu: FakeGpu) -> None:
 
 def refusal(platform: str, signs: tuple[str, ...] = ()) -> str:
     cuda.CARD_SIGNS = signs
-    with pytest.raises(DeviceError) as found:
+    with pytest.raises(DeviceError) as refused:
         JaxDevice(platform)
-    return str(found.value)
+    return str(refused.value)
 
 
 @pytest.mark.parametrize("platform", ["auto", "cuda"])
@@ -267,11 +267,11 @@ def step_sequences(bundle: Path) -> dict[str, Any]:
 def test_state_stays_in_its_place_on_the_card(gpu: FakeGpu, tmp_path: Path) -> None:
     """Executions use the pools of states without copying them. Only single slots are copied, and all memory is freed."""
     slots = 50_000
-    found = gpu.run(step_sequences, export_sums(tmp_path / "sums", slots=slots))
+    result = gpu.run(step_sequences, export_sums(tmp_path / "sums", slots=slots))
 
-    assert found["stayed"]
-    assert found["saved"] == [(), (3,)]
-    free, left = found["largest"]
+    assert result["stayed"]
+    assert result["saved"] == [(), (3,)]
+    free, remaining = result["largest"]
     assert free == 72 * GIB
-    assert free > left >= free - slots * 16 - 4096
+    assert free > remaining >= free - slots * 16 - 4096
     assert max((call.bytes for call in gpu.calls("d2h", "h2d", "d2d")), default=0) < slots

@@ -47,8 +47,8 @@ def start(gpu: FakeGpu, folder: Path, *arguments: str) -> tuple[subprocess.Popen
 
 
 def figures(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "figures.json").read_text())
-    return found
+    document: dict[str, Any] = json.loads((folder / "figures.json").read_text())
+    return document
 
 
 @pytest.mark.long
@@ -100,11 +100,11 @@ def test_every_part_runs_and_a_card_with_wrong_answers_fails(
 
     assert command.wait() == 1, errors.read_text()
     table = out.read_text()
-    found = figures(tmp_path)
-    assert found["device"]["name"] == "NVIDIA H100 80GB HBM3"
+    document = figures(tmp_path)
+    assert document["device"]["name"] == "NVIDIA H100 80GB HBM3"
     verdicts = {
-        part: {finding["what"]: finding["verdict"] for finding in one["findings"]}
-        for part, one in found["parts"].items()
+        part: {finding["what"]: finding["verdict"] for finding in report["findings"]}
+        for part, report in document["parts"].items()
     }
     assert set(verdicts["correctness"].values()) == {"FAIL"}, table
     assert set(verdicts["numerics"].values()) == {"FAIL"}, table
@@ -117,10 +117,10 @@ def test_every_part_runs_and_a_card_with_wrong_answers_fails(
     assert set(verdicts["outputs"].values()) == {"FAIL"}, table
     assert verdicts["interruptions"]["SIGKILL of the runtime"] == "FAIL", table
     assert verdicts["models"] == {"resnet18, vit_tiny, minilm_encoder": "NOT RUN"}
-    (skipped,) = found["parts"]["fronts"]["findings"]
+    (skipped,) = document["parts"]["fronts"]["findings"]
     assert skipped["verdict"] == "NOT RUN"
     assert "rsrv triton install" in skipped["reason"]
-    contexts = {one["what"]: one["figures"] for one in found["parts"]["contexts"]["findings"]}
+    contexts = {finding["what"]: finding["figures"] for finding in document["parts"]["contexts"]["findings"]}
     plain, here = contexts["plain models"], contexts["models in rsrv"]
     for count in (1, 2, 4, 8):
         assert count * CONTEXT < plain[f"bytes_{count}"] < count * (CONTEXT + 8 * MIB), table

@@ -41,9 +41,9 @@ def widening(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def refused(action: Callable[[], object]) -> tuple[str, float]:
     """Run an action that must raise OutOfMemory. Return the error's text, and the seconds until it was raised."""
     started = time.monotonic()
-    with pytest.raises(OutOfMemory) as found:
+    with pytest.raises(OutOfMemory) as raised:
         action()
-    return str(found.value), time.monotonic() - started
+    return str(raised.value), time.monotonic() - started
 
 
 def logged() -> list[str]:
@@ -59,11 +59,11 @@ def upload_too_much() -> tuple[str, float]:
     device = JaxDevice("cuda")
     # The allocator splits a chunk only if at least 128 MiB or half of it remain.
     half = np.zeros(210 * MIB, np.uint8)
-    kept = device.upload([half])
-    found = refused(lambda: device.upload([half, half]))
-    device.free(kept)
+    uploaded = device.upload([half])
+    refusal = refused(lambda: device.upload([half, half]))
+    device.free(uploaded)
     device.upload([half, half])
-    return found
+    return refusal
 
 
 def upload_into_pieces() -> list[tuple[str, float]]:
@@ -73,15 +73,15 @@ def upload_into_pieces() -> list[tuple[str, float]]:
     def tensor(count: int) -> Array:
         return np.broadcast_to(mib, (count, MIB))
 
-    (kept,) = device.upload([tensor(246)])
-    found = [refused(lambda: device.upload([tensor(210), tensor(100)]))]
-    device.free([kept])
+    (uploaded,) = device.upload([tensor(246)])
+    refusals = [refused(lambda: device.upload([tensor(210), tensor(100)]))]
+    device.free([uploaded])
     pieces = device.upload([tensor(60)] * 8)
     device.free(pieces[1:7:2])
-    found.append(refused(lambda: device.upload([tensor(100)])))
+    refusals.append(refused(lambda: device.upload([tensor(100)])))
     device.free(pieces[::2])
     device.upload([tensor(100)])
-    return found
+    return refusals
 
 
 def execute_too_much(bundle: Path) -> tuple[str, float]:
@@ -89,11 +89,11 @@ def execute_too_much(bundle: Path) -> tuple[str, float]:
     model = build_here(bundle, device)
     assert model.weights is not None
     weights, (executable,) = model.weights, model.executables.values()
-    kept = device.upload([np.zeros(MIB, np.uint8)] * 180)
-    found = refused(lambda: device.launch(executable, weights, [np.zeros((1, 1), np.float32)]))
-    device.free(kept)
+    uploaded = device.upload([np.zeros(MIB, np.uint8)] * 180)
+    refusal = refused(lambda: device.launch(executable, weights, [np.zeros((1, 1), np.float32)]))
+    device.free(uploaded)
     device.read(device.launch(executable, weights, [np.zeros((1, 1), np.float32)]))
-    return found
+    return refusal
 
 
 def test_weights_without_room_are_refused_at_once(gpu: FakeGpu) -> None:
@@ -137,11 +137,11 @@ def build_on_a_full_device(cache: Path | None) -> tuple[float, list[str]]:
         assert device.cache_counts.compiled == 1
     free = (device.memory_limit or 0) - (device.memory_in_use() or 0)
     # The tensors are small, because the allocator would not split a chunk for a large one.
-    kept = device.upload([np.zeros(MIB, np.uint8)] * (free // MIB - 2))
+    uploaded = device.upload([np.zeros(MIB, np.uint8)] * (free // MIB - 2))
     started = time.monotonic()
     device.compile(*product(1024))
     seconds = time.monotonic() - started
-    device.free(kept)
+    device.free(uploaded)
     return seconds, lines
 
 
@@ -195,10 +195,10 @@ def test_memory_that_other_processes_hold_is_not_in_the_budget(gpu: FakeGpu) -> 
 
 def refusal_and_limit() -> tuple[str, int | None]:
     device_memory.RELEASE_S = 0.1
-    with pytest.raises(DeviceError) as found:
+    with pytest.raises(DeviceError) as raised:
         JaxDevice("cuda")
     settings_here().cards[0].others_bytes = 0
-    return str(found.value), JaxDevice("cuda").memory_limit
+    return str(raised.value), JaxDevice("cuda").memory_limit
 
 
 def test_a_full_card_is_refused_before_the_allocator_asks_for_memory(gpu: FakeGpu) -> None:

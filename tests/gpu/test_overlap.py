@@ -46,9 +46,9 @@ def test_inputs_come_from_page_locked_memory(gpu: FakeGpu, serve: StartServed, s
     """
     engine = serve(summing, "summing", "{platform: cuda}\nscheduler: {depth: 2}")
     warmed_up = len(gpu.calls("h2d"))
-    one, three = (FakeRequest({"x": np.ones((rows, COLUMNS), np.float32)}) for rows in (1, 3))
+    single, triple = (FakeRequest({"x": np.ones((rows, COLUMNS), np.float32)}) for rows in (1, 3))
 
-    for request in (one, three):
+    for request in (single, triple):
         answers = engine.execute([request]) or [request.answers.get(timeout=30)]
         assert answers[0].error is None
 

@@ -58,7 +58,7 @@ def test_the_next_runtime_has_its_context_and_executables_before_the_memory(
     before = read_status(os.getpid(), "0")
 
     command(os.getpid(), {"command": "restart", "drain_s": 10.0}, timeout=PATIENCE_S)
-    ended = time.monotonic()
+    end = time.monotonic()
     ask(engine)
 
     after = read_status(os.getpid(), "0")
@@ -67,7 +67,7 @@ def test_the_next_runtime_has_its_context_and_executables_before_the_memory(
     assert before["compiled"]
     assert not after["compiled"]
     contexts = {call.pid: call.end for call in gpu.calls("context")}
-    assert contexts[after["pid"]] < ended
+    assert contexts[after["pid"]] < end
     taken = [call for call in gpu.calls("alloc", "no-room") if call.pid == after["pid"]]
     assert [(call.kind, call.bytes) for call in taken] == [("alloc", 72 * GIB)]
 

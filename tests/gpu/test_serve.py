@@ -103,9 +103,9 @@ def test_one_server_uses_all_cards(
             device = wait_until(partial(device_status, terminal.server_pid, number))
             assert selector in device["name"]
             assert device["limit_bytes"] == arena
-        cards = [one.card for one in control_status(terminal.server_pid).devices]
+        cards = [entry.card for entry in control_status(terminal.server_pid).devices]
         # The fake driver counts the instances of a partitioned card as one card.
-        assert all(one.used_bytes >= arena and one.total_bytes == 80 * GIB for one in cards)
+        assert all(card.used_bytes >= arena and card.total_bytes == 80 * GIB for card in cards)
         assert len(cards) == len(selectors)
         first_value(terminal.grpc_port, "cats")  # The values can be any, because the card computes nothing.
         terminal.process.send_signal(signal.SIGINT)
@@ -119,13 +119,13 @@ def test_one_server_uses_all_cards(
 @contextmanager
 def asking(port: int) -> Iterator[None]:
     """Let 16 clients send requests to `cats` during the block. Each request must be answered, even if late."""
-    ended = threading.Event()
+    stop = threading.Event()
 
     def ask() -> None:
         client = tritonclient.grpc.InferenceServerClient(f"{LOOPBACK}:{port}")
         tensor = tritonclient.grpc.InferInput("x", [1, COLUMNS], "FP32")
         tensor.set_data_from_numpy(np.zeros((1, COLUMNS), np.float32))
-        while not ended.wait(0.1):
+        while not stop.wait(0.1):
             client.infer("cats", [tensor], client_timeout=PATIENCE_S)
         client.close()
 
@@ -134,7 +134,7 @@ def asking(port: int) -> Iterator[None]:
         try:
             yield
         finally:
-            ended.set()
+            stop.set()
     for client in clients:
         client.result()
 
@@ -148,8 +148,8 @@ def test_no_request_fails_when_the_only_runtime_ends(gpu: FakeGpu, tmp_path: Pat
         terminal.wait_for("Serving 1 of 1 models", timeout=150)
 
         def next_after(earlier: int) -> int:
-            found = runtime_of(terminal.server_pid, 0, "cats")
-            return found if found != earlier else 0
+            pid = runtime_of(terminal.server_pid, 0, "cats")
+            return pid if pid != earlier else 0
 
         first = runtime_of(terminal.server_pid, 0, "cats")
         with asking(terminal.grpc_port):
@@ -181,8 +181,8 @@ def test_a_failed_card_leaves_the_requests_to_the_other(gpu: FakeGpu, tmp_path: 
             }
 
         def both_but(earlier: Mapping[int, int]) -> dict[int, int]:
-            found = pids()
-            return found if len(found) == 2 and found != earlier else {}
+            current = pids()
+            return current if len(current) == 2 and current != earlier else {}
 
         before = wait_until(partial(both_but, {}), what="both devices", timeout=90)
         with asking(terminal.grpc_port):
@@ -264,7 +264,7 @@ def test_cards_of_two_kinds_compile_for_themselves(gpu: FakeGpu, tmp_path: Path)
     assert "compute capability 9.0" in terminal.text
     assert "compute capability 7.5" in terminal.text
     # The programs are a probe, which is a product of matrices, and two sizes.
-    assert [(one["compiled"], one["from_cache"]) for one in (h100, t4)] == [(3, 0), (3, 0)]
+    assert [(status["compiled"], status["from_cache"]) for status in (h100, t4)] == [(3, 0), (3, 0)]
     assert {call.detail for call in gpu.calls("kernel") if call.pid == t4["pid"]} >= {"cublasLt"}
 
 
@@ -273,8 +273,8 @@ def control_status(server_pid: int) -> pb.GetStatusResponse:
     socket = runtime_directory(server_pid, "0") / CONTROL_SOCKET
     with grpc.insecure_channel(f"unix:{socket}") as channel:
         stub: Any = control_pb2_grpc.ControlStub(channel)
-        found: pb.GetStatusResponse = stub.GetStatus(pb.GetStatusRequest(), timeout=20)
-        return found
+        status: pb.GetStatusResponse = stub.GetStatus(pb.GetStatusRequest(), timeout=20)
+        return status
 
 
 def runtime_of(server_pid: int, number: int, model: str) -> int:

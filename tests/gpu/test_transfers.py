@@ -45,11 +45,11 @@ def copies(gpu: FakeGpu, serve: StartServed, path: Path, rows: list[int], column
     for value, answer in zip(values, answers, strict=True):
         assert answer.error is None
         np.testing.assert_array_equal(answer.arrays["y"], value)
-    found: dict[str, object] = {}
+    by_kind: dict[str, object] = {}
     for kind in ("h2d", "d2h"):
         calls = [call for call in gpu.calls()[before:] if call.kind == kind]
-        found[kind] = [(call.bytes, call.detail) for call in calls]
-    return found
+        by_kind[kind] = [(call.bytes, call.detail) for call in calls]
+    return by_kind
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,9 @@ def test_one_request_is_copied_once_in_each_direction(
     from_card: list[tuple[int, str]],
 ) -> None:
     """A request's tensors are copied once in each direction. Large ones use DMA from and to the memory that the stub shares."""
-    found = copies(gpu, serve, tmp_path / "passing", [1], columns)
+    by_kind = copies(gpu, serve, tmp_path / "passing", [1], columns)
 
-    assert found == {"h2d": to_card, "d2h": from_card}
+    assert by_kind == {"h2d": to_card, "d2h": from_card}
 
 
 def test_rows_of_a_batch_go_to_their_requests_without_a_copy_on_the_host(
@@ -84,9 +84,9 @@ def test_rows_of_a_batch_go_to_their_requests_without_a_copy_on_the_host(
     """The rows of a batch's answers are copied directly to their requests. The row that pads the batch stays on the card."""
     row = 4 * LARGE
 
-    found = copies(gpu, serve, tmp_path / "passing", [1, 2], LARGE)
+    by_kind = copies(gpu, serve, tmp_path / "passing", [1, 2], LARGE)
 
-    assert found == {
+    assert by_kind == {
         "h2d": [(4 * row, "page-locked")],
         "d2h": [(row, "page-locked"), (2 * row, "page-locked")],
     }
@@ -101,9 +101,9 @@ def test_small_rows_of_a_large_batch_leave_the_card_together(
     """
     nbytes = 4 * (LARGE // 2)
 
-    found = copies(gpu, serve, tmp_path / "passing", [1, 1, 1], LARGE // 8)
+    by_kind = copies(gpu, serve, tmp_path / "passing", [1, 1, 1], LARGE // 8)
 
-    assert found == {"h2d": [(nbytes, "page-locked")], "d2h": [(nbytes, "page-locked")]}
+    assert by_kind == {"h2d": [(nbytes, "page-locked")], "d2h": [(nbytes, "page-locked")]}
 
 
 def test_memory_is_locked_once_for_many_requests(gpu: FakeGpu, serve: StartServed, tmp_path: Path) -> None:

@@ -190,8 +190,8 @@ def _compared(folder: Path, local: Path) -> dict[str, Any]:
                 inputs.append(rng.random(shape, np.float32))
         answers = run(key, inputs)
         for row, single in _rows(bundle, key[1], inputs):
-            given = {**single, **bound}
-            expected = session.run(names, given)
+            feed = {**single, **bound}
+            expected = session.run(names, feed)
             error = 0.0
             for spec, whole, value in zip(bundle.manifest.outputs, answers, expected, strict=True):
                 part = whole
@@ -200,7 +200,7 @@ def _compared(folder: Path, local: Path) -> dict[str, Any]:
                 error = max(error, difference(part.reshape(value.shape), value)[1])
             largest = max(largest, error)
             if error > TOLERANCE["f32"]:
-                again = plain.run(names, given)
+                again = plain.run(names, feed)
                 own = max(own, *(difference(*pair)[1] for pair in zip(again, expected, strict=True)))
     return {"error": largest, "own": own}
 

@@ -81,8 +81,8 @@ def _state(entry: Entry, result: Mapping[str, Any] | None) -> str:
 
 def _count(package: str, group: Sequence[tuple[Entry, str]], by_name: Mapping[str, Any]) -> str:
     states = [state for _, state in group]
-    found = [by_name[entry.name] for entry, _ in group if "version" in by_name.get(entry.name, {})]
-    facts: Mapping[str, Any] = found[0] if found else {}
+    entries = [by_name[entry.name] for entry, _ in group if "version" in by_name.get(entry.name, {})]
+    facts: Mapping[str, Any] = entries[0] if entries else {}
     words = [f"{package} {facts.get('version', '')}".strip(), facts.get("licence", "")]
     run = len(states) - states.count("not run")
     numbers = [len(states), run] + [

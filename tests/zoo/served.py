@@ -39,12 +39,12 @@ def _errors(call: object, file: Path) -> list[float]:
     answers = call(
         file.stem, {key: value[:, None] if value.ndim == 1 else value for key, value in inputs.items()}
     )
-    found = []
+    errors = []
     for name, value in expected.items():
         got = answers[name].reshape(value.shape).astype(np.float64)
         scale = float(np.abs(value.astype(np.float64)).max(initial=0.0)) or 1.0
-        found.append(float(np.abs(got - value).max(initial=0.0)) / scale)
-    return found
+        errors.append(float(np.abs(got - value).max(initial=0.0)) / scale)
+    return errors
 
 
 if __name__ == "__main__":

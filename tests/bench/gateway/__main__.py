@@ -45,19 +45,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if "pairs" in options.parts:
             say("== pairs")
-            lines, found, result["pairs"] = passing.pairs(100 * options.rounds)
+            lines, part_targets, result["pairs"] = passing.pairs(100 * options.rounds)
             text += lines
-            targets += found
+            targets += part_targets
         if "passing" in options.parts:
             say("== passing")
-            lines, found, result["passing"] = passing.part(options.rounds, options.window)
+            lines, part_targets, result["passing"] = passing.part(options.rounds, options.window)
             text += lines
-            targets += found
+            targets += part_targets
         if "outage" in options.parts:
             say("== outage")
-            lines, found, result["outage"] = outage.part(1 if options.quick else options.rounds)
+            lines, part_targets, result["outage"] = outage.part(1 if options.quick else options.rounds)
             text += lines
-            targets += found
+            targets += part_targets
     except (BenchFailed, ServerFailed, RuntimeError, ValueError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1

@@ -81,7 +81,7 @@ def part(rounds: int) -> Part:
     """Measure. Return lines of text, targets, and all figures."""
     repository, questions = workers.repository(_MODELS), workers.questions(_MODELS)
     file = WORK / "gateway-outage.yaml"
-    found = []
+    outages = []
     with ExitStack() as stack:
         pair = [stack.enter_context(Worker(name, repository)) for name in ("left", "right")]
         for number in range(rounds):
@@ -89,10 +89,10 @@ def part(rounds: int) -> Part:
             write_workers(file, [worker.entry() for worker in pair])
             with gateway(file) as running:
                 running.wait_alive({worker.name for worker in pair})
-                found.append(strike(running, pair[number % 2], questions, number))
-            say(_told(found[-1]))
+                outages.append(strike(running, pair[number % 2], questions, number))
+            say(_told(outages[-1]))
             pair[number % 2].start()
-    return _lines(found), _targets(found), {"outages": [asdict(one) for one in found]}
+    return _lines(outages), _targets(outages), {"outages": [asdict(outage) for outage in outages]}
 
 
 def strike(running: Gateway, victim: Worker, questions: Path, number: int) -> Outage:
@@ -110,24 +110,30 @@ def strike(running: Gateway, victim: Worker, questions: Path, number: int) -> Ou
     return outage
 
 
-def _told(one: Outage) -> str:
+def _told(outage: Outage) -> str:
     return (
-        f"{one.under_way} under way, {one.failed} of them failed, {one.failed_later} later ones;"
-        f" {one.wrong} wrong; harmed for {one.harm_ms:.0f} ms"
+        f"{outage.under_way} under way, {outage.failed} of them failed, {outage.failed_later} later ones;"
+        f" {outage.wrong} wrong; harmed for {outage.harm_ms:.0f} ms"
     )
 
 
-def _lines(found: Sequence[Outage]) -> list[str]:
+def _lines(outages: Sequence[Outage]) -> list[str]:
     headers = ["round", "under way", "failed", "failed later", "wrong", "harmed ms"]
     headers += ["answers/s before", "after", "p99 ms before", "after"]
     rows = []
-    for one in found:
-        row = [one.round + 1, one.under_way, one.failed, one.failed_later, one.wrong]
-        rest = [one.harm_ms, one.before_per_s, one.after_per_s, one.before_p99_ms, one.after_p99_ms]
+    for outage in outages:
+        row = [outage.round + 1, outage.under_way, outage.failed, outage.failed_later, outage.wrong]
+        rest = [
+            outage.harm_ms,
+            outage.before_per_s,
+            outage.after_per_s,
+            outage.before_p99_ms,
+            outage.after_p99_ms,
+        ]
         rows.append([str(cell) for cell in row] + [f"{cell:.0f}" for cell in rest])
     return [f"one of two workers is killed, {CLIENTS} clients", table(headers, rows), ""]
 
 
-def _targets(found: Sequence[Outage]) -> list[Target]:
-    failed = max((one.failed + one.failed_later) / one.under_way for one in found)
+def _targets(outages: Sequence[Outage]) -> list[Target]:
+    failed = max((outage.failed + outage.failed_later) / outage.under_way for outage in outages)
     return [Target("failed of those under way, at most", failed, 1.0, at_least=False)]

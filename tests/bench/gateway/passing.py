@@ -63,7 +63,7 @@ class _Reading:
     def now(cls, workers: Sequence[Side], model: str, processes: Mapping[int, str]) -> _Reading:
         statistics = [server_statistics(worker, f"/{model}")[0] for worker in workers]
         requests, executions = (
-            sum(int(one[key]) for one in statistics) for key in ("inference_count", "execution_count")
+            sum(int(counts[key]) for counts in statistics) for key in ("inference_count", "execution_count")
         )
         cpu = {pid: cpu_seconds(pid) for pid in processes}
         return cls(time.monotonic(), cpu, Machine.now(), requests, executions)
@@ -83,10 +83,10 @@ def part(rounds: int, window_s: float) -> Part:
             count = sum(verify(way.url, case) for case in (models.mlp_case(models.MLP), models.images_case()))
             say(f"{way.name}: {count} answers right")
         samples = {size: _in_turns(ways, workers, size, rounds, window_s) for size in SIZES}
-    kept = {size: Rounds.of(found) for size, found in samples.items()}
-    lines, targets, ratios = _summary(kept)
+    by_size = {size: Rounds.of(group) for size, group in samples.items()}
+    lines, targets, ratios = _summary(by_size)
     lines.append(f"without requests: {100 * idle:.1f} % of a core")
-    raw = {size: [asdict(sample) for sample in found] for size, found in samples.items()}
+    raw = {size: [asdict(sample) for sample in group] for size, group in samples.items()}
     return lines, targets, {"samples": raw, "ratios": ratios, "idle_cpus": idle}
 
 
@@ -110,8 +110,8 @@ def pairs(count: int) -> Part:
                 taken[name].append((time.perf_counter() - began) * 1e6)
     direct = float(np.median(taken[DIRECT]))
     lines = [f"p50 of {count} requests each, in turn, by one client, 1 kB"]
-    for name, found in taken.items():
-        p50 = float(np.median(found))
+    for name, latencies in taken.items():
+        p50 = float(np.median(latencies))
         lines.append(f"{name}: {p50:.0f} us, {p50 / direct:.2f} of direct, {p50 - direct:.0f} us added")
     return [*lines, ""], [], {"taken_us": taken}
 
@@ -209,23 +209,23 @@ def _per_core(sample: Sample) -> float:
     return 1e6 / passing_us(sample)
 
 
-def _summary(kept: Mapping[str, Rounds]) -> tuple[list[str], list[Target], dict[str, Any]]:
+def _summary(by_size: Mapping[str, Rounds]) -> tuple[list[str], list[Target], dict[str, Any]]:
     lines: list[str] = []
     ratios: dict[str, Any] = {}
-    for size, rounds in kept.items():
+    for size, rounds in by_size.items():
         lines += [f"{size} a request; medians of {rounds.kept} rounds", _table(rounds)]
         for clients in CLIENTS:
-            found = rounds.ratio(GATEWAY, BARE, clients, passing_us)
-            ratios[f"{size}, {clients} clients, {GATEWAY} / {BARE}"] = asdict(found)
-            lines.append(f"CPU per request at {clients} clients, {GATEWAY} / {BARE}: {spread_text(found)}")
+            spread = rounds.ratio(GATEWAY, BARE, clients, passing_us)
+            ratios[f"{size}, {clients} clients, {GATEWAY} / {BARE}"] = asdict(spread)
+            lines.append(f"CPU per request at {clients} clients, {GATEWAY} / {BARE}: {spread_text(spread)}")
             picker = rounds.spread(ENVOY, clients, lambda sample: sample.cpu_us[PICKER])
             lines.append(f"CPU per request at {clients} clients, of the picker: {spread_text(picker, 0)} us")
             for way in (GATEWAY, ENVOY):
-                found = rounds.ratio(way, DIRECT, clients, _p50)
-                ratios[f"{size}, {clients} clients, p50, {way} / {DIRECT}"] = asdict(found)
-                lines.append(f"p50 at {clients} clients, {way} / {DIRECT}: {spread_text(found)}")
+                spread = rounds.ratio(way, DIRECT, clients, _p50)
+                ratios[f"{size}, {clients} clients, p50, {way} / {DIRECT}"] = asdict(spread)
+                lines.append(f"p50 at {clients} clients, {way} / {DIRECT}: {spread_text(spread)}")
         lines += [rounds_line(rounds), ""]
-    return lines, _targets(kept[SMALL]), ratios
+    return lines, _targets(by_size[SMALL]), ratios
 
 
 def _table(rounds: Rounds) -> str:
@@ -255,9 +255,9 @@ def _row(rounds: Rounds, way: str, clients: int) -> list[str]:
 def _targets(rounds: Rounds) -> list[Target]:
     """Return the targets, which apply to small requests."""
     many = max(CLIENTS)
-    wanted = (
+    rows = (
         ("added p50, us", added(rounds, GATEWAY, 1, _p50), 600.0, False),
         ("requests/s per core", rounds.spread(GATEWAY, many, _per_core), 3000.0, True),
         (f"CPU per request / {BARE}", rounds.ratio(GATEWAY, BARE, many, passing_us), 1.3, False),
     )
-    return [Target(name, spread.median, limit, at_least) for name, spread, limit, at_least in wanted]
+    return [Target(name, spread.median, limit, at_least) for name, spread, limit, at_least in rows]

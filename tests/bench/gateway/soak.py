@@ -197,10 +197,10 @@ class _Director:
         """Count moves until this time."""
         while True:
             self._count_moves()
-            left = until - time.monotonic()
-            if left <= 0:
+            remaining = until - time.monotonic()
+            if remaining <= 0:
                 return
-            time.sleep(min(0.5, left))
+            time.sleep(min(0.5, remaining))
 
     def _count_moves(self) -> None:
         for model in self._gateway.status().models:
@@ -213,9 +213,9 @@ class _Director:
         self._course.held.append(Held.now(self._gateway))
 
 
-def report(found: Soak) -> list[str]:
+def report(outcome: Soak) -> list[str]:
     """Return lines of text for people."""
-    requests, course = found.requests, found.course
+    requests, course = outcome.requests, outcome.course
     failed = requests.failed()
     lasted = course.end - course.begin
     first, last = course.held[0], course.held[-1]
@@ -238,9 +238,9 @@ def blame(requests: Requests, course: Course) -> Counter[tuple[str, str]]:
     """Return the number of failures by the kind of the last event before the failure, and by code."""
     starts = [course.begin + since for since, _, _ in course.events]
     blamed: Counter[tuple[str, str]] = Counter()
-    for ended, code in zip(requests.ended, requests.code, strict=True):
+    for end, code in zip(requests.ended, requests.code, strict=True):
         if code not in (OK, WRONG):
-            last = bisect_right(starts, ended) - 1
+            last = bisect_right(starts, end) - 1
             blamed[course.events[last][1] if last >= 0 else "the start", str(code)] += 1
     return blamed
 
@@ -284,16 +284,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     WORK.mkdir(parents=True, exist_ok=True)
     try:
-        found = soak(plan)
+        outcome = soak(plan)
     except (BenchFailed, ServerFailed, RuntimeError) as error:
         print(f"soak: {error}", file=sys.stderr)
         return 1
-    lines = report(found)
-    failed = dict(found.requests.failed())
-    result = {"plan": asdict(plan), "course": asdict(found.course), "failed": failed}
-    RESULT.write_text(json.dumps({**result, "requests": len(found.requests.code), "report": lines}, indent=1))
+    lines = report(outcome)
+    failed = dict(outcome.requests.failed())
+    result = {"plan": asdict(plan), "course": asdict(outcome.course), "failed": failed}
+    RESULT.write_text(
+        json.dumps({**result, "requests": len(outcome.requests.code), "report": lines}, indent=1)
+    )
     print("", *lines, sep="\n")
-    return 1 if found.requests.wrong else 0
+    return 1 if outcome.requests.wrong else 0
 
 
 if __name__ == "__main__":

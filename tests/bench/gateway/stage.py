@@ -55,8 +55,8 @@ class Gateway:
         return Way(GATEWAY, self.url, {self.process.pid: PASSING})
 
     def status(self) -> pb.GetStatusResponse:
-        found: pb.GetStatusResponse = self._ask("GetStatus", pb.GetStatusRequest())
-        return found
+        status: pb.GetStatusResponse = self._ask("GetStatus", pb.GetStatusRequest())
+        return status
 
     def set_policy(self, **policy: Any) -> None:
         """Change keys of the packing's policy."""
@@ -75,9 +75,9 @@ class Gateway:
     def wait_alive(self, workers: set[str]) -> None:
         """Wait until exactly these workers are alive for the gateway. Raises BenchFailed."""
         until = time.monotonic() + _PATIENCE
-        while (found := self.alive()) != workers:
+        while (alive := self.alive()) != workers:
             if time.monotonic() > until:
-                raise BenchFailed(f"the gateway finds {sorted(found)} alive, not {sorted(workers)}")
+                raise BenchFailed(f"the gateway finds {sorted(alive)} alive, not {sorted(workers)}")
             time.sleep(0.05)
 
     def wait_ready(self) -> None:
@@ -129,7 +129,10 @@ def _gateway(
 def envoy(workers_file: Path, servers: Sequence[TritonServer]) -> Iterator[Way]:
     """Run an Envoy with deploy/envoy.yaml on one core, and a picker."""
     (port,) = free_ports(1)
-    grpc_ports, http_ports = [one.grpc_port for one in servers], [one.http_port for one in servers]
+    grpc_ports, http_ports = (
+        [server.grpc_port for server in servers],
+        [server.http_port for server in servers],
+    )
     with (
         _gateway(workers_file, "gateway-picker", ["--picker", f"{LOOPBACK}:{port}"], {}) as picker,
         running_envoy(WORK, port, grpc_ports, http_ports) as running,
@@ -183,5 +186,5 @@ def entry(name: str, server: TritonServer) -> dict[str, Any]:
 def write_workers(file: Path, entries: Sequence[Mapping[str, Any]]) -> None:
     """Write the file atomically, because a gateway may read it at any time."""
     aside = file.with_suffix(".new")
-    aside.write_text(yaml12.dump([dict(one) for one in entries]))
+    aside.write_text(yaml12.dump([dict(worker) for worker in entries]))
     aside.rename(file)

@@ -91,7 +91,7 @@ def questions(models: int) -> Path:
     sent = {
         name: rng.standard_normal((_QUESTIONS, chains.WIDTH), np.float32) for name in chains.names(models)
     }
-    wanted = {name: chains.reference(name, layers, x) for name, x in sent.items()}
+    expected = {name: chains.reference(name, layers, x) for name, x in sent.items()}
     file = WORK / "gateway-questions.npz"
-    Questions(sent, wanted).save(file)
+    Questions(sent, expected).save(file)
     return file

@@ -80,5 +80,5 @@ def _ratio(over: Sequence[float], under: Sequence[float]) -> str:
     """Return the ratio of the two rates as text: the median of the rounds, the lowest and the highest ratio."""
     if not under:
         return "—"
-    ratios = [one / other for one, other in zip(over, under, strict=True)]
+    ratios = [above / below for above, below in zip(over, under, strict=True)]
     return f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"

@@ -98,22 +98,22 @@ def measure(cases: Sequence[Case], rounds: int, seconds: float) -> list[Line]:
 
 def errors(case: Case) -> dict[int, float]:
     """Return the largest errors that the exports found, by compiled size. Bundles without networks have none."""
-    found: dict[int, float] = {}
+    largest: dict[int, float] = {}
     for name in case.bundles:
         numerics = read_bundle(FOLDER / name, digest=False).manifest.numerics or {}
         by_module = numerics.get("source")
         assert not isinstance(by_module, float), "one number for each module"
         for module, error in (by_module or {}).items():
             size = int(module.rpartition(".b")[2])
-            found[size] = max(found.get(size, 0.0), error)
-    return found
+            largest[size] = max(largest.get(size, 0.0), error)
+    return largest
 
 
 def rates(url: str, case: Case, rounds: int, seconds: float) -> tuple[Rates, Rates, Rates]:
     """Return the rates through Triton, in eager PyTorch, and compiled without a server."""
     sizes = (1, case.most)
     with Direct("eager", case.model, sizes) as eager, Direct("compiled", case.model, sizes) as compiled:
-        found: list[dict[int, list[float]]] = [{}, {}, {}]
+        results: list[dict[int, list[float]]] = [{}, {}, {}]
         for _ in range(rounds):
             for rows in sizes:
                 took = (
@@ -121,10 +121,10 @@ def rates(url: str, case: Case, rounds: int, seconds: float) -> tuple[Rates, Rat
                     eager.rate(rows, seconds),
                     compiled.rate(rows, seconds),
                 )
-                for each, rate in zip(found, took, strict=True):
+                for each, rate in zip(results, took, strict=True):
                     if rate is not None:
                         each.setdefault(rows, []).append(rate)
-    return found[0], found[1], found[2]
+    return results[0], results[1], results[2]
 
 
 def throughput(url: str, case: Case, rows: int, seconds: float) -> float:
@@ -147,7 +147,7 @@ def throughput(url: str, case: Case, rows: int, seconds: float) -> float:
         running = [pool.submit(client) for _ in range(clients)]
         start.wait()
         started = time.perf_counter()
-        ends = [end for one in running for end in one.result()]
+        ends = [end for future in running for end in future.result()]
     return rows * len(ends) / (max(ends) - started)
 
 

@@ -21,11 +21,11 @@ from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.settings import SchedulerSettings
 
 #: Numbers of models, all of which have work.
-#: Numbers of rows in an execution.
 MODELS = (10, 1000)
+#: Numbers of rows in an execution.
 ROWS = (1, 8, 32)
 _STEPS = 4000
-#: Number of requests of each model that always wait.
+#: Number of waiting requests that each model has at all times.
 _WAITING = 40
 
 

@@ -24,8 +24,8 @@ class Sample:
     requests: int
     cpu_us: Mapping[str, float]
     #: Requests in one execute().
-    #: Rows in one execution of the runtime.
     triton_batch: float
+    #: Rows in one execution of the runtime.
     device_batch: float | None
     #: Number of the runtime's executions by compiled size.
     sizes: Mapping[int, int]

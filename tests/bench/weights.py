@@ -41,8 +41,8 @@ class Plan:
 
     models: int = 40
     #: Bytes of one model's weights.
-    #: Bytes of weights that may be on the device at the same time.
     bytes: int = 8 * MIB
+    #: Bytes of weights that may be on the device at the same time.
     budget: int = 64 * MIB
     #: Types of weights. Each has another server with the same budget.
     narrow: tuple[str, ...] = ()
@@ -51,8 +51,8 @@ class Plan:
     clients: int = 32
     rounds: int = 7
     #: Seconds of one sample.
-    #: Seconds of the warm-up before a sample.
     window_s: float = 4.0
+    #: Seconds of the warm-up before a sample.
     warm_s: float = 1.5
 
     @property

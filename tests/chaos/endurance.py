@@ -238,7 +238,7 @@ class _Deaths(Fault):
 
 
 class KillsInARow(_Deaths):
-    """A hundred kills in ten minutes, and at least ten kills."""
+    """Ten kills for each minute of `--minutes`, and at least ten kills."""
 
     name: ClassVar[str] = "deaths in a row: kill -9 the runtime"
 

@@ -533,8 +533,8 @@ class Crowd(Fault):
     expected = Expected(())
     patience = 60
     #: Number of clients of each protocol.
-    #: Number of clients of each protocol that connect in a second.
     count: ClassVar[int] = 5000
+    #: Number of clients of each protocol that connect in a second.
     rate: ClassVar[int] = 200
 
     def prepare(self, house: House) -> None:

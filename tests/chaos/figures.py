@@ -78,14 +78,14 @@ class Row:
     wrong: int
     unanswered: int
     #: Seconds that the bystanders' right answers took before the fault.
-    #: Seconds that the bystanders' right answers took after the fault.
     before: Sequence[float]
+    #: Seconds that the bystanders' right answers took after the fault.
     during: Sequence[float]
     #: Longest wait in seconds, from the fault or from a later request until its answer or its error.
     slowest: float
     #: Seconds from the removal of the cause until the victims answered right and had no later error, or inf.
-    #: The same time for the bystanders.
     victims_back: float
+    #: The same time for the bystanders.
     bystanders_back: float
     #: Seconds from the fault until the health service reported it. None: it has nothing to report.
     told: float | None

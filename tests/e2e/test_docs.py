@@ -56,8 +56,8 @@ FAILS = {
 #: The page with the commands that start a server by hand.
 EXISTING_TRITON = ROOT / "docs" / "existing-triton.md"
 #: Models of the demo that the pages use.
-#: Further examples that the pages use.
 DEMO_MODELS = (demo.MODEL, "glossary_bytes")
+#: Further examples that the pages use.
 EXAMPLES = ("glossary", "mlp")
 
 

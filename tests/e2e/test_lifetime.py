@@ -493,23 +493,3 @@ def test_a_second_start_compiles_nothing(start: Callable[..., RunningTriton], tm
     assert again["from_cache"] == status["compiled"] + status["from_cache"]
     with caller(second) as call:
         check_exact(call)
-
-
-@python_front(
-    "a model that comes changes a file that all of the native front share, so that a poll loads them again"
-)
-@pytest.mark.long
-def test_a_polling_server_loads_each_model_once(
-    start: Callable[..., RunningTriton], some_bundles: Mapping[str, Path], tmp_path: Path
-) -> None:
-    """rsrv writes no files next to a model that Triton's polls would take for a change of it."""
-    server = start("hooked", extra_args=["--model-control-mode=poll", "--repository-poll-secs=1"])
-    with caller(server) as call:
-        assert_same(call("hooked", {"x": X}), {"y": 2 * X})
-        # Two polls load these two models, one after the other.
-        for name in ("exact", "axes"):
-            make_repository(tmp_path, some_bundles[name])
-            wait_until(lambda name=name: server.server.model_states().get(name, ("",))[0] == "READY")  # type: ignore[misc]
-        assert_same(call("hooked", {"x": X}), {"y": 2 * X})
-    for name in ("hooked", "exact"):
-        assert server.log_text().count(f"successfully loaded '{name}'") == 1

@@ -125,7 +125,7 @@ def test_eight_fine_tunes_cost_one_backbone(server: RunningTriton, real_models: 
     models = [status["models"][name] for name in family.TASKS]
     assert {(model["weights"], model["evictions"]) for model in models} == {("resident", 0)}
     logical, physical = bytes_of(real_models, MODELS)
-    for tier in status["memory"].values():
+    for tier in (status["memory"], status["host"]):
         assert tier["logical_bytes"] == logical
         assert tier["physical_bytes"] <= physical
     # The last layers are small, so eight models of the family take little more memory than one.

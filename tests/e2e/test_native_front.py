@@ -39,8 +39,8 @@ from tests.status import read_status
 from tests.waiting import wait_until
 
 #: Models with both fronts.
-#: With the native front, this is in front of a model's name.
 MODELS = ("exact", "every_dtype", "scalars", "only_rows", "axes", "short_queue", "two_sizes", "elastic")
+#: With the native front, this is in front of a model's name.
 NATIVE = "native_"
 #: A model of these that is cold when the server is ready, and cannot be started.
 BROKEN = "elastic"

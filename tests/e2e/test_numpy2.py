@@ -28,8 +28,8 @@ from tests.e2e.test_answers import varied
 pytestmark = pytest.mark.long
 
 #: Types of the tensors of the model with hooks.
-#: Number of elements in a row of these tensors. Rows are long, so freed memory that is used too late has changed.
 HOOKED = {"f32": np.float32, "i64": np.int64, "bool": np.bool_, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
+#: Number of elements in a row of these tensors. Rows are long, so freed memory that is used too late has changed.
 WIDTH = 257
 
 #: Hooks that return only new arrays. Nothing except the stub holds them.

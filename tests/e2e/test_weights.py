@@ -81,7 +81,7 @@ def test_equal_weights_are_stored_once(start_triton: StartTriton, tmp_path: Path
 
     status = read_status(server.pid)
     assert {model["evictions"] for model in status["models"].values()} == {0}
-    for tier in status["memory"].values():
+    for tier in (status["memory"], status["host"]):
         assert (tier["logical_bytes"], tier["physical_bytes"]) == (3 * _BYTES, _BYTES)
 
 

@@ -44,9 +44,9 @@ class Draft:
     path: bytes = b""
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     encode: Callable[[bytes], bytes] = bytes
-    #: gRPC: name of the call.
-    #: gRPC
+    #: Name of the call over gRPC.
     call: str = "ModelInfer"
+    #: Metadata of the call over gRPC.
     metadata: list[tuple[str, str | bytes]] = field(default_factory=list)
     #: Function that changes all bytes of the request at the end.
     damage: Callable[[bytes], bytes] = bytes

@@ -33,7 +33,7 @@ class OneCard(ctypes.Structure):
         ("memory_bytes", ctypes.c_int64),
         # Bytes of the card's memory that other processes hold.
         ("others_bytes", ctypes.c_int64),
-        # 1 for a T4, whose products use cuBLASLt; 0 for an H100.
+        # 1 for a T4, on which matrix products use cuBLASLt; 0 for an H100.
         ("is_t4", ctypes.c_int64),
     )
 

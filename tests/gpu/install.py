@@ -25,8 +25,8 @@ PLUGIN = ("jax-cuda13-pjrt", "jax-cuda13-plugin")
 COMPILER = ("nvidia-cuda-crt", "nvidia-cuda-nvcc", "nvidia-cuda-runtime", "nvidia-nvvm")
 
 #: Path of the driver. Processes find it and NVML by LD_LIBRARY_PATH.
-#: Paths of the other libraries. In `site`, they are where NVIDIA's wheels have them.
 DRIVER = "driver/libcuda.so.1"
+#: Paths of the other libraries. In `site`, they are where NVIDIA's wheels have them.
 LIBRARIES = (
     "driver/libnvidia-ml.so.1",
     "site/nvidia/cu13/lib/libcudart.so.13",

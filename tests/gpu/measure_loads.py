@@ -31,15 +31,15 @@ from tests.unit.runtime.conftest import build_here
 from tests.waiting import wait_until
 
 #: Bytes of the model that is loaded.
-#: Bytes of each of the model's tensors.
 MODEL_BYTES = 800_000_000
+#: Bytes of each of the model's tensors.
 TENSORS = {"4 MB": 4_000_000, "100 MB": 100_000_000}
 #: Number of f32 columns of the requests' input.
 INPUTS = {"4 kB": 1_000, "1 MB": 250_000}
 DEPTHS = (1, 2)
 #: Number of loads one after the other.
-#: Speed of the link, which is similar to PCIe 4.0 with 16 lanes.
 LOADS = 4
+#: Speed of the link, which is similar to PCIe 4.0 with 16 lanes.
 LINK_BYTES_PER_S = 25_000_000_000
 KERNEL_S, LAUNCH_AHEAD_S = 0.02, 0.002
 #: Copies above this size move nothing. Inputs move their bytes, and weights do not.

@@ -42,7 +42,7 @@ def execute(bundle: Path) -> dict[str, Any]:
 
 
 def test_a_bundle_loads_and_executes_on_the_card(gpu: FakeGpu, doubling: Path) -> None:
-    """The device allocates nine tenths of the card, launches each execution, and frees all memory of a freed model."""
+    """The device allocates nine tenths of the card's memory, launches kernels for each batch size, and frees all memory of a freed model."""
     result = gpu.run(execute, doubling)
 
     assert result["hardware"] == "a CUDA device of compute capability 9.0"

@@ -34,7 +34,7 @@ class Outage:
     """The outcomes of the requests around a worker's death."""
 
     round: int
-    #: Number of requests in flight on both workers at the death.
+    #: Number of requests in flight when the worker died, on the two workers together.
     under_way: int
     #: Number of failed requests that began before the death. They may have been on the dead worker.
     failed: int
@@ -42,12 +42,12 @@ class Outage:
     failed_later: int
     wrong: int
     #: Answers per second before the death.
-    #: Answers per second after the death.
     before_per_s: float
-    #: 99th percentile before the death.
+    #: Answers per second after the death.
     after_per_s: float
-    #: 99th percentile after the death.
+    #: 99th percentile of the latency before the death.
     before_p99_ms: float
+    #: 99th percentile of the latency after the death.
     after_p99_ms: float
     #: Milliseconds from the kill to the end of the last failed or harmed request.
     harm_ms: float

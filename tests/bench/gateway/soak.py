@@ -50,8 +50,8 @@ class Plan:
     #: Seconds between an answer and the next request of the same client. The pause leaves CPU time for workers that start.
     rest_s: float = 0.01
     #: Seconds between two events.
-    #: Seconds for which one model is the most popular.
     pause_s: float = 8.0
+    #: Seconds for which one model is the most popular.
     turn_s: float = 20.0
     seed: int = 1
 

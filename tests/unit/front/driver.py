@@ -155,14 +155,16 @@ class Driver:
         states = {view.state for view in views.values()}
         waiting = front.waiting
         assert len(set(map(id, waiting))) == len(waiting), self.story("it waits twice")
-        assert not any(isinstance(one, Request) and one.status is not None for one in waiting), self.story(
-            "it ended"
+        assert not any(isinstance(entry, Request) and entry.status is not None for entry in waiting), (
+            self.story("it ended")
         )
         assert not {*map(id, waiting)} & {*map(id, self.submitted)}, self.story(
             "it waits, and a runtime has it"
         )
-        assert sum(one.deaths > 0 for one in self.submitted) <= 1, self.story("two suspects are under way")
-        assert sum(one.nbytes for one in waiting) <= MAX_REQUEST_BYTES, self.story("too many bytes")
+        assert sum(request.deaths > 0 for request in self.submitted) <= 1, self.story(
+            "two suspects are under way"
+        )
+        assert sum(request.nbytes for request in waiting) <= MAX_REQUEST_BYTES, self.story("too many bytes")
         if waiting and ServingState.READY not in states:
             coming = {*ATTEMPTING, ServingState.BACKING_OFF}
             assert states & coming, self.story("no runtime will come")

@@ -238,7 +238,7 @@ def test_requests_wait_while_one_device_may_come_back() -> None:
 def submitted_after(driver: Driver) -> list[int]:
     """Let the runtime register again, and return the number of deaths of each submitted request."""
     driver.register()
-    return [one.deaths for one in driver.submitted]
+    return [request.deaths for request in driver.submitted]
 
 
 def test_suspects_are_executed_one_after_another() -> None:
@@ -249,9 +249,9 @@ def test_suspects_are_executed_one_after_another() -> None:
 
     assert submitted_after(driver) == [1, 0]
     driver.answer(0)
-    assert [one.deaths for one in driver.submitted] == [0, 1]
+    assert [request.deaths for request in driver.submitted] == [0, 1]
     driver.answer(1)
-    assert [one.deaths for one in driver.submitted] == [0, 1]
+    assert [request.deaths for request in driver.submitted] == [0, 1]
 
 
 def test_suspects_wait_for_their_turn_beyond_the_limit() -> None:
@@ -606,7 +606,7 @@ def test_a_cold_model_starts_on_its_home_alone() -> None:
 
     driver.register(HOME)
 
-    assert not any(one.asked for one in driver.attempts.values())
+    assert not any(attempt.asked for attempt in driver.attempts.values())
 
 
 def test_a_cold_model_starts_where_the_table_says_and_spreads_with_it() -> None:

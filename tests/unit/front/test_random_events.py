@@ -64,7 +64,9 @@ class Life:
         acts += [self._attempt] * 4 * bool(driver.attempts)
         acts += [self._answer] * 2 * bool(driver.submitted)
         ready = [
-            one for one, view in driver.front.snapshot().devices.items() if view.state is ServingState.READY
+            device
+            for device, view in driver.front.snapshot().devices.items()
+            if view.state is ServingState.READY
         ]
         acts += [self._lose, self._dismiss] * bool(ready)
         self.ready = ready
@@ -113,7 +115,9 @@ class Life:
         random, driver = self.random, self.driver
         count = random.randint(0, len(driver.submitted))
         device, lost = random.choice(self.ready), random.sample(driver.submitted, count)
-        driver.submitted = [one for one in driver.submitted if one not in lost]
+        driver.submitted = [
+            client_request for client_request in driver.submitted if client_request not in lost
+        ]
         sleeps = random.random() < 0.3
         driver.send(RuntimeLost(device, sleeps=sleeps))
         for request in lost:
@@ -126,9 +130,9 @@ class Life:
         device = self.random.choice(self.ready)
         self.driver.send(StartTimeoutKnown(LIMIT_S))
         self.driver.send(Dismissed(device))
-        for left in self.driver.leaves:
+        for cold_device in self.driver.leaves:
             self.driver.leaves = []
-            self.driver.send(WentCold(left))
+            self.driver.send(WentCold(cold_device))
 
     def _placement(self) -> None:
         self.driver.send(PlacementChanged(self.random.choice([0, 1, 2, 4, 7, PINNED | 2])))
@@ -150,7 +154,7 @@ class Life:
         request = Request(deaths=self.random.choice([0, 0, 1, MAX_DEATHS]))
         self.driver.runs.clear()
         self.driver.send(RunAsks(request))
-        answered = [one for one in self.driver.runs if isinstance(one, Proceed | Hold)]
+        answered = [decision for decision in self.driver.runs if isinstance(decision, Proceed | Hold)]
         assert len(answered) + (request.status is not None) == 1
         if request is self.driver.front.suspect:
             self.driver.send(RequestAnswered(request))

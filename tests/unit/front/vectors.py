@@ -50,7 +50,7 @@ class Vector:
 
 
 def read() -> list[Vector]:
-    return [Vector(*one) for one in json.loads(PATH.read_text())]
+    return [Vector(*values) for values in json.loads(PATH.read_text())]
 
 
 # --- events and instructions as lists -------------------------------------------------------------------------
@@ -76,9 +76,16 @@ class Requests:
 
 def pack_event(event: Event, requests: Requests) -> list[Any]:
     if isinstance(event, RequestArrived):
-        one = event.request
-        number = requests.number(one)
-        return ["RequestArrived", number, one.deadline_s, one.is_sub_call, one.nbytes, one.deaths]
+        request = event.request
+        number = requests.number(request)
+        return [
+            "RequestArrived",
+            number,
+            request.deadline_s,
+            request.is_sub_call,
+            request.nbytes,
+            request.deaths,
+        ]
     assert is_dataclass(event)
     values = [getattr(event, field.name) for field in fields(event)]
     return [
@@ -104,10 +111,10 @@ def unpack_event(packed: Sequence[Any], requests: Requests) -> Event:
 def pack_instructions(instructions: Sequence[Instruction], requests: Requests) -> list[list[Any]]:
     """Return the instructions of attempts, submissions and refusals in the form of a vector."""
     packed: list[list[Any]] = []
-    for one in instructions:
-        match one:
-            case Connect(device, started, asked):
-                packed.append(["Connect", device, int(started), int(asked)])
+    for instruction in instructions:
+        match instruction:
+            case Connect(device, started, by_request):
+                packed.append(["Connect", device, int(started), int(by_request)])
             case Submit(request):
                 packed.append(["Submit", requests.number(request)])
             case Refuse(request, status, text):
@@ -178,7 +185,12 @@ def _cut(vector: Vector) -> None:
 def _features(vector: Vector) -> Iterator[tuple[int, tuple[object, ...]]]:
     """Yield the features of each step: its event with the resulting instructions, and also the event before it."""
     for at, (_, event, instructions) in enumerate(vector.steps):
-        kinds = sorted({one[0] if one[0] != "Refuse" else f"{one[2]} {one[3][:40]}" for one in instructions})
+        kinds = sorted(
+            {
+                instruction[0] if instruction[0] != "Refuse" else f"{instruction[2]} {instruction[3][:40]}"
+                for instruction in instructions
+            }
+        )
         yield at, (event[0], *kinds)
         if kinds and at:
             yield at, (vector.steps[at - 1][1][0], event[0], kinds[0])

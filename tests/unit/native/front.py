@@ -64,9 +64,9 @@ def driver(sanitizer: str) -> Path:
 def _build(program: Path, sanitizer: str, sources: Sequence[Path]) -> None:
     compiler = native_front.compiler()
     if sanitizer != "undefined":
-        found = shutil.which("cc")
-        assert found is not None, "this sanitizer takes a C compiler of the system: install gcc or clang"
-        compiler = [found]
+        path = shutil.which("cc")
+        assert path is not None, "this sanitizer takes a C compiler of the system: install gcc or clang"
+        compiler = [path]
     options = (
         "-std=c11",
         "-D_GNU_SOURCE",
@@ -162,19 +162,19 @@ class Connection:
     def answer(self, frame: bytes, count: int) -> None:
         """Answer the requests of a SUBMIT frame with their doubled inputs."""
         done = []
-        for one in submissions(frame, count):
-            memory = self.segments[one.segment]
-            nbytes = one.rows * COLUMNS * 4
-            values = memory[one.inputs_at : one.inputs_at + nbytes].view(np.float32)
-            memory[one.outputs_at : one.outputs_at + nbytes].view(np.float32)[:] = 2 * values
-            done.append(Completion(one.request, Status.OK, 8, one.rows, 1000))
+        for submission in submissions(frame, count):
+            memory = self.segments[submission.segment]
+            nbytes = submission.rows * COLUMNS * 4
+            values = memory[submission.inputs_at : submission.inputs_at + nbytes].view(np.float32)
+            memory[submission.outputs_at : submission.outputs_at + nbytes].view(np.float32)[:] = 2 * values
+            done.append(Completion(submission.request, Status.OK, 8, submission.rows, 1000))
         for answer in pack_completions(done):
             send(self.sock, answer)
 
     def launch(self, frame: bytes, count: int) -> None:
         """Mark the outputs of a SUBMIT frame, as a runtime does when it gives the requests to its device."""
-        for one in submissions(frame, count):
-            self.segments[one.segment][one.outputs_at] = 1
+        for submission in submissions(frame, count):
+            self.segments[submission.segment][submission.outputs_at] = 1
 
     def answer_all(self) -> None:
         """Answer requests until the front is gone."""
@@ -272,15 +272,15 @@ class Front:
 
     def hear(self, count: int = 1) -> list[str]:
         """Return the next `count` lines of the program, sorted."""
-        said = []
+        lines = []
         for _ in range(count):
             try:
                 line = self._said.get(timeout=60)
             except queue.Empty:
                 raise AssertionError(f"no answer:\n{self._log_tail()}") from None
             assert line is not None, f"the front ended with {self.process.wait(60)}:\n{self._log_tail()}"
-            said.append(line)
-        return sorted(said)
+            lines.append(line)
+        return sorted(lines)
 
     def ask(self, *commands: str) -> list[str]:
         """Send commands that print one line each, and return these lines."""

@@ -97,23 +97,38 @@ def test_a_cold_model_is_loaded_without_a_connection_and_starts_with_its_first_r
         lazy.may_start.set()
         assert front.hear(4) == sorted([*(doubled(number) for number in (1, 2, 3)), doubled(9, 8)])
         assert front.ask("close") == ["closed - ok 0 0"]
-    cold, asked = lazy.registrations
+    cold, starting = lazy.registrations
     assert not cold["asked"]
-    assert (asked["asked"], asked["model"], "started" in asked) == (True, "doubling", False)
-    assert "deadline_ns" not in asked
+    assert (starting["asked"], starting["model"], "started" in starting) == (True, "doubling", False)
+    assert "deadline_ns" not in starting
 
 
 def test_the_earliest_deadline_is_told(tmp_path: Path) -> None:
-    """The registration that starts a model has the deadline of the waiting request, because the runtime orders starts by deadlines."""
+    """The registration that starts a model has the earliest deadline of the waiting requests.
+
+    A DEMAND frame reports an earlier one during the start. The runtime orders starts by deadlines.
+    """
+    heard = queue.SimpleQueue[dict[str, Any]]()
     lazy = Lazy()
-    with Front(driver("undefined"), tmp_path, [lazy.cold, lazy.start]) as front:
+
+    def die(connection: Connection) -> None:
+        lazy.registrations.append(connection.greet())
+        lazy.starting.set()
+        kind, _, frame = connection.receive()
+        assert kind is Kind.DEMAND
+        heard.put(unpack_json(frame))
+
+    with Front(driver("undefined"), tmp_path, [lazy.cold, die, lazy.start]) as front:
         front.ask("open")
-        front.tell(f"send 1 1 reactant_timeout_ns={10**12}")
+        front.tell(f"send 1 1 reactant_timeout_ns={2 * 10**12}")
         assert lazy.starting.wait(60)
+        front.tell(f"send 2 1 reactant_timeout_ns={10**12}")
+        demand = heard.get(timeout=PATIENCE_S)
         lazy.may_start.set()
-        assert front.hear() == [doubled(1)]
+        assert front.hear(2) == [doubled(1), doubled(2)]
         front.ask("close")
-    assert lazy.registrations[1]["deadline_ns"] > 10**12
+    first, second = lazy.registrations[1:]
+    assert 10**12 < second["deadline_ns"] == demand["deadline_ns"] < first["deadline_ns"]
 
 
 def test_a_runtime_hears_of_requests_that_come_and_go_during_the_start(program: Path, tmp_path: Path) -> None:
@@ -185,7 +200,7 @@ def test_requests_whose_deadline_is_before_the_end_of_the_start_are_refused_at_o
         lazy.may_start.set()
         assert front.hear(2) == [doubled(1), doubled(4)]
         front.ask("close")
-    assert [one["asked"] for one in lazy.registrations] == [False, True]
+    assert [registration["asked"] for registration in lazy.registrations] == [False, True]
 
 
 def test_a_model_is_unloaded_while_it_is_cold(program: Path, tmp_path: Path) -> None:
@@ -229,8 +244,8 @@ def test_a_start_that_failed_early_leaves_no_time_to_wait_for(tmp_path: Path) ->
         text = "the model could not be started: its weights are cursed"
         assert front.ask("send 1 1") == [f"answer 1 4 [rsrv:RUNTIME_DOWN] {text}"]
         number = 2
-        while (said := front.ask(f"send {number} 1 reactant_timeout_ns=40000000000")) != [doubled(number)]:
-            assert said == [f"answer {number} 4 [rsrv:RUNTIME_DOWN] {text}"]
+        while (lines := front.ask(f"send {number} 1 reactant_timeout_ns=40000000000")) != [doubled(number)]:
+            assert lines == [f"answer {number} 4 [rsrv:RUNTIME_DOWN] {text}"]
             number += 1
         front.ask("close")
 
@@ -280,16 +295,16 @@ def test_a_start_that_advances_is_waited_for(program: Path, tmp_path: Path) -> N
 
     with Front(program, tmp_path, [lazy.cold, start, build_again]) as front:
         front.ask("open")
-        (over,) = front.ask("send 1 1")
+        (refusal,) = front.ask("send 1 1")
         text = r"the model is starting: 4 of its 4 modules are compiled \u20ac\. This request has waited for \d+\.?\d* s"
         assert re.match(
-            rf"answer 1 4 \[rsrv:STARTING\] {text}; requests wait at most 5 s without progress", over
+            rf"answer 1 4 \[rsrv:STARTING\] {text}; requests wait at most 5 s without progress", refusal
         )
         stands.set()
         assert front.ask("send 2 1") == [doubled(2)]
         assert is_back.wait(60)
-        (over,) = front.ask("send 3 1")
-        assert over.startswith(
+        (refusal,) = front.ask("send 3 1")
+        assert refusal.startswith(
             "answer 3 4 [rsrv:STARTING] the model is starting: it waits for its turn. This request"
         )
         lazy.may_start.set()
@@ -399,8 +414,8 @@ def test_a_started_model_stays_warm_over_a_death(program: Path, tmp_path: Path) 
         front.ask("open")
         lazy.may_start.set()
         assert front.ask("send 1 1", "close") == [doubled(1), "closed - ok 0 0"]
-    told = [(one["asked"], one.get("started")) for one in lazy.registrations]
-    assert told == [(False, None), (True, None), (True, None), (True, True)]
+    registered = [(registration["asked"], registration.get("started")) for registration in lazy.registrations]
+    assert registered == [(False, None), (True, None), (True, None), (True, True)]
 
 
 @pytest.mark.parametrize("table", [False, True])
@@ -421,8 +436,8 @@ def test_a_cold_model_starts_on_one_device(program: Path, tmp_path: Path, table:
             writer = PlacementWriter(front.directory(0) / paths.PLACEMENT)
             writer.write({"doubling": PINNED | 1 << expected})
         assert front.ask("send 1 1", "send 2 1", "close") == [doubled(1), doubled(2), "closed - ok 0 0"]
-    asked = [[one["asked"] for one in lazy.registrations].count(True) for lazy in lazies]
-    assert asked == [int(expected == 0), int(expected == 1)]
+    counts = [[registration["asked"] for registration in lazy.registrations].count(True) for lazy in lazies]
+    assert counts == [int(expected == 0), int(expected == 1)]
 
 
 @pytest.mark.parametrize("client", ["", "it ended two runtimes"])
@@ -446,10 +461,10 @@ def test_a_cold_model_that_its_home_rejects_starts_on_another_device(
     behaviours[0].insert(0, Lazy().cold)
     with Front(program, tmp_path, *behaviours) as front:
         front.ask("open")
-        (said,) = front.ask("send 1 1")
+        (answer,) = front.ask("send 1 1")
         front.ask("close")
     refused = "answer 1 4 [rsrv:RUNTIME_DOWN] the model could not be started: it needs 9 GB"
-    assert (said, len(other.registrations)) == ((refused, 0) if client else (doubled(1), 1))
+    assert (answer, len(other.registrations)) == ((refused, 0) if client else (doubled(1), 1))
 
 
 def test_a_broken_cold_frame_ends_the_connection(tmp_path: Path) -> None:

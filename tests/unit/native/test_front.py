@@ -164,7 +164,7 @@ def test_answers_of_a_runtime_that_ended_since_are_delivered(program: Path, tmp_
 
     The next runtime gets only the requests that the first one did not read.
     """
-    left: list[int] = []
+    counts: list[int] = []
 
     def serve(connection: Connection) -> None:
         connection.greet()
@@ -172,7 +172,7 @@ def test_answers_of_a_runtime_that_ended_since_are_delivered(program: Path, tmp_
         while True:
             kind, count, frame = connection.receive()
             if kind is Kind.SUBMIT:
-                left.append(count)
+                counts.append(count)
                 connection.answer(frame, count)
 
     def end(connection: Connection) -> None:
@@ -187,7 +187,7 @@ def test_answers_of_a_runtime_that_ended_since_are_delivered(program: Path, tmp_
         front.ask("open")
         front.tell("batch 1 200")
         assert front.hear(200) == sorted(doubled(number) for number in range(1, 201))
-        assert sum(left) == 197
+        assert sum(counts) == 197
         assert front.ask("close") == ["closed - ok 0 0"]
 
 
@@ -219,8 +219,10 @@ def test_a_cancelled_request_is_cancelled_in_the_runtime(program: Path, tmp_path
             kind, count, frame = connection.receive()
             if kind is Kind.CANCEL:
                 ids = frames.unpack_ids(frame, count)
-                ended = [Completion(id, Status.CANCELLED, text="the request was cancelled") for id in ids]
-                send(connection.sock, pack_completions(ended)[0])
+                completions = [
+                    Completion(id, Status.CANCELLED, text="the request was cancelled") for id in ids
+                ]
+                send(connection.sock, pack_completions(completions)[0])
 
     with Front(program, tmp_path, [wait]) as front:
         front.ask("open")
@@ -338,9 +340,9 @@ def test_a_runtime_that_does_not_read_is_waited_for_once(tmp_path: Path) -> None
     def sleep(connection: Connection) -> None:
         connection.greet()
         connection.register(described())
-        ended.wait()
+        end.wait()
 
-    ended, further = threading.Event(), 1000
+    end, further = threading.Event(), 1000
     refusal = "4 [rsrv:QUEUE_FULL] the model runtime takes no requests at the moment; try again later"
     with Front(driver("undefined"), tmp_path, [sleep]) as front:
         front.ask("open")
@@ -354,7 +356,7 @@ def test_a_runtime_that_does_not_read_is_waited_for_once(tmp_path: Path) -> None
             refused += 1
         # If each request waited for the socket, each would take 0.1 s.
         assert time.monotonic() - begun < further * 0.1
-        ended.set()
+        end.set()
         front.hear(5000 + further - refused)
         front.ask("close")
 
@@ -622,14 +624,14 @@ def test_a_model_that_no_device_serves_is_refused_with_all_reasons(
 
     After crashes of runtimes, no further device tries the model.
     """
-    with Front(program, tmp_path, *([rejecting(*one)] for one in reasons)) as front:
+    with Front(program, tmp_path, *([rejecting(*reason)] for reason in reasons)) as front:
         (front.directory(0) / paths.DEVICES).write_text('["0", "1"]')
         assert front.ask("open") == [f"refused - 1 doubling: {text}"]
 
 
 def test_a_device_that_hangs_delays_no_other(program: Path, tmp_path: Path) -> None:
     """While the runtime of one device accepts a connection and sends nothing, the other device connects again and answers."""
-    hung, ended = threading.Event(), threading.Event()
+    hung, end = threading.Event(), threading.Event()
     sockets: list[socket.socket] = []
 
     def serve(connection: Connection) -> None:
@@ -638,7 +640,7 @@ def test_a_device_that_hangs_delays_no_other(program: Path, tmp_path: Path) -> N
 
     def hang(connection: Connection) -> None:
         hung.set()
-        ended.wait(60)
+        end.wait(60)
 
     with Front(program, tmp_path, [serve], [serve, hang]) as front:
         front.ask("open")
@@ -647,7 +649,7 @@ def test_a_device_that_hangs_delays_no_other(program: Path, tmp_path: Path) -> N
         sockets[0].shutdown(socket.SHUT_RDWR)
         assert front.ask("send 1 1") == [doubled(1)]
         assert front.ask("close") == ["closed - ok 0 0"]
-        ended.set()
+        end.set()
 
 
 def test_models_share_the_mapping_of_a_runtimes_board(program: Path, tmp_path: Path) -> None:

@@ -41,9 +41,9 @@ class PartRuntime:
     def take(self, connection: Connection, kind: Kind, count: int, frame: bytes, number: int) -> None:
         if kind is not Kind.SUBMIT:
             return
-        for one in submissions(frame, count):
-            self.waiting[one.request] = one
-            self.firsts.append(first_row(connection, one, number))
+        for submission in submissions(frame, count):
+            self.waiting[submission.request] = submission
+            self.firsts.append(first_row(connection, submission, number))
         self.most = max(self.most, len(self.waiting))
 
 
@@ -53,8 +53,8 @@ def first_row(connection: Connection, part: Submission, number: int) -> int:
     return (int(values[0]) - number) // COLUMNS
 
 
-def answer(connection: Connection, one: Submission) -> None:
-    connection.answer(frames.pack_submissions([one]), 1)
+def answer(connection: Connection, submission: Submission) -> None:
+    connection.answer(frames.pack_submissions([submission]), 1)
 
 
 def test_any_number_of_rows_is_answered(program: Path, tmp_path: Path) -> None:
@@ -67,9 +67,9 @@ def test_any_number_of_rows_is_answered(program: Path, tmp_path: Path) -> None:
     def serve(connection: Connection) -> None:
         connection.greet()
         connection.register(described())
-        for one in runtime.parts(connection, 1):
-            sizes.append(one.rows)
-            answer(connection, one)
+        for part in runtime.parts(connection, 1):
+            sizes.append(part.rows)
+            answer(connection, part)
 
     with Front(program, tmp_path, [serve]) as front:
         front.ask("open")
@@ -92,9 +92,9 @@ def test_only_the_first_part_may_find_the_queue_full(program: Path, tmp_path: Pa
     def serve(connection: Connection) -> None:
         connection.greet()
         connection.register(described(retry_s=0.0))
-        for one in runtime.parts(connection, 1):
-            flags.append(one.flags)
-            answer(connection, one)
+        for part in runtime.parts(connection, 1):
+            flags.append(part.flags)
+            answer(connection, part)
 
     with Front(program, tmp_path, [serve]) as front:
         front.ask("open")
@@ -118,13 +118,15 @@ def test_the_first_failure_ends_the_request(program: Path, tmp_path: Path) -> No
             runtime.take(connection, kind, count, frame, 1)
             if kind is Kind.CANCEL:
                 cancelled.extend(frames.unpack_ids(frame, count))
-        left = (first.request, third.request, *runtime.waiting)
-        ended = [Completion(id, Status.CANCELLED, text="the request was cancelled") for id in left]
+        unanswered = (first.request, third.request, *runtime.waiting)
+        completions = [
+            Completion(id, Status.CANCELLED, text="the request was cancelled") for id in unanswered
+        ]
         runtime.waiting.clear()
-        for frame in pack_completions(ended):
+        for frame in pack_completions(completions):
             send(connection.sock, frame)
-        for one in parts:
-            answer(connection, one)
+        for part in parts:
+            answer(connection, part)
 
     with Front(program, tmp_path, [serve]) as front:
         front.ask("open")
@@ -142,9 +144,11 @@ def test_a_deadline_ends_the_request_once(program: Path, tmp_path: Path) -> None
     def serve(connection: Connection) -> None:
         connection.greet()
         connection.register(described())
-        late = [one for _, one in zip(range(MAX_PARTS), runtime.parts(connection, 1), strict=False)]
-        for one in runtime.parts(connection, 2):
-            answer(connection, one)
+        late = [
+            late_part for _, late_part in zip(range(MAX_PARTS), runtime.parts(connection, 1), strict=False)
+        ]
+        for part in runtime.parts(connection, 2):
+            answer(connection, part)
             for other in late:
                 answer(connection, other)
             late.clear()
@@ -171,20 +175,20 @@ def test_a_death_repeats_only_the_parts_without_an_answer(
     def die(connection: Connection) -> None:
         connection.greet()
         connection.register(described())
-        for number, one in enumerate(first.parts(connection, 1)):
+        for number, part in enumerate(first.parts(connection, 1)):
             if number == 2:
                 if launches:
-                    connection.launch(frames.pack_submissions([one]), 1)
+                    connection.launch(frames.pack_submissions([part]), 1)
                 return
-            answered.add(first_row(connection, one, 1))
-            answer(connection, one)
+            answered.add(first_row(connection, part, 1))
+            answer(connection, part)
 
     def serve(connection: Connection) -> None:
         connection.greet()
         connection.register(described())
-        for one in second.parts(connection, 1):
-            flags.append(one.flags)
-            answer(connection, one)
+        for part in second.parts(connection, 1):
+            flags.append(part.flags)
+            answer(connection, part)
 
     with Front(program, tmp_path, [die, serve]) as front:
         front.ask("open")

@@ -33,10 +33,10 @@ def library(group: Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDL
     options = ["-std=c11", "-D_GNU_SOURCE", "-O1", "-fPIC", "-shared", *SANITIZERS["undefined"]]
     include = f"-I{native_front.SOURCES}"
     subprocess.run([*native_front.compiler(), *options, include, "-o", built, source], check=True)
-    found = ctypes.CDLL(str(built))
-    found.spare.restype = ctypes.c_uint64
-    found.arena_new.restype = ctypes.c_void_p
-    return found
+    native = ctypes.CDLL(str(built))
+    native.spare.restype = ctypes.c_uint64
+    native.arena_new.restype = ctypes.c_void_p
+    return native
 
 
 class NativePlace(ctypes.Structure):

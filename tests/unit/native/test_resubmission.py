@@ -76,8 +76,8 @@ def test_no_runtime_for_longer_than_the_limit(program: Path, tmp_path: Path, ret
         assert front.ask("send 1 1") == [f"answer 1 4 [rsrv:RUNTIME_DOWN] {DOWN}"]
         outage.is_over.set()
         number = 2
-        while (said := front.ask(f"send {number} 1")) != [doubled(number)]:
-            assert said == [f"answer {number} 4 [rsrv:RUNTIME_DOWN] {DOWN}"]
+        while (lines := front.ask(f"send {number} 1")) != [doubled(number)]:
+            assert lines == [f"answer {number} 4 [rsrv:RUNTIME_DOWN] {DOWN}"]
             number += 1
         assert front.ask("close") == ["closed - ok 0 0"]
 
@@ -121,10 +121,12 @@ def test_suspects_go_one_after_another_and_end_two_runtimes_at_most(
         # This request does not wait for the suspects: the runtime has only one of them.
         front.tell("send 6 1")
         answers = front.hear(6)
-        (failed,) = (one for one in answers if " ok " not in one)
+        (failed,) = (answer for answer in answers if " ok " not in answer)
         number = int(failed.split()[1])
         assert failed == f"answer {number} 1 {SUSPECT}"
-        assert sorted([*answers, doubled(number)]) == sorted([failed, *(doubled(one) for one in range(1, 7))])
+        assert sorted([*answers, doubled(number)]) == sorted(
+            [failed, *(doubled(request_number) for request_number in range(1, 7))]
+        )
         assert received == [(1, ALONE | WAITED), (1, 0)]
         assert front.ask("close") == ["closed - ok 0 0"]
 
@@ -171,9 +173,9 @@ def test_waiting_requests_are_bounded(program: Path, tmp_path: Path) -> None:
         front.ask("open")
         front.tell(f"batch 0 {MAX_REQUESTS + 20}")
         refused = [front.hear()[0] for _ in range(20)]
-        assert all(one.endswith(f" 4 [rsrv:RUNTIME_DOWN] {DOWN}") for one in refused)
+        assert all(line.endswith(f" 4 [rsrv:RUNTIME_DOWN] {DOWN}") for line in refused)
         outage.is_over.set()
-        assert all(" ok 1 " in one for one in front.hear(MAX_REQUESTS))
+        assert all(" ok 1 " in line for line in front.hear(MAX_REQUESTS))
         assert front.ask("close") == ["closed - ok 0 0"]
 
 
@@ -186,9 +188,9 @@ def test_a_hostile_request_is_told_so_among_many(program: Path, tmp_path: Path) 
         connection.register(described())
         _, suspect = connection.receive_requests()
         has_suspect.set()
-        left = MAX_REQUESTS
-        while left:
-            left -= connection.receive_requests()[0]
+        remaining = MAX_REQUESTS
+        while remaining:
+            remaining -= connection.receive_requests()[0]
         connection.answer(suspect, 1)
         count, frame = connection.receive_requests()
         connection.launch(frame, count)
@@ -199,7 +201,7 @@ def test_a_hostile_request_is_told_so_among_many(program: Path, tmp_path: Path) 
         assert has_suspect.wait(PATIENCE_S)
         front.tell(f"batch 10 {MAX_REQUESTS}")
         answers = front.hear(MAX_REQUESTS + 2)
-        assert [one for one in answers if " ok " not in one] == [f"answer 2 1 {SUSPECT}"]
+        assert [answer for answer in answers if " ok " not in answer] == [f"answer 2 1 {SUSPECT}"]
         assert front.ask("close") == ["closed - ok 0 0"]
 
 
@@ -388,14 +390,14 @@ def test_many_deaths_leave_nothing(program: Path, tmp_path: Path) -> None:
     def serve(connection: Connection) -> None:
         connection.greet()
         connection.register(described())
-        life, left = next(lives, 0), 40
-        while left:
+        life, remaining = next(lives, 0), 40
+        while remaining:
             count, frame = connection.receive_requests()
             connection.launch(frame, count)
             if life % 2:
                 return
             connection.answer(frame, count)
-            left -= count
+            remaining -= count
 
     with Front(program, tmp_path, [serve] * 20) as front:
         process = Path(f"/proc/{front.process.pid}")
@@ -409,7 +411,7 @@ def test_many_deaths_leave_nothing(program: Path, tmp_path: Path) -> None:
         for number in range(0, 11 * 40, 40):
             count = 40 if number else 39
             front.tell(f"batch {number + 1} {count}")
-            assert front.hear(count) == sorted(doubled(number + 1 + one) for one in range(count))
+            assert front.hear(count) == sorted(doubled(number + 1 + index) for index in range(count))
         assert not front.behaviours
         wait_until(lambda: resources() == first, what=f"{resources()} to be {first}")
         assert front.ask("close") == ["closed - ok 0 0"]

@@ -17,8 +17,8 @@ def _texts() -> Iterator[str]:
     """Yield, for each text in the sources of the native front, its longest part without placeholders."""
     for path in native_front.SOURCES.glob("*.[ch]"):
         if path != native_rules.HEADER:
-            for found in _LITERALS.finditer(path.read_text()):
-                text = "".join(re.findall(r'"((?:\\.|[^"\\])*)"', found[1] or ""))
+            for literal in _LITERALS.finditer(path.read_text()):
+                text = "".join(re.findall(r'"((?:\\.|[^"\\])*)"', literal[1] or ""))
                 yield max(map(str.strip, _FIELDS.split(text)), key=len)
 
 
@@ -42,4 +42,4 @@ def test_no_text_of_the_native_front_is_written_in_python_again() -> None:
     }
     texts = [text for text in _texts() if len(text) >= 15 and " " in text]
     assert len(texts) > 20
-    assert [text for text in texts if any(text in one for one in python)] == []
+    assert [text for text in texts if any(text in constant for constant in python)] == []

@@ -64,8 +64,8 @@ def _line(at: float, event: list[Any]) -> str:
             device, reason, client, barred = values
             values = [device, int(barred), client, reason]
         case "Unreached":
-            device, reason, ended, *_ = values
-            values = [device, int(ended), reason]
+            device, reason, has_ended, *_ = values
+            values = [device, int(has_ended), reason]
         case "RuntimeLost":
             values = [values[0], int(values[1])]
         case "StartTimeoutKnown":

@@ -95,7 +95,7 @@ class Fleet:
         for name in self.models:
             copy = server.copies.get(name, Copy())
             model = self.models[name]
-            shown = ModelView(
+            view = ModelView(
                 bytes=model.bytes,
                 weights=copy.weights,
                 pinned=model.pinned,
@@ -107,8 +107,8 @@ class Fleet:
                 batch_input=("x", 0),
             )
             # As in the control process, an unchanged view remains the same object.
-            if server.shown.get(name) != shown:
-                server.shown[name] = shown
+            if server.shown.get(name) != view:
+                server.shown[name] = view
             models[name] = server.shown[name]
         return WorkerView(
             alive=True,
@@ -171,17 +171,17 @@ class Fleet:
         for copy in server.copies.values():
             if copy.weights is WeightsView.LOADING and copy.until <= self.now:
                 copy.weights = WeightsView.RESIDENT
-        left = ROUND_S
+        remaining_s = ROUND_S
         busy = [
             (n, c) for n, c in server.copies.items() if c.weights is WeightsView.RESIDENT and c.queued >= 1
         ]
         for rest, (name, copy) in zip(range(len(busy), 0, -1), sorted(busy, key=_waiting), strict=True):
             cost = self.models[name].cost
-            done = min(int(copy.queued), int(left / rest / cost))
+            done = min(int(copy.queued), int(remaining_s / rest / cost))
             copy.queued -= done
             copy.requests += done
             copy.device_s += done * cost
-            left -= done * cost
+            remaining_s -= done * cost
 
     def _load(self, worker: str, name: str) -> None:
         server = self.servers[worker]
@@ -230,8 +230,8 @@ class Script:
         placed = {}
         for load in loads:
             allowed = load.allowed or frozenset(worker.name for worker in workers)
-            wanted = [worker for worker in self.placed.get(load.name, ()) if worker in allowed]
-            placed[load.name] = tuple(wanted or sorted(allowed)[: load.replicas])
+            eligible = [worker for worker in self.placed.get(load.name, ()) if worker in allowed]
+            placed[load.name] = tuple(eligible or sorted(allowed)[: load.replicas])
         return Packing(placed=placed, utilisation={}, bytes={}, held=(), oversubscribed=())
 
 

@@ -16,7 +16,7 @@ from rsrv.placement.costs import Costs
 STEP = 2.0
 
 
-def shown(
+def model_view(
     device_s: float, requests: int = 0, items: int = 0, *, queued: int = 0, item_s: float | None = None
 ) -> ModelView:
     return ModelView(
@@ -47,7 +47,7 @@ def test_steady_work_is_known_after_one_sample() -> None:
     """From the second view on, a model's utilisation is known, here half of a device, with its rate and the cost of an item."""
     costs = Costs(300.0)
     for n in range(4):
-        costs.observe({"w": worker(m=shown(n * 1.0, n * 10, n * 100))}, n * STEP)
+        costs.observe({"w": worker(m=model_view(n * 1.0, n * 10, n * 100))}, n * STEP)
         if n:
             assert costs.measured("m").utilisation == pytest.approx(0.5)
             assert costs.measured("m").requests_s == pytest.approx(5.0)
@@ -58,7 +58,7 @@ def test_workers_add_up() -> None:
     """A model's utilisation is the sum over all workers."""
     costs = Costs(300.0)
     for n in range(3):
-        costs.observe({"v": worker(m=shown(n * 1.0)), "w": worker(m=shown(n * 2.0))}, n * STEP)
+        costs.observe({"v": worker(m=model_view(n * 1.0)), "w": worker(m=model_view(n * 2.0))}, n * STEP)
 
     assert costs.measured("m").utilisation == pytest.approx(1.5)
 
@@ -66,10 +66,13 @@ def test_workers_add_up() -> None:
 def test_a_worker_that_joins_brings_no_past() -> None:
     """What a worker's counters say in its first view has no effect on the costs."""
     costs = Costs(300.0)
-    costs.observe({"v": worker(m=shown(0.0))}, 0.0)
+    costs.observe({"v": worker(m=model_view(0.0))}, 0.0)
 
-    assert costs.observe({"v": worker(m=shown(1.0)), "w": worker(m=shown(1e6, 10**9))}, STEP) == 1.0
-    assert costs.observe({"v": worker(m=shown(2.0)), "w": worker(m=shown(1e6 + 1, 10**9))}, 2 * STEP) == 2.0
+    assert costs.observe({"v": worker(m=model_view(1.0)), "w": worker(m=model_view(1e6, 10**9))}, STEP) == 1.0
+    assert (
+        costs.observe({"v": worker(m=model_view(2.0)), "w": worker(m=model_view(1e6 + 1, 10**9))}, 2 * STEP)
+        == 2.0
+    )
     assert costs.measured("m").utilisation < 1.1
 
 
@@ -77,52 +80,52 @@ def test_a_worker_that_joins_brings_no_past() -> None:
 def test_a_worker_that_misses_a_probe_brings_what_happened_meanwhile(lost: WorkerView) -> None:
     """After a missed probe, the difference to the last known counters is used."""
     costs = Costs(300.0)
-    costs.observe({"w": worker(m=shown(100.0))}, 0.0)
-    costs.observe({"w": worker(m=shown(101.0))}, STEP)
+    costs.observe({"w": worker(m=model_view(100.0))}, 0.0)
+    costs.observe({"w": worker(m=model_view(101.0))}, STEP)
     assert costs.observe({"w": lost}, 2 * STEP) == 0.0
 
-    assert costs.observe({"w": worker(m=shown(103.0))}, 3 * STEP) == pytest.approx(2.0)
+    assert costs.observe({"w": worker(m=model_view(103.0))}, 3 * STEP) == pytest.approx(2.0)
     assert costs.measured("m").utilisation == pytest.approx(0.5)
 
 
 def test_another_instance_starts_again() -> None:
     """Counters of a new runtime are not compared with those of the one before, even if they are higher."""
     costs = Costs(300.0)
-    costs.observe({"w": worker("i", m=shown(1.0))}, 0.0)
+    costs.observe({"w": worker("i", m=model_view(1.0))}, 0.0)
 
-    assert costs.observe({"w": worker("j", m=shown(50.0))}, STEP) == 0.0
-    assert costs.observe({"w": worker("j", m=shown(51.0))}, 2 * STEP) == 1.0
+    assert costs.observe({"w": worker("j", m=model_view(50.0))}, STEP) == 0.0
+    assert costs.observe({"w": worker("j", m=model_view(51.0))}, 2 * STEP) == 1.0
 
 
 def test_a_reloaded_model_does_not_disturb_the_others() -> None:
     """If a model was reloaded, so that its counters fell, it is left out once. The other models are not affected."""
     costs = Costs(300.0)
-    costs.observe({"w": worker(a=shown(10.0, 10), b=shown(10.0))}, 0.0)
+    costs.observe({"w": worker(a=model_view(10.0, 10), b=model_view(10.0))}, 0.0)
 
-    assert costs.observe({"w": worker(a=shown(11.0, 3), b=shown(11.0))}, STEP) == 1.0
-    assert costs.observe({"w": worker(a=shown(12.0, 4), b=shown(12.0))}, 2 * STEP) == 2.0
+    assert costs.observe({"w": worker(a=model_view(11.0, 3), b=model_view(11.0))}, STEP) == 1.0
+    assert costs.observe({"w": worker(a=model_view(12.0, 4), b=model_view(12.0))}, 2 * STEP) == 2.0
     assert costs.measured("a").utilisation == pytest.approx(0.5)
 
 
 def test_views_that_say_nothing_new_do_not_count() -> None:
     """A view that was seen before changes nothing, and neither does a view very soon after another one."""
     costs = Costs(300.0)
-    costs.observe({"w": worker(m=shown(0.0))}, 0.0)
-    view = worker(m=shown(1.0))
+    costs.observe({"w": worker(m=model_view(0.0))}, 0.0)
+    view = worker(m=model_view(1.0))
     costs.observe({"w": view}, STEP)
     before = costs.measured("m")
 
     assert costs.observe({"w": view}, 2 * STEP) == 0.0
     assert costs.measured("m") == before
-    costs.observe({"w": worker(m=shown(2.0))}, 3 * STEP)
-    assert costs.observe({"w": worker(m=shown(9.0))}, 3 * STEP + 0.1) == 0.0
+    costs.observe({"w": worker(m=model_view(2.0))}, 3 * STEP)
+    assert costs.observe({"w": worker(m=model_view(9.0))}, 3 * STEP + 0.1) == 0.0
 
 
 def test_long_executions_are_no_peaks() -> None:
     """An execution of 1.8 s ends before one of ten plans, which are 0.2 s apart. All ten see a utilisation of 0.9."""
     costs = Costs(20.0)
     for n in range(300):
-        costs.observe({"w": worker(m=shown(n // 10 * 1.8))}, n * 0.2)
+        costs.observe({"w": worker(m=model_view(n // 10 * 1.8))}, n * 0.2)
 
     assert costs.measured("m").utilisation == pytest.approx(0.9, rel=0.01)
 
@@ -131,8 +134,8 @@ def test_a_queue_shows_what_a_full_device_hides() -> None:
     """Two models share a device equally. The one with waiting requests has a higher utilisation, because it needs more."""
     costs = Costs(300.0)
     for n in range(4):
-        queue = shown(n * 1.0, n * 10, n * 10, queued=20)
-        costs.observe({"w": worker(a=queue, b=shown(n * 1.0, n * 10, n * 10))}, n * STEP)
+        queue = model_view(n * 1.0, n * 10, n * 10, queued=20)
+        costs.observe({"w": worker(a=queue, b=model_view(n * 1.0, n * 10, n * 10))}, n * STEP)
 
     assert costs.measured("a").utilisation == pytest.approx(0.5 + 20 * 0.1)
     assert costs.measured("b").utilisation == pytest.approx(0.5)
@@ -149,9 +152,9 @@ def test_half_is_forgotten_after_the_halflife() -> None:
         for _ in range(round(seconds / STEP)):
             clock += STEP
             used[model] += STEP
-            costs.observe({"w": worker("i", **{name: shown(s) for name, s in used.items()})}, clock)
+            costs.observe({"w": worker("i", **{name: model_view(s) for name, s in used.items()})}, clock)
 
-    costs.observe({"w": worker(a=shown(0.0), b=shown(0.0))}, clock)
+    costs.observe({"w": worker(a=model_view(0.0), b=model_view(0.0))}, clock)
     run(200.0, "a")
     assert costs.measured("a").utilisation == pytest.approx(1.0)
     run(10.0, "b")
@@ -164,10 +167,10 @@ def test_a_night_without_requests_changes_nothing() -> None:
     """Averages change by device seconds, so a time without requests does not change them."""
     costs = Costs(10.0)
     for n in range(20):
-        costs.observe({"w": worker(m=shown(n * 1.0, n))}, n * STEP)
+        costs.observe({"w": worker(m=model_view(n * 1.0, n))}, n * STEP)
     before = costs.measured("m")
     for n in range(20, 2000):
-        costs.observe({"w": worker(m=shown(19.0, 19))}, n * STEP)
+        costs.observe({"w": worker(m=model_view(19.0, 19))}, n * STEP)
 
     assert costs.measured("m") == before
 
@@ -175,7 +178,10 @@ def test_a_night_without_requests_changes_nothing() -> None:
 def test_what_the_workers_expect_stands_in() -> None:
     """Until a model has executed, its cost is the mean of the workers' estimates, or None without an estimate."""
     costs = Costs(300.0)
-    costs.observe({"v": worker(m=shown(0, item_s=0.1), n=shown(0)), "w": worker(m=shown(0, item_s=0.3))}, 0.0)
+    costs.observe(
+        {"v": worker(m=model_view(0, item_s=0.1), n=model_view(0)), "w": worker(m=model_view(0, item_s=0.3))},
+        0.0,
+    )
 
     assert costs.measured("m").item_s == pytest.approx(0.2)
     assert costs.measured("n").item_s is None
@@ -186,10 +192,10 @@ def test_departed_workers_and_models_are_forgotten() -> None:
     """Nothing is kept of workers and models that have left."""
     costs = Costs(300.0)
     for n in range(3):
-        costs.observe({"v": worker(m=shown(n)), "w": worker(n=shown(n))}, n * STEP)
+        costs.observe({"v": worker(m=model_view(n)), "w": worker(n=model_view(n))}, n * STEP)
     assert costs.where == {"m": {"v": 2.0}, "n": {"w": 2.0}}
 
-    costs.observe({"w": worker(n=shown(3))}, 3 * STEP)
+    costs.observe({"w": worker(n=model_view(3))}, 3 * STEP)
     assert costs.measured("m").utilisation == 0.0
     assert set(costs.where) == {"n"}
     costs.observe({}, 4 * STEP)
@@ -202,14 +208,14 @@ def test_utilisation_never_exceeds_the_devices(seed: int) -> None:
     random = Random(seed)
     costs = Costs(5.0)
     workers = ["u", "v", "w"]
-    state = {name: ("0", shown(random.uniform(0, 1e6), 10**6, 10**7)) for name in workers}
+    state = {name: ("0", model_view(random.uniform(0, 1e6), 10**6, 10**7)) for name in workers}
     consumed = 0.0
     for n in range(1, 40):
         views = {}
         for name in workers:
             instance, model = state[name]
             if random.random() < 0.1:
-                instance, model = str(n), shown(random.uniform(0, 3.0))
+                instance, model = str(n), model_view(random.uniform(0, 3.0))
             busy = random.uniform(0, STEP)
             model = replace(model, device_seconds=model.device_seconds + busy, requests=model.requests + 1)
             state[name] = (instance, model)

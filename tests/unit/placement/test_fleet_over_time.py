@@ -259,9 +259,9 @@ def test_models_are_served_through_any_events(seed: int) -> None:
                 continue
             placed = set(routes.placed)
             assert placed <= alive
-            told = {w for w in alive if fleet.servers[w].instance is not None}
-            cold = (placed - set(before.get(name, ()))) & told - resident[name]
-            held = set(before.get(name, ())) & told & resident[name]
+            known = {w for w in alive if fleet.servers[w].instance is not None}
+            cold = (placed - set(before.get(name, ()))) & known - resident[name]
+            held = set(before.get(name, ())) & known & resident[name]
             assert not (cold and held), (name, before.get(name), placed)
         fleet.run([gateway.router])
 

@@ -41,13 +41,13 @@ def test_weights_that_do_not_come_are_asked_for_again_and_then_given_up() -> Non
     After a limit, the move is given up, and the model stays.
     """
     scene = moving()
-    asked = 0
+    steps = 0
     for _ in range(round(MOVE_LIMIT_S / ROUND_S) + 2):
         plan = scene.plan(do=False)
-        asked += len(plan.steps)
+        steps += len(plan.steps)
         assert plan.table["a"].placed == ("v",)
 
-    assert 3 <= asked <= 10
+    assert 3 <= steps <= 10
     assert scene.status().models[0].moving_to == ()
 
 
@@ -110,7 +110,7 @@ def test_two_full_workers_do_not_exchange_models() -> None:
         assert homes(scene.plan().table) == {"a": ("v",), "b": ("w",)}
         assert (fleet.resident("v"), fleet.resident("w")) == ({"a"}, {"b"})
 
-    assert [one.moving_to for one in scene.status().models] == [(), ()]
+    assert [model.moving_to for model in scene.status().models] == [(), ()]
 
 
 def test_a_copy_that_is_not_placed_makes_room() -> None:

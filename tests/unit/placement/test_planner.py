@@ -52,8 +52,8 @@ def test_what_a_request_charges(
     """The work basis decides what a request adds to the load. Bodies are read only if the rows matter."""
     fleet = Fleet(["v", "w"], {"a": Model()})
     views = fleet.views()
-    shown = views["v"].models["a"]
-    views["v"] = replace(views["v"], models={"a": replace(shown, item_s=0.5)})
+    model = views["v"].models["a"]
+    views["v"] = replace(views["v"], models={"a": replace(model, item_s=0.5)})
 
     routes = Planner(options(mode=mode, work_basis=basis)).plan(views, 0.0).table["a"]
 
@@ -168,9 +168,9 @@ def test_models_stay_where_their_weights_are() -> None:
 
     plan = scene.plan()
 
-    asked = scene.script.asked[0][0]
+    loads = scene.script.asked[0][0]
     both = frozenset("vw")
-    assert {name: load.allowed for name, load in asked.items()} == {"a": frozenset("w"), "b": both, "c": both}
+    assert {name: load.allowed for name, load in loads.items()} == {"a": frozenset("w"), "b": both, "c": both}
     assert homes(plan.table) == {"a": ("w",), "b": ("v",), "c": ("v",)}
 
 
@@ -242,7 +242,9 @@ def test_an_alias_goes_where_the_model_is_that_gets_most_of_its_requests() -> No
     scene = Scene(fleet, Script(a=("v",), b=("w",)))
 
     assert homes(scene.settle().table) == {"a": ("v",), "b": ("w",), "fraud": ("v",)}
-    assert [one.reason for one in scene.status().models if one.name == "fraud"] == ["an alias, mainly of a"]
+    assert [model.reason for model in scene.status().models if model.name == "fraud"] == [
+        "an alias, mainly of a"
+    ]
     for server in fleet.servers.values():
         server.aliases = {"fraud": "b"}
     assert homes(scene.plan().table)["fraud"] == ("w",)
@@ -486,8 +488,8 @@ def test_a_pin_counts_for_all_models_that_are_placed_together() -> None:
     assert homes(scene({"b": {"devices": [1]}}).settle().table) == dict.fromkeys("abm", ("v",))
 
     apart = scene({"a": {"devices": [0]}, "b": {"devices": [1]}})
-    found = homes(apart.settle().table)
-    assert (found["a"], found["b"]) == (("u",), ("v",))
+    homes_apart = homes(apart.settle().table)
+    assert (homes_apart["a"], homes_apart["b"]) == (("u",), ("v",))
     assert not apart.status().warnings
 
 
@@ -527,7 +529,7 @@ def test_wishes_that_cannot_be_fulfilled_are_warned_of(changes: dict[str, object
     scene = Scene(devices("u", "v"), Script(), **changes)
 
     assert all(home for home in homes(scene.settle().table).values())
-    assert any(one.startswith(warning) for one in scene.status().warnings), scene.status().warnings
+    assert any(line.startswith(warning) for line in scene.status().warnings), scene.status().warnings
 
 
 def test_a_model_larger_than_every_device_is_warned_of() -> None:
@@ -537,8 +539,8 @@ def test_a_model_larger_than_every_device_is_warned_of() -> None:
     scene.settle()
 
     assert any(
-        one.startswith("a needs 3 kB of one device, and the most that a device has for weights is 2 kB")
-        for one in scene.status().warnings
+        warning.startswith("a needs 3 kB of one device, and the most that a device has for weights is 2 kB")
+        for warning in scene.status().warnings
     )
 
 
@@ -548,7 +550,7 @@ def test_the_largest_figures_that_are_believed(mode: str) -> None:
     planner, router = Planner(options(mode=mode)), Router(mode)  # type: ignore[arg-type]
     most = 2**64 - 1
     for number in range(4):
-        shown = ModelView(
+        model_view = ModelView(
             most,
             WeightsView.RESIDENT,
             False,
@@ -561,7 +563,7 @@ def test_the_largest_figures_that_are_believed(mode: str) -> None:
             most,
             ("x", 0),
         )
-        view = WorkerView(True, frozenset("m"), "1", most, 1e9, {"m": shown}, measurement=number)
+        view = WorkerView(True, frozenset("m"), "1", most, 1e9, {"m": model_view}, measurement=number)
         plan = planner.plan({"v": view, "w": view}, 2.5 * number)
         router.update(plan.table)
         planner.repack()

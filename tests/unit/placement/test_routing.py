@@ -305,7 +305,7 @@ def test_every_counter_is_zero_at_the_end(
     """
     router = Router(mode)
     under_way: list[Choice] = []
-    ended: list[Choice] = []
+    released: list[Choice] = []
     for table in updates:
         router.update(table)
         for _ in range(random.randrange(20)):
@@ -320,10 +320,10 @@ def test_every_counter_is_zero_at_the_end(
             under_way.append(choice)
         random.shuffle(under_way)
         for _ in range(random.randrange(len(under_way) + 1)):
-            ended.append(under_way.pop())
-            router.release(ended[-1])
-        if ended:
-            router.release(random.choice(ended))
+            released.append(under_way.pop())
+            router.release(released[-1])
+        if released:
+            router.release(random.choice(released))
 
         assert router.outstanding() == Counter((c._model.name, c.worker) for c in under_way)
         assert all(load >= 0 for load in router.loads().values())

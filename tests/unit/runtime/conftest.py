@@ -287,7 +287,7 @@ def start_meta(doublings: dict[str, Path], tmp_path: Path) -> Iterator[StartMeta
             path = tmp_path / name
             if not path.exists():
                 write_meta(path, "def run(inputs, call): ...", calls, client=client)
-            called = {one: (bundles or doublings)[one] for one in calls}
+            called = {callee: (bundles or doublings)[callee] for callee in calls}
             return started.enter_context(meta_engine(runtime, path, called, run=run, **options))
 
         yield start

@@ -28,7 +28,7 @@ def export_counting(path: Path, *, slots: int = 4, when_full: str = "wait") -> P
     for variant, chunk in enumerate(CHUNKS):
         for n in (1, 4):
             shapes = [((n, chunk), np.int32), ((n,), np.int32), ((n, 4), np.float32), ((n,), np.int32)]
-            arguments = [struct(*one) for one in (*shapes, ((1,), np.float32), ((slots,), np.int32))]
+            arguments = [struct(*spec) for spec in (*shapes, ((1,), np.float32), ((slots,), np.int32))]
             function = jax.jit(_traced, keep_unused=True)
             exported = jax.export.export(function, platforms=["cpu"])(*arguments)
             blob = strip_locations(exported.mlir_module_serialized).blob

@@ -302,14 +302,14 @@ class Pause:
 
 def status_of(meta: str = "meta") -> dict[str, Any]:
     """Return the status of a meta model."""
-    found: dict[str, Any] = read_status(os.getpid())["metas"][meta]
-    return found
+    status: dict[str, Any] = read_status(os.getpid())["metas"][meta]
+    return status
 
 
 def queued(model: str) -> int:
     """Return the number of requests for a model that wait in the runtime."""
-    found: int = read_status(os.getpid())["models"][model]["queued"]
-    return found
+    count: int = read_status(os.getpid())["models"][model]["queued"]
+    return count
 
 
 def chain(inputs: dict[str, Any], call: Any) -> dict[str, Any]:

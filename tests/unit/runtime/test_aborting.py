@@ -69,11 +69,11 @@ def test_what_waits_is_aborted_and_what_executes_is_not(
     assert operator.do("abort", request="") == {"aborted": 0, "executing": 0}
     assert operator.do("abort", request="ours") == {"aborted": 2, "executing": 1}
 
-    for one in (requests[1], requests[3]):
-        assert_fails(answer_of(one), FakeError.CANCELLED, "the request was cancelled")
+    for request in (requests[1], requests[3]):
+        assert_fails(answer_of(request), FakeError.CANCELLED, "the request was cancelled")
     runtime.device.gate.set()
-    for one in (requests[0], requests[2], requests[4]):
-        assert_y(answer_of(one), rows(1, 5))
+    for request in (requests[0], requests[2], requests[4]):
+        assert_y(answer_of(request), rows(1, 5))
     assert operator.do("abort", request="ours") == {"aborted": 0, "executing": 0}
 
 
@@ -103,7 +103,7 @@ def test_a_run_under_way_ends_with_its_next_call(
 ) -> None:
     """An aborted run in progress fails at its next call with CANCELLED, and the next run is admitted."""
     pause = Pause()
-    told: list[CallError] = []
+    errors: list[CallError] = []
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         first = call("a", inputs)
@@ -111,20 +111,20 @@ def test_a_run_under_way_ends_with_its_next_call(
         try:
             return {"y": call("b", {"x": first["y"]})["y"]}
         except CallError as error:
-            told.append(error)
+            errors.append(error)
             raise
 
     meta = start_meta(runtime, run)
-    asked = named("ours")
-    thread = send(meta, asked)
+    request = named("ours")
+    thread = send(meta, request)
     pause.reached()
 
     assert operator.do("abort", request="ours") == {"aborted": 1, "executing": 0}
     assert operator.do("abort", request="ours") == {"aborted": 0, "executing": 0}
 
     pause.go()
-    assert_fails(answer_of(asked), FakeError.CANCELLED, "stage 'b': the request was aborted")
-    assert [error.status for error in told] == [Status.CANCELLED]
+    assert_fails(answer_of(request), FakeError.CANCELLED, "stage 'b': the request was aborted")
+    assert [error.status for error in errors] == [Status.CANCELLED]
     thread.join()
     # The request is answered before its run ends.
     wait_until(lambda: status_of()["outcomes"]["cancelled"] == 1)
@@ -138,13 +138,13 @@ def test_the_calls_of_a_run_end_with_it(
     """When a run is aborted, its waiting call ends at once, its executing call completes, and the request fails."""
     meta = start_meta(runtime, lambda inputs, call: call.many([("a", inputs), ("b", inputs)])[1])
     runtime.device.gate.clear()
-    asked = named("ours")
-    thread = send(meta, asked)
+    request = named("ours")
+    thread = send(meta, request)
     runtime.device.gate.wait_until_held()
     wait_until(lambda: queued("a") + queued("b") == 1)
 
     assert operator.do("abort", request="ours") == {"aborted": 1, "executing": 1}
 
     runtime.device.gate.set()
-    assert_fails(answer_of(asked), FakeError.CANCELLED, "the request was cancelled")
+    assert_fails(answer_of(request), FakeError.CANCELLED, "the request was cancelled")
     thread.join()

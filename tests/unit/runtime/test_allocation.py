@@ -81,7 +81,7 @@ def test_an_allocation_from_a_prepared_heap_needs_no_new_pages() -> None:
     """
     done = subprocess.run([sys.executable, "-c", _PREPARED], capture_output=True, text=True, check=True)
 
-    faults, left, huge = map(int, done.stdout.split())
+    faults, remaining_mib, huge = map(int, done.stdout.split())
     assert faults < 1000
-    assert left < 10
+    assert remaining_mib < 10
     assert bool(huge) == Path("/sys/kernel/mm/transparent_hugepage").exists()

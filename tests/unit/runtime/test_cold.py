@@ -153,7 +153,7 @@ def error_of(answer: FakeResponse) -> str:
 
 def models() -> dict[str, str]:
     """Return the states of the runtime's models."""
-    return {name: one["state"] for name, one in read_status(os.getpid())["models"].items()}
+    return {name: model["state"] for name, model in read_status(os.getpid())["models"].items()}
 
 
 def dismiss(runtime: Runtime, key: str) -> None:
@@ -206,7 +206,7 @@ def test_the_first_requests_of_a_model_share_its_start(
         lazy.device.compiles.set()
         watcher.until(lambda: watcher.is_("doubling", state="ready"))
 
-    assert all(is_answered(answer_of(one), number) for number, one in enumerate(requests))
+    assert all(is_answered(answer_of(request), number) for number, request in enumerate(requests))
 
 
 def test_a_start_that_fails_is_a_reason_and_a_pause(
@@ -609,9 +609,9 @@ def test_models_fall_back_before_the_process_has_no_mapping_left(
     Executables take mappings, and XLA ends a process that cannot get one.
     """
     runtime = start_runtime(load_settings(LAZY))
-    left = {3: 99, 2: 80, 1: 125}
+    spare = {3: 99, 2: 80, 1: 125}
     monkeypatch.setattr(
-        weight_mover, "spare_mappings", lambda: (left.get(len(runtime.loop._catalog.entries), 1000), 1000)
+        weight_mover, "spare_mappings", lambda: (spare.get(len(runtime.loop._catalog.entries), 1000), 1000)
     )
     monkeypatch.setattr(weight_mover, "_COUNT_S", 0.0)
     monkeypatch.setattr(host_copies, "REVIEW_S", 0.01)

@@ -69,7 +69,7 @@ def test_a_drained_model_answers_what_waits_and_refuses_what_comes(
         answer_of(send_one(engines["a"])), FakeError.UNAVAILABLE, "[rsrv:PAUSED] the model is paused"
     )
     runtime.device.gate.set()
-    assert [answered(one) for one in (executing, waiting, send_one(engines["b"]))] == [1, 1, 2]
+    assert [answered(request) for request in (executing, waiting, send_one(engines["b"]))] == [1, 1, 2]
     assert operator.pause("a", None) == {}
     assert answered(send_one(engines["a"])) == 1
 
@@ -85,8 +85,8 @@ def test_a_rejecting_model_refuses_what_waits_and_what_comes(
     operator.pause("a", "reject")
 
     assert all(
-        refused(answer_of(one), FakeError.UNAVAILABLE, "[rsrv:PAUSED]")
-        for one in (waiting, send_one(engines["a"]))
+        refused(answer_of(request), FakeError.UNAVAILABLE, "[rsrv:PAUSED]")
+        for request in (waiting, send_one(engines["a"]))
     )
 
 
@@ -290,7 +290,7 @@ def test_the_history_of_all_versions(
             ("model ready", "warmed up"),
         ]
         assert ("weights queued", "required") in changes
-    assert {one["weights_state"] for one in read_status(os.getpid())["models"].values()} == {"resident"}
+    assert {model["weights_state"] for model in read_status(os.getpid())["models"].values()} == {"resident"}
 
 
 def test_requests_are_found_by_their_id_and_by_number(
@@ -300,22 +300,24 @@ def test_requests_are_found_by_their_id_and_by_number(
     runtime.device.gate.clear()
     occupying = send_one(engines["b"])
     runtime.device.gate.wait_until_held()
-    asked = [FakeRequest({"x": ramp(1, 1.0)}, id=id) for id in ("ours", "theirs", "ours")]
-    engines["a"].execute(asked)
+    requests = [FakeRequest({"x": ramp(1, 1.0)}, id=id) for id in ("ours", "theirs", "ours")]
+    engines["a"].execute(requests)
     wait_until(lambda: queued("a") == 3)
 
     waiting = operator.do("find", request="ours")["requests"]
-    assert [(one["outcome"], one["batch"]) for one in waiting] == [("waiting", None)] * 2
-    assert all(one["key"].startswith("a@") and one["behind"] == ["b"] for one in waiting)
+    assert [(entry["outcome"], entry["batch"]) for entry in waiting] == [("waiting", None)] * 2
+    assert all(entry["key"].startswith("a@") and entry["behind"] == ["b"] for entry in waiting)
 
     runtime.device.gate.set()
-    assert (answered(occupying), answered(asked[0])) == (2, 1)
-    found = operator.do("find", request="ours")["requests"]
-    assert {one["number"] for one in found} == {one["number"] for one in waiting}
-    assert {one["outcome"] for one in found} == {"answered"}
-    assert operator.do("find", request=found[0]["number"])["requests"] == found[:1]
+    assert (answered(occupying), answered(requests[0])) == (2, 1)
+    entries = operator.do("find", request="ours")["requests"]
+    assert {entry["number"] for entry in entries} == {entry["number"] for entry in waiting}
+    assert {entry["outcome"] for entry in entries} == {"answered"}
+    assert operator.do("find", request=entries[0]["number"])["requests"] == entries[:1]
     slowest = operator.do("slowest", model="a")["requests"]
-    assert [one["seconds"] for one in slowest] == sorted((one["seconds"] for one in slowest), reverse=True)
+    assert [entry["seconds"] for entry in slowest] == sorted(
+        (entry["seconds"] for entry in slowest), reverse=True
+    )
     assert len(slowest) == 3
     assert [operator.do("find", request=none)["requests"] for none in ("", "9" * 5000 + ".1", "1.²")] == [
         []
@@ -326,13 +328,13 @@ def test_the_calls_of_a_run_are_found_by_the_id_of_its_request(
     runtime: Runtime, start_meta: StartMeta, operator: Operator
 ) -> None:
     """The id of a meta model's request finds the calls of its run."""
-    asked = FakeRequest({"x": ramp(1, 1.0)}, id="ours")
-    thread = send(start_meta(runtime, chain), asked)
-    assert answer_of(asked).error is None
+    request = FakeRequest({"x": ramp(1, 1.0)}, id="ours")
+    thread = send(start_meta(runtime, chain), request)
+    assert answer_of(request).error is None
     thread.join()
 
-    found = operator.do("find", request="ours")["requests"]
-    assert sorted((one["key"][:2], one["call"]) for one in found) == [("a@", True), ("b@", True)]
+    entries = operator.do("find", request="ours")["requests"]
+    assert sorted((entry["key"][:2], entry["call"]) for entry in entries) == [("a@", True), ("b@", True)]
 
 
 def test_a_long_history_comes_in_a_document(
@@ -371,7 +373,7 @@ def test_the_record_says_what_there_is_to_do(start_runtime: StartRuntime, doubli
     assert (model["pinned"], model["device_bytes"], model["max_rows"]) == (False, _BYTES, 8)
     assert (model["batch_input"], model["sequences"]) == ({"name": "x", "axis": 0}, {})
     runtime.device.gate.clear()
-    asked = send_one(engine)
+    request = send_one(engine)
     runtime.device.gate.wait_until_held()
     waiting = send_one(engine)
     wait_until(lambda: queued("a") == 1)
@@ -379,7 +381,7 @@ def test_the_record_says_what_there_is_to_do(start_runtime: StartRuntime, doubli
     assert busy["backlog_s"] > 0
     assert (busy["models"]["a"]["executing"], busy["models"]["a"]["queued"]) == (1, 1)
     runtime.device.gate.set()
-    assert (answered(asked), answered(waiting)) == (1, 1)
+    assert (answered(request), answered(waiting)) == (1, 1)
     done = read_status(os.getpid())
     assert (done["models"]["a"]["useful_rows"], done["models"]["a"]["outcomes"]["answered"]) == (2, 2)
     with Operator(runtime) as operator:
@@ -400,11 +402,11 @@ def test_a_record_can_be_asked_for_its_changes(
 
         assert answered(send_one(a)) == 1
         third = read_status(os.getpid(), since=second["next"])
-        assert {name: one["outcomes"]["answered"] for name, one in third["models"].items()} == {"a": 1}
+        assert {name: model["outcomes"]["answered"] for name, model in third["models"].items()} == {"a": 1}
         operator.evict("b")
         wait_until(lambda: read_status(os.getpid())["models"]["b"]["weights"] == "absent")
         fourth = read_status(os.getpid(), since=third["next"])
-        assert {name: one["weights"] for name, one in fourth["models"].items()} == {"b": "absent"}
+        assert {name: model["weights"] for name, model in fourth["models"].items()} == {"b": "absent"}
         again = read_status(os.getpid(), since=first["next"])
         assert again["models"].keys() == {"a", "b"}
         assert again["since"] == first["next"]
@@ -432,23 +434,23 @@ def test_of_two_versions_the_ready_one_shows(
 ) -> None:
     """If a model has two versions, the status shows the ready one while the other one warms up or leaves."""
     old = make_engine(runtime, doublings["a"], name="m")
-    shown = read_status(os.getpid())["models"]["m"]
+    status = read_status(os.getpid())["models"]["m"]
     runtime.device.uploads.clear()
     registering = register(runtime, "m", doublings["b"])
     runtime.device.uploads.wait_until_held()
 
-    assert read_status(os.getpid())["models"]["m"] == shown
+    assert read_status(os.getpid())["models"]["m"] == status
     assert read_status(os.getpid())["models"]["m"]["weights"] == "resident"
 
     runtime.device.uploads.set()
     registering.join()
     runtime.device.gate.clear()
-    asked = send_one(old)
+    request = send_one(old)
     runtime.device.gate.wait_until_held()
     old.close()
     assert read_status(os.getpid())["models"]["m"]["executing"] == 1
     runtime.device.gate.set()
-    del asked
+    del request
 
 
 # --- profiles ----------------------------------------------------------------------------------------------
@@ -570,7 +572,7 @@ def test_more_commands_than_may_wait_end_the_connection(
 
 
 @pytest.mark.parametrize(
-    ("wanted", "code", "text"),
+    ("fields", "code", "text"),
     [
         ({}, "INVALID_ARGUMENT", "there is no command None; known are ping, compact"),
         ({"command": "evcit"}, "INVALID_ARGUMENT", "did you mean 'evict'?"),
@@ -590,13 +592,13 @@ def test_more_commands_than_may_wait_end_the_connection(
     ],
 )  # fmt: skip
 def test_what_is_no_command_is_refused_with_its_reason(
-    engines: dict[str, Engine], wanted: dict[str, Any], code: str, text: str
+    engines: dict[str, Engine], fields: dict[str, Any], code: str, text: str
 ) -> None:
     """A wrong command is refused with a short reason, and it changes nothing."""
     before = command(os.getpid(), {"command": "ping"})
 
     with pytest.raises(Refused) as caught:
-        command(os.getpid(), wanted)
+        command(os.getpid(), fields)
 
     assert caught.value.code == code
     assert text in str(caught.value)
@@ -641,14 +643,14 @@ names = st.sampled_from(
 @example([{"command": "follow", "instance": "x", "revision": 10**4000, "document": {}}])
 @settings(FEW_EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_object_gets_one_answer(
-    runtime: Runtime, engines: dict[str, Engine], operator: Operator, wanted: list[dict[str, Any]]
+    runtime: Runtime, engines: dict[str, Engine], operator: Operator, commands: list[dict[str, Any]]
 ) -> None:
     """Each JSON object that is sent as a command gets one answer, and the runtime never fails."""
-    for one in wanted:
-        operator.send(**one)
-        said = operator.hear()
-        assert said.get("code") in (None, "NOT_FOUND", "INVALID_ARGUMENT", "FAILED_PRECONDITION"), said
-        assert ("error" in said) == ("code" in said)
+    for fields in commands:
+        operator.send(**fields)
+        answer = operator.hear()
+        assert answer.get("code") in (None, "NOT_FOUND", "INVALID_ARGUMENT", "FAILED_PRECONDITION"), answer
+        assert ("error" in answer) == ("code" in answer)
     operator.pause(None, None)
     assert runtime.alive
 

@@ -50,9 +50,9 @@ print(json.dumps([counts.compiled, counts.from_cache, counts.shared]))
 def started(cache: Path, bundle: Path) -> tuple[list[int], str]:
     """Build a bundle in a new process. Return how many executables it compiled, read and shared, and its log."""
     command = [sys.executable, "-c", _BUILD, str(cache), str(bundle)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout.splitlines()[-1]), ended.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout.splitlines()[-1]), process.stderr
 
 
 # --- shared executables -------------------------------------------------------------------------------------------
@@ -94,10 +94,10 @@ def test_another_signature_is_another_executable(doubling: Path) -> None:
     device = JaxDevice("cpu")
     bundle = read_bundle(doubling)
     signatures = check_signatures(bundle)
-    one, four = (module_file(bundle, (0, size)).read_bytes() for size in (1, 4))
+    single, batched = (module_file(bundle, (0, size)).read_bytes() for size in (1, 4))
 
-    held = [device.compile(one, signatures[0, 1]), device.compile(four, signatures[0, 4])]
-    again = device.compile(one, signatures[0, 1])
+    held = [device.compile(single, signatures[0, 1]), device.compile(batched, signatures[0, 4])]
+    again = device.compile(single, signatures[0, 1])
 
     assert again is held[0]
     assert held[0] is not held[1]

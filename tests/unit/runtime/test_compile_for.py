@@ -61,8 +61,8 @@ def have(
 
 
 def stored(repository: Path) -> dict[str, bytes | None]:
-    with StoredExecutables(repository / "l4.executables") as found:
-        return {model: found.get(sizes["0/1"]) for model, sizes in found.contents.models.items()}
+    with StoredExecutables(repository / "l4.executables") as executables:
+        return {model: executables.get(sizes["0/1"]) for model, sizes in executables.contents.models.items()}
 
 
 def test_an_executable_without_an_estimate_is_written(
@@ -74,8 +74,8 @@ def test_an_executable_without_an_estimate_is_written(
     assert compile_for.main([str(repository), "l4"]) == 0
 
     assert stored(repository) == {"cats": b"miaow"}
-    with StoredExecutables(repository / "l4.executables") as found:
-        assert found.contents.seconds == {}
+    with StoredExecutables(repository / "l4.executables") as executables:
+        assert executables.contents.seconds == {}
 
 
 def test_a_convolution_that_only_a_card_can_tune_is_left_to_the_server(
@@ -89,9 +89,9 @@ def test_a_convolution_that_only_a_card_can_tune_is_left_to_the_server(
 
     assert compile_for.main([str(repository), "l4"]) == 0
 
-    said = capsys.readouterr().out
-    assert "1 left to the server" in said
-    assert "`rsrv gpu profile` on such a card has the tuning" in said
+    output = capsys.readouterr().out
+    assert "1 left to the server" in output
+    assert "`rsrv gpu profile` on such a card has the tuning" in output
     assert stored(repository) == {"cats": b"miaow", "dogs": None}
     monkeypatch.setattr(FakeCompiler, "compile", None)
     assert compile_for.main([str(repository), "l4"]) == 0
@@ -114,8 +114,8 @@ def test_an_interrupted_run_loses_no_executable(
             compile_for.main([str(repository), "l4"])
 
     assert stored(repository) == {"birds": b"tweet", "cats": b"miaow", "dogs": b"woof", "bats": None}
-    with StoredExecutables(repository / "l4.executables") as found:
-        assert len(found.contents.left) == 1
+    with StoredExecutables(repository / "l4.executables") as executables:
+        assert len(executables.contents.left) == 1
 
 
 def test_a_folder_that_is_no_repository_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

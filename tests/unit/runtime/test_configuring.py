@@ -102,10 +102,10 @@ def test_a_wrong_document_keeps_the_last_good_one(
         operator.want("other", weight=2)
         before = policy.settings, policy.document
 
-        said = operator.follow(changes)
+        answer = operator.follow(changes)
 
-        assert (message in said["error"], said["code"]) == (True, "INVALID_ARGUMENT")
-        assert len(said["error"]) <= 4000
+        assert (message in answer["error"], answer["code"]) == (True, "INVALID_ARGUMENT")
+        assert len(answer["error"]) <= 4000
         assert (policy.settings, policy.document) == before
         assert operator.want("other", weight=3) == {}
 

@@ -50,8 +50,8 @@ def test_one_that_ends_is_started_again_later_and_later(
         supervise(python("raise SystemExit(7)"), tmp_path, rests, clock=lambda: 0.0)
 
     assert rests.seconds == [1, 2, 4, 8, 16, 32, 60, 60]
-    told = [one.getMessage() for one in logged_here(caplog)]
-    assert told[0] == "the control process ended with status 7; starting it again in 1 s"
+    messages = [record.getMessage() for record in logged_here(caplog)]
+    assert messages[0] == "the control process ended with status 7; starting it again in 1 s"
 
 
 def test_one_that_lived_long_is_started_again_soon(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -74,9 +74,9 @@ def test_one_that_cannot_be_started_costs_a_line(tmp_path: Path, caplog: pytest.
     with pytest.raises(Over):
         supervise([str(tmp_path / "nothing")], tmp_path, Rests(2))
 
-    told = logged_here(caplog)
-    assert len(told) == 2
-    assert "cannot be started" in told[0].getMessage()
+    records = logged_here(caplog)
+    assert len(records) == 2
+    assert "cannot be started" in records[0].getMessage()
 
 
 def test_one_of_an_earlier_runtime_is_left_alone_until_it_ends(tmp_path: Path) -> None:
@@ -84,34 +84,34 @@ def test_one_of_an_earlier_runtime_is_left_alone_until_it_ends(tmp_path: Path) -
     fd = os.open(tmp_path / CONTROL_LOCK, os.O_RDWR | os.O_CREAT)
     fcntl.flock(fd, fcntl.LOCK_EX)
     started = tmp_path / "started"
-    ended = threading.Event()
+    end = threading.Event()
 
     def run() -> None:
         with pytest.raises(Over):
             supervise(python(f"open({str(started)!r}, 'w')"), tmp_path, Rests(1))
-        ended.set()
+        end.set()
 
     threading.Thread(target=run, daemon=True).start()
     assert not started.exists()
     os.close(fd)
 
-    assert ended.wait(PATIENCE_S)
+    assert end.wait(PATIENCE_S)
     assert started.exists()
 
 
 def test_it_can_take_the_lock_and_belongs_to_no_terminal_of_ours(tmp_path: Path) -> None:
     """The control process can take the lock. It has its own session and an empty stdin."""
-    said = tmp_path / "said"
+    output = tmp_path / "said"
     code = f"""
 import fcntl, os, sys
 fcntl.flock(os.open({str(tmp_path / CONTROL_LOCK)!r}, os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
-open({str(said)!r}, "w").write(f"{{os.getsid(0) == os.getpid()}} {{sys.stdin.read()!r}}")
+open({str(output)!r}, "w").write(f"{{os.getsid(0) == os.getpid()}} {{sys.stdin.read()!r}}")
 """
 
     with pytest.raises(Over):
         supervise(python(code), tmp_path, Rests(1))
 
-    assert said.read_text() == "True ''"
+    assert output.read_text() == "True ''"
 
 
 def test_nothing_is_started_when_the_server_has_gone(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ BUSY = UnfinishedTask(Phase.EXECUTING, hung=False, key="y@1", ended=2)
 
 
 @pytest.mark.parametrize(
-    ("found", "crashed", "who"),
+    ("tasks", "crashed", "who"),
     [
         ([], True, []),
         ([EXECUTING], False, []),
@@ -65,20 +65,20 @@ BUSY = UnfinishedTask(Phase.EXECUTING, hung=False, key="y@1", ended=2)
     ],
 )
 def test_the_blame_of_a_death(
-    found: list[UnfinishedTask], crashed: bool, who: list[tuple[str, str, str, float]]
+    tasks: list[UnfinishedTask], crashed: bool, who: list[tuple[str, str, str, float]]
 ) -> None:
     """A death is blamed on a task that hung, else on code that was not proven yet, else, after a crash, on the running models.
 
     A model that has run well gets a smaller share of the blame. A kill -9 is not blamed on running models, and a second
     death by the same request is blamed on no model.
     """
-    blamed = blame(found, crashed=crashed, now=1.7e9)
+    blamed = blame(tasks, crashed=crashed, now=1.7e9)
 
-    assert sorted((key, one.phase, one.how, one.share) for key, one in blamed.items()) == sorted(who)
+    assert sorted((key, entry.phase, entry.how, entry.share) for key, entry in blamed.items()) == sorted(who)
 
 
 def deaths(*how: str) -> list[Death]:
-    return [Death("EXECUTING", one, 1.7e9) for one in how]  # type: ignore[arg-type]
+    return [Death("EXECUTING", way, 1.7e9) for way in how]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -152,12 +152,12 @@ def test_a_busy_model_is_not_blamed_for_the_crashes_of_others(data: st.DataObjec
     """
     accounts: dict[str, list[Death]] = {}
     bad = ["a@1", "b@1", "c@1"]
-    while left := [key for key in bad if tried(accounts, key)]:
+    while remaining := [key for key in bad if tried(accounts, key)]:
         memory = bytearray(SLOT_BYTES * SLOTS)
         activity = Activity(memory)
-        culprit = data.draw(st.sampled_from(left))
+        culprit = data.draw(st.sampled_from(remaining))
         busy = data.draw(st.integers(10, 200))
-        for key in left:
+        for key in remaining:
             run_well(activity, key, data.draw(st.integers(0, busy // 10)))
         run_well(activity, "busy@1", busy)
         crash(activity, memory, accounts, *data.draw(st.permutations([culprit, "busy@1"])))
@@ -344,8 +344,8 @@ def test_a_crash_while_executing_counts_and_a_kill_does_not(
     The next runtime logs the stacks of a fatal signal.
     """
     for _ in range(3):
-        ended = subprocess.run([sys.executable, "-c", _DIE, str(tmp_path), str(number.value)], check=False)
-        assert ended.returncode == -number
+        process = subprocess.run([sys.executable, "-c", _DIE, str(tmp_path), str(number.value)], check=False)
+        assert process.returncode == -number
 
     box = BlackBox(tmp_path)
 
@@ -364,9 +364,9 @@ def test_a_first_load_is_not_proven_before_it_ends(
     runtime.request_model(model="m", bundle=str(doublings["a"]))
     runtime.device.uploads.wait_until_held()
 
-    (found,) = read_slots(bytes(box.memory))
+    (slot,) = read_slots(bytes(box.memory))
 
-    assert (found.phase, found.ended) == (Phase.LOADING, 0)
+    assert (slot.phase, slot.ended) == (Phase.LOADING, 0)
     runtime.device.uploads.set()
     wait_until(lambda: runtime.loop.activity.weights.task is None)
 
@@ -374,7 +374,7 @@ def test_a_first_load_is_not_proven_before_it_ends(
 # --- models that are excluded -------------------------------------------------------------------------------------
 
 
-def told(engine: Engine) -> str:
+def error_of(engine: Engine) -> str:
     """Send a request, and return the message of its error, or ""."""
     (answer,) = ask(engine, FakeRequest({"x": ramp(1)}))
     return "" if answer.error is None else answer.error.message
@@ -412,8 +412,8 @@ def test_a_model_that_hung_is_refused_and_the_others_come_back(
     assert refused(answer_of(request), FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN] bad@")
 
     wait_until(lambda: ask(good, FakeRequest({"x": ramp(1)}))[0].error is None)
-    wait_until(lambda: "it hung while executing" in told(bad))
-    assert told(bad).startswith("[rsrv:RUNTIME_DOWN] bad@")
+    wait_until(lambda: "it hung while executing" in error_of(bad))
+    assert error_of(bad).startswith("[rsrv:RUNTIME_DOWN] bad@")
     assert ask(good, FakeRequest({"x": ramp(1)}))[0].error is None
     (after / paths.DEATHS).unlink()
     wait_until(lambda: ask(bad, FakeRequest({"x": ramp(1)}))[0].error is None)

@@ -145,7 +145,7 @@ def test_two_servers_share_a_card_by_jaxs_variables(environment: dict[str, str],
 
 
 @pytest.mark.parametrize(
-    ("nodes", "found"),
+    ("nodes", "expected"),
     [
         ((), None),
         (("dxg", "nvidia-uvm", "nvidia-caps"), None),
@@ -154,7 +154,7 @@ def test_two_servers_share_a_card_by_jaxs_variables(environment: dict[str, str],
     ],
 )
 def test_a_card_is_known_by_its_device_node(
-    nodes: tuple[str, ...], found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: tuple[str, ...], expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device node shows that there is a card, which need not be the first one. WSL2's node dxg exists without a card."""
     monkeypatch.setattr(
@@ -163,7 +163,7 @@ def test_a_card_is_known_by_its_device_node(
     for node in nodes:
         (tmp_path / node).touch()
 
-    assert find_card({}) == (None if found is None else str(tmp_path / found))
+    assert find_card({}) == (None if expected is None else str(tmp_path / expected))
     assert find_card({"CUDA_VISIBLE_DEVICES": "-1"}) is None
 
 
@@ -179,7 +179,7 @@ def test_a_container_that_refuses_cards_is_not_warned_of_one(
     monkeypatch.setattr(cuda, "CARD_SIGNS", (str(sign),))
     monkeypatch.setattr(cuda, "HIDDEN_CARD_SIGNS", (str(sign),))
 
-    found = [cuda.find_hidden_card({"NVIDIA_VISIBLE_DEVICES": value}) for value in ("all", "void", "none")]
+    signs = [cuda.find_hidden_card({"NVIDIA_VISIBLE_DEVICES": value}) for value in ("all", "void", "none")]
 
-    assert found == [str(sign), None, None]
+    assert signs == [str(sign), None, None]
     assert find_card({"NVIDIA_VISIBLE_DEVICES": "void"}) == str(sign)

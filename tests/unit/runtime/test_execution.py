@@ -96,8 +96,8 @@ def test_what_is_gathered_and_scattered_is_what_was_sent(block: Block, data: st.
             expected = np.concatenate([*sent, pad], axis)
         np.testing.assert_array_equal(gathered[index], expected)
         for part, view in zip(parts, sent, strict=True):
-            wanted = view if axis is not None else sent[0]
-            np.testing.assert_array_equal(tensor_of(part, block, index, outputs=True), wanted)
+            expected_values = view if axis is not None else sent[0]
+            np.testing.assert_array_equal(tensor_of(part, block, index, outputs=True), expected_values)
 
 
 def lengths(extent: int) -> Variant:
@@ -146,7 +146,7 @@ def test_requests_of_several_lengths_are_padded_and_cut_back(data: st.DataObject
     gathered: Any = work.gather(staged, FakeDevice(lambda inputs, weights: []))
     work.scatter(gathered)
 
-    x, mask, one = gathered[0], gathered[1].T, gathered[2]
+    x, mask, constant = gathered[0], gathered[1].T, gathered[2]
     at = 0
     for part, (length, rows) in zip(parts, sent, strict=True):
         mine, block = slice(at, at + rows), interface.variants[1].inputs
@@ -158,7 +158,7 @@ def test_requests_of_several_lengths_are_padded_and_cut_back(data: st.DataObject
             np.testing.assert_array_equal(part.target(index, block), part.source(index, block))
         at += rows
     assert not x[at:].any()
-    assert not one[at:].any()
+    assert not constant[at:].any()
 
 
 @pytest.mark.parametrize(("length", "staged"), [(6, False), (5, True)])

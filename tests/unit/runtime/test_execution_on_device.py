@@ -53,14 +53,14 @@ class World:
         targets: list[Array | None] = []
         for index, tensor in enumerate(self.block.tensors):
             if self.data.draw(st.booleans()):
-                kept, value = self.keep(index, tensor, rows)
-                sources.append(kept)
+                kept_rows, value = self.keep(index, tensor, rows)
+                sources.append(kept_rows)
             else:
                 value = self.make(tensor, rows)
                 sources.append(value)
             values.append(value)
-            wanted = self.data.draw(st.booleans())
-            targets.append(np.zeros(tensor.shape(rows), NUMPY[tensor.dtype]) if wanted else None)
+            on_host = self.data.draw(st.booleans())
+            targets.append(np.zeros(tensor.shape(rows), NUMPY[tensor.dtype]) if on_host else None)
         self.sent.append(values)
         return CallSlice(NO_PEER, 0, rows, cast(MetaRun, None), sources, targets, {})
 
@@ -99,7 +99,8 @@ def test_rows_from_anywhere_are_put_together_and_given_back(block: Block, data: 
     staged = None if len(parts) == 1 and total == size else np.full(block.places[size].nbytes, 77, np.uint8)
 
     gathered = [
-        one.array if isinstance(one, FakeBuffer) else np.asarray(one) for one in job.gather(staged, device)
+        value.array if isinstance(value, FakeBuffer) else np.asarray(value)
+        for value in job.gather(staged, device)
     ]
     job.scatter(gathered)
 

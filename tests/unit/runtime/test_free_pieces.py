@@ -102,10 +102,10 @@ def test_the_pieces_follow_an_allocator_that_loads_and_evicts_at_random() -> Non
     for key in range(3000):
         nbytes = random.choice((1, 10, 100, 400)) * random.randint(1, MIB)
         needed = -(-nbytes // 256) * 256
-        found = [(size, address) for address, size in free.items() if size >= needed]
-        assert pieces.fits([nbytes]) is bool(found)
-        if found and random.random() < 0.6:
-            size, address = min(found)
+        fitting = [(size, address) for address, size in free.items() if size >= needed]
+        assert pieces.fits([nbytes]) is bool(fitting)
+        if fitting and random.random() < 0.6:
+            size, address = min(fitting)
             rest = size - needed
             split = rest >= min(needed, 128 * MIB)
             del free[address]
@@ -117,6 +117,6 @@ def test_the_pieces_follow_an_allocator_that_loads_and_evicts_at_random() -> Non
             gone = random.choice([*taken])
             address, size = taken.pop(gone)
             pieces.remove(gone)
-            for before in [one for one in free if one + free[one] == address]:
+            for before in [start for start in free if start + free[start] == address]:
                 address, size = before, free.pop(before) + size
             free[address] = size + free.pop(address + size, 0)

@@ -167,10 +167,10 @@ def test_each_token_is_due_by_the_rate_that_was_asked_for() -> None:
 )  # fmt: skip
 def test_a_generation_that_cannot_be_has_a_reason(ask: Generate, problem: str) -> None:
     """A generation with an invalid value is refused. The reason names the value and the values that are allowed."""
-    found = find_problem(ask, SPEC)
+    reason = find_problem(ask, SPEC)
 
-    assert problem in found
-    assert bool(found) == bool(problem)
+    assert problem in reason
+    assert bool(reason) == bool(problem)
 
 
 def test_generations_lie_side_by_side() -> None:

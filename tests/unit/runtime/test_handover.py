@@ -114,7 +114,7 @@ def test_models_that_have_not_returned_before_the_next_sleep_return_after_it(
     for name in "ab":
         make_engine(first, doublings[name], name=name)
     put_to_sleep(first)
-    left = note.read_text()
+    text = note.read_text()
     gate.clear()
     second = start_runtime(SETTINGS, handover=Handover(note), slept=True, inspector=Busy(gate))
     with Operator(second) as operator:
@@ -122,7 +122,7 @@ def test_models_that_have_not_returned_before_the_next_sleep_return_after_it(
     wait_until(lambda: not second.alive)
     gate.set()
 
-    assert note.read_text() == left
+    assert note.read_text() == text
 
 
 def test_another_version_takes_the_place_of_one_that_returned(

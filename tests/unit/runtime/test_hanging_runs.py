@@ -14,7 +14,7 @@ def test_a_run_that_waits_for_a_call_does_not_hang(runtime: Runtime, start_meta:
     engine = start_meta(runtime, run)
     guard = engine._process.guard
     guard._backstop = FakeBackstop()
-    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    messages: queue.SimpleQueue[str] = queue.SimpleQueue()
     go = threading.Event()
 
     def hangs() -> None:
@@ -22,19 +22,19 @@ def test_a_run_that_waits_for_a_call_does_not_hang(runtime: Runtime, start_meta:
             go.wait(SOON)
 
     runtime.device.gate.clear()
-    one = request(value=100)
-    sending = send(engine, one)
+    client_request = request(value=100)
+    sending = send(engine, client_request)
     runtime.device.gate.wait_until_held()
-    guard.watch(0.2, said.put)
+    guard.watch(0.2, messages.put)
     hanging = threading.Thread(target=hangs)
     hanging.start()
 
     # By this time, the run has waited longer than the hook.
-    assert "the model's preprocess hook hangs" in said.get(timeout=SOON)
-    assert said.empty()
+    assert "the model's preprocess hook hangs" in messages.get(timeout=SOON)
+    assert messages.empty()
 
     go.set()
     runtime.device.gate.set()
     for thread in (sending, hanging):
         thread.join()
-    assert_y(answer_of(one), rows(1, 404))
+    assert_y(answer_of(client_request), rows(1, 404))

@@ -177,11 +177,11 @@ def test_keeping_and_dropping_are_idempotent(store: HostStore, make: MakeBundle)
     weights.drop()
 
     weights.keep()
-    kept = store.counts
+    counts = store.counts
     weights.keep()
 
     assert weights.kept
-    assert store.counts == kept == HostCounts(weights.nbytes, weights.nbytes, 2)
+    assert store.counts == counts == HostCounts(weights.nbytes, weights.nbytes, 2)
     check_counts(store)
     weights.drop()
     weights.drop()
@@ -191,7 +191,7 @@ def test_keeping_and_dropping_are_idempotent(store: HostStore, make: MakeBundle)
 
 
 def test_a_tensor_that_another_model_keeps_is_not_read_again(store: HostStore, make: MakeBundle) -> None:
-    """A tensor that another model keeps is not read again, even if the file has changed, because its content is known."""
+    """A tensor that another model keeps is not read again, even if the file changes after the bundle was opened."""
     keeper = store.open(make(a=large(1)), keep=True)
     bundle = make(a=large(1))
     other = store.open(bundle, keep=False)
@@ -214,10 +214,10 @@ def test_dropping_gives_the_memory_back_to_the_system_at_once(store: HostStore, 
     arrays = [weights.read(index) for index in range(16)]
     assert sum(int(array[::4096].sum()) for array in arrays)  # Shared pages count after a touch.
     del arrays
-    kept = resident_bytes()
+    with_copy = resident_bytes()
     weights.drop()
 
-    assert kept - without > 0.9 * size
+    assert with_copy - without > 0.9 * size
     assert resident_bytes() - without < 0.1 * size
 
 
@@ -240,22 +240,22 @@ def test_a_file_that_is_written_in_place_is_an_error_with_a_remedy(
 ) -> None:
     """If a weights file was written in place, reading or keeping its weights fails with a remedy. Host copies stay valid."""
     bundle = make(a=large(1), b=large(2))
-    kept, unkept = store.open(bundle, keep=True), store.open(make(c=small(1)), keep=False)
+    with_copy, without_copy = store.open(bundle, keep=True), store.open(make(c=small(1)), keep=False)
     absent = store.open(bundle, keep=False)
-    kept_before = kept.read(1).copy()
+    values_before = with_copy.read(1).copy()
     if change == "rewritten":
         rewrite(bundle)
     else:
         os.truncate(weights_file(bundle), weights_file(bundle).stat().st_size - 1)
 
-    np.testing.assert_array_equal(kept.read(1), kept_before)
-    kept.drop()
-    for attempt in (absent.keep, kept.keep, lambda: absent.read(1)):
+    np.testing.assert_array_equal(with_copy.read(1), values_before)
+    with_copy.drop()
+    for attempt in (absent.keep, with_copy.keep, lambda: absent.read(1)):
         with pytest.raises(BundleError, match="was written to since the model was loaded; reload the model"):
             attempt()
         assert store.counts == HostCounts(0, 0, 0)
         check_counts(store)
-    assert (unkept.read(0) == 1).all()
+    assert (without_copy.read(0) == 1).all()
 
 
 def test_a_file_that_has_its_content_again_is_read_again(store: HostStore, make: MakeBundle) -> None:
@@ -358,13 +358,13 @@ def test_a_file_that_changes_while_it_is_opened(make: MakeBundle) -> None:
 
 def test_a_load_that_runs_out_of_memory_changes_nothing(make: MakeBundle) -> None:
     """If the memory is full in the middle of a load, no tensor of the model is kept."""
-    left = [1, 1]
+    successes = [1, 1]
 
     def run_out() -> None:
-        if not left.pop():
+        if not successes.pop():
             raise HostMemoryError("full")
 
-    left.insert(0, 0)
+    successes.insert(0, 0)
     store = HostStore(Interrupted(run_out))
     bundle = make(a=large(1), b=large(2), c=large(3))
 
@@ -373,7 +373,7 @@ def test_a_load_that_runs_out_of_memory_changes_nothing(make: MakeBundle) -> Non
 
     assert store.counts == HostCounts(0, 0, 0)
     check_counts(store)
-    left[:] = [0, 1]
+    successes[:] = [0, 1]
     weights = store.open(bundle, keep=False)
     with pytest.raises(HostMemoryError, match="full"):
         weights.keep()
@@ -387,8 +387,8 @@ def test_two_threads_that_keep_a_tensor_at_once_keep_one_copy(make: MakeBundle) 
     memory = Interrupted(lambda: None)
     store = HostStore(memory)
     bundle = make(a=large(1))
-    one, other = store.open(bundle, keep=False), store.open(bundle, keep=False)
-    for both in ((one, one), (one, other)):
+    first, other = store.open(bundle, keep=False), store.open(bundle, keep=False)
+    for both in ((first, first), (first, other)):
         memory.before = lambda: meeting.wait(PATIENCE_S)
         threads = [threading.Thread(target=weights.keep) for weights in both]
         for thread in threads:
@@ -399,7 +399,7 @@ def test_two_threads_that_keep_a_tensor_at_once_keep_one_copy(make: MakeBundle) 
         assert store.counts.physical == large(1).nbytes
         assert len(memory.released) == 1
         check_counts(store)
-        one.drop()
+        first.drop()
         other.drop()
         assert len(memory.released) == 2
         memory.released.clear()

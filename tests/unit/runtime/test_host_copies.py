@@ -111,12 +111,12 @@ def test_a_shared_tensor_leaves_with_its_last_copy() -> None:
     assert choose_copies([copy("a", 1.0, base=10), copy("b", inf, base=10)], 5) == ([], 5)
 
 
-@pytest.mark.parametrize(("left", "dropped"), [(0, ["old"]), (10, ["old"]), (20, [])])
-def test_what_the_last_runtime_left_leaves_before_copies(left: int, dropped: list[str]) -> None:
+@pytest.mark.parametrize(("left_bytes", "dropped"), [(0, ["old"]), (10, ["old"]), (20, [])])
+def test_what_the_last_runtime_left_leaves_before_copies(left_bytes: int, dropped: list[str]) -> None:
     """Tensors that the last runtime left are removed before host copies of models, which are dropped only if this is not enough."""
     mover, outbox = Mock(lacks_mappings=False), deque[Any]()
     mover.host = SimpleNamespace(
-        limit=MemoryLimit(100, 1600), taken=120 - left, left=left, promised=0, ahead=0
+        limit=MemoryLimit(100, 1600), taken=120 - left_bytes, left=left_bytes, promised=0, ahead=0
     )
     hosts = {key: Mock(kept=True, copied={key: 50}, is_read_ahead=False) for key in ("old", "new")}
     entries = {
@@ -134,8 +134,8 @@ def test_what_the_last_runtime_left_leaves_before_copies(left: int, dropped: lis
     copies.measure(10.0, 0)
     copies.measured(HostMemoryMeasured(1000), 10.0)
 
-    assert [call.args for call in mover.forget_left.call_args_list] == ([(20,)] if left else [])
-    assert [host for (found,), _ in mover.drop_copies.call_args_list for host in found] == [
+    assert [call.args for call in mover.forget_left.call_args_list] == ([(20,)] if left_bytes else [])
+    assert [host for (dropped_hosts,), _ in mover.drop_copies.call_args_list for host in dropped_hosts] == [
         hosts[key] for key in dropped
     ]
 
@@ -161,11 +161,13 @@ def test_any_choice_frees_enough_or_all_that_may_leave(
     ]
 
     def freed(leaving: list[str]) -> int:
-        stays = {tensor for one in copies if one.model not in leaving for tensor in one.tensors}
-        every = {tensor: size for one in copies for tensor, size in one.tensors.items()}
+        stays = {
+            tensor for host_copy in copies if host_copy.model not in leaving for tensor in host_copy.tensors
+        }
+        every = {tensor: size for host_copy in copies for tensor, size in host_copy.tensors.items()}
         return sum(size for tensor, size in every.items() if tensor not in stays)
 
-    able = [one.model for one in copies if one.used < before]
+    able = [host_copy.model for host_copy in copies if host_copy.used < before]
 
     chosen, lacking = choose_copies(copies, excess, before)
 
@@ -173,8 +175,10 @@ def test_any_choice_frees_enough_or_all_that_may_leave(
     assert len(set(chosen)) == len(chosen)
     assert lacking == max(0, excess - freed(chosen))
     assert not lacking or freed(chosen) == freed(able)
-    for one in chosen:
-        assert freed([other for other in chosen if other != one]) < min(freed(chosen), max(excess, 1))
+    for model in chosen:
+        assert freed([other_model for other_model in chosen if other_model != model]) < min(
+            freed(chosen), max(excess, 1)
+        )
 
 
 def warm(key: str, since: float, *executables: int) -> WarmModel:
@@ -183,8 +187,8 @@ def warm(key: str, since: float, *executables: int) -> WarmModel:
 
 def chosen(models: list[WarmModel], most: int, *busy: int) -> list[str]:
     """Return the chosen models. `busy` has the executables of models that may not fall back."""
-    users = Counter([*busy, *(one for model in models for one in model.executables)])
-    return [one.key for one in choose_cold(models, users, most)]
+    users = Counter([*busy, *(executable for model in models for executable in model.executables)])
+    return [model.key for model in choose_cold(models, users, most)]
 
 
 def test_the_least_recently_used_fall_back_first() -> None:
@@ -219,13 +223,15 @@ def test_any_choice_frees_memory_if_it_can(
     """The choice has at most `most` models, none twice, and is empty only if there is no idle model."""
     models = [warm(str(index), since, *executables) for index, (since, executables) in enumerate(some)]
 
-    found = chosen(models, most, *busy)
+    keys = chosen(models, most, *busy)
 
-    assert len(set(found)) == len(found) <= most
-    assert bool(found) == bool(models)
+    assert len(set(keys)) == len(keys) <= most
+    assert bool(keys) == bool(models)
     if most >= len(models):
-        stay = {one for model in models if model.key not in found for one in model.executables} | set(busy)
-        able = {one for model in models for one in model.executables} - set(busy)
+        stay = {
+            executable for model in models if model.key not in keys for executable in model.executables
+        } | set(busy)
+        able = {executable for model in models for executable in model.executables} - set(busy)
         assert not able & stay
 
 
@@ -376,9 +382,9 @@ def test_a_read_ahead_that_is_abandoned_or_fails_leaves_nothing(
     """A read ahead that is abandoned between two tensors, or that fails, frees what it has read."""
     store = HostStore(HostMemory(), limit=MemoryLimit(GIB, 0))
     weights = store.open(bundle_of(tmp_path, {"a": large(1), "b": large(2)}, "one"), keep=False)
-    asked = iter([False, True])
+    answers = iter([False, True])
     with pytest.raises(Abandoned):
-        weights.read_ahead([0, 1], lambda: next(asked))
+        weights.read_ahead([0, 1], lambda: next(answers))
     assert (store.taken, weights.is_read_ahead) == (0, False)
 
     def fail(file: WeightsFile, *args: object) -> bool:
@@ -452,9 +458,9 @@ def test_a_model_that_is_loaded_takes_the_place_of_the_least_recently_used(house
     house.serve("c")
     house.spread("b", "c")
 
-    for name, answer, kept in (("a", 1, "ca"), ("b", 2, "ab"), ("c", 3, "bc"), ("a", 1, "ca")):
+    for name, answer, copied in (("a", 1, "ca"), ("b", 2, "ab"), ("c", 3, "bc"), ("a", 1, "ca")):
         assert house.ask(name) == answer
-        house.spread(*kept)
+        house.spread(*copied)
     status = house.status()
     assert (status["host"]["physical_bytes"], status["host_limit_bytes"]) == (2 * _BYTES, 2 * _BYTES)
 

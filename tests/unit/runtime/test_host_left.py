@@ -66,16 +66,16 @@ def right(weights: HostWeights) -> bool:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that gets the number of bytes of each read of a weights file."""
-    found: list[int] = []
+    counts: list[int] = []
     real = os.preadv
 
     def read(fd: int, buffers: list[memoryview], offset: int) -> int:
         count = real(fd, buffers, offset)
-        found.append(count)
+        counts.append(count)
         return count
 
     monkeypatch.setattr(os, "preadv", read)
-    return found
+    return counts
 
 
 @pytest.mark.parametrize("end", ["killed", "left"])
@@ -266,9 +266,9 @@ def test_left_tensors_leave_one_model_after_the_other(shm: Path, tmp_path: Path)
     """
     store = start(shm)
     bundles = [bundle_of(tmp_path, {"a": large(value)}, f"bundle{value}") for value in range(3)]
-    for age, one in enumerate(bundles):
-        store.open(one, keep=True)
-        (note,) = (note for note in shm.glob("*/*/*") if str(one.weights_file) in note.read_text())
+    for age, model_bundle in enumerate(bundles):
+        store.open(model_bundle, keep=True)
+        (note,) = (note for note in shm.glob("*/*/*") if str(model_bundle.weights_file) in note.read_text())
         os.utime(note, ns=(age, age))
     killed(store)
     after = start(shm)
@@ -278,7 +278,7 @@ def test_left_tensors_leave_one_model_after_the_other(shm: Path, tmp_path: Path)
 
     assert after.left == large(0).nbytes
     assert tensors(shm) == 1
-    assert [after.open(one, keep=True).kept for one in bundles] == [True] * 3
+    assert [after.open(left_bundle, keep=True).kept for left_bundle in bundles] == [True] * 3
     after.close()
 
 

@@ -457,19 +457,19 @@ def test_shared_memory_by_default_leaves_half_of_it_to_triton(
     real = os.statvfs
 
     def half_full(path: int) -> os.statvfs_result:
-        found = list(real(path))
-        found[2], found[3], found[4] = 100, 50, 50  # blocks, free, available
-        return os.statvfs_result(found)
+        fields = list(real(path))
+        fields[2], fields[3], fields[4] = 100, 50, 50  # blocks, free, available
+        return os.statvfs_result(fields)
 
     monkeypatch.setattr(os, "statvfs", half_full)
     shared, *private = (place(modest, value) for value in (1, 2, 3))
 
     assert names(shm) == [filled(1)[0]]
     assert "rsrv-weights" in mapping_of(shared.bytes)
-    assert all("rsrv-weights" not in mapping_of(one.bytes) for one in private)
+    assert all("rsrv-weights" not in mapping_of(tensor.bytes) for tensor in private)
     assert caplog.text.count("has no room for a tensor") == 1
-    for one in (first, shared, *private):
-        one.release()
+    for placed_tensor in (first, shared, *private):
+        placed_tensor.release()
     generous.close()
     modest.close()
 

@@ -62,11 +62,11 @@ class Peer:
         """Return whether a run and its call are answered."""
         self.enter(token, request=1000)
         self.call(token, request=1001)
-        wanted, well = {1000, 1001}, True
-        while wanted:
+        pending, well = {1000, 1001}, True
+        while pending:
             for done in self.answers():
-                if done.request in wanted:
-                    wanted.remove(done.request)
+                if done.request in pending:
+                    pending.remove(done.request)
                     well = well and done.status is Status.OK
         self.lane.leave(RunExit(token, Status.OK))
         return well
@@ -204,8 +204,8 @@ def test_what_calls_under_way_will_keep_counts_already(join: Callable[[], Peer],
     (refused,) = peer.answers()
     assert (refused.request, refused.status) == (1, Status.QUEUE_FULL)
     runtime.device.gate.set()
-    (kept,) = peer.answers()
-    assert (kept.request, kept.status) == (0, Status.OK)
+    (answer,) = peer.answers()
+    assert (answer.request, answer.status) == (0, Status.OK)
 
 
 def test_a_call_that_fails_keeps_nothing(join: Callable[[], Peer], runtime: Runtime) -> None:

@@ -184,7 +184,7 @@ def test_a_stub_that_does_not_read_stalls_no_other(start_runtime: StartRuntime, 
         received += len(lazy.lane.receive(PATIENCE_S))
 
 
-def test_a_descriptor_that_is_no_memory_closes_the_connection(runtime: Runtime) -> None:
+def test_a_repeated_segment_id_closes_the_connection(runtime: Runtime) -> None:
     """A second descriptor for the same segment closes the connection."""
     greeted = runtime.open()
     fd = create_sealed(4096, "twice")

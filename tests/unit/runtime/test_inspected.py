@@ -61,10 +61,10 @@ def test_a_module_that_is_exchanged_while_it_is_read_is_not_compiled(
 
     class Exchanging(Inspector):
         def __call__(self, blob: bytes, file: str) -> Signature:
-            found = super().__call__(blob, file)
+            signature = super().__call__(blob, file)
             if file == module.name:
                 module.write_bytes(CRASHING)
-            return found
+            return signature
 
     with closing(Exchanging()) as exchanging:
         runtime = start_runtime(inspector=exchanging)

@@ -294,9 +294,9 @@ def test_an_output_may_stay_on_the_device(asynchronous: bool, doubling: Path) ->
     x = np.arange(12, dtype=np.float32).reshape(4, 3)
 
     first = device.launch(model.executables[0, 4], model.weights, [x], unread=[0])
-    kept = device.keep(first, 0)
+    output = device.keep(first, 0)
     (unread,), _ = device.read(first)
-    (again,), _ = device.read(device.launch(model.executables[0, 4], model.weights, [kept]))
+    (again,), _ = device.read(device.launch(model.executables[0, 4], model.weights, [output]))
 
     assert unread.size == 0
     np.testing.assert_array_equal(again, 2 * (2 * x + 1) + 1)
@@ -389,14 +389,14 @@ def test_an_upload_that_the_host_has_no_room_for_is_refused(monkeypatch: pytest.
 
 
 def test_weights_that_were_evicted_for_an_upload_leave_it_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, an upload may use the memory of evicted weights.
+    """On a CPU, the memory of evicted weights is kept, so that an upload can reuse it.
 
-    If the host has no room beside them, they are freed first.
+    If the host has too little memory left for an upload, the kept memory is freed first.
     """
     device, blocks = JaxDevice("cpu"), watch_blocks(monkeypatch)
 
     def spare() -> int:
-        return (3 << 20) - sum(block.nbytes for one in blocks if (block := one()) is not None)
+        return (3 << 20) - sum(block.nbytes for reference in blocks if (block := reference()) is not None)
 
     monkeypatch.setattr("rsrv.runtime.device_transfers.spare_memory", spare)
     array = np.zeros(2 << 20, np.uint8)

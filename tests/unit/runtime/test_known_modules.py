@@ -97,9 +97,9 @@ def test_known_executables_are_loaded_without_lowering_their_modules(tmp_path: P
         _THREE_DEVICES,
         *map(str, (tmp_path / "cache", doubling, tripling, sums)),
     ]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines() == ["(7, 0)", "(0, 7)", "7"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines() == ["(7, 0)", "(0, 7)", "7"]
 
 
 def test_known_modules_are_not_parsed(
@@ -116,8 +116,8 @@ def test_known_modules_are_not_parsed(
         again = check_signatures(bundle, inspector)
 
     assert again == first
-    assert [(one.digest, one.precision) for one in again.values()] == [
-        (one.digest, one.precision) for one in first.values()
+    assert [(entry.digest, entry.precision) for entry in again.values()] == [
+        (entry.digest, entry.precision) for entry in first.values()
     ]
 
 
@@ -140,11 +140,11 @@ def test_measured_costs_are_kept_for_the_same_model_and_device(tmp_path: Path) -
     written = path.read_text()
     path.write_text(written + written.replace("0.25", "NaN") + written.replace("0.25", "-1"))
 
-    found = KnownModules(path)
+    modules = KnownModules(path)
 
-    assert found.costs("a@1", "here") == {(0, 1): 0.25, (0, 4): 0.5}
-    assert found.costs("a@1", "elsewhere") is None
-    assert found.costs("a@2", "here") is None
+    assert modules.costs("a@1", "here") == {(0, 1): 0.25, (0, 4): 0.5}
+    assert modules.costs("a@1", "elsewhere") is None
+    assert modules.costs("a@2", "here") is None
 
 
 def test_damaged_lines_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -161,15 +161,15 @@ def test_damaged_lines_are_passed_over(tmp_path: Path, caplog: pytest.LogCapture
         file.write(b'\n{"inputs": 3}\n[]\n%s\n{"module": "b", "entr' % deep)
     known.add_entry("c", "here", "other")
 
-    found = KnownModules(path)
+    modules = KnownModules(path)
 
-    assert found.entry("a", "here") == "key"
-    assert found.entry("a", "elsewhere") is None
-    assert found.entry("c", "here") == "other"
+    assert modules.entry("a", "here") == "key"
+    assert modules.entry("a", "elsewhere") is None
+    assert modules.entry("c", "here") == "other"
     assert [record.getMessage() for record in logged_here(caplog)] == [
         f"{path}: damaged lines: 4; what they name is parsed again"
     ]
-    assert not found
+    assert not modules
     assert path.read_text().count("key") == 1
 
 

@@ -180,7 +180,7 @@ def test_a_full_queue_refuses_a_large_request_only_at_its_first_part(
     engine = make_engine(runtime, doubling)
     large = hold_first_parts(runtime, engine)
     refusals = [send(engine, rows=rows) for rows in (1, ROWS)]
-    assert all(refused(answer_of(one), FakeError.UNAVAILABLE, "QUEUE_FULL") for one in refusals)
+    assert all(refused(answer_of(request), FakeError.UNAVAILABLE, "QUEUE_FULL") for request in refusals)
     runtime.device.gate.set()
     assert_doubled(large, ramp(ROWS))
 
@@ -217,11 +217,11 @@ def test_operators_see_one_request_with_its_parts(runtime: Runtime, engine: Engi
         runtime.device.gate.set()
         assert_doubled(request, ramp(ROWS))
         ask(engine, FakeRequest({"x": ramp(1)}))
-        (found,) = operator.do("find", request="ours")["requests"]
-        assert (found["parts"], found["rows"], found["outcome"]) == (7, ROWS, "answered")
-        assert operator.do("find", request=found["number"])["requests"] == [found]
+        (entry,) = operator.do("find", request="ours")["requests"]
+        assert (entry["parts"], entry["rows"], entry["outcome"]) == (7, ROWS, "answered")
+        assert operator.do("find", request=entry["number"])["requests"] == [entry]
         slowest = operator.do("slowest", model="doubling")["requests"]
-        assert [one.get("parts", 0) for one in slowest] == [7, 0]
+        assert [slow.get("parts", 0) for slow in slowest] == [7, 0]
 
 
 # --- runtimes that end ------------------------------------------------------------------------------------------
@@ -319,8 +319,8 @@ def plain_run(inputs: dict[str, Array], call: Any) -> dict[str, Array]:
 
 async def async_run(inputs: dict[str, Array], call: Any) -> dict[str, Array]:
     first, _ = await asyncio.gather(call("a", inputs), call("b", inputs))
-    found: dict[str, Array] = await call("b", {"x": first["y"]})
-    return {"y": found["y"]}
+    outputs: dict[str, Array] = await call("b", {"x": first["y"]})
+    return {"y": outputs["y"]}
 
 
 @pytest.mark.parametrize("run", [plain_run, async_run])

@@ -95,8 +95,8 @@ def test_the_loop_executes_a_banned_model_again_when_the_ban_ends(
         dispatch = lay_out(model, number, 1, np.random.default_rng(0), 1e-4)
         executor.start(dispatch, device, depth=1, contended=False)
         short = executor.short is not None
-        (ended,) = [executor.run_short()] if short else take_ends(inbox)
-        assert ended.dispatch is dispatch
+        (end,) = [executor.run_short()] if short else take_ends(inbox)
+        assert end.dispatch is dispatch
         return short
 
     assert [on_loop(dispatch) for dispatch in range(5)] == [True, True, True, False, False]

@@ -95,17 +95,17 @@ def test_models_that_come_and_go_leave_nothing(
     (broken / "model.b4.mlir").write_bytes(b"ML\xefR no module at all")
     seal(broken)
 
-    def one(round_: int) -> None:
+    def load_and_unload(round_: int) -> None:
         if round_ % 4 == 0:
             with pytest.raises(Rejected):
                 engine(launcher, broken)
         come_and_go(launcher, products[round_ % MODELS], round_ % MODELS)
 
     for round_ in range(MODELS):
-        one(round_)
+        load_and_unload(round_)
     before = at_rest(launcher)
     for round_ in range(MODELS, rounds):
-        one(round_)
+        load_and_unload(round_)
     pid = read_status(launcher.server_pid)["pid"]
 
     wait_until(lambda: has_returned(before, held(pid)), what=f"no more than {before}")

@@ -181,13 +181,13 @@ def test_an_internal_model_serves_running_meta_models_only(
     engine, triton = start_through(stopping(pause))
     runtime.device.executed.clear()
     refused = [request(), claim(0), claim(1), *(claim(secrets.randbits(64)) for _ in range(20))]
-    for one in refused:
-        answer = triton.ask("b", one)
+    for client_request in refused:
+        answer = triton.ask("b", client_request)
         assert_fails(answer, FakeError.NOT_FOUND, "")
     assert runtime.device.executed == []
 
-    one = request()
-    assert engine.execute([one]) is None
+    client_request = request()
+    assert engine.execute([client_request]) is None
     pause.reached()
     (token,) = set(triton.tokens)
     answer = triton.ask("b", claim(token, 5))
@@ -196,7 +196,7 @@ def test_an_internal_model_serves_running_meta_models_only(
         answer = triton.ask("b", claim(wrong))
         assert_fails(answer, FakeError.NOT_FOUND, "run")
     pause.go()
-    assert_y(answer_of(one), rows(1, 8))
+    assert_y(answer_of(client_request), rows(1, 8))
     answer = triton.ask("b", claim(token))
     assert_fails(answer, FakeError.NOT_FOUND, "over")
 
@@ -207,8 +207,8 @@ def test_a_sub_call_with_a_later_deadline_ends_with_its_run(
     """A request with a run's token ends at the run's deadline, even if its own deadline is later."""
     pause = Pause()
     (engine, triton), plain = start_through(stopping(pause)), start_engine()
-    one = request(timeout=1000)
-    assert engine.execute([one]) is None
+    client_request = request(timeout=1000)
+    assert engine.execute([client_request]) is None
     pause.reached()
     runtime.device.gate.clear()
     thread = send(plain, request())

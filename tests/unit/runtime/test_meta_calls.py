@@ -57,8 +57,8 @@ def test_sub_calls_overtake_what_waits_and_take_it_along(
 
     engine = start_meta(runtime, stopping(pause))
     b, d = (model_engine(runtime, doublings[name]) for name in "bd")
-    one = request(timeout=PATIENCE_S)
-    assert engine.execute([one]) is None
+    client_request = request(timeout=PATIENCE_S)
+    assert engine.execute([client_request]) is None
     pause.reached()
     runtime.device.gate.clear()
     log.entries.clear()
@@ -73,7 +73,7 @@ def test_sub_calls_overtake_what_waits_and_take_it_along(
     wait_until(lambda: queued("b") == 3)
     runtime.device.gate.set()
 
-    assert_y(answer_of(one), rows(1, 8))
+    assert_y(answer_of(client_request), rows(1, 8))
     for other, count, value in ((plain[0], 1, 5), (plain[1], 2, 6)):
         assert_y(answer_of(other), rows(count, 2 * value + 2))
     for other in requests:
@@ -97,8 +97,8 @@ def test_of_several_calls_side_by_side_the_oldest_goes_first_and_the_others_wait
 
     engine = start_meta(runtime, run, "a")
     d = model_engine(runtime, doublings["d"])
-    one = request()
-    assert engine.execute([one]) is None
+    client_request = request()
+    assert engine.execute([client_request]) is None
     pause.reached()
     runtime.device.gate.clear()
     log.entries.clear()
@@ -108,7 +108,7 @@ def test_of_several_calls_side_by_side_the_oldest_goes_first_and_the_others_wait
     pause.go()
     wait_until(lambda: queued("a") == 4)
     runtime.device.gate.set()
-    assert_y(answer_of(one), rows(1, 7))
+    assert_y(answer_of(client_request), rows(1, 7))
     for thread in threads:
         thread.join()
     d.close()
@@ -162,10 +162,10 @@ def test_runs_are_answered_whether_in_place_or_later(
     engine = start_meta(runtime, chain)
     ways: list[bool] = []
     for n in range(100):
-        one = request(2, n)
-        answers = engine.execute([one])
+        client_request = request(2, n)
+        answers = engine.execute([client_request])
         ways.append(answers is not None)
-        assert_y(answers[0] if answers is not None else answer_of(one), rows(2, 4 * n + 4))
+        assert_y(answers[0] if answers is not None else answer_of(client_request), rows(2, 4 * n + 4))
     assert not ways[0]
     assert any(ways)
 
@@ -176,8 +176,8 @@ def test_runs_are_answered_whether_in_place_or_later(
     slow = [request(1, n) for n in range(2)]
     assert engine.execute(slow) is None  # The device is held, so these runs are slow.
     runtime.device.gate.set()
-    for n, one in enumerate(slow):
-        assert_y(answer_of(one), rows(1, 4 * n + 4))
+    for n, client_request in enumerate(slow):
+        assert_y(answer_of(client_request), rows(1, 4 * n + 4))
     many = [request(1, n) for n in range(40)]
     for n, answer in enumerate(ask(engine, *many)):
         assert_y(answer, rows(1, 4 * n + 4))
@@ -192,11 +192,11 @@ def test_many_awaited_calls_are_in_flight_at_once(
     """A hundred awaited calls of one run wait for the device together, and each gets its result."""
 
     async def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
-        async def one(n: int) -> Any:
-            kept = (await call("a", {"x": inputs["x"] + n}, keep_on_device=n % 2 == 0))["y"]
-            return (await call("b", {"x": kept}))["y"]
+        async def double_twice(n: int) -> Any:
+            y = (await call("a", {"x": inputs["x"] + n}, keep_on_device=n % 2 == 0))["y"]
+            return (await call("b", {"x": y}))["y"]
 
-        results = await asyncio.gather(*(one(n) for n in range(100)))
+        results = await asyncio.gather(*(double_twice(n) for n in range(100)))
         for n, result in enumerate(results):
             np.testing.assert_array_equal(result, 4 * (inputs["x"] + n) + 4)
         return {"y": results[99]}
@@ -205,9 +205,9 @@ def test_many_awaited_calls_are_in_flight_at_once(
     runtime.device.gate.clear()
     thread = send(plain, request())
     runtime.device.gate.wait_until_held()
-    mine = send(engine, one := request(1, 3))
+    mine = send(engine, client_request := request(1, 3))
     wait_until(lambda: queued("a") == 100)
     runtime.device.gate.set()
-    assert_y(answer_of(one), rows(1, 4 * 102 + 4))
+    assert_y(answer_of(client_request), rows(1, 4 * 102 + 4))
     for waiting in (thread, mine):
         waiting.join()

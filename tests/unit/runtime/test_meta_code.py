@@ -168,11 +168,11 @@ def test_an_awaited_run_may_catch_a_failure_and_go_on(runtime: Runtime, start_me
         async def refused() -> Any:
             return await call("a", {})
 
-        ended: Any = await asyncio.gather(refused(), call("a", inputs), return_exceptions=True)
-        assert isinstance(ended[0], CallError)
+        results: Any = await asyncio.gather(refused(), call("a", inputs), return_exceptions=True)
+        assert isinstance(results[0], CallError)
         with pytest.raises(CallError):
             await call.many([("a", inputs), ("b", {})])
-        return {"y": (await call("b", {"x": ended[1]["y"]}))["y"]}
+        return {"y": (await call("b", {"x": results[1]["y"]}))["y"]}
 
     (answer,) = ask(start_meta(runtime, run), request())
     assert_y(answer, rows(1, 8))

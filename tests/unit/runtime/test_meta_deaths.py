@@ -97,10 +97,10 @@ def test_runs_in_a_call_go_on_in_the_next_runtime(deaths: Deaths, start_meta: St
 
     deaths.come_back()
 
-    for n, one in enumerate(requests):
-        assert_y(answer_of(one), rows(1, 4 * n + 4))
+    for n, client_request in enumerate(requests):
+        assert_y(answer_of(client_request), rows(1, 4 * n + 4))
     assert_served(engine)
-    assert all(one.answers.empty() for one in requests)
+    assert all(waiting_request.answers.empty() for waiting_request in requests)
 
 
 @both_kinds
@@ -125,10 +125,10 @@ def test_the_memory_of_a_dead_runtimes_calls_is_freed_with_them(
         del requests, client_request
         assert_served(engine)
 
-        left = count_memory_files()
+        file_count = count_memory_files()
 
         collect()
-        assert count_memory_files() == left
+        assert count_memory_files() == file_count
     finally:
         gc.enable()
 
@@ -142,15 +142,15 @@ def test_a_run_between_calls_goes_on_with_its_results(deaths: Deaths, start_meta
     """A runtime dies between two calls of a run. The next one executes only the second call, with the first one's result."""
     pause = Pause()
     engine = start_meta(deaths.runtime, stopping(pause))
-    one = request(value=3)
-    assert engine.execute([one]) is None
+    client_request = request(value=3)
+    assert engine.execute([client_request]) is None
     pause.reached()
     deaths.replace(engine)
     before = len(deaths.runtime.device.executed)
 
     pause.go()
 
-    assert_y(answer_of(one), rows(1, 16))
+    assert_y(answer_of(client_request), rows(1, 16))
     assert len(deaths.runtime.device.executed) == before + 1
 
 
@@ -167,11 +167,11 @@ def test_a_run_that_was_just_let_in_begins_in_the_next_runtime(
     wait_until(lambda: status_of()["waiting"] == 1)
     taken: Callable[..., Any] = engine._take_connection
 
-    def take(one: Any) -> Any:
-        if one.admitted:
+    def take(run: Any) -> Any:
+        if run.admitted:
             deaths.die()
             wait_until(lambda: engine.session.reading is None)
-        return taken(one)
+        return taken(run)
 
     monkeypatch.setattr(engine, "_take_connection", take)
     pause.go(1)
@@ -179,8 +179,8 @@ def test_a_run_that_was_just_let_in_begins_in_the_next_runtime(
     deaths.come_back()
     pause.go(2)
 
-    for n, one in enumerate(requests):
-        assert_y(answer_of(one), rows(1, 4 * n + 4))
+    for n, client_request in enumerate(requests):
+        assert_y(answer_of(client_request), rows(1, 4 * n + 4))
 
 
 def test_calls_in_parallel_are_repeated_as_they_were_sent(deaths: Deaths, start_meta: StartMeta) -> None:
@@ -196,14 +196,14 @@ def test_calls_in_parallel_are_repeated_as_they_were_sent(deaths: Deaths, start_
 
     engine = start_meta(deaths.runtime, run)
     deaths.runtime.device.gate.clear()
-    one = request()
-    assert engine.execute([one]) is None
+    client_request = request()
+    assert engine.execute([client_request]) is None
     deaths.die_in_a_call()
 
     deaths.come_back()
 
     expected = sum(10**n * (2 * n + 1 + n % 2) for n in range(8))
-    assert_y(answer_of(one), rows(1, expected))
+    assert_y(answer_of(client_request), rows(1, expected))
 
 
 @pytest.mark.parametrize("kind", ["another output", "other columns"])
@@ -226,8 +226,8 @@ def test_a_call_is_repeated_as_the_next_version_of_its_model_takes_it(
     runtime = start_runtime()
     engine = start_meta(runtime, run, ["callee"], bundles={"callee": bundle})
     runtime.device.gate.clear()
-    one = request(value=3)
-    assert engine.execute([one]) is None
+    client_request = request(value=3)
+    assert engine.execute([client_request]) is None
     runtime.device.gate.wait_until_held()
     rmtree(bundle)
     export_bundle(
@@ -243,9 +243,9 @@ def test_a_call_is_repeated_as_the_next_version_of_its_model_takes_it(
 
     if kind == "other columns":
         text = "input 'x': expected shape [-1, 5] (axis 0 is the batch), got [1, 3]"
-        assert_fails(answer_of(one), FakeError.INVALID_ARG, text)
+        assert_fails(answer_of(client_request), FakeError.INVALID_ARG, text)
     else:
-        assert_y(answer_of(one), rows(1, 7))
+        assert_y(answer_of(client_request), rows(1, 7))
 
 
 def test_a_run_goes_on_at_the_other_device(
@@ -280,13 +280,13 @@ def test_a_run_goes_on_at_the_other_device(
     replicas = Replicas(open_session, make, "meta", process)
     replicas.load()
     assert len(engines) == 2
-    one = request(value=3)
-    assert engines[0].execute([one]) is None
+    client_request = request(value=3)
+    assert engines[0].execute([client_request]) is None
     pause.reached()
     runtimes[0].stop()
     pause.go()
 
-    assert_y(answer_of(one), rows(1, 16))
+    assert_y(answer_of(client_request), rows(1, 16))
     replicas.close()
 
 
@@ -315,24 +315,26 @@ def test_a_run_whose_tensor_is_gone_fails_with_the_reason(deaths: Deaths, start_
     """
     pause, begun = Pause(), list[float]()
     engine = start_meta(deaths.runtime, keeping(pause, begun))
-    one = request()
-    assert engine.execute([one]) is None
+    client_request = request()
+    assert engine.execute([client_request]) is None
     pause.reached()
     deaths.die()
     deaths.come_back()
     pause.go()
 
-    answer = answer_of(one)
+    answer = answer_of(client_request)
     assert_fails(answer, FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN] stage 'b': ")
     assert_fails(answer, FakeError.UNAVAILABLE, LOST)
     assert len(begun) == 1
 
 
-def outlive(one: FakeRequest, engine: MetaEngine, deaths: Deaths, pause: Pause, *, times: int) -> None:
+def outlive(
+    client_request: FakeRequest, engine: MetaEngine, deaths: Deaths, pause: Pause, *, times: int
+) -> None:
     """Execute a request that pauses. Its runtime dies in each pause except the last one. The deaths are 1,000 s apart."""
     passed = [0.0]
     engine._process.front._clock = lambda: time.monotonic() + passed[0]
-    assert engine.execute([one]) is None
+    assert engine.execute([client_request]) is None
     for _ in range(times):
         pause.reached()
         deaths.replace(engine)
@@ -349,10 +351,10 @@ def test_a_restartable_run_begins_again_once_for_each_death(deaths: Deaths, star
     """
     pause, begun = Pause(), list[float]()
     engine = start_meta(deaths.runtime, keeping(pause, begun), restartable=True)
-    one = request(value=5)
-    outlive(one, engine, deaths, pause, times=2)
+    client_request = request(value=5)
+    outlive(client_request, engine, deaths, pause, times=2)
 
-    assert_y(answer_of(one), rows(1, 24))
+    assert_y(answer_of(client_request), rows(1, 24))
     assert begun == [5] * 3
 
 
@@ -363,21 +365,21 @@ def test_a_restartable_run_that_uses_another_runs_tensor_does_not_begin_again(
 
     The tensor would be missing each time, because its own runtime did not die.
     """
-    kept: list[Any] = []
+    tensors: list[Any] = []
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
-        kept.append(call("a", inputs, keep_on_device=True)["y"])
-        return {"y": call("b", {"x": kept[0]})["y"].copy()}
+        tensors.append(call("a", inputs, keep_on_device=True)["y"])
+        return {"y": call("b", {"x": tensors[0]})["y"].copy()}
 
     engine = start_meta(deaths.runtime, run, restartable=True)
-    one, late = request(), request()
-    assert engine.execute([one]) is None
-    assert_y(answer_of(one), rows(1, 8))
+    client_request, late = request(), request()
+    assert engine.execute([client_request]) is None
+    assert_y(answer_of(client_request), rows(1, 8))
     deaths.replace(engine)
     assert engine.execute([late]) is None
 
     assert_fails(answer_of(late), FakeError.INTERNAL, "by another request, which is over")
-    assert len(kept) == 2
+    assert len(tensors) == 2
 
 
 # --- limits ----------------------------------------------------------------------------------------------------
@@ -389,9 +391,9 @@ def test_a_run_that_two_runtimes_died_with_is_not_tried_again(deaths: Deaths, st
     engine = start_meta(deaths.runtime, stopping(pause))
     # The answer must not begin with a zero byte, because memory without an answer does: this device still writes the
     # answer after the death.
-    one = request(value=0.3)
+    client_request = request(value=0.3)
     deaths.runtime.device.gate.clear()
-    assert engine.execute([one]) is None
+    assert engine.execute([client_request]) is None
     deaths.die_in_a_call()
     deaths.come_back()
     pause.reached()
@@ -399,7 +401,7 @@ def test_a_run_that_two_runtimes_died_with_is_not_tried_again(deaths: Deaths, st
     pause.go()
     deaths.die_in_a_call()
 
-    assert_fails(answer_of(one), FakeError.INTERNAL, SUSPECT)
+    assert_fails(answer_of(client_request), FakeError.INTERNAL, SUSPECT)
     deaths.come_back()
     wait_until(lambda: engine.session.reading)
     assert_served(engine)
@@ -423,16 +425,16 @@ def test_a_run_that_may_have_ended_a_runtime_has_the_device_to_itself(
     assert engine.execute([suspect]) is None
     deaths.die_in_a_call()
     deaths.come_back(box)
-    for one, alone in ((suspect, True), (other, False)):
+    for client_request, alone in ((suspect, True), (other, False)):
         if not alone:
-            assert engine.execute([one]) is None
+            assert engine.execute([client_request]) is None
         pause.reached()
         deaths.runtime.device.gate.clear()
         pause.go()
         deaths.runtime.device.gate.wait_until_held()
         assert [task.alone for task in read_slots(bytes(box.memory))] == [alone]
         deaths.runtime.device.gate.set()
-        assert answer_of(one).error is None
+        assert answer_of(client_request).error is None
 
 
 def test_a_run_waits_for_retry_s_after_each_death(deaths: Deaths, start_meta: StartMeta) -> None:
@@ -447,10 +449,10 @@ def test_a_run_waits_for_retry_s_after_each_death(deaths: Deaths, start_meta: St
         return {"y": y}
 
     engine = start_meta(deaths.runtime, run)
-    one = request(value=0)
-    outlive(one, engine, deaths, pause, times=3)
+    client_request = request(value=0)
+    outlive(client_request, engine, deaths, pause, times=3)
 
-    assert_y(answer_of(one), rows(1, 15))
+    assert_y(answer_of(client_request), rows(1, 15))
 
 
 @both_kinds
@@ -465,14 +467,14 @@ def test_a_run_waits_no_longer_than_its_request(
     """A run's wait for the next runtime ends with its deadline, its cancellation, its model's unload, or after `retry_s`."""
     deaths = Deaths(start_runtime, "stub: {retry_s: 0.2}" if kind == "retry_s" else "stub: {retry_s: 60}")
     engine = start_meta(deaths.runtime, run)
-    one = request(timeout=1000 if kind == "deadline" else 0)
+    client_request = request(timeout=1000 if kind == "deadline" else 0)
     deaths.runtime.device.gate.clear()
-    assert engine.execute([one]) is None
+    assert engine.execute([client_request]) is None
     deaths.die_in_a_call()
     if kind == "deadline":
         pass_stub_time(2000.0)
     if kind == "cancelled":
-        one.cancelled = True
+        client_request.cancelled = True
     if kind == "unloaded":
         engine.close()
 
@@ -482,8 +484,8 @@ def test_a_run_waits_no_longer_than_its_request(
         "unloaded": (FakeError.UNAVAILABLE, "the model is being unloaded"),
         "retry_s": (FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]"),
     }[kind]
-    assert_fails(answer_of(one), code, text)
-    assert one.answers.empty()
+    assert_fails(answer_of(client_request), code, text)
+    assert client_request.answers.empty()
 
 
 # --- through Triton --------------------------------------------------------------------------------------------
@@ -505,17 +507,17 @@ def test_calls_through_triton_are_repeated(
         run(pause) if run is stopping else run,
         triton=FakeCallees(engines=engines),
     )
-    one: FakeRequest = request(value=2)
+    client_request: FakeRequest = request(value=2)
     if run is awaiting:
         deaths.runtime.device.gate.clear()
-        assert engine.execute([one]) is None
+        assert engine.execute([client_request]) is None
         deaths.die_in_a_call()
     else:
-        assert engine.execute([one]) is None
+        assert engine.execute([client_request]) is None
         pause.reached()
         deaths.die()
         pause.go()
 
     deaths.come_back()
 
-    assert_y(answer_of(one), rows(1, 12))
+    assert_y(answer_of(client_request), rows(1, 12))

@@ -105,15 +105,15 @@ def test_rows_from_the_host_and_the_device_share_an_execution(
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         x = inputs["x"]
-        kept = [call(name, {"x": x[:1]}, keep_on_device=True)["y"] for name in "ac"]
+        tensors = [call(name, {"x": x[:1]}, keep_on_device=True)["y"] for name in "ac"]
         pause()
-        a, host, c = call.many([("b", {"x": one}) for one in (kept[0], x, kept[1])])
+        a, host, c = call.many([("b", {"x": tensor}) for tensor in (tensors[0], x, tensors[1])])
         return {"y": host["y"] + 100 * a["y"] + 10_000 * c["y"]}
 
     engine, other = start_meta(runtime, run, "abc"), start_engine()
     plain = model_engine(runtime, doublings["b"])
-    one = request(2, 1)
-    assert engine.execute([one]) is None
+    client_request = request(2, 1)
+    assert engine.execute([client_request]) is None
     pause.reached()
     holding = hold_device(runtime, other)
     runtime.device.executed.clear()
@@ -123,7 +123,7 @@ def test_rows_from_the_host_and_the_device_share_an_execution(
     runtime.device.gate.set()
 
     # For 1, a computes 3 and c computes 5. For these, b computes 8 and 12, and for 1 it computes 4.
-    assert_y(answer_of(one), rows(2, 4 + 100 * 8 + 10_000 * 12))
+    assert_y(answer_of(client_request), rows(2, 4 + 100 * 8 + 10_000 * 12))
     assert_y(answer_of(direct), rows(1, 16))
     for thread in (holding, waits):
         thread.join()
@@ -137,9 +137,9 @@ def test_a_handle_that_is_dropped_frees_the_device(runtime: Runtime, start_meta:
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         for _ in range(50):
-            kept = call("a", inputs, keep_on_device=True)
+            outputs = call("a", inputs, keep_on_device=True)
         pause()
-        del kept
+        del outputs
         y = call("b", inputs)["y"]
         pause()
         return {"y": y}
@@ -195,12 +195,12 @@ def test_more_than_may_be_kept_is_refused(runtime: Runtime, start_meta: StartMet
     """If a run keeps more than half of the device's slack, its call gets QUEUE_FULL, unless it drops handles before."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
-        kept: list[Any] = []
+        outputs: list[Any] = []
         greedy = inputs["x"][0, 0] == 1
         for _ in range(4):
-            kept.append(call("a", inputs, keep_on_device=True))
+            outputs.append(call("a", inputs, keep_on_device=True))
             if not greedy:
-                kept.clear()
+                outputs.clear()
         return {"y": call("b", inputs)["y"]}
 
     engine = start_meta(runtime, run)
@@ -265,8 +265,8 @@ def test_a_handle_is_not_an_array(runtime: Runtime, start_meta: StartMeta, misus
     """A run that returns a handle, or computes with it, fails its request with an error that refers to the log."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
-        kept = call("a", inputs, keep_on_device=True)["y"]
-        return {"y": kept if misuse == "result" else np.add(kept, 1)}
+        tensor = call("a", inputs, keep_on_device=True)["y"]
+        return {"y": tensor if misuse == "result" else np.add(tensor, 1)}
 
     engine = start_meta(runtime, run)
     (answer,) = ask(engine, request())

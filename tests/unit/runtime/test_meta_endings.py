@@ -129,14 +129,14 @@ def test_call_is_of_no_use_after_its_run_or_to_another_thread(
     old: list[Any] = []
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
-        said: list[str] = []
+        messages: list[str] = []
 
         def use(call: Any) -> None:
             try:
                 call("a", inputs)
-                said.append("well")
+                messages.append("well")
             except CallError as error:
-                said.append(str(error))
+                messages.append(str(error))
 
         if old:
             use(old[0])
@@ -144,7 +144,7 @@ def test_call_is_of_no_use_after_its_run_or_to_another_thread(
         thread = threading.Thread(target=use, args=[call])
         thread.start()
         thread.join()
-        assert all("stage 'a': call is for the thread" in text for text in said), said
+        assert all("stage 'a': call is for the thread" in text for text in messages), messages
         return call("a", inputs)  # type: ignore[no-any-return]
 
     engine = start_meta(runtime, run, "a")
@@ -220,6 +220,8 @@ def test_a_large_buffer_goes_with_its_run(runtime: Runtime, start_meta: StartMet
 
     def mapped() -> int:
         connections = runtime.loop._transport.connections
-        return sum(len(segment) for one in connections for segment in list(one.segments.values()))
+        return sum(
+            len(segment) for connection in connections for segment in list(connection.segments.values())
+        )
 
     wait_until(lambda: mapped() <= 1 << 26, what="the buffer's segment to be unmapped")

@@ -34,13 +34,13 @@ def chained(value: float) -> float:
 
 
 def waiting(meta: str = "meta") -> int:
-    found: int = status_of(meta)["waiting"]
-    return found
+    count: int = status_of(meta)["waiting"]
+    return count
 
 
 def running(meta: str = "meta") -> int:
-    found: int = status_of(meta)["running"]
-    return found
+    count: int = status_of(meta)["running"]
+    return count
 
 
 def test_the_third_run_waits_until_one_of_two_leaves(runtime: Runtime, start_meta: StartMeta) -> None:
@@ -49,8 +49,8 @@ def test_the_third_run_waits_until_one_of_two_leaves(runtime: Runtime, start_met
     engine = start_meta(runtime, stopping(pause))
     requests = [request(value=n) for n in range(3)]
 
-    for one in requests:
-        assert engine.execute([one]) is None
+    for client_request in requests:
+        assert engine.execute([client_request]) is None
     pause.reached(2)
     wait_until(lambda: waiting() == 1)
     assert running() == 2
@@ -59,8 +59,8 @@ def test_the_third_run_waits_until_one_of_two_leaves(runtime: Runtime, start_met
     pause.reached()  # The third run has begun.
     pause.go(2)
 
-    for n, one in enumerate(requests):
-        assert_y(answer_of(one), rows(1, chained(n)))
+    for n, client_request in enumerate(requests):
+        assert_y(answer_of(client_request), rows(1, chained(n)))
 
 
 def test_runs_that_wait_for_a_held_model_delay_no_other(runtime: Runtime, start_meta: StartMeta) -> None:
@@ -83,14 +83,14 @@ def test_runs_that_wait_for_a_held_model_delay_no_other(runtime: Runtime, start_
         operator.pause("a", "hold")
         pause.go(2)
         for n in range(3):
-            send(theirs, one := request(value=n)).join()
-            assert_y(answer_of(one), rows(1, 2 * n + 2))
+            send(theirs, client_request := request(value=n)).join()
+            assert_y(answer_of(client_request), rows(1, 2 * n + 2))
         operator.pause("a", None)
     pause.reached(2)
     pause.go(2)
 
-    for n, one in enumerate(waits):
-        assert_y(answer_of(one), rows(1, 2 * n + 1))
+    for n, client_request in enumerate(waits):
+        assert_y(answer_of(client_request), rows(1, 2 * n + 1))
 
 
 def test_what_a_run_does_before_its_first_call_does_not_count(
@@ -112,12 +112,12 @@ def test_what_a_run_does_before_its_first_call_does_not_count(
     pause.reached(2)
 
     for n in range(3):
-        send(quick, one := request(value=n)).join()
-        assert_y(answer_of(one), rows(1, 2 * n + 2))
+        send(quick, client_request := request(value=n)).join()
+        assert_y(answer_of(client_request), rows(1, 2 * n + 2))
     wait_until(lambda: running() == 0)  # The last request is answered before its run ends.
     pause.go(2)
-    for one in computing:
-        assert_y(answer_of(one), rows(1, 3))
+    for client_request in computing:
+        assert_y(answer_of(client_request), rows(1, 3))
 
 
 def test_meta_models_without_callees_are_not_counted(runtime: Runtime, start_meta: StartMeta) -> None:
@@ -130,11 +130,11 @@ def test_meta_models_without_callees_are_not_counted(runtime: Runtime, start_met
     pause.reached(2)
 
     for n in range(4):
-        send(alone, one := request(value=n)).join()
-        assert_y(answer_of(one), rows(1, 7 * n))
+        send(alone, client_request := request(value=n)).join()
+        assert_y(answer_of(client_request), rows(1, 7 * n))
     pause.go(2)
-    for one in inside:
-        assert_y(answer_of(one), rows(1, chained(1)))
+    for client_request in inside:
+        assert_y(answer_of(client_request), rows(1, chained(1)))
 
 
 # --- leaving the line -------------------------------------------------------------------------------------
@@ -151,8 +151,8 @@ def full(runtime: Runtime, start_meta: StartMeta) -> tuple[MetaEngine, Pause, Ca
 
     def end() -> None:
         pause.go(2)
-        for n, one in enumerate(inside):
-            assert_y(answer_of(one), rows(1, chained(n)))
+        for n, client_request in enumerate(inside):
+            assert_y(answer_of(client_request), rows(1, chained(n)))
 
     return engine, pause, end
 
@@ -197,8 +197,8 @@ def test_runs_begin_by_priority(runtime: Runtime, full: tuple[MetaEngine, Pause,
     engine, pause, end = full
     configure(runtime, {"meta_concurrency": 1})
     requests = [request(value=n, priority=priority) for n, priority in ((10, 0), (11, 0), (12, 1))]
-    for one in requests:
-        assert engine.execute([one]) is None
+    for client_request in requests:
+        assert engine.execute([client_request]) is None
     wait_until(lambda: waiting() == 3)
     end()
 
@@ -226,8 +226,8 @@ def test_only_so_many_may_wait(start_runtime: StartRuntime, start_meta: StartMet
     assert_fails(answer_of(refused), FakeError.UNAVAILABLE, "[rsrv:QUEUE_FULL]")
 
     pause.go(4)
-    for n, one in enumerate(requests):
-        assert_y(answer_of(one), rows(1, chained(n)))
+    for n, client_request in enumerate(requests):
+        assert_y(answer_of(client_request), rows(1, chained(n)))
 
 
 def test_a_run_that_fails_leaves_its_place(runtime: Runtime, start_meta: StartMeta) -> None:
@@ -246,12 +246,12 @@ def test_a_run_that_fails_leaves_its_place(runtime: Runtime, start_meta: StartMe
 
     engine = start_meta(runtime, run)
     requests = [request(value=n, timeout=0.02 if n % 3 == 2 else 0) for n in range(30)]
-    for one in requests:
-        send(engine, one).join()
-    for n, one in enumerate(requests):
+    for client_request in requests:
+        send(engine, client_request).join()
+    for n, client_request in enumerate(requests):
         late = n % 3 == 2
         code = FakeError.UNAVAILABLE if late else FakeError.INTERNAL
-        assert_fails(answer_of(one), code, "[rsrv:DEADLINE]" if late else "run hook")
+        assert_fails(answer_of(client_request), code, "[rsrv:DEADLINE]" if late else "run hook")
     send(engine, last := request(value=2)).join()
     assert_y(answer_of(last), rows(1, chained(2)))
 
@@ -276,6 +276,6 @@ def test_runs_of_another_meta_model_that_wait_make_the_device_look_busy(
 
     wait_until(lambda: engine.answers_in_s() > idle_s)
     pause.go(5)
-    for one in requests:
-        answer_of(one)
+    for client_request in requests:
+        answer_of(client_request)
     wait_until(lambda: engine.answers_in_s() == idle_s)

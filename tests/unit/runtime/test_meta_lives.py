@@ -30,8 +30,8 @@ def test_the_stub_closes_while_runs_are_under_way(runtime: Runtime, start_meta: 
     engine = start_meta(runtime, run)
     runtime.device.gate.clear()
     *inside, outside = [request(value=n) for n in range(3)]
-    for one in inside:
-        assert engine.execute([one]) is None
+    for client_request in inside:
+        assert engine.execute([client_request]) is None
     wait_until(lambda: status_of()["running"] == 2)
     assert engine.execute([outside]) is None
     wait_until(lambda: status_of()["waiting"] == 1)
@@ -43,8 +43,8 @@ def test_the_stub_closes_while_runs_are_under_way(runtime: Runtime, start_meta: 
     assert not closing.is_alive()
     assert_fails(answer_of(outside), FakeError.UNAVAILABLE, "the model is being unloaded")
     runtime.device.gate.set()
-    for n, one in enumerate(inside):
-        assert_y(answer_of(one), rows(1, 4 * n + 4))
+    for n, client_request in enumerate(inside):
+        assert_y(answer_of(client_request), rows(1, 4 * n + 4))
 
 
 def test_two_meta_models_share_a_callee(runtime: Runtime, start_meta: StartMeta) -> None:
@@ -97,5 +97,5 @@ def test_a_model_without_calls_waits_for_the_next_runtime(
 
     start_runtime()
 
-    for n, one in enumerate(waiting):
-        assert_y(answer_of(one), rows(1, n))
+    for n, client_request in enumerate(waiting):
+        assert_y(answer_of(client_request), rows(1, n))

@@ -85,7 +85,7 @@ def test_contiguous_parts_travel_by_reference_and_others_are_copied(
 
 def test_scratch_takes_any_shape_and_type(runtime: Runtime, start_meta: StartMeta) -> None:
     """`scratch` returns buffers of any shape and type, which do not overlap."""
-    asked: list[tuple[Any, Any]] = [
+    specs: list[tuple[Any, Any]] = [
         (5, "u1"),
         ((), np.float64),
         ([2, 3], np.int16),
@@ -96,7 +96,7 @@ def test_scratch_takes_any_shape_and_type(runtime: Runtime, start_meta: StartMet
     ]
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
-        buffers = [call.scratch(shape, dtype) for shape, dtype in asked]
+        buffers = [call.scratch(shape, dtype) for shape, dtype in specs]
         shapes = [buffer.shape for buffer in buffers]
         assert shapes == [(5,), (), (2, 3), (0, 7), (4, 1), (3,), (2, 3)]
         for n, buffer in enumerate(buffers):
@@ -160,6 +160,6 @@ def test_what_another_run_stored_is_copied(
     assert engine.execute(requests) is None
     pause.reached(3)
     pause.go(2)
-    for n, one in enumerate(requests):
-        assert_y(answer_of(one), rows(2, 163 + n))
+    for n, client_request in enumerate(requests):
+        assert_y(answer_of(client_request), rows(2, 163 + n))
     table.clear()

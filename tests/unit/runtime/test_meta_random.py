@@ -98,7 +98,7 @@ def execute(program: Program, x: Array) -> Generator[Want, Any, Array]:
         return source % len(registers)
 
     def host(source: int) -> Array:
-        here: list[Array] = [value for value, kept in registers if not kept]
+        here: list[Array] = [value for value, on_device in registers if not on_device]
         return here[source % len(here)]
 
     for step in program:
@@ -107,9 +107,9 @@ def execute(program: Program, x: Array) -> Generator[Want, Any, Array]:
                 value = yield "call", (model, registers[any_of(source)][0], keep)
                 registers.append((value, keep))
             case Many(calls):
-                wanted = [(one.model, registers[any_of(one.source)][0], one.keep) for one in calls]
-                values = yield "many", wanted
-                registers.extend(zip(values, (one.keep for one in calls), strict=True))
+                arguments = [(call.model, registers[any_of(call.source)][0], call.keep) for call in calls]
+                values = yield "many", arguments
+                registers.extend(zip(values, (call.keep for call in calls), strict=True))
             case Refused(model):
                 yield "refused", model
             case Buffer(source):
@@ -125,7 +125,7 @@ def execute(program: Program, x: Array) -> Generator[Want, Any, Array]:
                 at = any_of(source)
                 if at:
                     del registers[at]
-    total = sum(float(value.astype(np.float64).sum()) for value, kept in registers if not kept)
+    total = sum(float(value.astype(np.float64).sum()) for value, on_device in registers if not on_device)
     return x + np.float32(total % 4096)
 
 
@@ -256,8 +256,8 @@ class House:
             execute(list(batch)) if batch else [] for execute, batch in zip(executes, requests, strict=True)
         ]
         return [
-            [answer_of(one) for one in batch] if found is None else found
-            for batch, found in zip(requests, answers, strict=True)
+            [answer_of(request) for request in batch] if answered is None else answered
+            for batch, answered in zip(requests, answers, strict=True)
         ]
 
 
@@ -279,12 +279,12 @@ def house(
 
 registers = st.integers(0, 7)
 models = st.sampled_from(sorted(MODELS))
-ones = st.builds(One, models, registers, st.booleans())
+single_calls = st.builds(One, models, registers, st.booleans())
 steps = st.one_of(
-    ones,
-    ones,
-    st.builds(Many, st.lists(ones, min_size=2, max_size=4).map(tuple)),
-    st.builds(Many, st.lists(ones, min_size=2, max_size=4).map(tuple)),
+    single_calls,
+    single_calls,
+    st.builds(Many, st.lists(single_calls, min_size=2, max_size=4).map(tuple)),
+    st.builds(Many, st.lists(single_calls, min_size=2, max_size=4).map(tuple)),
     st.builds(Refused, models),
     st.builds(Buffer, registers),
     st.builds(Part, registers, st.integers(0, 3), st.integers(1, 9), st.sampled_from([1, 1, 2, -1])),
@@ -303,10 +303,10 @@ def test_random_programs_give_what_numpy_computes_and_leave_nothing(house: House
     def check(drawn: tuple[Program, ...], counts: tuple[list[int], ...]) -> None:
         house.programs[:] = drawn
         rng = np.random.default_rng(sum(map(sum, counts)))
-        batches = [[rng.integers(0, 50, (n, 3)).astype(np.float32) for n in one] for one in counts]
+        batches = [[rng.integers(0, 50, (n, 3)).astype(np.float32) for n in lengths] for lengths in counts]
         answers = house.ask(batches)
-        for program, batch, found in zip([*drawn, None], batches, answers, strict=True):
-            for x, answer in zip(batch, found, strict=True):
+        for program, batch, batch_answers in zip([*drawn, None], batches, answers, strict=True):
+            for x, answer in zip(batch, batch_answers, strict=True):
                 try:
                     y = model("a", x) if program is None else expected(program, x, bls=house.bls)
                 except TooLarge:

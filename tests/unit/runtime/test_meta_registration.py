@@ -36,8 +36,8 @@ def register(runtime: Runtime, meta: Path, calls: Mapping[str, Any]) -> dict[str
 
 
 def models() -> dict[str, Any]:
-    found: dict[str, Any] = read_status(os.getpid())["models"]
-    return found
+    entries: dict[str, Any] = read_status(os.getpid())["models"]
+    return entries
 
 
 @pytest.mark.parametrize("bad", ["a", "b", "ab"])

@@ -97,8 +97,8 @@ def test_inputs_of_different_numbers_of_rows_do_not_go_together(
     """A call with a handle of two rows and an array of three rows is refused."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
-        kept = call("one", {"x": inputs["x"][:2]}, keep_on_device=True)["y"]
-        return call("two", {"x": inputs["x"], "z": kept})  # type: ignore[no-any-return]
+        y = call("one", {"x": inputs["x"][:2]}, keep_on_device=True)["y"]
+        return call("two", {"x": inputs["x"], "z": y})  # type: ignore[no-any-return]
 
     engine = start_meta(runtime, run, ["one", "two"], bundles=models)
     (answer,) = ask(engine, request(3))
@@ -135,9 +135,9 @@ def test_axes_that_differ_do_not_go_together_on_the_device(
     """A handle with rows along another axis is refused. The same result can be passed through the host."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
-        kept = call("one", inputs, keep_on_device=True)["y"]
+        y = call("one", inputs, keep_on_device=True)["y"]
         if inputs["x"][0, 0] == 1:
-            return call("mixed", {"x": kept})  # type: ignore[no-any-return]
+            return call("mixed", {"x": y})  # type: ignore[no-any-return]
         return {"y": call("mixed", {"x": call("one", inputs)["y"]})["y"].copy()}
 
     engine = start_meta(runtime, run, ["mixed", "one"], bundles=models)

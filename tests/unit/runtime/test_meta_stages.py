@@ -73,7 +73,7 @@ class StagedMeta:
         return runtime
 
 
-def kept(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+def through_device(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
     first = call("a", inputs, keep_on_device=True)["y"]
     return {"y": call("b", {"x": first})["y"]}
 
@@ -83,7 +83,7 @@ async def gathered(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
     return {"y": (await call("b", {"x": first["y"]}))["y"] + 0 * second["y"]}
 
 
-@pytest.fixture(params=[kept, gathered])
+@pytest.fixture(params=[through_device, gathered])
 def staged(
     start_runtime: StartRuntime, doublings: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[StagedMeta]:
@@ -102,7 +102,9 @@ def test_each_call_is_executed_on_the_device_of_its_model(staged: StagedMeta) ->
         (answer,) = ask(staged.engines[0], request(2, value))
         assert_y(answer, rows(2, 2 * (2 * value + 1) + 2))
 
-    executed = [len(one.device.executed) - count for one, count in zip(staged.runtimes, before, strict=True)]
+    executed = [
+        len(runtime.device.executed) - count for runtime, count in zip(staged.runtimes, before, strict=True)
+    ]
     assert executed[0] == 5
     assert executed[1] >= 5
     # The last request is answered before its run ends.
@@ -131,8 +133,8 @@ def test_runs_by_stage_do_not_wait_for_each_other_for_ever(staged: StagedMeta) -
 
     assert staged.engines[0].execute(requests) is None
 
-    for value, one in enumerate(requests):
-        assert_y(answer_of(one), rows(1, 2 * (2 * value + 1) + 2))
+    for value, client_request in enumerate(requests):
+        assert_y(answer_of(client_request), rows(1, 2 * (2 * value + 1) + 2))
 
 
 @pytest.mark.parametrize("device", [0, 1])
@@ -147,7 +149,7 @@ def test_a_run_by_stage_outlives_one_of_its_runtimes(staged: StagedMeta, device:
 
     staged.start_runtime(device)
 
-    for value, one in enumerate(requests):
-        assert_y(answer_of(one), rows(1, 2 * (2 * value + 1) + 2))
+    for value, client_request in enumerate(requests):
+        assert_y(answer_of(client_request), rows(1, 2 * (2 * value + 1) + 2))
     (later,) = ask(staged.engines[0], request(1, 9))
     assert_y(later, rows(1, 40))

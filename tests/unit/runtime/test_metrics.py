@@ -46,8 +46,8 @@ def metrics(runtime: Runtime) -> dict[str, Any]:
     return read_status(os.getpid())
 
 
-def count(said: Any) -> int:
-    return sum(said["counts"])
+def count(histogram: Any) -> int:
+    return sum(histogram["counts"])
 
 
 def test_a_model_counts_requests_executions_and_hooks(runtime: Runtime, doublings: dict[str, Path]) -> None:
@@ -107,16 +107,16 @@ def test_slow_requests_have_the_time_in_their_stub(runtime: Runtime, doublings: 
         ask(engine, FakeRequest({"x": ramp(2)}))
         # Another request in the report has the same number, because numbers are only unique on a connection.
         engine.meters.answered(Status.OK, time.perf_counter(), 0)
-        ended = time.monotonic()
+        end_s = time.monotonic()
 
         def known() -> bool:
             return operator.do("slowest", model="a")["requests"][0]["before_s"] is not None
 
         wait_until(known)
         (slow,) = operator.do("slowest", model="a")["requests"]
-    assert entered[0] < slow["at"] < ended
+    assert entered[0] < slow["at"] < end_s
     assert 0 < slow["before_s"] < slow["at"] - began
-    assert 0 < slow["after_s"] < ended - slow["at"] - slow["seconds"]
+    assert 0 < slow["after_s"] < end_s - slow["at"] - slow["seconds"]
 
 
 def test_a_new_version_adds_to_what_the_old_one_counted(runtime: Runtime, doublings: dict[str, Path]) -> None:
@@ -156,15 +156,15 @@ def test_a_meta_model_counts_its_runs_and_hooks_of_what_it_calls(
         ask(engine, FakeRequest({"x": ramp(1)}), FakeRequest({"x": -ramp(1)}))
         wait_until(lambda: sum(metrics(runtime)["metas"]["meta"]["responses"].values()) == 2)
         wait_until(lambda: not metrics(runtime)["metas"]["meta"]["running"])
-        said = metrics(runtime)
+        record = metrics(runtime)
 
-    meta = said["metas"]["meta"]
+    meta = record["metas"]["meta"]
     assert meta["responses"] == {"ok": 1, "internal": 1}
     assert (meta["outcomes"]["answered"], meta["outcomes"]["failed"], meta["calls"]) == (1, 1, 2)
     assert count(meta["hooks"]["run"]) == 2
-    assert count(said["models"]["a"]["hooks"]["pre"]) == 2
-    assert said["models"]["a"]["outcomes"]["answered"] == 2
-    assert said["models"]["a"]["responses"] == {}
+    assert count(record["models"]["a"]["hooks"]["pre"]) == 2
+    assert record["models"]["a"]["outcomes"]["answered"] == 2
+    assert record["models"]["a"]["responses"] == {}
 
 
 def test_a_report_of_a_stub_changes_a_record(runtime: Runtime, doublings: dict[str, Path]) -> None:
@@ -182,13 +182,13 @@ def test_models_share_tensors(runtime: Runtime, doublings: dict[str, Path]) -> N
     engines = [make_engine(runtime, doublings[bundle], name=name) for name, bundle in ("aa", "bb", "ca")]
     for engine in engines:
         ask(engine, FakeRequest({"x": ramp(1)}))
-    said = metrics(runtime)
+    record = metrics(runtime)
 
-    assert said["shared"] == [{"bytes": 12, "models": ["a", "c"], "on_device": True}]
-    b = said["models"]["b"]
+    assert record["shared"] == [{"bytes": 12, "models": ["a", "c"], "on_device": True}]
+    b = record["models"]["b"]
     assert (b["device_bytes"], b["state_bytes"], b["host_bytes"], b["pinned"]) == (12, 0, 12, False)
-    assert (said["memory"]["logical_bytes"], said["memory"]["physical_bytes"]) == (36, 24)
-    assert said["largest_free_bytes"] is None
+    assert (record["memory"]["logical_bytes"], record["memory"]["physical_bytes"]) == (36, 24)
+    assert record["largest_free_bytes"] is None
 
 
 def test_answers_by_an_aliass_name_are_counted_apart(runtime: Runtime, doublings: dict[str, Path]) -> None:
@@ -236,9 +236,9 @@ def test_an_import_counts_until_its_connection_says_otherwise(
 
     for lane, importing in zip(lanes, ([7, 2], [45.0, 3]), strict=True):
         lane.report({**Meters().take(), "importing": importing}, 10)
-    ((name, found),) = metrics(runtime)["importing"].items()
-    assert (name, found["line"]) == ("a", 3)
-    assert found["seconds"] >= 45.0
+    ((name, entry),) = metrics(runtime)["importing"].items()
+    assert (name, entry["line"]) == ("a", 3)
+    assert entry["seconds"] >= 45.0
     assert read_status(os.getpid())["starting"] == {"a": "importing model.py"}
     lanes[1].report(Meters().take(), 10)
     assert metrics(runtime)["importing"]["a"]["line"] == 2

@@ -33,7 +33,7 @@ AMPERE, TURING = Hardware("cuda", (8, 0)), Hardware("cuda", (7, 5))
 
 
 @pytest.mark.parametrize(
-    ("said", "expected", "tf32"),
+    ("device", "expected", "tf32"),
     [
         (("cpu", "<unknown>", None), Hardware("cpu"), False),
         (("gpu", "PJRT C API\ncuda 12090", "8.0"), AMPERE, True),
@@ -46,10 +46,10 @@ AMPERE, TURING = Hardware("cuda", (8, 0)), Hardware("cuda", (7, 5))
     ],
 )
 def test_tf32_needs_compute_capability_8(
-    said: tuple[str, str, object], expected: Hardware, tf32: bool
+    device: tuple[str, str, object], expected: Hardware, tf32: bool
 ) -> None:
     """CUDA devices have TF32 if their compute capability is 8.0 or above, and unknown devices have none."""
-    assert hardware_of(*said) == expected
+    assert hardware_of(*device) == expected
     assert expected.has_tf32 == tf32
 
 
@@ -112,7 +112,7 @@ class Multiplier(FakeDevice):
         return super().compile(module, signature)
 
     def _multiply(self, inputs: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
-        x, y = (rounded(one, self._bits[self._latest]) for one in inputs)
+        x, y = (rounded(factor, self._bits[self._latest]) for factor in inputs)
         # One factor is 1, so any product is exact.
         self._seen.append((x.astype(np.float64) @ y).astype(np.float32))
         return [self._seen[-1]]
@@ -140,7 +140,7 @@ def test_f32_holds_where_the_default_is_tf32() -> None:
     seen: list[Array] = []
 
     assert probe(Multiplier(10, 23, seen), "f32") == "tf32"
-    assert [judge(one) for one in seen] == ["tf32", "f32"]
+    assert [judge(matrix) for matrix in seen] == ["tf32", "f32"]
 
 
 @pytest.mark.parametrize(("bits", "how"), [(10, "tf32"), (16, "indeterminate")])
@@ -183,7 +183,7 @@ def test_tf32_refuses_hardware_without_it(hardware: Hardware, why: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("numerics", "bits", "said"),
+    ("numerics", "bits", "message"),
     [
         ("auto", 10, None),
         ("auto", 23, None),
@@ -193,14 +193,14 @@ def test_tf32_refuses_hardware_without_it(hardware: Hardware, why: str) -> None:
     ],
 )
 def test_what_else_is_odd_is_said(
-    numerics: Numerics, bits: int, said: str | None, caplog: pytest.LogCaptureFixture
+    numerics: Numerics, bits: int, message: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If the probe finds a precision that does not fit the setting, the log has a warning."""
     probe(Multiplier(bits, bits), numerics)
 
     warnings = [record.getMessage() for record in logged_here(caplog) if record.levelno >= logging.WARNING]
-    assert len(warnings) == (said is not None)
-    assert said is None or said in warnings[0]
+    assert len(warnings) == (message is not None)
+    assert message is None or message in warnings[0]
 
 
 _START = """
@@ -288,7 +288,8 @@ def test_the_module_of_another_setting_is_another_executable(products: Path) -> 
     assert treat(module, "model.mlir", "pin", signature.precision)[0] != module
     device = JaxDevice("cpu")
     models = [
-        build_here(products, device, load_settings(settings_text(one))) for one in ("auto", "f32", "f32")
+        build_here(products, device, load_settings(settings_text(setting)))
+        for setting in ("auto", "f32", "f32")
     ]
     first, second, third = (set(map(id, model.executables.values())) for model in models)
     assert not first & second
@@ -307,7 +308,7 @@ def test_a_runtime_on_a_cpu_serves_in_f32_and_says_so(start_runtime: StartRuntim
 
     assert (status["numerics"], status["computes"]) == ("f32", "")
     executables = status["models"]["products"]["executables"]
-    (precision,) = (one["precision"] for one in executables if one["size"] == 4)
+    (precision,) = (executable["precision"] for executable in executables if executable["size"] == 4)
     assert precision["f32"] == 2
     assert precision["hardware"] == precision["tf32"] == 0
 

@@ -263,19 +263,19 @@ def seconds_add_up(model: CompiledModel, device: Device, order: Iterable[int]) -
 
 def right_answers(model: CompiledModel, device: Device, product: Array, depth: int) -> int:
     rng = np.random.default_rng(2)
-    inbox, ended = Inbox(), list[ExecutionEnded]()
+    inbox, ends = Inbox(), list[ExecutionEnded]()
     executor = Executor(inbox, Activity())
     dispatches = []
     for number in range(200):
         size = int(rng.choice([1, 4, 16]))
         dispatch = lay_out(model, number, size, rng)
         dispatches.append(dispatch)
-        while number - len(ended) >= depth:
-            ended += take_ends(inbox)
+        while number - len(ends) >= depth:
+            ends += take_ends(inbox)
         executor.start(dispatch, device, depth=depth, contended=False)
-    while len(ended) < len(dispatches):
-        ended += take_ends(inbox)
-    assert [(one.dispatch, one.error) for one in ended] == [(dispatch, None) for dispatch in dispatches]
+    while len(ends) < len(dispatches):
+        ends += take_ends(inbox)
+    assert [(end.dispatch, end.error) for end in ends] == [(dispatch, None) for dispatch in dispatches]
     (variant,) = model.interface.variants
     return sum(
         all(

@@ -67,8 +67,8 @@ class Server:
     def deaths(self) -> dict[str, list[dict[str, Any]]]:
         """Return the crash history."""
         path = self._directory / paths.DEATHS
-        found: dict[str, list[dict[str, Any]]] = json.loads(path.read_text()) if path.exists() else {}
-        return found
+        records: dict[str, list[dict[str, Any]]] = json.loads(path.read_text()) if path.exists() else {}
+        return records
 
     def _compute(self, inputs: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
         if (inputs[0] == HOSTILE).any() and not self.released.is_set():
@@ -97,12 +97,12 @@ def request(value: float) -> FakeRequest:
     return FakeRequest({"x": np.full((1, 3), value, np.float32)})
 
 
-def assert_answered(one: FakeRequest, expected: float) -> None:
-    assert_y(answer_of(one), np.full((1, 3), expected, np.float32))
+def assert_answered(client_request: FakeRequest, expected: float) -> None:
+    assert_y(answer_of(client_request), np.full((1, 3), expected, np.float32))
 
 
-def assert_refused(one: FakeRequest, text: str = SUSPECT) -> None:
-    answer = answer_of(one)
+def assert_refused(client_request: FakeRequest, text: str = SUSPECT) -> None:
+    answer = answer_of(client_request)
     assert answer.error is not None
     assert answer.error.code == FakeError.INTERNAL
     assert answer.error.message == text
@@ -110,8 +110,8 @@ def assert_refused(one: FakeRequest, text: str = SUSPECT) -> None:
 
 def test_kills_cost_a_request_nothing(server: Server) -> None:
     """Four runtimes are killed while they execute a request. The fifth one answers it, and no model is blamed."""
-    one = request(HOSTILE)
-    assert server.hostile.execute([one]) is None
+    hostile = request(HOSTILE)
+    assert server.hostile.execute([hostile]) is None
     for _ in range(4):
         server.executing.get(timeout=PATIENCE_S)
         server.kill()
@@ -119,7 +119,7 @@ def test_kills_cost_a_request_nothing(server: Server) -> None:
 
     server.released.set()
 
-    assert_answered(one, 2 * HOSTILE + 1)
+    assert_answered(hostile, 2 * HOSTILE + 1)
     attachment = server.hostile.session.attachment
     assert attachment is not None
     assert attachment.key not in server.deaths()
@@ -137,21 +137,21 @@ def test_a_hook_that_writes_into_its_inputs_gets_them_again_as_they_were_sent(se
 
     server.hostile.close()
     server.hostile = server.engine("a", Hooks(preprocess))
-    one = request(HOSTILE / 2)
-    assert server.hostile.execute([one]) is None
+    hostile = request(HOSTILE / 2)
+    assert server.hostile.execute([hostile]) is None
     server.executing.get(timeout=PATIENCE_S)
     server.kill()
     server.executing.get(timeout=PATIENCE_S)
 
     server.released.set()
 
-    assert_answered(one, 2 * HOSTILE + 1)
+    assert_answered(hostile, 2 * HOSTILE + 1)
 
 
 def test_a_queue_that_became_too_short_refuses_no_request_that_waited(server: Server) -> None:
     """The next runtime has a shorter queue. It refuses no waiting request, because the killed runtime had accepted them."""
-    one, others = request(HOSTILE), [request(n) for n in range(10)]
-    assert server.hostile.execute([one]) is None
+    hostile, others = request(HOSTILE), [request(n) for n in range(10)]
+    assert server.hostile.execute([hostile]) is None
     server.executing.get(timeout=PATIENCE_S)
     assert server.hostile.execute(others) is None
     server.settings += "\nscheduler: {max_queue_depth: 2}"
@@ -160,15 +160,19 @@ def test_a_queue_that_became_too_short_refuses_no_request_that_waited(server: Se
 
     server.released.set()
 
-    assert_answered(one, 2 * HOSTILE + 1)
+    assert_answered(hostile, 2 * HOSTILE + 1)
     for value in range(10):
         assert_answered(others[value], 2 * value + 1)
 
 
 def test_a_hostile_request_ends_two_runtimes_and_fails_alone(server: Server) -> None:
     """A hostile request fails after it has ended two runtimes. All others are answered, and its model is blamed once."""
-    one, others, strangers = request(HOSTILE), [request(n) for n in range(5)], [request(n) for n in range(5)]
-    assert server.hostile.execute([one]) is None
+    hostile, others, strangers = (
+        request(HOSTILE),
+        [request(n) for n in range(5)],
+        [request(n) for n in range(5)],
+    )
+    assert server.hostile.execute([hostile]) is None
     server.executing.get(timeout=PATIENCE_S)
     assert server.hostile.execute(others) is None
     assert server.other.execute(strangers) is None
@@ -176,7 +180,7 @@ def test_a_hostile_request_ends_two_runtimes_and_fails_alone(server: Server) -> 
     server.executing.get(timeout=PATIENCE_S)
     server.crash()
 
-    assert_refused(one)
+    assert_refused(hostile)
     for value in range(5):
         assert_answered(others[value], 2 * value + 1)
         assert_answered(strangers[value], 2 * value + 2)
@@ -189,8 +193,8 @@ def test_inputs_that_were_answered_after_a_death_are_as_good_as_new(server: Serv
     """If inputs are answered after a death, this death is forgotten, also if they are a part of a large request."""
     x = np.zeros((rows, 3), np.float32)
     x[0] = HOSTILE
-    one, front = FakeRequest({"x": x}), server.hostile._process.front
-    assert server.hostile.execute([one]) is None
+    client_request, front = FakeRequest({"x": x}), server.hostile._process.front
+    assert server.hostile.execute([client_request]) is None
     server.executing.get(timeout=PATIENCE_S)
     server.crash()
     server.executing.get(timeout=PATIENCE_S)
@@ -198,7 +202,7 @@ def test_inputs_that_were_answered_after_a_death_are_as_good_as_new(server: Serv
 
     server.released.set()
 
-    assert_y(answer_of(one), 2 * x + 1)
+    assert_y(answer_of(client_request), 2 * x + 1)
     wait_until(lambda: front.check({"x": x[:8]}) == 0)
 
 
@@ -207,12 +211,12 @@ def test_a_client_that_repeats_its_hostile_request_ends_no_further_runtime(serve
 
     Another one in the same batch is answered.
     """
-    one = request(HOSTILE)
-    assert server.hostile.execute([one]) is None
+    hostile = request(HOSTILE)
+    assert server.hostile.execute([hostile]) is None
     for _ in range(2):
         server.executing.get(timeout=PATIENCE_S)
         server.crash()
-    assert_refused(one)
+    assert_refused(hostile)
 
     again, good = request(HOSTILE), request(1)
     assert server.hostile.execute([again, good]) is None
@@ -253,8 +257,8 @@ def test_a_client_that_does_not_wait_for_the_second_try_ends_two_runtimes(
 
 def test_a_request_of_another_model_is_no_suspect(server: Server) -> None:
     """If a device hangs with one model's request, a waiting request of another model is not blamed."""
-    one, stranger = request(HOSTILE), request(5)
-    assert server.hostile.execute([one]) is None
+    hostile, stranger = request(HOSTILE), request(5)
+    assert server.hostile.execute([hostile]) is None
     server.executing.get(timeout=PATIENCE_S)
     assert server.other.execute([stranger]) is None
     slot = server.runtime.loop.activity.front(server.runtime.loop.launcher)
@@ -265,4 +269,4 @@ def test_a_request_of_another_model_is_no_suspect(server: Server) -> None:
     server.executing.get(timeout=PATIENCE_S)
     server.released.set()
     assert_answered(stranger, 12)
-    assert_answered(one, 2 * HOSTILE + 1)
+    assert_answered(hostile, 2 * HOSTILE + 1)

@@ -32,8 +32,8 @@ def remember(directory: Path, bundle: Path) -> dict[tuple[int, int], Signature]:
     known = KnownModules(directory / MODULES)
 
     def read_signature(blob: bytes, file: str) -> Signature:
-        known[hashlib.sha256(blob).hexdigest()] = found = signature_of(blob, file)
-        return found
+        known[hashlib.sha256(blob).hexdigest()] = signature = signature_of(blob, file)
+        return signature
 
     return check_signatures(read_bundle(bundle), read_signature)
 

@@ -72,9 +72,9 @@ def test_adding_a_model_reads_its_weights_once(
     settings = load_settings(f"models: {{large: {{residency: {residency}}}}}")
     device = FakeDevice(lambda inputs, weights: [inputs[0]])
     before = bytes_read()
-    wanted = identify("large", str(path), {})
-    assert wanted.bundle.manifest.format_version == version
-    with closing(build(wanted.bundle, device, HostStore(HostMemory()), settings, "large").host) as host:
+    requested = identify("large", str(path), {})
+    assert requested.bundle.manifest.format_version == version
+    with closing(build(requested.bundle, device, HostStore(HostMemory()), settings, "large").host) as host:
         read = bytes_read() - before
         assert times * _BYTES <= read < (times + 0.1) * _BYTES
         assert host.kept == (residency == "system")
@@ -123,24 +123,24 @@ def test_bundles_that_requests_wait_for_are_read_first(
     builder.build("built@1", "built", identify("built", str(doubling), {}).bundle, settings, Demand(), 0.0)
     starts.set()
 
-    ended: list[str] = []
+    events: list[str] = []
 
     def note_all() -> bool:
         for message in inbox.drain():
             if message == "swept":
-                ended.append(message)
+                events.append(message)
             elif isinstance(message, BundlesRead):
                 assert isinstance(message.result, RequestedModels)
-                ended.append(message.result.name)
+                events.append(message.result.name)
             elif isinstance(message, StepEnded):
                 builder.step_ended(message)
             else:
-                ended.append(type(message).__name__)
-        return len(ended) == 10
+                events.append(type(message).__name__)
+        return len(events) == 10
 
     wait_until(note_all)
     built = ["ModulesRead", *["ModuleCompiled"] * 3, "ModelCompiled"]
-    assert ended == ["DeviceReady", "busy", *built, "idle", "other", "swept"]
+    assert events == ["DeviceReady", "busy", *built, "idle", "other", "swept"]
 
 
 def wait_until_served(greeted: Greeted) -> None:
@@ -220,7 +220,7 @@ def test_a_model_whose_stubs_have_gone_before_its_build_is_not_built(
         lanes[name] = runtime.request_model(model=name, bundle=str(doublings[name]), asked=True)
         runtime.device.compiles.wait_until_held()
     wait_until(lambda: len(queue) == 3)
-    reading = next(one for one in loop._transport.connections if one.id in queue)
+    reading = next(connection for connection in loop._transport.connections if connection.id in queue)
     read = identify("b", str(doublings["b"]), {})
     loop._inbox.post(lambda: queue.drop(reading.id))
     loop._inbox.post(lambda: loop._registry.bundles_read(BundlesRead(reading, read, {}, Demand())))
@@ -237,9 +237,7 @@ def test_a_model_whose_stubs_have_gone_before_its_build_is_not_built(
     assert {key.partition("@")[0] for key in runtime.device.costs} == {"a", "d"}
 
 
-def test_builds_wait_for_serving_if_the_processors_are_busy(
-    start_runtime: StartRuntime, doubling: Path
-) -> None:
+def test_builds_have_a_lower_priority_than_the_loop(start_runtime: StartRuntime, doubling: Path) -> None:
     """The build thread has a lower priority than the loop. The device's threads have the same priority as the loop."""
     here = os.getpriority(os.PRIO_PROCESS, 0)
     runtime = start_runtime()
@@ -253,19 +251,19 @@ def test_builds_wait_for_serving_if_the_processors_are_busy(
     assert priorities["weights"] == priorities["warm up"] == here
 
 
-@pytest.mark.parametrize(("discipline", "asked"), [("edf", True), ("edf", False), ("fair", True)])
+@pytest.mark.parametrize(("discipline", "by_request"), [("edf", True), ("edf", False), ("fair", True)])
 def test_fronts_hear_how_long_a_start_takes_where_deadlines_count(
-    start_runtime: StartRuntime, doubling: Path, discipline: str, asked: bool
+    start_runtime: StartRuntime, doubling: Path, discipline: str, by_request: bool
 ) -> None:
     """With edf, a front with waiting requests hears the seconds of the model's shortest build, if there was one."""
     runtime = start_runtime(load_settings(f"scheduler: {{discipline: {discipline}}}"))
     heard: list[StartProgress] = []
-    wanted = {"model": "m", "bundle": str(doubling), "asked": asked}
+    registration = {"model": "m", "bundle": str(doubling), "asked": by_request}
     for _ in range(2):
         lane = runtime.connect()
-        lane.register(wanted, heard.append)
+        lane.register(registration, heard.append)
         lane.close()
         wait_until(lambda: not runtime.loop._catalog.entries)
     least = [step.least_s for step in heard if step.least_s]
-    assert least == (list(runtime.device.starts.values()) if discipline == "edf" and asked else [])
+    assert least == (list(runtime.device.starts.values()) if discipline == "edf" and by_request else [])
     assert 0 < sum(runtime.device.starts.values()) < 60

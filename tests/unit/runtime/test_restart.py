@@ -60,7 +60,7 @@ def test_what_executes_is_answered_and_what_waits_is_given_to_the_next_runtime(
     assert runtime.device.executed == [1]
     between = send_one(engine)
     start_runtime(SETTINGS)
-    assert [answered(one) for one in (executing, waiting, between)] == [1, 1, 1]
+    assert [answered(client_request) for client_request in (executing, waiting, between)] == [1, 1, 1]
 
 
 def test_a_closed_engine_has_no_connection_to_a_runtime_that_has_ended(
@@ -70,8 +70,8 @@ def test_a_closed_engine_has_no_connection_to_a_runtime_that_has_ended(
 
     Closing the engine closes the connections to both runtimes.
     """
-    ended = engine.session.attachment
-    assert ended is not None
+    attachment = engine.session.attachment
+    assert attachment is not None
     with Operator(runtime) as operator:
         assert operator.do("restart", drain_s=30.0) == {}
     wait_until(lambda: not runtime.alive)
@@ -81,7 +81,7 @@ def test_a_closed_engine_has_no_connection_to_a_runtime_that_has_ended(
 
     engine.close()
 
-    assert ended.direct.sock.fileno() == ended.deferred.sock.fileno() == -1
+    assert attachment.direct.sock.fileno() == attachment.deferred.sock.fileno() == -1
 
 
 @both_kinds
@@ -102,10 +102,10 @@ def test_runs_in_progress_end_in_the_old_runtime_and_others_begin_in_the_next_on
         wait_until(lambda: not runtime.alive)
         assert operator.hear() == {}
 
-    wait_until(lambda: sum(not one.answers.empty() for one in requests) == 2)
+    wait_until(lambda: sum(not waiting_request.answers.empty() for waiting_request in requests) == 2)
     start_runtime(SETTINGS)
-    for n, one in enumerate(requests):
-        assert_y(answer_of(one), rows_of(1, 4 * n + 4))
+    for n, client_request in enumerate(requests):
+        assert_y(answer_of(client_request), rows_of(1, 4 * n + 4))
 
 
 def test_generations_in_progress_end_in_the_old_runtime(start_runtime: StartRuntime, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_nothing_is_restarted_if_it_takes_too_long(runtime: Runtime, engine: Eng
             "0 runs of meta models, 0 generations and 1 executions have not ended in time" in refused["error"]
         )
         runtime.device.gate.set()
-        assert [answered(one) for one in (executing, waiting)] == [1, 1]
+        assert [answered(client_request) for client_request in (executing, waiting)] == [1, 1]
         assert operator.do("restart", drain_s=30) == {}
 
 
@@ -175,18 +175,16 @@ def test_a_forced_end_begins_again_what_is_in_progress(
 
     Each request is answered once.
     """
-    asked = one_executes_and_one_waits(runtime, engine)
+    requests = one_executes_and_one_waits(runtime, engine)
     with Operator(runtime) as operator:
         assert operator.do(command, drain_s=0, force=True) == {}
     wait_until(lambda: not runtime.alive)
 
     start_runtime(SETTINGS)
-    assert [answered(one) for one in asked] == [1, 1]
+    assert [answered(client_request) for client_request in requests] == [1, 1]
 
 
-def test_a_second_restart_is_refused_and_one_whose_caller_left_is_withdrawn(
-    runtime: Runtime, engine: Engine
-) -> None:
+def test_a_restart_whose_caller_left_is_withdrawn(runtime: Runtime, engine: Engine) -> None:
     """If the caller of a restart leaves, the restart is withdrawn: the runtime executes the waiting request and continues."""
     executing, waiting = one_executes_and_one_waits(runtime, engine)
     first = Operator(runtime)
@@ -197,5 +195,5 @@ def test_a_second_restart_is_refused_and_one_whose_caller_left_is_withdrawn(
     wait_until(lambda: read_status(os.getpid())["connections"] < before)
 
     runtime.device.gate.set()
-    assert [answered(one) for one in (executing, waiting)] == [1, 1]
+    assert [answered(client_request) for client_request in (executing, waiting)] == [1, 1]
     assert runtime.alive

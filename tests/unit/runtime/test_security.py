@@ -64,13 +64,17 @@ def unsafe(source: str) -> Iterator[str]:
                 yield module
             case ast.Call(func=ast.Name() | ast.Attribute() as function, keywords=keywords):
                 last = function.id if isinstance(function, ast.Name) else function.attr
-                if last not in _LAST_WORDS and not {"shell", "allow_pickle"} & {one.arg for one in keywords}:
+                if last not in _LAST_WORDS and not {"shell", "allow_pickle"} & {
+                    argument.arg for argument in keywords
+                }:
                     continue
                 name = ast.unparse(function)
-                given = {(keyword.arg, ast.unparse(keyword.value)) for keyword in keywords}
-                if name in _UNSAFE_CALLS and ("allow_pickle", "False") not in given:
+                arguments = {(keyword.arg, ast.unparse(keyword.value)) for keyword in keywords}
+                if name in _UNSAFE_CALLS and ("allow_pickle", "False") not in arguments:
                     yield name
-                for keyword, value in sorted(given & {("shell", "True"), ("allow_pickle", "True")}, key=str):
+                for keyword, value in sorted(
+                    arguments & {("shell", "True"), ("allow_pickle", "True")}, key=str
+                ):
                     yield f"{name}({keyword}={value})"
 
 
@@ -78,8 +82,8 @@ def test_nothing_turns_data_into_code() -> None:
     """The product uses no pickle, no eval and no shell. Its only exec runs a bundle's model.py, which is code."""
     sources = [path for folder in PRODUCT for path in sorted((ROOT / folder).rglob("*.py"))]
     assert len(sources) > 80
-    found = {str(path.relative_to(ROOT)): list(unsafe(path.read_text())) for path in sources}
-    assert {path: uses for path, uses in found.items() if uses} == {
+    uses_by_path = {str(path.relative_to(ROOT)): list(unsafe(path.read_text())) for path in sources}
+    assert {path: uses for path, uses in uses_by_path.items() if uses} == {
         "triton_backend/rsrv/hooks/loader.py": ["exec"]
     }
 

@@ -71,11 +71,13 @@ class House:
         self.take(self.sequences.expire(self.now))
 
     def check(self) -> None:
-        slots = [one.slot for one in self.live() if one.slot is not None]
+        slots = [sequence.slot for sequence in self.live() if sequence.slot is not None]
         assert len(slots) == len(set(slots)) <= self.slots
         free = self.sequences._models[KEY].free
         assert sorted([*slots, *free]) == list(range(self.slots)), "slots are taken or free, each once"
-        assert all(one.slot is not None and one.tensors.live for one in self.executing.values())
+        assert all(
+            sequence.slot is not None and sequence.tensors.live for sequence in self.executing.values()
+        )
         assert set(self.answers.values()) <= {1}
 
     def live(self) -> Iterator[SequenceEntry]:
@@ -123,7 +125,7 @@ def test_a_wrong_request_says_what_is_wrong(
     refused = house.refused[house.ask(id, flags, rows=rows)]
     assert refused[0] is status
     assert text in refused[1]
-    assert [one.id for one in house.live()] == [1]
+    assert [sequence.id for sequence in house.live()] == [1]
     house.check()
 
 
@@ -141,7 +143,7 @@ def test_a_live_sequence_may_begin_again() -> None:
     house.run(7, START)
     row = house.executing[house.ask(7, START)].row
     assert row.begins
-    assert [one.slot for one in house.live()] == [row.slot]
+    assert [sequence.slot for sequence in house.live()] == [row.slot]
 
 
 def test_further_sequences_wait_in_turn() -> None:
@@ -205,7 +207,7 @@ def test_the_least_recently_used_sequence_goes_to_the_host() -> None:
     house.run(2, START)
     house.run(1)
     taken = house.executing[house.ask(3, START)].row
-    assert [one.id for one in house.live() if one.state is SequenceState.STORED] == [2]
+    assert [sequence.id for sequence in house.live() if sequence.state is SequenceState.STORED] == [2]
     row = house.executing[house.ask(2)].row
     assert not row.begins
     assert row.slot != taken.slot
@@ -229,7 +231,7 @@ def test_an_idle_sequence_expires() -> None:
     house.pass_time(6.0)
     house.run(2)
     house.pass_time(TIMEOUT_S - 6.0)
-    assert [one.id for one in house.live()] == [2]
+    assert [sequence.id for sequence in house.live()] == [2]
     house.pass_time(6.0)
     assert not house.sequences
     assert house.refused[house.ask(2)][0] is Status.SEQUENCE_LOST
@@ -245,7 +247,7 @@ def test_a_request_expires_while_it_waits_for_a_slot() -> None:
     assert house.sequences.due() == 2.0
     house.pass_time(3.0)
     assert [house.refused[id][0] for id in (old, new)] == [Status.DEADLINE, Status.DEADLINE]
-    assert {one.id: one.state.value for one in house.live()} == {1: "stored", 2: "stepping"}
+    assert {sequence.id: sequence.state.value for sequence in house.live()} == {1: "stored", 2: "stepping"}
     house.check()
 
 
@@ -268,9 +270,9 @@ def test_a_closed_connection_ends_its_sequences() -> None:
     house.finish(house.ask(2, START, owner=2))
     busy = house.ask(3, START, owner=1)
     house.take(house.sequences.leave(1))
-    assert [one.id for one in house.live()] == [2, 3]
+    assert [sequence.id for sequence in house.live()] == [2, 3]
     house.finish(busy)
-    assert [one.id for one in house.live()] == [2]
+    assert [sequence.id for sequence in house.live()] == [2]
     house.check()
 
 
@@ -281,7 +283,7 @@ def test_a_sequence_ends_with_the_connection_of_its_latest_request() -> None:
     house.finish(house.ask(1, owner=2))
 
     house.take(house.sequences.leave(1))
-    assert [one.id for one in house.live()] == [1]
+    assert [sequence.id for sequence in house.live()] == [1]
 
     house.take(house.sequences.leave(2))
     assert not [*house.live()]
@@ -303,7 +305,7 @@ def test_lost_state_ends_every_sequence_that_had_some() -> None:
     assert list(house.executing) == [starting]
     house.take(house.sequences.lose(KEY, 1))
     house.finish(starting)
-    assert [one.id for one in house.live()] == [3]
+    assert [sequence.id for sequence in house.live()] == [3]
     house.check()
 
 
@@ -341,9 +343,9 @@ def test_the_longest_idle_make_room_in_host_memory() -> None:
     assert sequences.host_bytes({KEY}) == 2 * nbytes
     assert sequences.host_bytes(()) == 3 * nbytes
     house.take(sequences.drop(1, {KEY}))
-    assert [one.id for one in house.live()] == [2, 3]
+    assert [sequence.id for sequence in house.live()] == [2, 3]
     house.take(sequences.drop(10 * nbytes, {KEY}))
-    assert [one.id for one in house.live()] == [3]
+    assert [sequence.id for sequence in house.live()] == [3]
     house.take(sequences.drop(1, ()))
     assert not sequences
     house.run(4, START)
@@ -375,12 +377,12 @@ def test_any_course_keeps_slots_and_answers_apart(
 ) -> None:
     """After any events, no slot serves two sequences, each request ends once, and all sequences and slots are released."""
     house = House(slots, when_full, limit=3)
-    asked, losses = list[int](), 0
+    ids, losses = list[int](), 0
     for event, id, flags, owner in course:
         match event:
             case "ask":
                 deadline = house.now + 5.0 if owner == 2 else None
-                asked.append(house.ask(id, flags, owner=owner, deadline=deadline))
+                ids.append(house.ask(id, flags, owner=owner, deadline=deadline))
             case "finish" if house.executing:
                 house.finish(sorted(house.executing)[id % len(house.executing)], executed=flags != START)
             case "cancel" if house.waiting:
@@ -388,8 +390,8 @@ def test_any_course_keeps_slots_and_answers_apart(
             case "time":
                 house.pass_time(float(id))
             case "leave":
-                for one in [n for n, sequence in house.waiting.items() if sequence.owner == owner]:
-                    house.finish(one, executed=False)
+                for number in [n for n, sequence in house.waiting.items() if sequence.owner == owner]:
+                    house.finish(number, executed=False)
                 house.take(house.sequences.leave(owner))
             case "lose":
                 losses += 1
@@ -402,4 +404,4 @@ def test_any_course_keeps_slots_and_answers_apart(
         house.check()
     house.pass_time(TIMEOUT_S)
     assert not house.sequences
-    assert house.answers == Counter(asked)
+    assert house.answers == Counter(ids)

@@ -39,14 +39,14 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return node
 
 
-def found(
-    wanted: Wanted,
+def resolved(
+    setting: Wanted,
     visible: str | None = None,
     gpus: tuple[InstalledGpu, ...] = TWO,
     platform: str = "auto",
 ) -> list[str]:
     environment: Mapping[str, str] = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    return resolve(wanted, platform, environment, lambda: gpus)
+    return resolve(setting, platform, environment, lambda: gpus)
 
 
 def nvml_fails() -> Sequence[InstalledGpu]:
@@ -54,7 +54,7 @@ def nvml_fails() -> Sequence[InstalledGpu]:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "visible", "gpus", "expected"),
+    ("setting", "visible", "gpus", "expected"),
     [
         ("all", None, TWO, ["GPU-aa11", "GPU-bb22"]),
         ("all", None, PARTED, ["MIG-1", "MIG-2", "GPU-bb22"]),
@@ -75,14 +75,14 @@ def nvml_fails() -> Sequence[InstalledGpu]:
     ],
 )
 def test_devices_of_a_setting(
-    wanted: Wanted, visible: str | None, gpus: tuple[InstalledGpu, ...], expected: list[str]
+    setting: Wanted, visible: str | None, gpus: tuple[InstalledGpu, ...], expected: list[str]
 ) -> None:
     """A number is the index of a visible GPU. A partitioned GPU stands for all its instances. Names become UUIDs."""
-    assert found(wanted, visible, gpus) == expected
+    assert resolved(setting, visible, gpus) == expected
 
 
 @pytest.mark.parametrize(
-    ("wanted", "visible", "gpus", "message"),
+    ("setting", "visible", "gpus", "message"),
     [
         ([2], None, TWO, r"runtime\.devices: 2: this machine has GPUs 0 to 1"),
         ([1], None, TWO[:1], r"runtime\.devices: 1: this machine has one GPU, number 0"),
@@ -107,18 +107,18 @@ def test_devices_of_a_setting(
     ],
 )
 def test_devices_that_are_not_there(
-    wanted: Wanted, visible: str | None, gpus: tuple[InstalledGpu, ...], message: str
+    setting: Wanted, visible: str | None, gpus: tuple[InstalledGpu, ...], message: str
 ) -> None:
     """If a device does not exist, the error names the setting and what the machine has."""
     with pytest.raises(DevicesError, match=message):
-        found(wanted, visible, gpus)
+        resolved(setting, visible, gpus)
 
 
 def test_a_gpu_and_the_cpu_as_platform_contradict() -> None:
     """If `devices` has a GPU and `platform` is `cpu`, the error names both settings."""
-    assert found("all", platform="cpu") == ["cpu"]
+    assert resolved("all", platform="cpu") == ["cpu"]
     with pytest.raises(DevicesError, match=r"runtime\.devices: 0 is a GPU, and runtime\.platform is cpu"):
-        found([0], platform="cpu")
+        resolved([0], platform="cpu")
 
 
 def test_nvml_that_fails(card: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_device_with_waiting_requests_does_not_sleep(
         refused = operator.hear()
     assert refused["code"] == "FAILED_PRECONDITION"
     assert refused["error"].startswith("1 requests wait and 0 models are being built: they would wake")
-    assert [answered(one) for one in (executing, waiting)] == [1, 1]
+    assert [answered(request) for request in (executing, waiting)] == [1, 1]
     assert successor.asked == ["prepare", "withdraw"]
     assert runtime.alive
 
@@ -143,7 +143,7 @@ def test_a_sleep_is_refused_during_a_restart_and_withdrawn_with_its_caller(
     second.close()
     wait_until(lambda: successor.asked[3:] == ["withdraw"])
     runtime.device.gate.set()
-    assert [answered(one) for one in (executing, waiting)] == [1, 1]
+    assert [answered(request) for request in (executing, waiting)] == [1, 1]
     assert runtime.alive
 
 
@@ -168,7 +168,7 @@ def test_requests_that_a_sleep_interrupts_wait_as_for_a_start(
 
         start_runtime(settings)
 
-        assert [answered(one) for one in (*interrupted, later)] == [1, 1, 1]
+        assert [answered(request) for request in (*interrupted, later)] == [1, 1, 1]
     finally:
         runtime.device.gate.set()
         engine.close()

@@ -51,10 +51,11 @@ def server() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.parametrize(
-    ("ends", "told"), [("runtime", b"True True\n"), ("server", b"False True\n"), ("server early", b"False ")]
+    ("ends", "output"),
+    [("runtime", b"True True\n"), ("server", b"False True\n"), ("server early", b"False ")],
 )
 def test_a_spare_imports_and_waits_for_an_end(
-    server: subprocess.Popen[bytes], tmp_path: Path, ends: str, told: bytes
+    server: subprocess.Popen[bytes], tmp_path: Path, ends: str, output: bytes
 ) -> None:
     """A spare takes over after the runtime's end. After the server's end it does not, even if it is still importing.
 
@@ -70,7 +71,7 @@ def test_a_spare_imports_and_waits_for_an_end(
                 checked.read_text()
             (runtime if ends == "runtime" else server).kill()
             assert spare.stdout is not None
-            assert spare.stdout.read().startswith(told)
+            assert spare.stdout.read().startswith(output)
         runtime.kill()
 
 
@@ -116,9 +117,9 @@ def test_a_spare_that_ends_is_replaced_while_no_model_is_built(tmp_path: Path) -
 
 
 def renewed(keeper: SpareKeeper, *, fresh: bool = True) -> str:
-    told: Queue[str] = Queue()
-    keeper.prepare(told.put, fresh=fresh)
-    return told.get(timeout=PATIENCE_S)
+    messages: Queue[str] = Queue()
+    keeper.prepare(messages.put, fresh=fresh)
+    return messages.get(timeout=PATIENCE_S)
 
 
 def test_a_system_without_a_thread_left_is_the_reason_of_a_refusal(
@@ -159,7 +160,7 @@ def children() -> Children:
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("line", "message"),
     [
         (READY, ""),
         ("no module named jax", "the next runtime could not serve: no module named jax"),
@@ -170,7 +171,7 @@ def children() -> Children:
     ],
 )
 def test_a_fresh_spare_replaces_the_one_before_if_it_can_serve(
-    make_keeper: MakeKeeper, children: Children, said: str, told: str
+    make_keeper: MakeKeeper, children: Children, line: str, message: str
 ) -> None:
     """After a second renewal there is one spare: the fresh one, or the old one if the fresh one cannot serve.
 
@@ -178,16 +179,16 @@ def test_a_fresh_spare_replaces_the_one_before_if_it_can_serve(
     """
     first = make_keeper()
     assert renewed(first) == ""
-    (kept,) = children()
-    first._command = [sys.executable, "-c", _READY_UNTIL_CLOSED, said]
+    (old,) = children()
+    first._command = [sys.executable, "-c", _READY_UNTIL_CLOSED, line]
 
     answer = renewed(first)
 
-    assert answer.startswith(told)
-    assert bool(answer) is bool(told)
+    assert answer.startswith(message)
+    assert bool(answer) is bool(message)
 
     (now,) = children()
-    assert (now == kept) is bool(told)
+    assert (now == old) is bool(message)
     assert first._spare is not None
     first._spare.end()
 
@@ -345,8 +346,12 @@ def test_a_spare_for_a_planned_end_is_withdrawn_with_it(
 
 
 def spares(server: int) -> list[psutil.Process]:
-    wanted = {"rsrv.runtime", "--listener-fd", str(server)}
-    return [one for one in psutil.process_iter(["cmdline"]) if wanted <= set(one.info["cmdline"] or [])]
+    arguments = {"rsrv.runtime", "--listener-fd", str(server)}
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if arguments <= set(process.info["cmdline"] or [])
+    ]
 
 
 def test_connections_after_a_death_reach_the_spare(

@@ -32,10 +32,10 @@ def runtime(start_runtime: StartRuntime) -> Runtime:
 
 def start(models: dict[str, Path], **more: Any) -> dict[str, str]:
     """Start models. Return the reasons of those that failed, by name."""
-    said = command(
+    answer = command(
         os.getpid(), {"command": "start", "models": {k: str(v) for k, v in models.items()}, **more}
     )
-    failed: dict[str, str] = said["failed"]
+    failed: dict[str, str] = answer["failed"]
     return failed
 
 
@@ -109,10 +109,10 @@ def test_a_model_that_is_held_falls_back_when_it_is_idle(
     start({"a": doublings["a"]})
     wait_until(is_ready(runtime, "a"))
 
-    for after, left in ((500.0, ["a"]), (700.0, [])):
+    for after, models in ((500.0, ["a"]), (700.0, [])):
         now = time.monotonic() + after
         runtime.loop._inbox.post(partial(runtime.loop._registry.dismiss_idle, now))
-        wait_until(lambda left=left: served() == left)  # type: ignore[misc]
+        wait_until(lambda models=models: served() == models)  # type: ignore[misc]
 
 
 def test_another_version_takes_the_place_of_one_that_is_held(
@@ -199,8 +199,8 @@ def test_a_model_for_whose_executables_no_mapping_is_left_is_refused(
 
     For the next model, the mappings are counted again.
     """
-    left = iter([100, 30000])
-    monkeypatch.setattr(model_builder, "spare_mappings", lambda: (next(left), 65530))
+    spare_mappings = iter([100, 30000])
+    monkeypatch.setattr(model_builder, "spare_mappings", lambda: (next(spare_mappings), 65530))
     start({"a": doublings["a"]})
     wait_until(lambda: "vm.max_map_count: 65530" in start({"a": doublings["a"]}, poll=True).get("a", ""))
 

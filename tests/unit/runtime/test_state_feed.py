@@ -341,10 +341,10 @@ def test_changes_lead_to_what_a_new_watcher_is_given(
     runtime.stop()
 
 
-def ask_for(runtime: Runtime, wanted: dict[str, Any]) -> RuntimeConnection:
+def ask_for(runtime: Runtime, registration: dict[str, Any]) -> RuntimeConnection:
     """Return a connection that has sent a request, without waiting for its answer."""
     lane = RuntimeConnection(runtime.open())
-    assert lane._send(pack_json(Kind.REGISTER, wanted), 1.0)
+    assert lane._send(pack_json(Kind.REGISTER, registration), 1.0)
     return lane
 
 

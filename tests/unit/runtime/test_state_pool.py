@@ -103,10 +103,10 @@ def test_a_warm_up_that_fails_on_the_device_leaves_no_broken_pools(
 def test_evicted_pools_keep_the_state_of_live_sequences(machine: Machine) -> None:
     """After an eviction, live sequences continue in any slot. Sequences that have ended take no memory."""
     machine.step(("a", 0, True), ("b", 1, True), ("c", 2, True), value=5.0)
-    ended = machine.tensors["b"]
+    state = machine.tensors["b"]
     machine.end("b")
     machine.pool.unload(machine.device)
-    assert ended.arrays is None
+    assert state.arrays is None
     machine.pool.load(machine.device)
     machine.step(("c", 0, False))
     machine.step(("a", 1, False), ("c", 0, False), ("d", 2, True))
@@ -190,4 +190,4 @@ def test_nobody_sees_anothers_state(machine: Machine, seed: int) -> None:
                     for name, slot in zip(chosen, free, strict=True)
                 ]
                 machine.step(*rows, value=float(rng.randrange(1, 1000)))
-    assert all(one.arrays is None or one.slot is None for one in machine.tensors.values())
+    assert all(state.arrays is None or state.slot is None for state in machine.tensors.values())

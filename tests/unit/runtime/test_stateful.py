@@ -51,8 +51,8 @@ class Client(SequenceClient):
 
 def counts() -> dict[str, int]:
     """Return the number of sequences by state."""
-    found: dict[str, int] = read_status(os.getpid())["models"]["sums"]["sequences"]
-    return found
+    numbers: dict[str, int] = read_status(os.getpid())["models"]["sums"]["sequences"]
+    return numbers
 
 
 StartClient = Callable[..., Client]
@@ -181,8 +181,11 @@ def test_a_failed_execution_ends_the_sequences(runtime: Runtime, start_client: S
     wait_until(lambda: read_status(os.getpid())["models"]["sums"]["queued"] == 1)
     runtime.device.fail_next("read", error=DeviceError("told to"))
     runtime.device.gate.set()
-    ended = client.end(failing)
-    assert (ended.status, "Its sequence has ended; start it again" in ended.text) == (Status.INTERNAL, True)
+    completion = client.end(failing)
+    assert (completion.status, "Its sequence has ended; start it again" in completion.text) == (
+        Status.INTERNAL,
+        True,
+    )
     lost = client.end(queued)
     assert lost.status is Status.SEQUENCE_LOST
     assert "an execution of this model failed, and the state of all its sequences was lost" in lost.text

@@ -60,9 +60,9 @@ def stopped(runtime: Runtime) -> Iterator[None]:
 
 def give_up_direct(engine: Engine) -> FakeRequest:
     """Send a request that keeps the connection for answers in place, so that later requests are answered by the thread."""
-    one = request()
-    assert engine.execute([one]) is None
-    return one
+    client_request = request()
+    assert engine.execute([client_request]) is None
+    return client_request
 
 
 def idle(engine: Engine) -> bool:
@@ -81,18 +81,18 @@ def test_deadlines_are_kept_while_the_runtime_is_stopped(runtime: Runtime, start
         started = time.monotonic()
         requests = [request(timeout=0.2) for _ in range(100)]
         patient = request(timeout=1000)
-        for one in (*requests, patient):
-            assert engine.execute([one]) is None
+        for client_request in (*requests, patient):
+            assert engine.execute([client_request]) is None
 
-        for one in requests:
-            assert_fails(answer_of(one), FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
+        for client_request in requests:
+            assert_fails(answer_of(client_request), FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
             assert time.monotonic() - started >= 0.2
         assert not idle(engine)
         assert patient.answers.empty()
 
     assert_y(answer_of(patient), 2 * rows(1) + 1)
     wait_until(lambda: idle(engine))
-    assert all(one.answers.empty() for one in requests)
+    assert all(waiting_request.answers.empty() for waiting_request in requests)
     (answer,) = ask(engine, request(value=5))
     assert_y(answer, rows(1, 11))
 
@@ -134,13 +134,13 @@ def test_more_than_a_stopped_runtime_can_be_told_is_refused_at_once(
         give_up_direct(engine)
         requests = [request(value=n) for n in range(FLOOD)]
         started = time.monotonic()
-        for one in requests:
-            assert engine.execute([one]) is None
+        for client_request in requests:
+            assert engine.execute([client_request]) is None
         assert time.monotonic() - started < FLOOD_S
         assert not takes_requests(engine)
     refused = 0
-    for number, one in enumerate(requests):
-        answer = answer_of(one)
+    for number, client_request in enumerate(requests):
+        answer = answer_of(client_request)
         if answer.error is None:
             assert_y(answer, rows(1, 2 * number + 1))
         else:
@@ -167,7 +167,7 @@ def test_a_batch_that_a_stopped_runtime_takes_half_of_is_answered_in_full(
         started = time.monotonic()
         assert engine.execute(list(requests)) is None
         assert time.monotonic() - started < FLOOD_S
-    answers = [answer_of(one) for one in requests]
+    answers = [answer_of(client_request) for client_request in requests]
     well = [n for n, answer in enumerate(answers) if answer.error is None]
     assert well == list(range(len(well)))
     assert 0 < len(well) < FLOOD
@@ -188,10 +188,10 @@ def test_runs_that_wait_to_be_let_in_keep_their_deadline(
     with stopped(runtime):
         requests = [request(timeout=0.2 if n % 2 else 0, value=n) for n in range(6)]
         assert engine.execute(list(requests)) is None
-        for one in requests[1::2]:
-            assert_fails(answer_of(one), FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
-    for one in requests[::2]:
-        assert answer_of(one).error is None
+        for client_request in requests[1::2]:
+            assert_fails(answer_of(client_request), FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
+    for client_request in requests[::2]:
+        assert answer_of(client_request).error is None
     wait_until(lambda: not status_of()["running"])
     assert_served(engine)
 
@@ -211,8 +211,8 @@ def test_segments_are_announced_once_however_often_it_takes(runtime: Runtime, do
             sent += 1
         large = [lane.take(2 << 20, 1) for _ in range(3)]
         assert not lane.submit([submission._replace(request=sent)])
-        for one in large:
-            lane.release(one)
+        for large_slab in large:
+            lane.release(large_slab)
         assert not lane.cancel([0])
     answered = 0
     while answered < sent:
@@ -264,20 +264,20 @@ def test_memory_that_the_machine_does_not_have_is_not_asked_for(
 def test_every_request_is_heard_whose_stub_ends(runtime: Runtime, start_engine: StartEngine) -> None:
     """When a stub ends because of a hook, its waiting requests get the reason. Later requests get RUNTIME_DOWN."""
     engine = start_engine()
-    left: list[int] = []
-    engine._process.end._leave = left.append
+    statuses: list[int] = []
+    engine._process.end._leave = statuses.append
     engine._process.end._backstop = FakeBackstop()
     with stopped(runtime):
         give_up_direct(engine)
         requests = [FakeRequest({"x": rows(1)}) for _ in range(5)]
-        for one in requests:
-            assert engine.execute([one]) is None
+        for client_request in requests:
+            assert engine.execute([client_request]) is None
 
         engine._process.end("the model's hook hangs")
 
-        for one in requests:
-            assert_fails(answer_of(one), FakeError.INTERNAL, "the model's hook hangs")
-        assert left == [1]
+        for client_request in requests:
+            assert_fails(answer_of(client_request), FakeError.INTERNAL, "the model's hook hangs")
+        assert statuses == [1]
         late = request()
         assert engine.execute([late]) is None
         assert_fails(answer_of(late), FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]")

@@ -50,19 +50,19 @@ def change_index(path: Path, **changes: Any) -> None:
 
 def test_an_executable_is_found_by_the_digest_of_its_module(stored: Path) -> None:
     """An executable is found by the digest of its module. Other modules have none."""
-    found = find_executables(stored.parent, HERE)
-    assert found is not None
-    with found:
-        assert found.get(MODULE) == b"machine code"
-        assert found.get(OTHER) is None
+    executables = find_executables(stored.parent, HERE)
+    assert executables is not None
+    with executables:
+        assert executables.get(MODULE) == b"machine code"
+        assert executables.get(OTHER) is None
 
 
 def test_a_new_file_replaces_the_old_one_and_leaves_nothing_beside_it(stored: Path) -> None:
     """A new file replaces the old one atomically, and no other file is left."""
     write_executables(stored, HERE, True, {OTHER: b"other code"})
-    with StoredExecutables(stored) as found:
-        assert found.contents.tuned
-        assert list(found.contents.digests) == [OTHER]
+    with StoredExecutables(stored) as executables:
+        assert executables.contents.tuned
+        assert list(executables.contents.digests) == [OTHER]
     assert list(stored.parent.iterdir()) == [stored]
 
 
@@ -92,10 +92,10 @@ def test_files_for_other_cards_lie_beside_the_one_that_is_used(
     """A repository may have files for several kinds of cards. The one for this card is used, without a warning."""
     caplog.set_level(logging.INFO)
     write_executables(stored.with_name("a100.executables"), replace(HERE, card="A100"), False, {})
-    found = find_executables(stored.parent, HERE)
-    assert found is not None
-    found.close()
-    assert found.path == stored
+    executables = find_executables(stored.parent, HERE)
+    assert executables is not None
+    executables.close()
+    assert executables.path == stored
     (record,) = logged_here(caplog)
     assert record.levelname == "INFO"
 
@@ -108,11 +108,11 @@ def test_a_tuned_file_is_preferred_to_another_one_for_the_same_card(stored: Path
     tuned = stored.with_name("ours.executables")
     write_executables(tuned, HERE, True, {OTHER: b"tuned code"})
 
-    found = find_executables(stored.parent, HERE)
+    executables = find_executables(stored.parent, HERE)
 
-    assert found is not None
-    with found:
-        assert found.path == tuned
+    assert executables is not None
+    with executables:
+        assert executables.path == tuned
 
 
 def test_a_repository_without_executables_says_nothing(
@@ -145,8 +145,8 @@ def test_a_changed_byte_of_an_executable_costs_a_compilation(
 ) -> None:
     """An executable with a changed byte is not loaded, and its module is compiled."""
     replace_entry(stored, MODULE, b"machine c0de")
-    with StoredExecutables(stored) as found:
-        assert found.get(MODULE) is None
+    with StoredExecutables(stored) as executables:
+        assert executables.get(MODULE) is None
     (record,) = logged_here(caplog)
     assert record.getMessage() == f"{stored}: {MODULE} is damaged, so it is compiled"
 
@@ -161,9 +161,9 @@ def test_no_flipped_bit_of_the_file_does_more_than_cost_a_compilation(stored: Pa
         damaged = bytearray(whole)
         damaged[position] ^= 1 << position % 8
         stored.write_bytes(damaged)
-        if (found := find_executables(stored.parent, HERE)) is not None:
-            with found:
-                assert found.get(MODULE) in (None, b"machine code")
+        if (executables := find_executables(stored.parent, HERE)) is not None:
+            with executables:
+                assert executables.get(MODULE) in (None, b"machine code")
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x05\x06 no archive", b"{}"])

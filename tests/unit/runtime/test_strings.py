@@ -53,8 +53,8 @@ def lengths(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def measured(inputs: Mapping[str, Array]) -> dict[str, Any]:
-    assert all(type(one) is bytes for one in inputs["text"])
-    return {"x": np.array([[len(one)] * 3 for one in inputs["text"]], np.float32)}
+    assert all(type(text) is bytes for text in inputs["text"])
+    return {"x": np.array([[len(text)] * 3 for text in inputs["text"]], np.float32)}
 
 
 def labelled(outputs: Mapping[str, Array]) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def test_a_meta_model_passes_strings_on(runtime: Runtime, lengths: Path, start_m
     """A meta model may call a model with text. Strings that it returns are sent as strings."""
 
     def run(inputs: Mapping[str, Array], call: Any) -> dict[str, Any]:
-        texts = [one.decode(errors="replace") for one in inputs["text"]]
+        texts = [text.decode(errors="replace") for text in inputs["text"]]
         return {"labels": call("lengths", {"text": texts})["labels"].reshape(-1)}
 
     engine = start_meta(

@@ -222,10 +222,10 @@ def test_hooks_change_tensors_on_both_sides(runtime: Runtime, start_engine: Star
         (WireTensor("y", "f32", (-1, 1)),),
     )
 
-    one, two = ask(engine, FakeRequest({"x": ramp(1)}), FakeRequest({"x": ramp(2, 5)}))
+    first, second = ask(engine, FakeRequest({"x": ramp(1)}), FakeRequest({"x": ramp(2, 5)}))
 
-    assert_y(one, (20 * ramp(1) + 1)[:, :1])
-    assert_y(two, (20 * ramp(2, 5) + 1)[:, :1])
+    assert_y(first, (20 * ramp(1) + 1)[:, :1])
+    assert_y(second, (20 * ramp(2, 5) + 1)[:, :1])
 
 
 def raising(arrays: dict[str, Array]) -> dict[str, Array]:
@@ -323,7 +323,10 @@ def test_the_runtimes_end_is_told_and_its_successor_is_used(
 
     wait_until(lambda: engine.session.reading is None)
     wait_until(lambda: engine._process.front.snapshot.waiting)
-    assert sum("runtime" in one for one in caplog.messages if not one.startswith("no runtime yet")) == 1
+    assert (
+        sum("runtime" in message for message in caplog.messages if not message.startswith("no runtime yet"))
+        == 1
+    )
     held.append(FakeRequest({"x": ramp(1, 5)}))
     assert engine.execute(held[5:]) is None
     start_runtime()
@@ -503,11 +506,11 @@ def test_memory_that_was_refused_once_is_requested_again(
     def full(lane: RuntimeConnection, nbytes: int, users: int) -> Slab:
         raise OSError("no memory")
 
-    given: list[Place] = []
+    places: list[Place] = []
     give = Arena.give
 
     def recorded(arena: Arena, place: Place) -> None:
-        given.append(place)
+        places.append(place)
         give(arena, place)
 
     with monkeypatch.context() as patched:
@@ -520,6 +523,6 @@ def test_memory_that_was_refused_once_is_requested_again(
             (refusal,) = ask(engine, FakeRequest({"x": ramp(1)}))
             assert refused(refusal, FakeError.UNAVAILABLE, "[rsrv:QUEUE_FULL]")
 
-    assert len(given) == 1
+    assert len(places) == 1
     (answer,) = ask(engine, FakeRequest({"x": ramp(2)}))
     assert_y(answer, 2 * ramp(2) + 1)

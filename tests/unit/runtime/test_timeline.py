@@ -67,9 +67,9 @@ def test_arrivals_are_kept_for_a_reader_only() -> None:
     assert timeline.arrivals.answer("i", 0, 11.0)["requests"] == []
 
     timeline.happened(ev.RequestsArrived((calls, ev.Request(3, "a@1", 0, 1, accepted=True))), 12.0)
-    said = timeline.arrivals.answer("i", 0, 12.5)
-    assert said["requests"] == [(12.0, "a@1", 4, 1, 1.5, 3, True)]  # Request 3 came before a restart.
-    assert (said["instance"], said["first"], said["next"], said["end"]) == ("i", 0, 2, 2)
+    answer = timeline.arrivals.answer("i", 0, 12.5)
+    assert answer["requests"] == [(12.0, "a@1", 4, 1, 1.5, 3, True)]  # Request 3 came before a restart.
+    assert (answer["instance"], answer["first"], answer["next"], answer["end"]) == ("i", 0, 2, 2)
 
     timeline.happened(ev.RequestsArrived((ev.Request(4, "b@1", 0, 2),)), 12.5 + ARRIVALS_S)
     assert timeline.arrivals.answer("i", 2, 30.0)["end"] == 2
@@ -83,8 +83,8 @@ def test_a_slow_reader_learns_what_it_has_lost() -> None:
     arrivals = RecentArrivals(2)
     arrivals.answer("i", 0, 0.0)
     arrivals.add([ev.Request(id, "a@1", 0, 1) for id in range(1, 6)], 1.0)
-    said = arrivals.answer("i", 0, 2.0)
-    assert (said["first"], said["next"], len(said["requests"])) == (3, 5, 2)
+    answer = arrivals.answer("i", 0, 2.0)
+    assert (answer["first"], answer["next"], len(answer["requests"])) == (3, 5, 2)
 
 
 @given(length=st.integers(1, 10), count=st.integers(0, 30), most=st.integers(1, 7))
@@ -93,12 +93,12 @@ def test_reading_on(length: int, count: int, most: int) -> None:
     timeline = Timeline(length)
     for at in range(count):
         timeline.begins(ev.EvictWeights("a", at), float(at))
-    found: list[float] = []
+    starts: list[float] = []
     at = 0
     while at < timeline.spans.next:
         first, spans = timeline.spans.since(at, most)
         assert spans
-        found += [span.start for span in spans]
+        starts += [span.start for span in spans]
         at = first + len(spans)
-    assert found == [float(number) for number in range(max(0, count - length), count)]
+    assert starts == [float(number) for number in range(max(0, count - length), count)]
     assert timeline.spans.since(at + 5, most) == (timeline.spans.next, [])

@@ -121,8 +121,10 @@ def test_a_request_that_is_not_executed_says_why(loading: bool) -> None:
 
     waits = [span(1, "queue", 10, 11, "expired"), span(2, "queue", 12, 12, "queue_full")]
     loads = [span(1, "load", 10, 11, "still under way"), span(2, "load", 12, 12, "still under way")]
-    assert [one for one in played.spans if one.name == "queue"] == waits
-    assert [one for one in played.spans if one.name == "load"] == (loads if loading else [])
+    assert [played_span for played_span in played.spans if played_span.name == "queue"] == waits
+    assert [played_span for played_span in played.spans if played_span.name == "load"] == (
+        loads if loading else []
+    )
 
 
 def test_a_second_try_is_a_second_execution() -> None:
@@ -135,7 +137,10 @@ def test_a_second_try_is_a_second_execution() -> None:
     played.happens(ev.ExecutionFinished(8, 0.5), 14.0)
     played.ends(ev.Finish(1, ev.Outcome.ANSWERED), 14.0)
 
-    assert [(one.name, one.start_ns // 10**8, bool(one.error)) for one in played.spans] == [
+    assert [
+        (played_span.name, played_span.start_ns // 10**8, bool(played_span.error))
+        for played_span in played.spans
+    ] == [
         ("queue", 100, False),
         ("execute", 115, True),
         ("execute", 135, False),
@@ -148,8 +153,8 @@ def test_spans_that_nobody_asks_for_are_forgotten() -> None:
     Their number is added to that of the spans that stubs dropped.
     """
     played = Played(length=3)
-    told = [span(1, name, 1, 2) for name in "abcde"]
-    played.traces.report(told, 4)
+    spans = [span(1, name, 1, 2) for name in "abcde"]
+    played.traces.report(spans, 4)
     played.traces.report([], 2)
 
     assert played.traces.answer("i", 1) == {
@@ -158,7 +163,7 @@ def test_spans_that_nobody_asks_for_are_forgotten() -> None:
         "next": 5,
         "end": 5,
         "dropped": 6,
-        "spans": told[2:],
+        "spans": spans[2:],
     }
 
 
@@ -168,19 +173,19 @@ def runtime(start_runtime: StartRuntime) -> Runtime:
     return start_runtime(load_settings("{stub: {retry_s: 0}, traces: {endpoint: 'http://nowhere'}}"))
 
 
-def told(engine: Engine | MetaEngine, last: str) -> dict[str, Span]:
+def reported_spans(engine: Engine | MetaEngine, last: str) -> dict[str, Span]:
     """Return the spans of stub and runtime by name, as soon as the span `last` is there."""
-    found: dict[str, Span] = {}
+    spans: dict[str, Span] = {}
 
     def there() -> bool:
         answer = command(os.getpid(), {"command": "traces"})
-        found.update({one[3]: Span(*one) for one in answer["spans"]})
-        return last in found
+        spans.update({fields[3]: Span(*fields) for fields in answer["spans"]})
+        return last in spans
 
     reporting = Reporting(engine.session, engine.meters, period=0.01)
     wait_until(there)
     reporting.close()
-    return found
+    return spans
 
 
 def test_a_traced_request_shows_what_stub_and_runtime_did(
@@ -193,7 +198,7 @@ def test_a_traced_request_shows_what_stub_and_runtime_did(
 
     ask(engine, FakeRequest({"x": ramp(2)}, traceparent=SAMPLED), FakeRequest({"x": ramp(1)}))
 
-    spans = told(engine, "infer doubling")
+    spans = reported_spans(engine, "infer doubling")
     infer, queue = spans["infer doubling"], spans["queue"]
     assert (infer.trace, infer.parent) == (TRACE, PARENT)
     assert infer.attributes["rsrv.rows"] == 2
@@ -221,7 +226,7 @@ def test_a_request_that_does_not_reach_the_runtime_is_traced_as_well(
     engine = start_engine(Hooks(broken))
     (answer,) = ask(engine, FakeRequest({"x": ramp(2)}, traceparent=SAMPLED))
 
-    spans = told(engine, "infer doubling")
+    spans = reported_spans(engine, "infer doubling")
     assert spans.keys() == {"preprocess", "infer doubling"}
     assert text in spans["preprocess"].error
     assert spans["infer doubling"].error == spans["preprocess"].error
@@ -241,7 +246,7 @@ def test_a_context_that_cannot_be_read_costs_no_request(
 
     engine = start_engine()
     ask_all(engine)
-    assert "execute" in told(engine, "infer doubling")
+    assert "execute" in reported_spans(engine, "infer doubling")
     ask_all(start_meta(runtime, lambda inputs, call: call("a", inputs)))
 
 
@@ -251,7 +256,7 @@ def test_a_request_with_a_wrong_parameter_is_traced(start_engine: StartEngine) -
     wrong = json.dumps({"rsrv_priority": "high", "TraceParent": SAMPLED})
     (answer,) = ask(engine, FakeRequest({"x": ramp(1)}, parameters=wrong))
 
-    infer = told(engine, "infer doubling")["infer doubling"]
+    infer = reported_spans(engine, "infer doubling")["infer doubling"]
     assert answer.error is not None
     assert infer.error in answer.error.message
     assert "rsrv_priority" in infer.error
@@ -266,8 +271,8 @@ def test_a_request_without_a_runtime_is_traced(
     runtime.stop()
     wait_until(lambda: engine.session.reading is None and meta.session.reading is None)
     for each in (engine, meta):
-        wanted, other = FakeRequest({"x": ramp(1)}, traceparent=SAMPLED), FakeRequest({"x": ramp(1)})
-        first, second = ask(each, wanted, other)
+        traced, other = FakeRequest({"x": ramp(1)}, traceparent=SAMPLED), FakeRequest({"x": ramp(1)})
+        first, second = ask(each, traced, other)
 
         ((infer,), _) = each.meters.spans.take()
         assert (infer.trace, infer.parent, infer.name) == (TRACE, PARENT, f"infer {each.session.model}")
@@ -310,13 +315,13 @@ def test_calls_of_a_meta_model_are_parts_of_its_run(runtime: Runtime, start_meta
     (answer,) = ask(engine, FakeRequest({"x": ramp(1)}, traceparent=SAMPLED))
     assert answer.error is None
 
-    spans = told(engine, "infer meta")
+    spans = reported_spans(engine, "infer meta")
     infer, whole, good, bad = (spans[name] for name in ("infer meta", "run", "call a", "call b"))
     assert (infer.parent, whole.parent, good.parent, bad.parent) == (PARENT, infer.id, whole.id, whole.id)
     assert "expected shape" in bad.error
-    waits = [one for one in command(os.getpid(), {"command": "traces"})["spans"] if one[3] == "queue"]
+    waits = [entry for entry in command(os.getpid(), {"command": "traces"})["spans"] if entry[3] == "queue"]
     # The waits are for admission and for the device.
-    assert {one[1] for one in waits} == {whole.id, good.id}
+    assert {wait[1] for wait in waits} == {whole.id, good.id}
     assert (good.error, whole.error, infer.error) == ("", "", "")
     assert spans["execute"].parent == good.id
     assert spans["execute"].attributes["rsrv.model"] == "a"
@@ -334,13 +339,13 @@ def test_calls_through_triton_are_parts_as_well(
     with meta_engine(runtime, meta, {"a": doublings["a"]}, triton=triton) as engine:
         (answer,) = ask(engine, FakeRequest({"x": ramp(1)}, traceparent=SAMPLED))
         assert answer.error is None
-        spans = told(engine, "infer meta") | told(triton.engines["a"], "infer a")
+        spans = reported_spans(engine, "infer meta") | reported_spans(triton.engines["a"], "infer a")
     triton.close()
 
     assert spans["call a"].parent == spans["run"].id
     assert spans["infer a"].parent == spans["call a"].id
     assert spans["execute"].parent == spans["infer a"].id
-    assert {one.trace for one in spans.values()} == {TRACE}
+    assert {entry.trace for entry in spans.values()} == {TRACE}
 
 
 def test_a_runtime_without_a_collector_keeps_nothing(start_runtime: StartRuntime, doubling: Path) -> None:
@@ -361,8 +366,8 @@ def test_marks_of_requests_that_are_refused_do_not_stay(
 ) -> None:
     """The marks of refused requests and calls are removed, even if the scheduler never gets the request."""
     engine = make_engine(runtime, doubling)
-    ended = json.dumps({"rsrv_run": "1"})
-    (answer,) = ask(engine, FakeRequest({"x": ramp(1)}, parameters=ended, traceparent=SAMPLED))
+    parameters = json.dumps({"rsrv_run": "1"})
+    (answer,) = ask(engine, FakeRequest({"x": ramp(1)}, parameters=parameters, traceparent=SAMPLED))
     assert answer.error is not None
     assert not runtime.loop._traces.live
     calls = start_meta(runtime, lambda inputs, call: inputs).session.attachment
@@ -381,4 +386,4 @@ def test_marks_of_requests_that_never_come_are_forgotten(runtime: Runtime, doubl
         engine._attachment.direct.mark([Mark(start + n, TRACE, PARENT) for n in range(1000)])
     ask(engine, FakeRequest({"x": ramp(1)}, traceparent=SAMPLED))
 
-    assert "execute" in told(engine, "infer doubling")
+    assert "execute" in reported_spans(engine, "infer doubling")

@@ -43,10 +43,10 @@ def turns(tmp_path: Path, frame: bytes, each: int) -> list[int]:
 
 def test_frames_of_one_stub_are_read_together(tmp_path: Path) -> None:
     """A connection's frames are read together before the next connection's."""
-    one, other, *rest = turns(tmp_path, pack_ids(Kind.CANCEL, [1]), 2)
+    first, second, *rest = turns(tmp_path, pack_ids(Kind.CANCEL, [1]), 2)
 
-    assert one == other
-    assert one not in rest
+    assert first == second
+    assert first not in rest
 
 
 def test_a_connection_ends_its_turn_after_spans(tmp_path: Path) -> None:
@@ -120,8 +120,8 @@ def test_a_connection_that_a_frame_closes_is_not_read_again(
     assert not [record for record in logged_here(caplog) if record.levelname == "ERROR"]
 
 
-@pytest.mark.parametrize("said", [[1, inf], [inf, 1], [nan, 1], [-1.0, 1], [1, -1], [10**400, 1]])
-def test_an_import_that_cannot_be_is_a_violation_of_the_protocol(said: list[float]) -> None:
+@pytest.mark.parametrize("report", [[1, inf], [inf, 1], [nan, 1], [-1.0, 1], [1, -1], [10**400, 1]])
+def test_an_import_that_cannot_be_is_a_violation_of_the_protocol(report: list[float]) -> None:
     """A report of an import with impossible numbers, such as NaN or Infinity in JSON, is an error of the protocol.
 
     It must not end the runtime's loop.
@@ -132,5 +132,5 @@ def test_an_import_that_cannot_be_is_a_violation_of_the_protocol(said: list[floa
         connection.note_import([2.0, 3], 100.0)
         assert connection.importing == (98.0, 3)
         with pytest.raises(ProtocolError):
-            connection.note_import(said, 100.0)
+            connection.note_import(report, 100.0)
         assert connection.importing is None

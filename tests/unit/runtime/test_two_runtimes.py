@@ -73,12 +73,12 @@ def test_both_devices_execute_parts_of_one_batch(two: TwoRuntimes, monkeypatch: 
     # With this, a runtime that waits for a processor does not seem to be stopped.
     monkeypatch.setattr("rsrv.stub.connection.SILENT_S", inf)
     batch = [request(number) for number in range(12)]
-    wait_until(lambda: all((expected := one.forecast()) and expected.warm for one in two.engines))
+    wait_until(lambda: all((expected := engine.forecast()) and expected.warm for engine in two.engines))
 
     assert two.replicas.execute(batch) is None
 
-    for number, one in enumerate(batch):
-        assert_y(answer_of(one), 2 * ramp(8, number) + 1)
+    for number, client_request in enumerate(batch):
+        assert_y(answer_of(client_request), 2 * ramp(8, number) + 1)
     executed = [sum(runtime.device.executed) for runtime in two.runtimes]
     assert min(executed) >= 4 * 8
 
@@ -95,8 +95,8 @@ def test_requests_survive_their_runtime(two: TwoRuntimes) -> None:
 
     two.runtimes[0].stop()
 
-    for start, one in enumerate([executing, *queued]):
-        assert_y(answer_of(one), 2 * ramp(8, start) + 1)
+    for start, client_request in enumerate([executing, *queued]):
+        assert_y(answer_of(client_request), 2 * ramp(8, start) + 1)
 
 
 def test_a_batch_that_is_answered_in_place_survives_as_well(
@@ -107,13 +107,13 @@ def test_a_batch_that_is_answered_in_place_survives_as_well(
     two.hold(0)
     batch = [request(0), request(1)]
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(two.engines[0].execute, batch)
+        execution = pool.submit(two.engines[0].execute, batch)
         two.runtimes[0].device.gate.wait_until_held()
         two.runtimes[0].stop()
-        assert asked.result(PATIENCE_S) is None
+        assert execution.result(PATIENCE_S) is None
 
-    for start, one in enumerate(batch):
-        assert_y(answer_of(one), 2 * ramp(8, start) + 1)
+    for start, client_request in enumerate(batch):
+        assert_y(answer_of(client_request), 2 * ramp(8, start) + 1)
 
 
 def test_requests_behind_a_broken_connection_survive(
@@ -136,7 +136,7 @@ def test_requests_behind_a_broken_connection_survive(
     batch = [request(number + 0.1) for number in range(12)]
     assert two.engines[0].execute(batch) is None
 
-    assert [answer_of(one).error for one in batch] == [None] * 12
+    assert [answer_of(client_request).error for client_request in batch] == [None] * 12
 
 
 def test_an_overdue_execution_makes_its_device_look_busy(two: TwoRuntimes) -> None:
@@ -165,9 +165,9 @@ def test_a_stopped_runtime_looks_busy(two: TwoRuntimes) -> None:
 
     wait_until(lambda: two.engines[0].answers_in_s() > 0.5)
     wait_until(lambda: two.engines[1].answers_in_s() < 0.1)
-    one = request(1)
-    two.replicas.execute([one])
-    assert answer_of(one).error is None
+    client_request = request(1)
+    two.replicas.execute([client_request])
+    assert answer_of(client_request).error is None
     go_on.set()
     wait_until(lambda: two.engines[0].answers_in_s() < 0.1)
 

@@ -315,13 +315,13 @@ def test_reading_a_file_is_not_watched(
 
 def test_the_loop_is_watched_while_it_handles_events(runtime: Runtime) -> None:
     """The loop is watched while it handles events, and not while it waits for them."""
-    found: list[Task | None] = []
+    tasks: list[Task | None] = []
 
-    runtime.loop._inbox.post(lambda: found.append(runtime.loop.activity.round.task))
+    runtime.loop._inbox.post(lambda: tasks.append(runtime.loop.activity.round.task))
 
-    wait_until(lambda: bool(found))
-    assert found[0] is not None
-    assert found[0].phase is Phase.LOOPING
+    wait_until(lambda: bool(tasks))
+    assert tasks[0] is not None
+    assert tasks[0].phase is Phase.LOOPING
     wait_until(lambda: runtime.loop.activity.round.task is None)
 
 

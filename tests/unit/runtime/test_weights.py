@@ -101,22 +101,23 @@ def test_each_load_has_a_line_with_its_numbers(
     lines = [
         record for record in caplog.records if record.__dict__.get("fields", {}).get("event") == "loaded"
     ]
-    told = [record.__dict__["fields"] for record in lines]
+    loads = [record.__dict__["fields"] for record in lines]
     assert [
-        (one["model"], one["bytes"], [key[0] for key in one["evicted"]], one["waiting"]) for one in told
+        (entry["model"], entry["bytes"], [key[0] for key in entry["evicted"]], entry["waiting"])
+        for entry in loads
     ] == [
         ("a", 2 * _BYTES, [], 0),
         ("b", _BYTES, [], 0),
         ("c", _BYTES, ["a"], 0),
         ("a", _BYTES, ["b"], 1),
     ]
-    for one in told:
-        assert one["version"].startswith(f"{one['model']}@")
-        assert one["bytes_per_second"] > 0 < one["seconds"]
-    (shown,) = re.findall(
+    for load in loads:
+        assert load["version"].startswith(f"{load['model']}@")
+        assert load["bytes_per_second"] > 0 < load["seconds"]
+    (example,) = re.findall(
         r"I rsrv.runtime.weight_manager: (.*)", (ROOT / "docs" / "monitoring.md").read_text("utf-8")
     )
-    assert template(lines[-1].getMessage()) == template(shown)
+    assert template(lines[-1].getMessage()) == template(example)
 
 
 def template(line: str) -> str:
@@ -214,8 +215,8 @@ def test_every_residency_follows_every_other(
         set_residency(house.runtime, "a", residency)
         if residency == "device":
             wait_until(lambda: house.model("a")["weights"] == "resident")
-        kept = 2 if residency == "system" else 1
-        wait_until(lambda kept=kept: house.host()[2] == kept)  # type: ignore[misc]
+        copies = 2 if residency == "system" else 1
+        wait_until(lambda copies=copies: house.host()[2] == copies)  # type: ignore[misc]
         assert house.model("a")["residency"] == residency
         assert house.device_bytes()["pinned_bytes"] == (_BYTES if residency == "device" else 0)
         assert [answered(send_one(engine)) for engine in (a, b, a, b)] == [1, 2, 1, 2]
@@ -273,7 +274,7 @@ def test_a_host_without_memory_for_a_copy_ends_nothing(
     a = house.engine(doublings["a"])
     set_residency(house.runtime, "a", "unpinned")
     wait_until(lambda: house.host()[2] == 0)
-    ended: list[int] = []
+    statuses: list[int] = []
     real = WeightsFile.read_into
     errors = iter([MemoryError()])
 
@@ -283,11 +284,11 @@ def test_a_host_without_memory_for_a_copy_ends_nothing(
         real(file, index, out, digest=digest)
 
     monkeypatch.setattr(WeightsFile, "read_into", read)
-    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(os, "_exit", statuses.append)
     set_residency(house.runtime, "a", "system")
 
     b = house.engine(doublings["b"])
-    assert not ended
+    assert not statuses
     assert [answered(send_one(engine)) for engine in (a, b)] == [1, 2]
 
 
@@ -345,9 +346,11 @@ def test_no_mix_of_models_ever_exceeds_the_budget(
             here[name] = house.engine(paths[name], name)
         elif chance.random() < 0.1:
             here.pop(name).close()
-        asked = [(one, send_one(here[one])) for one in chance.choices(sorted(here), k=5)] if here else []
-        for one, request in asked:
-            assert answered(request) == "abcd".index(one[-1]) + 1
+        requests = (
+            [(choice, send_one(here[choice])) for choice in chance.choices(sorted(here), k=5)] if here else []
+        )
+        for model, request in requests:
+            assert answered(request) == "abcd".index(model[-1]) + 1
 
     assert "no memory" not in caplog.text
     assert house.runtime.device.device_bytes <= 3 * _BYTES
@@ -431,11 +434,11 @@ def test_a_load_without_memory_is_tried_once_more(
     assert refused(answer_of(send_one(a)), FakeError.INTERNAL, "could not be loaded")
     # Each eviction has a line of its own, because no load has a line that names it.
     gone = [
-        one
+        fields
         for record in caplog.records
-        if (one := record.__dict__.get("fields", {})).get("event") == "evicted"
+        if (fields := record.__dict__.get("fields", {})).get("event") == "evicted"
     ]
-    assert {one["version"][0] for one in gone} == {"b", "c"}
+    assert {eviction["version"][0] for eviction in gone} == {"b", "c"}
     why = "[rsrv:QUEUE_FULL] the device has no memory for this model's weights; loading is retried in "
     assert refused(answer_of(send_one(a)), FakeError.UNAVAILABLE, why)
     assert [answered(send_one(engine)) for engine in (c, b)] == [3, 2]
@@ -538,18 +541,18 @@ def test_a_load_whose_client_has_gone_makes_way_for_another(
 ) -> None:
     """A load that no request needs any more is abandoned if another model must be loaded."""
     house.start(f"weight_budget_bytes: {2 * _BYTES}")
-    two, one, other = (
+    double, single, other = (
         house.engine(path)
         for path in (relatives["a"], doublings["b"], export_of_two(relatives["a"].parent / "two"))
     )
-    assert answered(send_one(one)) == 2
+    assert answered(send_one(single)) == 2
     house.runtime.device.uploads.clear(after=1)
     before = house.runtime.device.uploaded
     gone = send_one(other)
     house.runtime.device.uploads.wait_until_held()
     gone.cancelled = True
     assert refused(answer_of(gone), FakeError.CANCELLED, "cancelled")
-    waiting = send_one(two)
+    waiting = send_one(double)
     wait_until(lambda: house.model("a")["queued"] == 1)
     house.runtime.device.uploads.set()
 

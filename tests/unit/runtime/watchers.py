@@ -69,9 +69,9 @@ class Watcher:
 
     def of(self, name: str) -> dict[str, Any] | None:
         """Return the only entry with this name, or None."""
-        found = [entry for entry in self.entries.values() if entry["name"] == name]
-        assert len(found) <= 1
-        return found[0] if found else None
+        entries = [entry for entry in self.entries.values() if entry["name"] == name]
+        assert len(entries) <= 1
+        return entries[0] if entries else None
 
     def is_(self, name: str, **fields: Any) -> bool:
         """Return whether the entry with this name has these fields."""
@@ -128,8 +128,10 @@ class Operator:
         since = now.revision if instance == now.instance and not whole else None
         if since is None:
             document = {**self._runtime.loop._catalog.policy.document, **document}
-        said = self.do("follow", instance=instance, revision=now.revision + 1, since=since, document=document)
-        return said if "error" in said else {}
+        answer = self.do(
+            "follow", instance=instance, revision=now.revision + 1, since=since, document=document
+        )
+        return answer if "error" in answer else {}
 
     def want(self, name: str, **settings: Any) -> dict[str, Any]:
         """Set keys of a model's section."""
@@ -145,16 +147,18 @@ class Operator:
 
     def evict(self, name: str) -> dict[str, Any]:
         """Evict a model's weights, and end its prefetch."""
-        said = self.do("evict", model=name)
+        answer = self.do("evict", model=name)
         self._change(name, prefetched=False)
-        return said
+        return answer
 
     def pause(self, name: str | None, mode: str | None) -> dict[str, Any]:
         """Pause a model or all models. A `mode` of None lets them continue."""
         if name is not None:
             return self._change(name, paused=mode)
         models = self._runtime.loop._catalog.policy.document["models"].items()
-        rest = {name: {key: value for key, value in one.items() if key != "paused"} for name, one in models}
+        rest = {
+            name: {key: value for key, value in fields.items() if key != "paused"} for name, fields in models
+        }
         return self.follow({"paused": mode, "models": rest})
 
     def _change(
@@ -187,8 +191,8 @@ def configure(runtime: Runtime, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Change keys of the scheduler's section. Return the section, with the depth that the runtime uses."""
     with Operator(runtime) as operator:
         section = runtime.loop._catalog.policy.document["scheduler"]
-        said = operator.follow({"scheduler": {**section, **changes}})
-        assert "error" not in said, said
+        answer = operator.follow({"scheduler": {**section, **changes}})
+        assert "error" not in answer, answer
     return {
         **runtime.loop._catalog.policy.document["scheduler"],
         "depth": runtime.loop._weights.settings.depth,
@@ -198,5 +202,5 @@ def configure(runtime: Runtime, changes: Mapping[str, Any]) -> dict[str, Any]:
 def set_residency(runtime: Runtime, name: str, residency: str) -> None:
     """Set where a model's weights are kept, without waiting until they are there."""
     with Operator(runtime) as operator:
-        said = operator.keep(name, residency)
-        assert "error" not in said, said
+        answer = operator.keep(name, residency)
+        assert "error" not in answer, answer

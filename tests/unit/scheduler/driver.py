@@ -179,9 +179,9 @@ class Driver:
             self.requests |= arrived
             self.waiting |= arrived
         if isinstance(event, RunsAsked):
-            asked = {run.id: run for run in event.runs}
-            self.asked |= asked
-            self.waiting_runs |= asked
+            runs = {run.id: run for run in event.runs}
+            self.asked |= runs
+            self.waiting_runs |= runs
         if isinstance(event, RunEnded) and self.waiting_runs.pop(event.run, None) is not None:
             self.left_waiting[event.run] = event
         if isinstance(event, RunEnded):
@@ -264,7 +264,7 @@ class Driver:
             self._watch(instruction)
         for model, count in self._idle_evictions().items():
             if count > idle.get(model, count):
-                assert all(one.model != model for one in self.waiting.values())
+                assert all(request.model != model for request in self.waiting.values())
         # No run waits while a place is free, or after its deadline.
         able = not self.winding_down and any(not self._stalled(run) for run in self.waiting_runs.values())
         assert not able or self._places_taken() >= self.settings.meta_concurrency
@@ -274,8 +274,8 @@ class Driver:
     def add(
         self, *programs: Program, resident: bool = True, warm_up: bool = False, on_disk: bool = False
     ) -> None:
-        for one in programs:
-            self.send(ModelAdded(one, resident, warm_up, on_disk=on_disk))
+        for model in programs:
+            self.send(ModelAdded(model, resident, warm_up, on_disk=on_disk))
 
     def read(self, model: str, seconds: float = 0.0) -> list[Instruction]:
         return self.send(WeightsRead(model, self.reading[model], seconds), after=seconds)
@@ -435,7 +435,7 @@ class Driver:
             case LoadWeights():
                 assert instruction.model not in self.resident
                 assert instruction.model not in self.loading
-                assert not any(one.exclusive for one in self.executing.values())
+                assert not any(execution.exclusive for execution in self.executing.values())
                 assert instruction.model not in self.on_disk
                 self.loading[instruction.model] = instruction.epoch
             case ReadWeights():
@@ -462,10 +462,11 @@ class Driver:
             case EvictWeights():
                 assert instruction.model not in self.warming
                 assert self.held(instruction.model) or not any(
-                    self._committed(one) and one.model == instruction.model for one in self.waiting.values()
+                    self._committed(request) and request.model == instruction.model
+                    for request in self.waiting.values()
                 )
                 self.leaving.discard(instruction.model)
-                assert all(one.model != instruction.model for one in self.executing.values())
+                assert all(execution.model != instruction.model for execution in self.executing.values())
                 self.resident.remove(instruction.model)
 
     def _idle_evictions(self) -> dict[str, int]:
@@ -496,13 +497,13 @@ class Driver:
 
     def _watch_arrivals(self, requests: Iterable[Request], out: Iterable[Instruction]) -> None:
         """Check that the requests which did not end at once were admitted by the rules."""
-        at_once = {one.request for one in out if isinstance(one, Finish)}
+        at_once = {instruction.request for instruction in out if isinstance(instruction, Finish)}
         for request in requests:
             if request.id in at_once:
                 continue
             if self.paused[request.model] is Pause.DRAIN:
                 assert request.accepted or request.run in self.finishing[request.model]
-            waiting = [one.id for one in self.waiting.values() if one.model == request.model]
+            waiting = [other.id for other in self.waiting.values() if other.model == request.model]
             ahead = [id for id in waiting[: waiting.index(request.id)] if id not in at_once]
             assert request.accepted or len(ahead) < self.limits[request.model]
 
@@ -519,7 +520,7 @@ class Driver:
         assert not self._stalled(run)
         assert run.deadline is None or run.deadline > self.now
         # Runs have numbers in the order of arrival, as requests do.
-        able = [one for one in self.waiting_runs.values() if not self._stalled(one)]
+        able = [waiting_run for waiting_run in self.waiting_runs.values() if not self._stalled(waiting_run)]
         assert self._run_order(run) == min(map(self._run_order, able))
         assert id not in self.left_waiting
         self.under_way[id] = self.waiting_runs.pop(id)
@@ -527,7 +528,7 @@ class Driver:
 
     def _watch_refused_run(self, finish: Finish) -> None:
         run = self.waiting_runs[finish.request]
-        waiting = sum(one.meta == run.meta for one in self.waiting_runs.values())
+        waiting = sum(waiting_run.meta == run.meta for waiting_run in self.waiting_runs.values())
         if finish.outcome is Outcome.EXPIRED:
             assert run.deadline is not None
             assert run.deadline <= self.now
@@ -544,7 +545,9 @@ class Driver:
         assert execute.model in self.resident
         assert execute.number not in self.executing
         # If the scheduler winds down, only runs and generations in progress may cause executions, and retries.
-        generating = any(one.model in self.generative for one in self.waiting.values())
+        generating = any(
+            waiting_request.model in self.generative for waiting_request in self.waiting.values()
+        )
         assert self.under_way or generating or execute.again or not self.winding_down
         requests = [self.requests[request] for request in execute.requests]
         assert requests
@@ -559,7 +562,7 @@ class Driver:
         if execute.exclusive:
             assert (len(requests), self.executing, self.loading, self.warming) == (1, {}, {}, set())
         assert execute.exclusive == any(request.exclusive for request in requests)
-        assert not any(one.exclusive for one in self.executing.values())
+        assert not any(execution.exclusive for execution in self.executing.values())
         # A retry is allowed, because its first execution began before the pause.
         assert execute.again or not self.held(execute.model)
         if execute.again:
@@ -573,10 +576,10 @@ class Driver:
             # Models whose requests may wait for others to join them are left out.
             able = [
                 place
-                for one in self.waiting.values()
-                if one.model in self.resident - self.patient - self.warming - self.leaving
-                and not self.held(one.model)
-                and (place := self._place(one)) is not None
+                for waiting_request in self.waiting.values()
+                if waiting_request.model in self.resident - self.patient - self.warming - self.leaving
+                and not self.held(waiting_request.model)
+                and (place := self._place(waiting_request)) is not None
             ]
             live = self.scheduler._queues.live
             first = min(live[request.id].place for request in requests)
@@ -588,7 +591,7 @@ class Driver:
 
 
 def executions(instructions: Iterable[Instruction]) -> list[Execute]:
-    return [one for one in instructions if isinstance(one, Execute)]
+    return [instruction for instruction in instructions if isinstance(instruction, Execute)]
 
 
 def ids(requests: Iterable[Request]) -> tuple[int, ...]:

@@ -190,7 +190,7 @@ def test_a_padded_plan_agrees_with_trying_everything(
 
     It includes the first request.
     """
-    tables = {variant: VariantCosts(one) for variant, one in enumerate(costs)}
+    tables = {variant: VariantCosts(table) for variant, table in enumerate(costs)}
     if not waiting[front] or waiting[front][0] > max(costs[front]):
         return
     own = tables[front]
@@ -204,27 +204,31 @@ def test_a_padded_plan_agrees_with_trying_everything(
         for size, cost in costs[variant].items():
             fitting = [sum_ for sum_ in accumulate(rows for _, rows in line) if sum_ <= size]
             taken = Counter[int]()
-            for one, rows in line[: len(fitting)]:
-                taken[one] += rows
+            for taken_variant, rows in line[: len(fitting)]:
+                taken[taken_variant] += rows
             first = own.drain_seconds(taken[front])
             apart = first + sum(
-                tables[one].drain_seconds(rows) for one, rows in taken.items() if one != front
+                tables[index].drain_seconds(rows) for index, rows in taken.items() if index != front
             )
             sooner = total * cost < taken[front] * first + (total - taken[front]) * apart
             if (
-                len({one for one, _ in line[: len(fitting)]}) > 1
+                len({index for index, _ in line[: len(fitting)]}) > 1
                 and waiting[variant]
                 and cost <= limit
                 and sooner
             ):
-                options.append((cost, sum(tables[one].row_seconds() * rows for one, rows in taken.items())))
+                options.append(
+                    (cost, sum(tables[index].row_seconds() * rows for index, rows in taken.items()))
+                )
 
     plan = plan_padded_batch(dict(enumerate(waiting)), tables, front, limit=limit)
 
-    worth = sum(sum(waiting[one][:count]) * tables[one].row_seconds() for one, count in plan.counts.items())
+    worth = sum(
+        sum(waiting[index][:count]) * tables[index].row_seconds() for index, count in plan.counts.items()
+    )
     least = min((cost / value for cost, value in options if value), default=None)
     if least is not None and worth:
         assert plan.seconds / worth == pytest.approx(least)
     assert next(iter(plan.counts)) == front
-    assert plan.rows == sum(sum(waiting[one][:count]) for one, count in plan.counts.items()) <= plan.size
+    assert plan.rows == sum(sum(waiting[index][:count]) for index, count in plan.counts.items()) <= plan.size
     assert plan.count == sum(plan.counts.values())

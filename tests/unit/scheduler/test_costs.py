@@ -131,10 +131,10 @@ def test_draining_is_what_planning_does_with_singles(
 ) -> None:
     """`drain_seconds` is the cost of planning rows of one request each, one execution after another."""
     costs = VariantCosts({size: float(cost) for size, cost in seeds.items()}, max_rows=max_rows)
-    total, left = 0.0, rows
-    while left:
-        plan = plan_batch([1] * left, costs.sizes, costs.seconds, max_rows=max_rows)
-        total, left = total + plan.seconds, left - plan.rows
+    total, remaining = 0.0, rows
+    while remaining:
+        plan = plan_batch([1] * remaining, costs.sizes, costs.seconds, max_rows=max_rows)
+        total, remaining = total + plan.seconds, remaining - plan.rows
 
     assert costs.drain_seconds(rows) == pytest.approx(total)
 

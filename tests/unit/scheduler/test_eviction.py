@@ -29,7 +29,7 @@ _resident = st.tuples(
     st.none() | st.integers(0, 10),
 )
 _residents = st.lists(_resident, max_size=12).map(
-    lambda several: [Resident(f"m{number}", *one) for number, one in enumerate(several)]
+    lambda several: [Resident(f"m{number}", *fields) for number, fields in enumerate(several)]
 )
 
 
@@ -42,22 +42,22 @@ def test_room_is_made_exactly(residents: list[Resident], missing: int) -> None:
     chosen = choose_victims(missing, residents)
 
     if chosen is None:
-        assert sum(one.bytes for one in residents) < missing
+        assert sum(resident.bytes for resident in residents) < missing
         return
-    bytes_of = {one.model: one.bytes for one in residents}
+    bytes_of = {resident.model: resident.bytes for resident in residents}
     freed = [bytes_of[name] for name in chosen]
     assert len(set(chosen)) == len(chosen)
     assert sum(freed) >= missing
-    assert all(sum(freed) - one < missing for one in freed)
-    working = {one.model for one in residents if one.rank is not None}
-    if sum(one.bytes for one in residents if one.rank is None) >= missing:
+    assert all(sum(freed) - size < missing for size in freed)
+    working = {resident.model for resident in residents if resident.rank is not None}
+    if sum(resident.bytes for resident in residents if resident.rank is None) >= missing:
         assert not working & {*chosen}
 
 
 @given(_residents, st.randoms(use_true_random=False))
 def test_the_choice_does_not_depend_on_the_order_of_asking(residents: list[Resident], random: Random) -> None:
     """Models with equal ranks are chosen by name, so the choice does not depend on the order of the models."""
-    some = [one for one in residents if one.rank is None]
+    some = [resident for resident in residents if resident.rank is None]
     mixed = list(some)
     random.shuffle(mixed)
 
@@ -68,12 +68,12 @@ def test_the_least_recently_used_weights_go_first() -> None:
     """The model that was used least recently is evicted first, even if it had more requests."""
     device = Device(SchedulerSettings(weight_budget_bytes=200))
     for name in "pqr":
-        one = program(name, {(0, 1): 0.01}, weight_bytes=100)
-        device.model(one, load=0.1, resident=name != "r")
+        model = program(name, {(0, 1): 0.01}, weight_bytes=100)
+        device.model(model, load=0.1, resident=name != "r")
     for name in "ppppppppppq":
         device.arrive(device.request(name))
         device.run(device.now + 1.0)
 
     out = device.arrive(device.request("r"))
 
-    assert [one.model for one in out if isinstance(one, EvictWeights)] == ["p"]
+    assert [instruction.model for instruction in out if isinstance(instruction, EvictWeights)] == ["p"]

@@ -16,8 +16,8 @@ def test_a_request_that_executes_alone_shares_no_batch(machine: Driver) -> None:
 
     started = machine.finish_all()
 
-    assert [one.requests for one in started[1:]] == [ids(before), ids([alone]), ids(after)]
-    assert [one.exclusive for one in started[1:]] == [False, True, False]
+    assert [execution.requests for execution in started[1:]] == [ids(before), ids([alone]), ids(after)]
+    assert [execution.exclusive for execution in started[1:]] == [False, True, False]
 
 
 def test_a_request_that_executes_alone_waits_for_the_executions_in_flight() -> None:
@@ -47,9 +47,9 @@ def test_a_request_that_executes_alone_waits_for_a_load_and_lets_no_other_begin(
 
     out = machine.load("b")
 
-    assert [one.model for one in executions(out)] == ["a"]
-    assert not any(isinstance(one, LoadWeights) for one in out)
-    assert any(isinstance(one, LoadWeights) for one in machine.finish())
+    assert [execution.model for execution in executions(out)] == ["a"]
+    assert not any(isinstance(instruction, LoadWeights) for instruction in out)
+    assert any(isinstance(instruction, LoadWeights) for instruction in machine.finish())
     machine.settle()
     assert machine.scheduler.snapshot().queued == 0
 
@@ -101,7 +101,7 @@ def test_a_crowd_of_requests_that_execute_alone_starves_no_other_model(disciplin
     pairs = [(machine.request("a", exclusive=True), machine.request("b")) for _ in range(20)]
     machine.arrive(*[request for pair in pairs for request in pair])
 
-    started = [one.model for one in machine.finish_all()]
+    started = [instruction.model for instruction in machine.finish_all()]
 
     assert started.count("a") == started.count("b") == 20
     assert 8 <= started[:20].count("a") <= 12

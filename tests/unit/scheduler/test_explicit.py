@@ -67,7 +67,7 @@ def test_requests_wait_for_prefetched_weights(wish: Prefetch | Pinned) -> None:
     driver.arrive(requests[2])
     driver.finish_all()
 
-    assert [driver.outcome(one) for one in requests] == [Outcome.ANSWERED] * 3
+    assert [driver.outcome(request) for request in requests] == [Outcome.ANSWERED] * 3
 
 
 def test_a_prefetch_that_fails_fails_its_requests() -> None:
@@ -197,7 +197,7 @@ def test_pinned_weights_evict_unpinned_ones() -> None:
 
     out = driver.send(Pinned("c", True))
     assert (out[0], out[-1]) == (EvictWeights("a", 1), LoadWeights("c", 3))
-    assert {driver.outcome(one) for one in requests} == {Reason.NOT_RESIDENT}
+    assert {driver.outcome(request) for request in requests} == {Reason.NOT_RESIDENT}
 
 
 def test_unpinning_frees_the_weights_at_once() -> None:
@@ -257,7 +257,7 @@ def test_what_waits_for_an_evicted_model_is_refused() -> None:
     driver.finish_all()
 
     assert not driver.resident
-    assert [driver.outcome(one) for one in (first, call, other)] == [
+    assert [driver.outcome(request) for request in (first, call, other)] == [
         Outcome.ANSWERED,
         Outcome.ANSWERED,
         Reason.NOT_RESIDENT,
@@ -465,7 +465,7 @@ def test_compaction_brings_all_back() -> None:
     driver.settle()
 
     assert driver.resident == {"a", "b", "c"}
-    assert all(driver.outcome(one) is Outcome.ANSWERED for one in requests)
+    assert all(driver.outcome(request) is Outcome.ANSWERED for request in requests)
 
 
 def test_what_leaves_because_memory_ran_out_comes_back() -> None:
@@ -475,7 +475,7 @@ def test_what_leaves_because_memory_ran_out_comes_back() -> None:
     request = driver.request("a")
     driver.arrive(request)
     out = driver.finish(out_of_memory=True)
-    assert [type(one) for one in out] == [EvictWeights, Execute]
+    assert [type(instruction) for instruction in out] == [EvictWeights, Execute]
     driver.settle()
 
     assert driver.outcome(request) is Outcome.ANSWERED
@@ -502,7 +502,7 @@ def test_what_is_there_stays_when_a_control_plane_takes_over() -> None:
     driver.pause(None, "a")
     driver.settle()
 
-    assert [driver.outcome(one) for one in (there, coming)] == [Outcome.ANSWERED] * 2
+    assert [driver.outcome(request) for request in (there, coming)] == [Outcome.ANSWERED] * 2
     assert driver.resident == {"a", "b"}
 
 

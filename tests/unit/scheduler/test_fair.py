@@ -299,19 +299,19 @@ def test_a_model_beside_generations_waits_little_longer_than_its_share_implies(h
         ids += count
         requests = [Request(id, model, 0, 1, accepted=True) for id in range(ids - count + 1, ids + 1)]
         out = scheduler.handle(RequestsArrived(tuple(requests)), now)
-        return [one for one in out if isinstance(one, Execute)]
+        return [instruction for instruction in out if isinstance(instruction, Execute)]
 
-    running, asked = arrive("steps", 4) + arrive("image", 1), now
+    running, sent_at = arrive("steps", 4) + arrive("image", 1), now
     while len(took) < 500:
         (execute,) = running
         now += execute.seconds + host * (execute.model == "steps")
         # As in the runtime, the next steps arrive before the end of the execution.
         running = arrive("steps", len(execute.requests)) if execute.model == "steps" else []
         out = scheduler.handle(ExecutionFinished(execute.number, execute.seconds), now)
-        running += [one for one in out if isinstance(one, Execute)]
+        running += [instruction for instruction in out if isinstance(instruction, Execute)]
         if execute.model == "image":
-            took.append(now - asked)
-            asked = now
+            took.append(now - sent_at)
+            sent_at = now
             running += arrive("image", 1)
 
     took.sort()

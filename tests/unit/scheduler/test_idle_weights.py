@@ -33,7 +33,7 @@ def driver() -> Driver:
 
 
 def evicted(driver: Driver, at: float) -> list[str]:
-    return [one.model for one in driver.tick(at) if isinstance(one, EvictWeights)]
+    return [instruction.model for instruction in driver.tick(at) if isinstance(instruction, EvictWeights)]
 
 
 def test_weights_leave_when_their_model_was_not_used_for_its_limit(driver: Driver) -> None:

@@ -25,8 +25,8 @@ def budgeted(budget: int, discipline: str = "fair", *, factor: float = 4.0, dept
 def add(device: Device, names: str, *, fits: int, load: float = 0.1, weight: float = 1.0) -> None:
     """Add models of 100 bytes; the first `fits` are resident."""
     for number, name in enumerate(names):
-        one = program(name, COST, weight_bytes=100, weight=weight)
-        device.model(one, load=load, resident=number < fits)
+        model = program(name, COST, weight_bytes=100, weight=weight)
+        device.model(model, load=load, resident=number < fits)
 
 
 def test_a_model_larger_than_the_budget_is_served_alone() -> None:
@@ -205,7 +205,7 @@ def test_a_model_that_always_has_work_is_evicted_in_turn(discipline: str) -> Non
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_the_next_in_line_is_evicted_in_the_end(depth: int) -> None:
+def test_all_models_are_served_if_one_more_fits_than_executes(depth: int) -> None:
     """If there is room for one more model than executions in flight, all models are served."""
     settings = SchedulerSettings(weight_budget_bytes=100 * (depth + 1), depth=depth, launch_ahead_ms=15.0)
     device = Device(settings)
@@ -361,8 +361,8 @@ def test_models_whose_deadlines_are_shorter_than_loads_take_turns(period: float)
     device.run(40.0)
 
     for name in "ab":
-        own = [one for one in device.requests.values() if one.model == name]
-        answered = [one for one in own if device.answered(one) is not None]
+        own = [request for request in device.requests.values() if request.model == name]
+        answered = [request for request in own if device.answered(request) is not None]
         assert len(answered) >= 0.2 * len(own)
 
 

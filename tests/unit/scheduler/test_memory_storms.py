@@ -28,7 +28,7 @@ class _Storm(Device):
     def answers(self) -> Counter[str]:
         finishes = self.ended.values()
         return Counter(
-            self.requests[one.request].model for one in finishes if one.outcome is Outcome.ANSWERED
+            self.requests[finish.request].model for finish in finishes if finish.outcome is Outcome.ANSWERED
         )
 
 

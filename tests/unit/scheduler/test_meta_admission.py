@@ -38,7 +38,7 @@ def change(driver: Driver, **changes: int | str) -> list[Instruction]:
 
 
 def admitted(instructions: Iterable[Instruction]) -> list[int]:
-    return [one.run for one in instructions if isinstance(one, Admit)]
+    return [instruction.run for instruction in instructions if isinstance(instruction, Admit)]
 
 
 def order(driver: Driver) -> list[int]:
@@ -98,7 +98,7 @@ def test_edf_lets_the_soonest_deadline_in() -> None:
     driver.ask(never, late, soon)
     driver.ask(also, urgent)
 
-    assert order(driver) == [one.id for one in (urgent, soon, late, never, also)]
+    assert order(driver) == [run.id for run in (urgent, soon, late, never, also)]
 
 
 def test_runs_that_ask_together_begin_in_the_order_of_the_discipline() -> None:
@@ -416,13 +416,13 @@ def test_a_run_that_makes_no_sense_is_refused(run: Run, problem: str) -> None:
 def test_what_became_of_runs_is_counted() -> None:
     """The outcomes of runs are counted by meta model, from the beginning on."""
     driver = admission(concurrency=2)
-    driver.ask(over := driver.run_of(), driver.run_of(), driver.run_of("n"))
+    driver.ask(ending := driver.run_of(), driver.run_of(), driver.run_of("n"))
     driver.ask(driver.run_of(deadline=1.0), gone := driver.run_of())
     driver.ask(driver.run_of(max_waiting=2))
     driver.end(gone)
     driver.tick(1.0)
     driver.ask(driver.run_of(), driver.run_of())
-    driver.end(over)
+    driver.end(ending)
 
     assert driver.scheduler.snapshot().metas == {
         "m": MetaSnapshot(waiting=2, running=1, admitted=2, expired=1, refused=1, withdrawn=1),
@@ -446,6 +446,6 @@ def test_a_place_is_expected_after_the_runs_that_are_ahead() -> None:
     assert driver.scheduler.admission_seconds() == 0.0
     driver.ask(*runs[1:])
     assert driver.scheduler.admission_seconds() == (8.0 / 2 + 1.0 / 2 + 8.0 + 8.0 + 1.0) / 2
-    for one in runs[:4]:
-        driver.end(one)
+    for run in runs[:4]:
+        driver.end(run)
     assert driver.scheduler.admission_seconds() == 0.0

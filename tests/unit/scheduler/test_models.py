@@ -194,7 +194,7 @@ def test_depth_two_keeps_the_next_execution_ready() -> None:
     machine.add(program("a", {(0, 1): 0.001}))
     requests = machine.requests_of(3)
 
-    assert [one.requests for one in executions(machine.arrive(*requests))] == [(1,), (2,)]
+    assert [execution.requests for execution in executions(machine.arrive(*requests))] == [(1,), (2,)]
     [third] = executions(machine.finish(2))
 
     assert third.requests == (3,)

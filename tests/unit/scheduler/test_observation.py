@@ -124,8 +124,8 @@ def test_learned_cost_changes_the_plan(machine: Driver) -> None:
         [*running] = machine.executing.values()
         sizes.add(running[0].size)
         while machine.executing:
-            [one] = machine.executing.values()
-            machine.finish(seconds=0.001 if one.size == 1 else 0.020)
+            [execution] = machine.executing.values()
+            machine.finish(seconds=0.001 if execution.size == 1 else 0.020)
         last = running[0].size
 
     assert sizes == {1, 32}
@@ -298,8 +298,8 @@ def test_an_id_may_be_used_again_after_its_end(machine: Driver) -> None:
     machine.add(program("a"))
     for _ in range(2):
         out = machine.scheduler.handle(RequestsArrived((Request(1, "a", 0, 1),)), 0.0)
-        [one] = executions(out)
-        out = machine.scheduler.handle(ExecutionFinished(one.number, 0.001), 0.0)
+        [execution] = executions(out)
+        out = machine.scheduler.handle(ExecutionFinished(execution.number, 0.001), 0.0)
 
         assert out == [Finish(1, Outcome.ANSWERED)]
 

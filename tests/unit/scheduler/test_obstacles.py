@@ -60,8 +60,8 @@ def test_a_prefetch_waits_for_weights_that_requests_need() -> None:
 
     assert obstacle(machine, "cats") == "queued (prefetch): waits for 25 MB: in use by dogs"
     machine.finish_all()
-    kept = "queued (prefetch): waits for 25 MB: kept for requests of dogs"
-    assert obstacle(machine, "cats") == kept
+    expected = "queued (prefetch): waits for 25 MB: kept for requests of dogs"
+    assert obstacle(machine, "cats") == expected
     machine.tick(machine.now + 5.0)
     machine.send(Pinned("cats", True))
     machine.fail_load("cats")

@@ -78,7 +78,7 @@ def test_the_second_try_has_the_device_to_itself() -> None:
     driver.arrive(driver.request("b", rows=32), driver.request("c", rows=32))
     number = min(driver.executing)
     driver.finish(number, out_of_memory=True)
-    while not any(one.again for one in driver.executing.values()):
+    while not any(execution.again for execution in driver.executing.values()):
         driver.finish()
 
     assert len(driver.executing) == 1
@@ -98,8 +98,8 @@ def test_two_executions_without_memory_are_tried_again_one_after_the_other() -> 
     assert len(driver.executing) == 2
     assert driver.finish(out_of_memory=True) == []
 
-    (one,) = executions(driver.finish(out_of_memory=True))
-    assert one.requests == (first.id,)
+    (execution,) = executions(driver.finish(out_of_memory=True))
+    assert execution.requests == (first.id,)
     (two,) = executions(driver.finish())
     assert two.requests == (second.id,)
     driver.finish()
@@ -116,7 +116,7 @@ def test_nothing_starts_before_the_second_try() -> None:
     driver.arrive(driver.request("c"))
     driver.finish(out_of_memory=True)
     driver.arrive(driver.request("a"), driver.request("d"))
-    assert [one.model for one in driver.executing.values()] == ["b"]
+    assert [execution.model for execution in driver.executing.values()] == ["b"]
     assert driver.finish()
     assert not driver.executing
 

@@ -47,7 +47,7 @@ def test_a_held_model_does_not_execute_until_it_goes_on(machine: Driver) -> None
     machine.pause(None, "a")
     started = machine.finish_all()
 
-    assert [one.requests for one in started] == [(first.id,), (second.id,)]
+    assert [execution.requests for execution in started] == [(first.id,), (second.id,)]
     assert paused(machine) is None
 
 
@@ -70,7 +70,7 @@ def test_a_held_model_is_not_launched_ahead() -> None:
     driver.pause(Pause.HOLD, "a")
     driver.arrive(*driver.requests_of(2, "a"), driver.request("b"))
 
-    assert [one.model for one in driver.executing.values()] == ["b"]
+    assert [execution.model for execution in driver.executing.values()] == ["b"]
 
 
 def test_the_queue_of_a_held_model_has_its_limit(machine: Driver) -> None:
@@ -79,7 +79,7 @@ def test_the_queue_of_a_held_model_has_its_limit(machine: Driver) -> None:
     requests = machine.requests_of(3)
     machine.arrive(*requests)
 
-    assert [machine.outcome(one) for one in requests] == [None, None, Reason.QUEUE_FULL]
+    assert [machine.outcome(request) for request in requests] == [None, None, Reason.QUEUE_FULL]
 
 
 @pytest.mark.parametrize("discipline", ["fair", "fifo"])
@@ -151,7 +151,7 @@ def test_a_load_under_way_ends_while_the_model_is_held(machine: Driver) -> None:
     machine.pause(Pause.HOLD, "a")
     assert machine.load("a") == []
 
-    assert [type(one) for one in machine.pause(None, "a")] == [Execute]
+    assert [type(instruction) for instruction in machine.pause(None, "a")] == [Execute]
 
 
 def test_a_load_for_a_held_model_is_given_up_for_another(machine: Driver) -> None:
@@ -264,7 +264,7 @@ def test_calls_of_runs_wait_while_a_model_is_held(machine: Driver) -> None:
 
     machine.pause(None, "a")
     machine.finish_all()
-    assert all(machine.outcome(one) is Outcome.ANSWERED for one in calls)
+    assert all(machine.outcome(call) is Outcome.ANSWERED for call in calls)
 
 
 def test_what_is_held_is_no_backlog(machine: Driver) -> None:
@@ -389,7 +389,7 @@ def test_a_model_that_drains_executes_what_waits_and_refuses_what_comes(machine:
     machine.settle()
 
     assert machine.outcome(after) is Reason.PAUSED
-    assert all(machine.outcome(one) is Outcome.ANSWERED for one in before)
+    assert all(machine.outcome(request) is Outcome.ANSWERED for request in before)
     assert machine.scheduler.snapshot().models["a"].refused == {Reason.PAUSED: 1}
 
 
@@ -425,8 +425,8 @@ def test_runs_that_are_under_way_call_a_model_that_drains(machine: Driver) -> No
     others = [machine.request(run=waits.id), machine.request(run=late.id)]
     machine.arrive(*others)
 
-    assert [machine.outcome(one) for one in calls] == [Outcome.ANSWERED] * 2
-    assert {machine.outcome(one) for one in (stranger, *others)} == {Reason.PAUSED}
+    assert [machine.outcome(call) for call in calls] == [Outcome.ANSWERED] * 2
+    assert {machine.outcome(request) for request in (stranger, *others)} == {Reason.PAUSED}
 
 
 def test_a_model_that_was_held_drains(machine: Driver) -> None:
@@ -457,7 +457,7 @@ def test_a_model_that_rejects_refuses_all_that_does_not_execute(machine: Driver)
     machine.finish_all()
 
     assert machine.outcome(first) is Outcome.ANSWERED
-    assert {machine.outcome(one) for one in (second, call, late, late_call)} == {Reason.PAUSED}
+    assert {machine.outcome(request) for request in (second, call, late, late_call)} == {Reason.PAUSED}
 
 
 def test_a_held_model_that_rejects_refuses_what_it_held(machine: Driver) -> None:
@@ -507,7 +507,7 @@ def test_requests_end_for_what_else_is_wrong_with_them_first(machine: Driver) ->
     wrong = [machine.request(variant=9), machine.request(rows=33), machine.request(deadline=0.0)]
     machine.arrive(*wrong)
 
-    assert [machine.outcome(one) for one in wrong] == [
+    assert [machine.outcome(request) for request in wrong] == [
         Reason.UNKNOWN_VARIANT,
         Reason.TOO_MANY_ROWS,
         Outcome.EXPIRED,

@@ -92,7 +92,7 @@ def test_a_queue_that_became_too_short_keeps_what_waits(machine: Driver) -> None
 
     assert machine.outcome(late) is Reason.QUEUE_FULL
     assert machine.outcome(again) is Reason.QUEUE_FULL
-    assert all(machine.outcome(one) is Outcome.ANSWERED for one in (*requests, in_time))
+    assert all(machine.outcome(request) is Outcome.ANSWERED for request in (*requests, in_time))
 
 
 def test_a_full_queue_refuses_no_request_that_waited_for_the_runtime(machine: Driver) -> None:
@@ -105,7 +105,7 @@ def test_a_full_queue_refuses_no_request_that_waited_for_the_runtime(machine: Dr
     machine.finish_all()
 
     assert machine.outcome(late) is Reason.QUEUE_FULL
-    assert all(machine.outcome(one) is Outcome.ANSWERED for one in waited)
+    assert all(machine.outcome(request) is Outcome.ANSWERED for request in waited)
 
 
 def test_what_is_not_named_stays(machine: Driver) -> None:

@@ -268,7 +268,7 @@ def test_what_executes_is_evicted_when_it_is_over(depth: int) -> None:
 
     assert out[1:] == [EvictWeights("a", 1), LoadWeights("a", 2)]
     driver.settle()
-    assert all(driver.outcome(one) is Outcome.ANSWERED for one in requests)
+    assert all(driver.outcome(request) is Outcome.ANSWERED for request in requests)
 
 
 def test_a_committed_request_executes_before_the_weights_go(machine: Driver) -> None:
@@ -278,7 +278,7 @@ def test_a_committed_request_executes_before_the_weights_go(machine: Driver) -> 
     machine.arrive(first)
     machine.arrive(other, call)
     machine.evict("a")
-    assert [one.requests for one in executions(machine.finish())] == [(call.id,)]
+    assert [execution.requests for execution in executions(machine.finish())] == [(call.id,)]
 
     assert machine.finish()[1:] == [EvictWeights("a", 1), LoadWeights("a", 2)]
     machine.settle()
@@ -344,7 +344,7 @@ def test_a_request_that_comes_while_a_load_is_given_up_has_its_weights(machine: 
             machine.settle()
             machine.remove("a")
         else:
-            assert [type(one) for one in machine.abandon_load("a")] == [LoadWeights]
+            assert [type(instruction) for instruction in machine.abandon_load("a")] == [LoadWeights]
 
 
 def test_a_load_for_a_held_model_is_given_up_too(machine: Driver) -> None:
@@ -425,7 +425,9 @@ def test_a_second_try_keeps_its_weights(machine: Driver) -> None:
     request = machine.request()
     machine.arrive(request)
     machine.evict("a")
-    assert not any(isinstance(one, EvictWeights) for one in machine.finish(out_of_memory=True))
+    assert not any(
+        isinstance(instruction, EvictWeights) for instruction in machine.finish(out_of_memory=True)
+    )
 
     assert machine.finish()[1:] == [EvictWeights("a", 1)]
     assert machine.outcome(request) is Outcome.ANSWERED

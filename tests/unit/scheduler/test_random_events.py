@@ -113,7 +113,7 @@ class RandomEvents:
     def reached(self) -> Counter[object]:
         """Return how often each type of event and instruction, each outcome and reason, and each kind of execution occurred."""
         counts: Counter[object] = Counter(type(event) for event, _ in self.driver.events)
-        for instruction in (one for out in self.driver.instructions for one in out):
+        for instruction in (entry for out in self.driver.instructions for entry in out):
             counts[type(instruction)] += 1
             match instruction:
                 case Finish(_, outcome, reason):
@@ -124,7 +124,7 @@ class RandomEvents:
                 case Execute(exclusive=True):
                     counts["exclusive"] += 1
                 case Execute():
-                    variants = {self.driver.requests[one].variant for one in instruction.requests}
+                    variants = {self.driver.requests[number].variant for number in instruction.requests}
                     counts["several lengths"] += len(variants) > 1
         return counts
 
@@ -253,11 +253,11 @@ class RandomEvents:
                 LoadAbandoned(model, epoch),
             )
         )
-        ended, running = len(driver.ended), len(driver.executing)
+        ends, running = len(driver.ended), len(driver.executing)
         held = driver.scheduler.snapshot().weight_bytes
         driver.send(late)
 
-        assert (len(driver.ended), len(driver.executing)) == (ended, running)
+        assert (len(driver.ended), len(driver.executing)) == (ends, running)
         assert driver.scheduler.snapshot().weight_bytes == held
 
     # --- requests ------------------------------------------------------------------------------------
@@ -267,8 +267,8 @@ class RandomEvents:
 
     def deadline(self) -> float | None:
         chance = self.chance
-        left = chance.choice((-0.001, chance.expovariate(20.0), chance.expovariate(300.0)))
-        return chance.choice((None, None, self.driver.now + left))
+        remaining_s = chance.choice((-0.001, chance.expovariate(20.0), chance.expovariate(300.0)))
+        return chance.choice((None, None, self.driver.now + remaining_s))
 
     def arrive(self) -> None:
         chance, driver = self.chance, self.driver
@@ -293,8 +293,8 @@ class RandomEvents:
         waiting = {request.id for request in some} & self.driver.waiting.keys()
         out = self.driver.cancel(*some)
 
-        ended = [one for one in out if isinstance(one, Finish)]
-        assert {one.request for one in ended if one.outcome is Outcome.CANCELLED} == waiting
+        finishes = [instruction for instruction in out if isinstance(instruction, Finish)]
+        assert {finish.request for finish in finishes if finish.outcome is Outcome.CANCELLED} == waiting
 
     # --- runs of meta models -------------------------------------------------------------------------
 
@@ -334,7 +334,7 @@ class RandomEvents:
         if not driver.executing:
             return
         number = chance.choice([*driver.executing])
-        execute, ended = driver.executing[number], len(driver.ended)
+        execute, ends = driver.executing[number], len(driver.ended)
         fails, memory = chance.random() < 0.1, chance.random() < 0.5
         driver.finish(
             number,
@@ -343,7 +343,7 @@ class RandomEvents:
             out_of_memory=fails and memory,
         )
         if not (fails and memory) or execute.again:
-            assert len(driver.ended) >= ended + len(execute.requests)
+            assert len(driver.ended) >= ends + len(execute.requests)
 
     def wait(self) -> None:
         wakeup = self.driver.scheduler.next_wakeup()
@@ -399,7 +399,7 @@ class RandomEvents:
         self.reported = figures
 
         waiting: list[Request | Run] = [*driver.waiting.values(), *driver.waiting_runs.values()]
-        soonest = min((one.deadline for one in waiting if one.deadline is not None), default=inf)
+        soonest = min((waiter.deadline for waiter in waiting if waiter.deadline is not None), default=inf)
         wakeup = scheduler.next_wakeup()
         assert soonest == inf or (wakeup is not None and wakeup <= soonest)
 
@@ -434,9 +434,12 @@ class RandomEvents:
         # Each requested run has stopped waiting exactly once: it was admitted, has ended, or was withdrawn.
         assert driver.left_waiting.keys() == driver.asked.keys()
         metas = driver.scheduler.snapshot().metas.values()
-        ways = [(sum(one.admitted for one in metas), Admit), (sum(one.withdrawn for one in metas), RunEnded)]
+        ways = [
+            (sum(meta.admitted for meta in metas), Admit),
+            (sum(meta.withdrawn for meta in metas), RunEnded),
+        ]
         for count, way in ways:
-            assert count == sum(isinstance(one, way) for one in driver.left_waiting.values())
+            assert count == sum(isinstance(ending, way) for ending in driver.left_waiting.values())
 
     def replay(self) -> None:
         """Check that a new scheduler gives the same instructions for the recorded events."""
@@ -465,7 +468,7 @@ def test_random_events() -> None:
         "exclusive",
         "several lengths",
     ]
-    rare = {str(one): reached[one] for one in expected if reached[one] < 5}
+    rare = {str(event): reached[event] for event in expected if reached[event] < 5}
     assert not rare
     assert reached[Execute] > 500
 

@@ -44,7 +44,7 @@ def test_a_slow_read_delays_no_load_from_host_memory() -> None:
     machine.load("a")
     machine.finish_all()
 
-    assert {one.outcome for one in machine.ended.values()} == {Outcome.ANSWERED}
+    assert {finish.outcome for finish in machine.ended.values()} == {Outcome.ANSWERED}
 
 
 def test_weights_are_evicted_for_a_load_and_not_for_the_read_before_it() -> None:

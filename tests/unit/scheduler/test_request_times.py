@@ -78,8 +78,8 @@ def test_a_request_waits_for_others_to_join(machine: Driver) -> None:
     machine.now = 10.25
     machine.arrive(machine.request("a"))
     machine.finish(seconds=0.001)
-    found = machine.scheduler.slowest("a", machine.now)
-    assert [parts(slow) for slow in found[1:]] == [(0.0, 0.25, 0.0, 0.001), (0.0, 0.0, 0.0, 0.001)]
+    slow_requests = machine.scheduler.slowest("a", machine.now)
+    assert [parts(slow) for slow in slow_requests[1:]] == [(0.0, 0.25, 0.0, 0.001), (0.0, 0.0, 0.0, 0.001)]
 
 
 def test_a_pause_is_no_wait_for_weights(machine: Driver) -> None:
@@ -136,29 +136,27 @@ def test_requests_are_found_by_the_tags_of_their_clients(machine: Driver) -> Non
     machine.arrive(waits, machine.request("b"))
     machine.now += 2.0
 
-    found = machine.scheduler.find_requests(7, None, machine.now)
-    assert [slow.request for slow in found] == [done, runs, waits]
-    assert [slow.ending.outcome for slow in found] == [Outcome.ANSWERED, None, None]
-    assert [slow.ending.execute is None for slow in found] == [False, False, True]
-    assert (parts(found[1]), parts(found[2])) == ((0.0, 0.0, 0.0, 2.0), (0.0, 0.0, 2.0, 0.0))
-    assert found[2].ending.behind == ("a",)
-    assert machine.scheduler.find_requests(0, done.id, machine.now) == found[:1]
+    entries = machine.scheduler.find_requests(7, None, machine.now)
+    assert [slow.request for slow in entries] == [done, runs, waits]
+    assert [slow.ending.outcome for slow in entries] == [Outcome.ANSWERED, None, None]
+    assert [slow.ending.execute is None for slow in entries] == [False, False, True]
+    assert (parts(entries[1]), parts(entries[2])) == ((0.0, 0.0, 0.0, 2.0), (0.0, 0.0, 2.0, 0.0))
+    assert entries[2].ending.behind == ("a",)
+    assert machine.scheduler.find_requests(0, done.id, machine.now) == entries[:1]
     assert machine.scheduler.find_requests(0, None, machine.now) == []
 
 
-def offer(kept: SlowestRequests, ended: float, seconds: float) -> bool:
-    """Record a request that ended at `ended` after `seconds`, unless it is faster than all recorded ones.
+def offer(slow_requests: SlowestRequests, end: float, seconds: float) -> bool:
+    """Record a request that ended at `end` after `seconds`, unless it is faster than all recorded ones.
 
     Return whether it was slow enough.
     """
-    arrived = ended - seconds
-    if not arrived < kept.latest_arrival(ended):
+    arrived = end - seconds
+    if not arrived < slow_requests.latest_arrival(end):
         return False
-    ending = Ending(ended, arrived, seconds, -inf, (), (), Outcome.ANSWERED, None, (), None)
-    entry = LiveRequest(
-        Request(int(ended), "a", 0, 1), (0, 0.0, 0), VariantQueue(0, VariantCosts({})), arrived
-    )
-    kept.add([entry], ending)
+    ending = Ending(end, arrived, seconds, -inf, (), (), Outcome.ANSWERED, None, (), None)
+    entry = LiveRequest(Request(int(end), "a", 0, 1), (0, 0.0, 0), VariantQueue(0, VariantCosts({})), arrived)
+    slow_requests.add([entry], ending)
     return True
 
 
@@ -167,24 +165,24 @@ def test_the_slowest_hundred_are_kept() -> None:
 
     A faster one is not even compared in full. A slower one replaces the fastest.
     """
-    kept = SlowestRequests()
+    slow_requests = SlowestRequests()
     for second in range(MAX_SLOWEST):
-        assert offer(kept, second, 0.5 + second / 1000)
+        assert offer(slow_requests, second, 0.5 + second / 1000)
 
-    assert not offer(kept, MAX_SLOWEST, 0.25)
-    assert offer(kept, MAX_SLOWEST, 0.75)
-    seconds = [slow.seconds for slow in kept.read(MAX_SLOWEST)]
+    assert not offer(slow_requests, MAX_SLOWEST, 0.25)
+    assert offer(slow_requests, MAX_SLOWEST, 0.75)
+    seconds = [slow.seconds for slow in slow_requests.read(MAX_SLOWEST)]
     assert (len(seconds), seconds[0], seconds[-1]) == (MAX_SLOWEST, 0.75, 0.501)
 
 
 def test_requests_are_dropped_after_an_hour() -> None:
     """Requests are dropped an hour after their end, and their place is free for any request."""
-    kept = SlowestRequests()
+    slow_requests = SlowestRequests()
     for second in range(MAX_SLOWEST):
-        offer(kept, second, 10.0)
+        offer(slow_requests, second, 10.0)
 
-    assert not offer(kept, WINDOW_S - 1, 0.5)
-    assert offer(kept, WINDOW_S, 0.5)
-    assert [slow.seconds for slow in kept.read(WINDOW_S)][-2:] == [10.0, 0.5]
-    assert kept.read(2 * WINDOW_S + 1) == []
-    assert kept.review_at == inf
+    assert not offer(slow_requests, WINDOW_S - 1, 0.5)
+    assert offer(slow_requests, WINDOW_S, 0.5)
+    assert [slow.seconds for slow in slow_requests.read(WINDOW_S)][-2:] == [10.0, 0.5]
+    assert slow_requests.read(2 * WINDOW_S + 1) == []
+    assert slow_requests.review_at == inf

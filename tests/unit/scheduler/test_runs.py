@@ -51,10 +51,10 @@ def test_only_one_of_a_run_goes_first(discipline: str) -> None:
     urgent = driver.request(priority=1, deadline=5.0)
     driver.arrive(first, second, urgent)
 
-    [one, two] = driver.finish_all()[1:]
+    [earlier, later] = driver.finish_all()[1:]
 
-    assert one.requests == ids([first, urgent])
-    assert two.requests == ids([second])
+    assert earlier.requests == ids([first, urgent])
+    assert later.requests == ids([second])
 
 
 @every_discipline
@@ -105,10 +105,10 @@ def test_a_committed_request_pulls_others_along(discipline: str) -> None:
     first, second, third = (driver.request(name, run=1, deadline=8.0) for name in "aba")
     driver.arrive(old, waits, first, second, third)
 
-    [one] = executions(driver.finish())
+    [execution] = executions(driver.finish())
     [two] = executions(driver.finish())
 
-    assert one.requests == ids([first, old, third])
+    assert execution.requests == ids([first, old, third])
     assert two.requests == ids([second])
 
 
@@ -124,11 +124,11 @@ def test_one_execution_takes_the_first_of_two_runs(discipline: str) -> None:
     requests = [driver.request(run=run, deadline=9.0) for run in (1, 2, 2, 1, 1, 2)]
     driver.arrive(*requests)
 
-    [one] = executions(driver.finish())
+    [execution] = executions(driver.finish())
     driver.cancel(requests[2])
     [two] = executions(driver.finish())
 
-    assert one.requests == ids(requests[:2])
+    assert execution.requests == ids(requests[:2])
     assert two.requests == ids([requests[3], requests[5]])
 
 
@@ -167,7 +167,11 @@ def test_no_request_of_a_run_is_shed() -> None:
     device.arrive(*own, stranger)
     device.run(1.0)
 
-    assert [device.outcome(one) for one in own] == [Outcome.ANSWERED, Outcome.ANSWERED, Outcome.EXPIRED]
+    assert [device.outcome(request) for request in own] == [
+        Outcome.ANSWERED,
+        Outcome.ANSWERED,
+        Outcome.EXPIRED,
+    ]
     assert device.ended_at[own[2].id] == 0.016
     assert (device.outcome(stranger), device.ended_at[stranger.id]) == (Outcome.SHED, 0.0)
 
@@ -181,7 +185,9 @@ def test_no_request_of_a_run_is_shed_after_a_change_to_edf() -> None:
     device.send(SettingsChanged(SchedulerSettings(discipline="edf")))
     device.run(1.0)
 
-    assert [(device.outcome(one), device.ended_at[one.id]) for one in own] == [(Outcome.EXPIRED, 0.009)] * 2
+    assert [(device.outcome(request), device.ended_at[request.id]) for request in own] == [
+        (Outcome.EXPIRED, 0.009)
+    ] * 2
 
 
 @pytest.mark.parametrize("discipline", ["fair", "fifo"])
@@ -195,6 +201,6 @@ def test_the_link_is_used_at_once_for_a_request_that_is_committed_now(discipline
     driver.arrive(driver.request("c", run=1))
     driver.finish()
 
-    assert [one.requests for one in driver.executing.values()] == [ids([first])]
+    assert [execution.requests for execution in driver.executing.values()] == [ids([first])]
     assert driver.loading.keys() == {"c"}
     assert driver.resident == {"a"}

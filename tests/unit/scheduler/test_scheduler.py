@@ -77,7 +77,7 @@ def test_model_that_does_not_coalesce_runs_one_by_one(machine: Driver) -> None:
 
     started = machine.finish_all()
 
-    assert [(one.size, one.rows) for one in started] == [(1, 1), (1, 1), (4, 3)]
+    assert [(execution.size, execution.rows) for execution in started] == [(1, 1), (1, 1), (4, 3)]
 
 
 def test_request_without_rows_is_answered(machine: Driver) -> None:
@@ -338,6 +338,6 @@ def test_committed_requests_go_first(machine: Driver) -> None:
     first, second = machine.request("b", run=1), machine.request("b", run=2)
     machine.arrive(old_a, old_b, first, second)
 
-    order = [one.requests[0] for one in machine.finish_all()[1:]]
+    order = [execution.requests[0] for execution in machine.finish_all()[1:]]
 
     assert tuple(order) == ids([first, second, old_a, old_b])

@@ -232,9 +232,9 @@ def test_a_relative_that_comes_later_divides_what_is_there() -> None:
     driver.add(program("b", tensors={"u": 2, "v": 4, "w": 8}), program("c", tensors={"v": 4}))
 
     assert (physical(driver), logical(driver)) == (15, 25)
-    for name, left in (("a", 14), ("b", 4), ("c", 0)):
+    for name, nbytes in (("a", 14), ("b", 4), ("c", 0)):
         driver.remove(name)
-        assert physical(driver) == left
+        assert physical(driver) == nbytes
 
 
 def test_shared_tensors_are_pinned_by_each_of_their_models() -> None:
@@ -290,10 +290,10 @@ def test_room_is_made_by_as_few_as_possible_in_order(
     There is no choice only if all models free too few.
     """
     models, sizes, residents, keep = crowd
-    kept = [group for one in residents for group in one.groups if set(group.tensors) <= keep]
-    order = [one.model for one in in_eviction_order(residents)]
+    groups = [group for resident in residents for group in resident.groups if set(group.tensors) <= keep]
+    order = [resident.model for resident in in_eviction_order(residents)]
 
-    victims = choose_victims(missing, residents, kept)
+    victims = choose_victims(missing, residents, groups)
 
     if victims is None:
         assert freed(models, sizes, order, keep) < missing
@@ -303,8 +303,8 @@ def test_room_is_made_by_as_few_as_possible_in_order(
         return
     assert freed(models, sizes, victims, keep) >= missing
     for spared in victims:
-        assert freed(models, sizes, [one for one in victims if one != spared], keep) < missing
-    assert victims == [one for one in order if one in victims]
+        assert freed(models, sizes, [victim for victim in victims if victim != spared], keep) < missing
+    assert victims == [model for model in order if model in victims]
     # Without the last victim, all models before it would not free enough. So no victim comes too late in the order.
     before = order[: order.index(victims[-1])]
     assert freed(models, sizes, before, keep) < missing
@@ -335,11 +335,11 @@ def test_groups_are_the_tensors_that_the_same_models_have(
             if here[gone].state is WeightState.RESIDENT:
                 weights.evict(here[gone])
             weights.groups.leave(here.pop(gone))
-        present = set().union(*(models[one] for one, own in here.items() if own.epoch))
+        present = set().union(*(models[model] for model, own in here.items() if own.epoch))
         assert weights.bytes == sum(size[key] for key in present)
-        for one, own in here.items():
-            assert own.bytes == sum(size[key] for key in models[one])
-            assert own.absent_bytes == sum(size[key] for key in models[one] - present)
+        for other, own in here.items():
+            assert own.bytes == sum(size[key] for key in models[other])
+            assert own.absent_bytes == sum(size[key] for key in models[other] - present)
 
 
 # --- how long loads take -----------------------------------------------------------------------------------

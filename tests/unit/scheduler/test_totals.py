@@ -28,10 +28,10 @@ def test_a_wait_is_from_arrival_to_execution() -> None:
     device.arrive(*(device.request() for _ in range(3)))
     device.run(1.0)
 
-    found = totals(device)
-    assert found.queue_wait.sum == pytest.approx(0.010 + 0.020)
-    assert found.execute.sum == found.device_seconds == pytest.approx(0.030)
-    assert (sum(found.rows.counts), found.rows.sum, found.padding.sum) == (3, 3.0, 0)
+    model_totals = totals(device)
+    assert model_totals.queue_wait.sum == pytest.approx(0.010 + 0.020)
+    assert model_totals.execute.sum == model_totals.device_seconds == pytest.approx(0.030)
+    assert (sum(model_totals.rows.counts), model_totals.rows.sum, model_totals.padding.sum) == (3, 3.0, 0)
 
 
 def test_a_missed_deadline_is_counted_where_the_request_was() -> None:
@@ -84,7 +84,12 @@ def test_weights_that_leave_say_why() -> None:
 
     device.change(weight_budget_bytes=0)
     device.run(3.0)
-    assert sum(found.evictions.get(Cause.BUDGET, 0) for found in device.scheduler.totals().values()) <= 1
+    assert (
+        sum(
+            model_totals.evictions.get(Cause.BUDGET, 0) for model_totals in device.scheduler.totals().values()
+        )
+        <= 1
+    )
 
 
 def test_versions_of_one_model_count_together() -> None:

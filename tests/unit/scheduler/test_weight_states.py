@@ -31,9 +31,11 @@ def test_bytes_follow_the_table(events: list[tuple[str, WeightEvent]]) -> None:
             accounts.move(weights, event)
 
         assert weights.state is (after or before)
-        present = [TENSORS[one] for one, own in models.items() if own.state in TAKING_BYTES]
-        assert accounts.bytes == sum({key: size for one in present for key, size in one.items()}.values())
-        assert accounts.reserved == sum(one.state is WeightState.RESERVED for one in models.values())
+        present = [TENSORS[model] for model, own in models.items() if own.state in TAKING_BYTES]
+        assert accounts.bytes == sum(
+            {key: size for tensor_sizes in present for key, size in tensor_sizes.items()}.values()
+        )
+        assert accounts.reserved == sum(account.state is WeightState.RESERVED for account in models.values())
 
 
 def test_an_illegal_change_tells_the_history() -> None:

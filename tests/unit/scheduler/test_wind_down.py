@@ -49,10 +49,10 @@ def test_runs_in_progress_end_first(driver: Driver) -> None:
     driver.wind_down(30)
     assert driver.send(RunsAsked((later,))) == []
     call = driver.request(run=run.id)
-    assert [one.requests for one in executions(driver.arrive(call))] == [ids([call])]
+    assert [execution.requests for execution in executions(driver.arrive(call))] == [ids([call])]
     plain = driver.request()
     assert executions(driver.finish()) == []
-    assert [one.requests for one in executions(driver.arrive(plain))] == [ids([plain])]
+    assert [execution.requests for execution in executions(driver.arrive(plain))] == [ids([plain])]
 
     assert driver.end(run) == []
     assert driver.finish()[-1] == AT_REST
@@ -136,7 +136,7 @@ def test_a_withdrawn_command_leaves_no_trace(driver: Driver) -> None:
     waiting = driver.request()
     driver.arrive(waiting)
 
-    assert [one.requests for one in executions(driver.wind_down(None))] == [ids([waiting])]
+    assert [execution.requests for execution in executions(driver.wind_down(None))] == [ids([waiting])]
 
 
 def test_deadlines_hold_meanwhile(driver: Driver) -> None:

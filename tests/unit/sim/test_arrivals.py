@@ -23,16 +23,16 @@ def test_poisson_keeps_rate_and_shares() -> None:
     sent = arrivals("duration: 40\narrivals: {poisson: {rate: 100, models: {a: 3, b: 1}}}")
 
     assert abs(len(sent) - 4000) < 4 * 4000**0.5
-    assert abs(Counter(one.model for one in sent)["a"] - 3000) < 4 * 3000**0.5
-    assert all(0 < one.t <= 40 for one in sent)
-    assert [one.t for one in sent] == sorted(one.t for one in sent)
+    assert abs(Counter(arrival.model for arrival in sent)["a"] - 3000) < 4 * 3000**0.5
+    assert all(0 < arrival.t <= 40 for arrival in sent)
+    assert [arrival.t for arrival in sent] == sorted(arrival.t for arrival in sent)
 
 
 def test_a_group_divides_its_share() -> None:
     """The eight models of a group together get the group's share of the rate."""
     sent = arrivals("duration: 40\narrivals: {poisson: {rate: 100, models: {a: 1, c: 1}}}")
 
-    counts = Counter(one.model for one in sent)
+    counts = Counter(arrival.model for arrival in sent)
     assert abs(counts["a"] - 2000) < 4 * 2000**0.5
     assert len(counts) == 9
 
@@ -42,13 +42,13 @@ def test_start_and_stop_bound_a_source() -> None:
     sent = arrivals("arrivals: {poisson: {rate: 100, start: 2, stop: 3}}")
 
     assert sent
-    assert all(2 < one.t <= 3 for one in sent)
+    assert all(2 < arrival.t <= 3 for arrival in sent)
 
 
 def test_zipf_falls_with_rank() -> None:
     """With exponent 1 the first of two is twice as popular as the second."""
     counts = Counter(
-        one.model for one in arrivals("duration: 30\narrivals: {zipf: {rate: 100, models: [b, a]}}")
+        arrival.model for arrival in arrivals("duration: 30\narrivals: {zipf: {rate: 100, models: [b, a]}}")
     )
 
     assert abs(counts["b"] - 2000) < 4 * 2000**0.5
@@ -63,7 +63,7 @@ def test_days_and_nights() -> None:
     text = (
         "duration: 400\narrivals: {{zipf: {{rate: 100, exponent: 0, day_s: 100, night: 0.25, spread: {}}}}}"
     )
-    together, spread = ([one.t % 100 for one in arrivals(text.format(share))] for share in (0, 1))
+    together, spread = ([arrival.t % 100 for arrival in arrivals(text.format(share))] for share in (0, 1))
 
     for sent in (together, spread):
         assert abs(len(sent) - 40_000) < 4 * 40_000**0.5
@@ -77,7 +77,8 @@ def test_zipf_may_be_shuffled() -> None:
     text = "seed: {}\nduration: 3\narrivals: {{zipf: {{rate: 100, exponent: 3, models: [c], shuffle: true}}}}"
 
     most = {
-        Counter(one.model for one in arrivals(text.format(seed))).most_common(1)[0][0] for seed in range(8)
+        Counter(arrival.model for arrival in arrivals(text.format(seed))).most_common(1)[0][0]
+        for seed in range(8)
     }
 
     assert len(most) > 1
@@ -87,7 +88,7 @@ def test_bursts_come_at_regular_times() -> None:
     """In each burst, each model gets `size` requests."""
     sent = arrivals("duration: 1\narrivals: {bursts: {models: [a, b], every_s: 0.4, size: 2, start: 0.1}}")
 
-    assert [(one.t, one.model) for one in sent] == [
+    assert [(arrival.t, arrival.model) for arrival in sent] == [
         (t, model) for t in (0.1, 0.5, 0.9) for model in ("a", "a", "b", "b")
     ]
 
@@ -96,7 +97,7 @@ def test_jitter_delays_bursts() -> None:
     """Jitter delays bursts by less than its value and keeps their order."""
     sent = arrivals("duration: 10\narrivals: {bursts: {models: [a], every_s: 1, size: 1, jitter_s: 1.5}}")
 
-    times = [one.t for one in sent]
+    times = [arrival.t for arrival in sent]
     assert times == sorted(times)
     assert any(abs(t - round(t)) > 0.01 for t in times)
 
@@ -128,7 +129,7 @@ def test_requests_after_the_duration_are_ignored() -> None:
     """Requests after the duration are ignored. A request exactly at the duration still arrives."""
     sent = arrivals("duration: 1\narrivals: [{t: 2, model: a}, {t: 1, model: a}, {t: 0, model: b}]")
 
-    assert [one.t for one in sent] == [0, 1]
+    assert [arrival.t for arrival in sent] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -141,6 +142,6 @@ def test_another_source_moves_no_request(more: str) -> None:
     both = more if more.startswith("poisson") else f"{alone}, {more}"
 
     def of(sources: str) -> list[float]:
-        return [one.t for one in arrivals(f"duration: 2\narrivals: {{{sources}}}")]
+        return [arrival.t for arrival in arrivals(f"duration: 2\narrivals: {{{sources}}}")]
 
     assert set(of(alone)) <= set(of(both))

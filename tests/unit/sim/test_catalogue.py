@@ -19,7 +19,7 @@ models: {a: {cost: {1: 0.5}, weight_bytes: 100, start_s: 2}, b: {cost: {1: 0.5},
 
 
 def ends(record: Record) -> list[tuple[Outcome | None, float]]:
-    return [(one.outcome, one.ended) for one in record.requests]
+    return [(request.outcome, request.ended) for request in record.requests]
 
 
 def test_a_cold_model_starts_with_its_first_request_and_others_join() -> None:
@@ -29,7 +29,7 @@ def test_a_cold_model_starts_with_its_first_request_and_others_join() -> None:
     (start,) = record.starts
     assert (start.began, start.ended, start.read_bytes) == (1, 4, 100)
     assert ends(record)[:2] == [(Outcome.ANSWERED, 4.6), (Outcome.ANSWERED, 5.1)]
-    assert [one.cold for one in record.requests] == [True, True, False]
+    assert [request.cold for request in record.requests] == [True, True, False]
     total = metrics(LAZY + "arrivals: [{t: 1, model: a}, {t: 2, model: a}]")["total"]
     assert (total["starts"], total["cold"], total["read_bytes"]) == (1, 2, 100)
 
@@ -42,7 +42,7 @@ def test_starts_take_turns_by_the_earliest_deadline() -> None:
         + "arrivals: [{t: 0, model: a}, {t: 1, model: b}, {t: 2, model: c, deadline_s: 8}, {t: 2, model: b}]"
     )
 
-    assert [(one.model, one.began, one.ended) for one in record.starts] == [
+    assert [(start.model, start.began, start.ended) for start in record.starts] == [
         ("a", 0, 3),
         ("c", 3, 4),
         ("b", 4, 7),
@@ -61,7 +61,7 @@ def test_requests_give_up_while_their_model_starts() -> None:
     )
 
     assert ends(record) == [(Outcome.EXPIRED, 4), (Outcome.FAILED, 10), (Outcome.EXPIRED, 6)]
-    assert [one.model for one in record.starts] == ["b"]
+    assert [start.model for start in record.starts] == ["b"]
 
 
 def test_edf_refuses_at_once_what_a_known_start_serves_too_late() -> None:
@@ -86,10 +86,15 @@ def test_an_idle_model_falls_back_step_by_step() -> None:
         LAZY + "arrivals: [{t: 0, model: a}, {t: 20, model: a}, {t: 120, model: a}, {t: 900, model: a}]"
     )
 
-    assert [one.ended for one in record.requests] == [3.6, 20.6, 121.6, 903.6]
-    assert [(one.started, one.read_bytes) for one in record.loads] == [(3, 0), (20, 0), (121, 100), (903, 0)]
+    assert [request.ended for request in record.requests] == [3.6, 20.6, 121.6, 903.6]
+    assert [(load.started, load.read_bytes) for load in record.loads] == [
+        (3, 0),
+        (20, 0),
+        (121, 100),
+        (903, 0),
+    ]
     assert record.evictions == [("a", 13.6), ("a", 30.6), ("a", 131.6), ("a", 913.6)]
-    assert [one.began for one in record.starts] == [0, 900]
+    assert [start.began for start in record.starts] == [0, 900]
     assert record.host[:4] == [(0, 100), (80.6, 0), (120, 100), (181.6, 0)]
 
 
@@ -98,7 +103,7 @@ def test_a_model_in_use_does_not_fall_back() -> None:
     text = LAZY.replace("cost: {1: 0.5}", "cost: {1: 30}")
     record = run(text + "arrivals: [{t: 0, model: a}, {t: 1, model: a}]")
 
-    assert [one.ended for one in record.requests] == [33.1, 63.1]
+    assert [request.ended for request in record.requests] == [33.1, 63.1]
     assert [at for _, at in record.evictions] == [73.1]
 
 
@@ -113,7 +118,7 @@ def test_host_memory_holds_the_models_that_were_used_last() -> None:
         """
     )
 
-    assert [one.read_bytes for one in record.loads] == [0, 0, 100, 100]
+    assert [load.read_bytes for load in record.loads] == [0, 0, 100, 100]
     assert max(nbytes for _, nbytes in record.host) == 200
 
 
@@ -128,11 +133,11 @@ def test_a_read_from_the_disk_delays_no_load_from_host_memory() -> None:
         """
     )
 
-    assert [(one.model, one.started, one.read_bytes) for one in record.loads] == [
+    assert [(load.model, load.started, load.read_bytes) for load in record.loads] == [
         ("a-1", 1, 0),
         ("a-2", 10, 100),
     ]
-    assert [one.ended for one in record.requests] == [10.6, 1.6]
+    assert [request.ended for request in record.requests] == [10.6, 1.6]
 
 
 def test_shared_tensors_are_read_and_counted_once() -> None:
@@ -146,7 +151,7 @@ def test_shared_tensors_are_read_and_counted_once() -> None:
         """
     )
 
-    assert [(one.read_bytes, one.ended) for one in record.starts] == [(100, 1), (20, 5.2)]
+    assert [(start.read_bytes, start.ended) for start in record.starts] == [(100, 1), (20, 5.2)]
     assert record.host[-1][1] == 120
 
 
@@ -164,7 +169,7 @@ def test_an_eager_model_becomes_cold_and_starts_again() -> None:
         """
     )
 
-    assert [(one.model, one.began) for one in record.starts] == [("a", 100)]
+    assert [(start.model, start.began) for start in record.starts] == [("a", 100)]
 
 
 @pytest.mark.parametrize(

@@ -52,10 +52,10 @@ def test_files_for_the_same_scenario_are_the_same(scenario: Path, tmp_path: Path
     for out in ("one", "two"):
         assert main([str(scenario), "--out", str(tmp_path / "deep" / out)]) == 0
 
-    one, two = (sorted((tmp_path / "deep" / out).iterdir()) for out in ("one", "two"))
-    assert [path.name for path in one] == ["latency.png", "metrics.json", "shares.png", "timeline.png"]
-    assert [path.read_bytes() for path in one] == [path.read_bytes() for path in two]
-    assert json.loads(one[1].read_text())["total"]["served"] == 2
+    first, second = (sorted((tmp_path / "deep" / out).iterdir()) for out in ("one", "two"))
+    assert [path.name for path in first] == ["latency.png", "metrics.json", "shares.png", "timeline.png"]
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+    assert json.loads(first[1].read_text())["total"]["served"] == 2
 
 
 def test_a_wrong_scenario_is_1(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,9 +74,9 @@ def test_no_scenario_is_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main([str(tmp_path / "none.yaml")]) == 1
     assert main([str(tmp_path)]) == 1
 
-    said = capsys.readouterr().err
-    assert "none.yaml cannot be read: No such file or directory. Name a file" in said
-    assert said.count("cannot be read") == 2
+    output = capsys.readouterr().err
+    assert "none.yaml cannot be read: No such file or directory. Name a file" in output
+    assert output.count("cannot be read") == 2
 
 
 @pytest.mark.parametrize("window", ["1", "2:1", "a:b", "-1:1", "0:inf"])

@@ -58,13 +58,13 @@ def test_a_busy_model_moves_with_its_weights_first() -> None:
         next((t, step) for t, step in record.steps if (step.act, step.model) == (act, moved))
         for act in (Act.PREFETCH, Act.EVICT)
     )
-    sent = [one for one in record.requests if one.request.model == moved]
-    before = {names[one.device] for one in sent if one.arrived < fetch[0]}
-    after = {names[one.device] for one in sent if one.arrived > free[0]}
+    sent = [request for request in record.requests if request.request.model == moved]
+    before = {names[request.device] for request in sent if request.arrived < fetch[0]}
+    after = {names[request.device] for request in sent if request.arrived > free[0]}
 
     assert (before, after) == ({free[1].worker}, {fetch[1].worker})
     assert before != after
-    assert all(one.hit for one in sent)
+    assert all(request.hit for request in sent)
     assert record.moves >= 1
     assert set(record.repacks) == {"start", "work"}
 
@@ -72,8 +72,8 @@ def test_a_busy_model_moves_with_its_weights_first() -> None:
 def test_packing_balances_devices() -> None:
     """Packing spreads the work of one device over both."""
     record = fleet(CROWDED)
-    late = [one for one in record.requests if one.arrived > 12]
-    shares = [sum(one.device == index for one in late) / len(late) for index in range(2)]
+    late = [request for request in record.requests if request.arrived > 12]
+    shares = [sum(request.device == index for request in late) / len(late) for index in range(2)]
 
     assert max(shares) < 0.6
     assert summarize_fleet(record)["total"]["moves"] == record.moves
@@ -90,9 +90,9 @@ def test_round_robin_takes_turns() -> None:
         """
     )
 
-    devices = [one.device for one in record.requests]
+    devices = [request.device for request in record.requests]
     assert len(devices) > 50
-    assert all(one == (devices[0] + place) % 3 for place, one in enumerate(devices))
+    assert all(device == (devices[0] + place) % 3 for place, device in enumerate(devices))
 
 
 def test_one_device_behind_a_gateway_does_what_it_does_alone() -> None:
@@ -103,7 +103,7 @@ def test_one_device_behind_a_gateway_does_what_it_does_alone() -> None:
 
     (record,) = behind.devices.values()
     assert list(decision_lines(record)) == list(decision_lines(alone))
-    assert [one.ended for one in behind.requests] == [one.ended for one in alone.requests]
+    assert [request.ended for request in behind.requests] == [request.ended for request in alone.requests]
 
 
 #: Two devices of one server. Each has room for both models, and neither can answer all requests in time.
@@ -128,9 +128,9 @@ def test_the_stubs_of_a_server_follow_its_placement_table() -> None:
     assert list(record.devices) == ["server0/0", "server0/1"]
 
     joined = next(t for t, step in record.steps if (step.act, step.model) == (Act.PREFETCH, "m-0"))
-    hot = [one for one in record.requests if one.request.model == "m-0"]
-    late = [one.device for one in hot if one.arrived > joined + 1]
-    assert len({one.device for one in hot if one.arrived < joined}) == 1
+    hot = [request for request in record.requests if request.request.model == "m-0"]
+    late = [request.device for request in hot if request.arrived > joined + 1]
+    assert len({request.device for request in hot if request.arrived < joined}) == 1
     assert 0.3 < sum(late) / len(late) < 0.7
 
 
@@ -140,7 +140,7 @@ def test_without_a_table_stubs_choose_among_all_devices_of_their_server() -> Non
     Few of them wait for weights.
     """
     record = fleet(SERVER, "least_outstanding")
-    hot = [one.device for one in record.requests if one.request.model == "m-0"]
+    hot = [request.device for request in record.requests if request.request.model == "m-0"]
 
     assert not record.steps
     assert 0.3 < sum(hot) / len(hot) < 0.7
@@ -186,8 +186,8 @@ def test_every_request_ends_once_and_runs_agree(
     assert total["arrived"] == sum(total[end] for end in ("served", "shed", "expired", "refused"))
     executed = {
         number: index
-        for index, one in enumerate(record.devices.values())
-        for execution in one.executions
+        for index, device in enumerate(record.devices.values())
+        for execution in device.executions
         for number in execution.execute.requests
     }
     for sent in record.requests:
@@ -203,7 +203,7 @@ def test_settings_of_single_models_may_name_a_group() -> None:
     )
 
     assert scenario.gateway is not None
-    assert {name: one.replicas for name, one in scenario.gateway.models.items()} == {
+    assert {name: model.replicas for name, model in scenario.gateway.models.items()} == {
         "m-0": "all",
         "m-1": "all",
     }
@@ -235,10 +235,10 @@ def test_modes_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
     rows = capsys.readouterr().out.splitlines()[:3]
     assert [row.split()[0] for row in rows] == ["mode", "round_robin", "lpt_packing"]
-    one, two = (sorted((tmp_path / out).iterdir()) for out in ("one", "two"))
-    assert [file.name for file in one] == ["metrics.json", "modes.png"]
-    assert [file.read_bytes() for file in one] == [file.read_bytes() for file in two]
-    assert list(json.loads(one[0].read_text())["modes"]) == ["round_robin", "lpt_packing"]
+    first, second = (sorted((tmp_path / out).iterdir()) for out in ("one", "two"))
+    assert [file.name for file in first] == ["metrics.json", "modes.png"]
+    assert [file.read_bytes() for file in first] == [file.read_bytes() for file in second]
+    assert list(json.loads(first[0].read_text())["modes"]) == ["round_robin", "lpt_packing"]
 
 
 def test_decisions_of_several_devices_name_the_device(

@@ -35,7 +35,7 @@ def test_a_length_takes_the_shortest_variant_and_shares_executions() -> None:
         "t=0.000000 EXECUTE a size=1 rows=1 variant=0 requests=1",
         "t=0.001000 EXECUTE a size=4 rows=2 variant=1 requests=2",
     ]
-    assert [(one.useful, one.size) for one in run(text).executions] == [(8, 8), (12, 64)]
+    assert [(execution.useful, execution.size) for execution in run(text).executions] == [(8, 8), (12, 64)]
     assert metrics(text)["total"]["padding_ratio"] == pytest.approx(1 - 20 / 72)
     with pytest.raises(
         ScenarioError, match=r"a request of a has the length 17; `lengths` of the model are 8, 16"

@@ -22,7 +22,7 @@ def test_round_robin_takes_turns() -> None:
     """Round robin executes the models in turn, so the model with long executions gets most of the device's time."""
     text = THREE.format(discipline="round_robin")
 
-    executions = [one.execute.model for one in run(text).executions]
+    executions = [execution.execute.model for execution in run(text).executions]
     assert executions[:9] == ["cheap", "dear", "first"] * 3
     models = metrics(text)["models"]
     assert models["dear"]["share"] == pytest.approx(10 / 15, abs=0.01)
@@ -30,7 +30,9 @@ def test_round_robin_takes_turns() -> None:
 
 def test_static_priority_starves() -> None:
     """While the model with the greatest weight has requests, static priority executes no other model."""
-    executions = [one.execute.model for one in run(THREE.format(discipline="static_priority")).executions]
+    executions = [
+        execution.execute.model for execution in run(THREE.format(discipline="static_priority")).executions
+    ]
 
     assert set(executions[:400]) == {"first"}
 

@@ -24,33 +24,33 @@ def recorded(models: str, every_s: float = 0.1, device: str = "warm: true", name
 
 def answers(scenario: Scenario, p99_s: float) -> dict[str, Answer]:
     """Return the answers of a plan by question. If a question has several answers, keep the first."""
-    found: dict[str, Answer] = {}
-    for one in plan(busiest(scenario), p99_s, lambda what: None):
-        found.setdefault(one.question, one)
-    return found
+    by_question: dict[str, Answer] = {}
+    for answer in plan(busiest(scenario), p99_s, lambda what: None):
+        by_question.setdefault(answer.question, answer)
+    return by_question
 
 
 def test_room_for_more_models() -> None:
     """A device that is busy for a fifth of the time has room for more models of equal traffic, until their requests wait too long."""
-    said = answers(recorded("{a: {cost: {1: 0.02}}, b: {cost: {1: 0.02}}}"), 0.1)
+    by_question = answers(recorded("{a: {cost: {1: 0.02}}, b: {cost: {1: 0.02}}}"), 0.1)
 
-    assert said["as it is"].answer == "2 models on 1 card, no budget"
-    more = int(said["more models"].answer.split(",")[0])
+    assert by_question["as it is"].answer == "2 models on 1 card, no budget"
+    more = int(by_question["more models"].answer.split(",")[0])
     assert 4 <= more <= 9
-    assert said["more models"].trial is not None
-    assert said["more models"].trial.p99_s <= 0.1  # type: ignore[operator]
+    assert by_question["more models"].trial is not None
+    assert by_question["more models"].trial.p99_s <= 0.1  # type: ignore[operator]
     scenario = busiest(recorded("{a: {cost: {1: 0.02}}, b: {cost: {1: 0.02}}}"))
     assert not try_out(with_copies(scenario, more + 1)).meets(0.1)
-    assert said["fewest cards"].answer == "1"
-    assert said["smallest weight budget"].answer.startswith("not known")
+    assert by_question["fewest cards"].answer == "1"
+    assert by_question["smallest weight budget"].answer.startswith("not known")
 
 
 def test_too_little_of_everything() -> None:
     """An overloaded device has no room for more models. The plan tries placements to find how many cards the models need."""
-    said = answers(recorded("{a: {cost: {1: 0.15}}, b: {cost: {1: 0.15}}}"), 0.4)
+    by_question = answers(recorded("{a: {cost: {1: 0.15}}, b: {cost: {1: 0.15}}}"), 0.4)
 
-    assert said["more models"].answer == "none"
-    assert said["fewest cards"].answer == "2"
+    assert by_question["more models"].answer == "none"
+    assert by_question["fewest cards"].answer == "2"
 
 
 def test_the_smallest_budget() -> None:
@@ -60,12 +60,12 @@ def test_the_smallest_budget() -> None:
     """
     model = "{cost: {1: 0.001}, weight_bytes: 1000, shares: {base: 800}}"
     device = "warm: true, h2d_bytes_per_s: 1000"
-    said = answers(recorded(f"{{a: {model}, b: {model}}}", device=device), 0.05)
+    by_question = answers(recorded(f"{{a: {model}, b: {model}}}", device=device), 0.05)
 
-    assert said["smallest weight budget"].answer == "1200 bytes (1.2 kB); all weights are 1.2 kB"
+    assert by_question["smallest weight budget"].answer == "1200 bytes (1.2 kB); all weights are 1.2 kB"
     apart = "{cost: {1: 0.001}, weight_bytes: 1000}"
-    said = answers(recorded(f"{{a: {apart}, b: {apart}}}", device=device, names="a"), 0.05)
-    assert said["smallest weight budget"].answer == "1000 bytes (1 kB); all weights are 2 kB"
+    by_question = answers(recorded(f"{{a: {apart}, b: {apart}}}", device=device, names="a"), 0.05)
+    assert by_question["smallest weight budget"].answer == "1000 bytes (1 kB); all weights are 2 kB"
 
 
 def test_narrow_weights() -> None:
@@ -73,17 +73,17 @@ def test_narrow_weights() -> None:
     model = "{cost: {1: 0.001}, weight_bytes: 1000}"
     device = "h2d_bytes_per_s: 100000, weight_budget_bytes: 1500"
     scenario = busiest(recorded(f"{{a: {model}, b: {model}}}", device=device))
-    found = [
-        one
-        for one in plan(scenario, 0.05, lambda what: None)
-        if one.question in ("as it is", "narrow weights")
+    narrow = [
+        answer
+        for answer in plan(scenario, 0.05, lambda what: None)
+        if answer.question in ("as it is", "narrow weights")
     ]
-    assert [one.answer for one in found] == [
+    assert [answer.answer for answer in narrow] == [
         "2 models on 1 card, a budget of 1.5 kB",
         "bf16, 1 kB if all are f32 now",
         "i8, 500 B if all are f32 now",
     ]
-    p99_s = [one.trial.p99_s for one in found if one.trial is not None]
+    p99_s = [answer.trial.p99_s for answer in narrow if answer.trial is not None]
     # The longest waits are those of the first requests, for a half and a quarter of the bytes.
     assert p99_s[0] == pytest.approx(0.011)
     assert p99_s[1:] == [pytest.approx(0.006), pytest.approx(0.0035)]
@@ -91,9 +91,9 @@ def test_narrow_weights() -> None:
 
 def test_batch_sizes() -> None:
     """If single rows are padded to 8, the plan proposes a smaller size with its estimated gain, and names sizes that are hardly used."""
-    said = answers(recorded("{a: {cost: {8: 0.016, 16: 0.032, 32: 0.064}}}", names="a"), 1.0)
+    by_question = answers(recorded("{a: {cost: {8: 0.016, 16: 0.032, 32: 0.064}}}", names="a"), 1.0)
 
-    assert said["batch sizes"].answer == (
+    assert by_question["batch sizes"].answer == (
         "a: export 1 as well; leave out 8, 16, hardly used: about 87.5% less device time"
     )
 
@@ -139,7 +139,7 @@ def test_the_busiest_part_of_a_long_record() -> None:
     requests = ", ".join(f"{{t: {t}, model: a}}" for t in times)
     scenario = parse_scenario(f"models: {{a: {{cost: {{1: 0.1}}}}}}\narrivals: [{requests}]")
 
-    assert [one.t for one in busiest(scenario, 3).recorded[0]] == [0.0, 0.1, 0.2]
+    assert [arrival.t for arrival in busiest(scenario, 3).recorded[0]] == [0.0, 0.1, 0.2]
     assert busiest(scenario, 3).duration == pytest.approx(0.201)
 
 
@@ -179,8 +179,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
     (tmp_path / "out.yaml").write_text("models: {a: {cost: {1: 0.04}}}\narrivals: {trace: out.csv}\n")
     assert cli.main(["plan", str(trace), "--p99", "50ms"]) == 0
-    said = capsys.readouterr()
-    assert said.out.splitlines()[0].endswith("out.yaml: 2 requests in 1 s; goal: p99 of 50 ms")
-    assert "as it is" in said.out.splitlines()[2]
+    output = capsys.readouterr()
+    assert output.out.splitlines()[0].endswith("out.yaml: 2 requests in 1 s; goal: p99 of 50 ms")
+    assert "as it is" in output.out.splitlines()[2]
     assert cli.main(["plan", str(trace), "--p99", "1s", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["p99_s"] == pytest.approx(0.04)

@@ -92,12 +92,12 @@ def test_random_scenarios(scenario: dict[str, Any]) -> None:
         assert sent.arrived <= 0.2
         assert (sent.started is not None) == (sent.outcome is Outcome.ANSWERED)
         assert sent.arrived <= (sent.started or sent.arrived) <= sent.ended
-    executions = [(one.started, one.ended) for one in record.executions]
-    loads = [(one.started, one.ended) for one in record.loads]
-    starts = [(one.began, one.ended) for one in record.starts]
+    executions = [(execution.started, execution.ended) for execution in record.executions]
+    loads = [(load.started, load.ended) for load in record.loads]
+    starts = [(start.began, start.ended) for start in record.starts]
     for taken in (executions, loads, starts):
-        assert all(one[1] <= other[0] for one, other in pairwise(taken))
-    served = sum(len(one.execute.requests) for one in record.executions)
+        assert all(earlier[1] <= later[0] for earlier, later in pairwise(taken))
+    served = sum(len(execution.execute.requests) for execution in record.executions)
     limit = scenario["runtime"].get("host_memory_bytes", 1e9)
     assert all(0 <= nbytes <= limit for _, nbytes in record.host)
     total = summarize(record)["total"]

@@ -62,12 +62,12 @@ class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mis
     def ModelInfer(self, request: Any, context: Any) -> Any:
         self.asked.append(request)
         if request.model_name == "stopped":
-            over = Event()
-            context.add_callback(over.set)
+            end = Event()
+            context.add_callback(end.set)
             self.may_stop.wait(PATIENCE_S)
             # SIGINT for the process, whose main thread waits for answers.
             os.kill(os.getpid(), signal.SIGINT)
-            over.wait(PATIENCE_S)
+            end.wait(PATIENCE_S)
         if request.model_name == "late":
             context.abort(grpc.StatusCode.UNAVAILABLE, "[rsrv:DEADLINE] missed")
         if request.model_name in ("full", "closed"):
@@ -104,12 +104,12 @@ def test_a_trace_is_sent_and_compared(tmp_path: Path, capsys: pytest.CaptureFixt
     triton = Triton()
     with serving(triton) as url:
         assert cli.main(["replay", str(trace), "--url", url, "--speed", "10"]) == 0
-        said = capsys.readouterr()
+        output = capsys.readouterr()
         assert cli.main(["replay", str(trace), "--url", url, "--speed", "10", "--json"]) == 0
 
     # The order may differ, because the server handles requests concurrently.
-    of_first_replay = [one for one in triton.asked if one.model_name == "fast"][:2]
-    first, last = sorted(of_first_replay, key=lambda one: one.inputs[0].shape[0])
+    of_first_replay = [request for request in triton.asked if request.model_name == "fast"][:2]
+    first, last = sorted(of_first_replay, key=lambda request: request.inputs[0].shape[0])
     assert (first.inputs[0].shape, last.inputs[0].shape, last.raw_input_contents[0]) == (
         [1, 3],
         [3, 3],
@@ -118,8 +118,8 @@ def test_a_trace_is_sent_and_compared(tmp_path: Path, capsys: pytest.CaptureFixt
     assert not first.parameters
     assert last.parameters["timeout"].int64_param == 9_000_000
     assert last.parameters["priority"].uint64_param == 2
-    assert "gone: 1 requests were not sent: Request for unknown model: 'gone' is not found" in said.err
-    lines = said.out.splitlines()
+    assert "gone: 1 requests were not sent: Request for unknown model: 'gone' is not found" in output.err
+    lines = output.out.splitlines()
     assert lines[0].startswith("3 requests: 2 served, 1 expired; goodput ")
     assert [line.split()[:3] for line in lines[3:6]] == [
         ["fast", "2", "100%"],
@@ -220,9 +220,9 @@ def test_a_lost_server_is_no_refusal(tmp_path: Path, capsys: pytest.CaptureFixtu
     trace.write_text("t,model\n0,full\n0,closed\n")
     with serving(Triton()) as url:
         assert cli.main(["replay", str(trace), "--url", url]) == 0
-    said = capsys.readouterr()
-    assert said.out.startswith("2 requests: 1 refused, 1 failed")
-    assert "closed: the first error: Socket closed" in said.err
+    output = capsys.readouterr()
+    assert output.out.startswith("2 requests: 1 refused, 1 failed")
+    assert "closed: the first error: Socket closed" in output.err
 
 
 def test_ctrl_c_reports_the_requests_so_far(
@@ -256,11 +256,11 @@ def test_requests_that_no_server_takes_cost_only_themselves(
     trace.write_text("t,model,rows\n0,fast,1000000000000\n0,fast,1\n0,fast,0\n")
     with serving(Triton()) as url:
         assert cli.main(["replay", str(trace), "--url", url]) == 0
-        said = capsys.readouterr()
+        output = capsys.readouterr()
         trace.write_text('t,model,rows\n0,"a,""b""\n\x1b[31m",0\n')
         assert cli.main(["replay", str(trace), "--url", url]) == 1
-    assert said.err == "fast: 2 requests were not sent: a request has 1 to 8 rows, not 0\n"
-    assert said.out.startswith("1 requests: 1 served")
+    assert output.err == "fast: 2 requests were not sent: a request has 1 to 8 rows, not 0\n"
+    assert output.out.startswith("1 requests: 1 served")
     assert 'a,"b"??[31m: 1 requests were not sent' in capsys.readouterr().err
 
 
@@ -273,7 +273,7 @@ def test_a_mistake_in_the_files_sends_nothing(tmp_path: Path, capsys: pytest.Cap
         trace.write_text("t,model\n0,fast\n")
         (tmp_path / "trace.yaml").write_text("models: {")
         assert cli.main(["replay", str(trace), "--url", url]) == 1
-        said = capsys.readouterr().err
+        output = capsys.readouterr().err
         (tmp_path / "trace.yaml").unlink()
         np.save(tmp_path / "x.npy", np.ones((1, 3), "f4"))
         (tmp_path / "cut.npz").write_bytes(b"PK\3\4cut")
@@ -281,8 +281,8 @@ def test_a_mistake_in_the_files_sends_nothing(tmp_path: Path, capsys: pytest.Cap
         for name in ("x.npy", "cut.npz", "empty.npz"):
             assert cli.main(["replay", str(trace), "--url", url, "--inputs", f"fast={tmp_path / name}"]) == 1
             assert f"{name} is not a file of np.savez" in capsys.readouterr().err
-    assert "trace.csv has no requests" in said
-    assert "trace.yaml: " in said
+    assert "trace.csv has no requests" in output
+    assert "trace.yaml: " in output
     assert not triton.asked
 
 
@@ -294,9 +294,9 @@ def test_errors_are_shown_and_a_missing_server_is_named(
     trace.write_text("t,model\n0,broken\n0,broken\n")
     with serving(Triton()) as url:
         assert cli.main(["replay", str(trace), "--url", url]) == 0
-    said = capsys.readouterr()
-    assert said.err == "broken: the first error: the hook failed\n"
-    assert "2 requests: 2 failed" in said.out
+    output = capsys.readouterr()
+    assert output.err == "broken: the first error: the hook failed\n"
+    assert "2 requests: 2 failed" in output.out
 
     assert cli.main(["replay", str(trace), "--url", url]) == 1
     assert f"rsrv replay: {url}: " in capsys.readouterr().err

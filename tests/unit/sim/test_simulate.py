@@ -40,7 +40,7 @@ def test_two_models_take_turns_by_arrival() -> None:
         """
     )
 
-    times = [(one.execute.model, one.started, one.ended) for one in record.executions]
+    times = [(execution.execute.model, execution.started, execution.ended) for execution in record.executions]
     assert times == [("a", 0.0, 0.01), ("b", 0.01, 0.012), ("a", 0.012, 0.022), ("b", 0.022, 0.024)]
     assert [sent.ended for sent in record.requests] == [0.01, 0.012, 0.022, 0.024]
 
@@ -159,7 +159,7 @@ def test_loads_take_bytes_over_rate_beside_executions() -> None:
         ("a", 0.0, 0.1),
         ("b", 0.1, 0.3),
     ]
-    times = [(one.execute.model, one.started, one.ended) for one in record.executions]
+    times = [(execution.execute.model, execution.started, execution.ended) for execution in record.executions]
     assert times == [("a", 0.1, 0.6), ("b", 0.6, 0.61)]
 
 
@@ -190,7 +190,10 @@ def test_a_depth_of_two_executes_one_after_the_other() -> None:
         """
     )
 
-    assert [(one.started, one.ended) for one in record.executions] == [(0.0, 0.01), (0.01, 0.02)]
+    assert [(execution.started, execution.ended) for execution in record.executions] == [
+        (0.0, 0.01),
+        (0.01, 0.02),
+    ]
     assert [sent.started for sent in record.requests] == [0.0, 0.01]
 
 
@@ -205,7 +208,7 @@ def test_arrivals_of_an_instant_come_before_the_end_of_an_execution() -> None:
         """
     )
 
-    assert [one.execute.rows for one in record.executions] == [1, 2]
+    assert [execution.execute.rows for execution in record.executions] == [1, 2]
 
 
 def test_instants_are_equal_whatever_they_were_computed_from() -> None:
@@ -219,7 +222,10 @@ def test_instants_are_equal_whatever_they_were_computed_from() -> None:
         """
     )
 
-    assert [(one.execute.model, one.started) for one in record.executions][1:3] == [("b", 0.1), ("a", 0.3)]
+    assert [(execution.execute.model, execution.started) for execution in record.executions][1:3] == [
+        ("b", 0.1),
+        ("a", 0.3),
+    ]
     assert record.executions[1].ended == record.requests[3].arrived
 
 
@@ -235,11 +241,11 @@ def test_the_real_cost_may_differ_from_the_given_one() -> None:
         """
     )
 
-    seconds = [one.ended - one.started for one in record.executions]
+    seconds = [execution.ended - execution.started for execution in record.executions]
     assert min(seconds) < 0.008 < sum(seconds) / len(seconds) < 0.012 < max(seconds)
 
 
-def test_variants_have_costs_of_their_own() -> None:
+def test_variants_share_no_execution() -> None:
     """Requests of different variants never share an execution."""
     text = """
         discipline: fifo

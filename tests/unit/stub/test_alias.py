@@ -44,8 +44,10 @@ class Target:
         return [self.name] * len(requests)
 
     def execute_later(self, requests: Sequence[Any]) -> None:
-        for one in requests:
-            one.get_response_sender().send(self.name, FakePbUtils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        for client_request in requests:
+            client_request.get_response_sender().send(
+                self.name, FakePbUtils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+            )
 
     def compared(self, outcome: str) -> None: ...
 
@@ -64,10 +66,10 @@ def test_requests_are_split_by_weight() -> None:
     """Of 10,000 requests, the share of each target is within four standard deviations of its weight."""
     split = Split("fraud", {"v7": 95, "v8": 5, "idle": 0}, random.Random(1).random)
 
-    found = Counter(split.choose(request()) for _ in range(10_000))
+    counts = Counter(split.choose(request()) for _ in range(10_000))
 
-    assert abs(found["v8"] - 500) < 4 * (10_000 * 0.05 * 0.95) ** 0.5
-    assert found.keys() == {"v7", "v8"}
+    assert abs(counts["v8"] - 500) < 4 * (10_000 * 0.05 * 0.95) ** 0.5
+    assert counts.keys() == {"v7", "v8"}
 
 
 def test_requests_of_one_value_stick_to_a_target() -> None:
@@ -87,11 +89,11 @@ def test_a_target_that_gets_more_takes_none_of_its_own_requests_away() -> None:
     """
     values = [request(number) for number in range(1000)]
 
-    before = [Split("fraud", {"v7": 95, "v8": 5}).choose(one) for one in values]
-    after = [Split("fraud", {"v7": 70, "v8": 30}).choose(one) for one in values]
+    before = [Split("fraud", {"v7": 95, "v8": 5}).choose(sticky_request) for sticky_request in values]
+    after = [Split("fraud", {"v7": 70, "v8": 30}).choose(sticky_request) for sticky_request in values]
 
     assert all(now == "v8" for was, now in zip(before, after, strict=True) if was == "v8")
-    assert [Split("other", {"v7": 70, "v8": 30}).choose(one) for one in values] != after
+    assert [Split("other", {"v7": 70, "v8": 30}).choose(sticky_request) for sticky_request in values] != after
 
 
 @pytest.mark.parametrize("parameters", ["[", "[1]", '{"rsrv_sticky": [{}]}', '{"rsrv_sticky": "\\ud800"}'])
@@ -100,12 +102,12 @@ def test_parameters_of_any_kind_find_a_target(parameters: str) -> None:
     assert Split("fraud", {"v7": 1, "v8": 1}).choose(FakeRequest({}, parameters=parameters)) in ("v7", "v8")
 
 
-def test_a_batch_of_one_target_is_answered_in_place() -> None:
+def test_a_batch_whose_targets_answer_in_place_is_answered_in_place() -> None:
     """If all targets answer in place, execute() returns one list of answers in the order of the requests."""
     fraud = loaded("fraud", {"v7": 1, "v8": 1}, {name: Target(name) for name in ("v7", "v8")})
     champion = loaded("champion", {"v8": 1}, {"v8": Target("v8")})
     batch = [request(number) for number in range(20)]
-    each = [answer for one in batch for answer in fraud.execute([one]) or ()]
+    each = [answer for client_request in batch for answer in fraud.execute([client_request]) or ()]
 
     assert champion.execute(batch) == ["v8"] * 20
     assert set(each) == {"v7", "v8"}
@@ -121,9 +123,9 @@ def test_a_batch_of_which_a_target_answers_later_is_answered_by_senders() -> Non
     split = Split("fraud", {"v7": 1, "v8": 1})
 
     assert fraud.execute(batch) is None
-    found: list[Any] = [one.answers.get_nowait() for one in batch]
-    assert found == [split.choose(one) for one in batch]
-    assert all(one.answers.empty() for one in batch)
+    answers: list[Any] = [client_request.answers.get_nowait() for client_request in batch]
+    assert answers == [split.choose(client_request) for client_request in batch]
+    assert all(client_request.answers.empty() for client_request in batch)
 
 
 def test_an_alias_that_ends_closes_all_targets() -> None:
@@ -133,7 +135,7 @@ def test_an_alias_that_ends_closes_all_targets() -> None:
 
     alias.close()
 
-    assert all(one.closed for one in targets.values())
+    assert all(target.closed for target in targets.values())
 
 
 def test_a_target_that_does_not_load_gets_no_requests_until_it_does() -> None:
@@ -154,17 +156,19 @@ def test_a_target_that_does_not_load_gets_no_requests_until_it_does() -> None:
     batch = [request(number) for number in range(2000)]
 
     failures = alias.load(weights)
-    found = alias.execute(batch) or []
+    answers = alias.execute(batch) or []
     reasons = [failures["v8"], *(alias.load(failures)["v8"] for _ in range(2))]
 
     assert reasons == ["model.py: no", "SyntaxError: what", "SystemExit: 3"]
     assert all(
-        was == now for one, now in zip(batch, found, strict=True) if (was := whole.choose(one)) != "v8"
+        was == now
+        for client_request, now in zip(batch, answers, strict=True)
+        if (was := whole.choose(client_request)) != "v8"
     )
-    assert abs(found.count("v7") - 1500) < 4 * (2000 * 0.75 * 0.25) ** 0.5
-    assert alias.execute(batch) == found
+    assert abs(answers.count("v7") - 1500) < 4 * (2000 * 0.75 * 0.25) ** 0.5
+    assert alias.execute(batch) == answers
     assert alias.load(failures) == {}
-    assert alias.execute(batch) == [whole.choose(one) for one in batch]
+    assert alias.execute(batch) == [whole.choose(client_request) for client_request in batch]
 
 
 def test_a_target_that_loads_after_the_end_is_closed() -> None:

@@ -133,11 +133,11 @@ def make(triton: FakeBls) -> Iterator[Callable[..., Bls]]:
     """Return a function that makes objects under test. They are closed at the end."""
     made = []
 
-    def one(concurrency: int = 2, timeout: float = SOON) -> Bls:
+    def make_bls(concurrency: int = 2, timeout: float = SOON) -> Bls:
         made.append(Bls(triton, Tensors(triton), concurrency, timeout))
         return made[-1]
 
-    yield one
+    yield make_bls
     for bls in made:
         bls.close()
 
@@ -159,12 +159,12 @@ def test_a_call_gives_the_outputs_that_were_asked_for(triton: FakeBls, make: Cal
     """A call returns the requested outputs in order, or all outputs."""
     triton.models["two"] = lambda call: {"y": X, "z": -X}
 
-    asked = make().start("two", {"x": X}, outputs=["z", "y"]).result()
+    outputs = make().start("two", {"x": X}, outputs=["z", "y"]).result()
     every = make().start("two", {"x": X}).result()
 
-    assert list(asked) == ["z", "y"]
+    assert list(outputs) == ["z", "y"]
     assert list(every) == ["y", "z"]
-    np.testing.assert_array_equal(asked["z"], -X)
+    np.testing.assert_array_equal(outputs["z"], -X)
 
 
 def test_a_call_says_what_it_has_to(triton: FakeBls, make: Callable[..., Bls]) -> None:
@@ -195,15 +195,15 @@ def test_a_call_of_a_run_by_stage_names_its_device(triton: FakeBls, make: Callab
     interface = Interface((Variant(Block(()), Block(()), (1,)),), exact=False)
     remote = Remote("note", interface, wires[:1], wires[1:], True, (), 0)
     endpoint: Any = None
-    ended: list[None] = []
-    spans = Spans(lambda: ended.append(None), threading.Lock())
+    ends: list[None] = []
+    spans = Spans(lambda: ends.append(None), threading.Lock())
     calls = ThroughTriton(make(), in_ns(SOON), "", OpenSpan(spans, "ab" * 16, "cd" * 8))
     connection: Any = None
     run = DirectRun(connection, Entrance(0, 7, 0, 0), "")
     for run.stage in (None, 1):
-        ended.clear()
+        ends.clear()
         calls.internal(Callee(0, remote, endpoint), {"x": X}, False, run).wait(in_ns(SOON))
-        wait_until(lambda: bool(ended))
+        wait_until(lambda: bool(ends))
 
     assert [span.attributes.get("rsrv.stage.device") for span in spans.take()[0]] == [None, 1]
 
@@ -455,9 +455,9 @@ _TYPES = "inference input 'X' data-type is 'FP64', but model 'm' expects 'FP32'"
 )
 def test_triton_messages_become_statuses(message: str, status: Status, text: str) -> None:
     """Triton's messages, which have no code, become statuses and texts without the names and lines of files."""
-    found = failure_of("m", message)
+    call_failure = failure_of("m", message)
 
-    assert (found.status, found.text) == (status, text)
+    assert (call_failure.status, call_failure.text) == (status, text)
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from rsrv.wire.layout import Tensor
 ROWS = Tensor("x", "u16", (-1, 3), 0)
 
 
-def spot(made: Tensor, rows: int, wanted: Tensor, call_rows: int) -> Any:
+def spot(made: Tensor, rows: int, target: Tensor, call_rows: int) -> Any:
     connection: Any = None
     run = DirectRun(connection, Entrance(0, 7, 0, 0), "test")
-    return DeviceTensor(run, 0, made, rows).spot(run, wanted, call_rows)
+    return DeviceTensor(run, 0, made, rows).spot(run, target, call_rows)
 
 
 @pytest.mark.parametrize(

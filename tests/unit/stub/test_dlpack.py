@@ -57,9 +57,9 @@ def test_we_understand_numpys_capsules(shape: tuple[int, ...]) -> None:
     """Capsules of numpy are read, including scalars and empty tensors."""
     array = np.ones(shape, np.float32)
 
-    _, found, nbytes, dtype = read_capsule(array.__dlpack__())
+    _, read_shape, nbytes, dtype = read_capsule(array.__dlpack__())
 
-    assert (found, nbytes, dtype) == (shape, array.nbytes, "f32")
+    assert (read_shape, nbytes, dtype) == (shape, array.nbytes, "f32")
 
 
 def test_a_tensor_with_gaps_is_refused() -> None:

@@ -40,11 +40,11 @@ def test_an_answer_that_cannot_be_sent_does_not_keep_the_others_from_theirs() ->
     responses = Responses(FakePbUtils)
     request = FakeRequest({})
     replies = [Reply(Full(), responses), Reply(request.get_response_sender(), responses)]
-    left: list[int] = []
+    statuses: list[int] = []
 
-    DrainAndExit(lambda: None, responses, left.append, FakeBackstop())("it hangs")
+    DrainAndExit(lambda: None, responses, statuses.append, FakeBackstop())("it hangs")
 
-    assert left == [1]
+    assert statuses == [1]
     assert request.answers.get(timeout=1).error is not None
     assert all(reply.sent for reply in replies)
 
@@ -52,20 +52,20 @@ def test_an_answer_that_cannot_be_sent_does_not_keep_the_others_from_theirs() ->
 def test_of_several_threads_one_ends_the_process() -> None:
     """One of several threads ends the process, and the others do nothing."""
     inside, go = threading.Event(), threading.Event()
-    left: list[int] = []
+    statuses: list[int] = []
 
     def stop() -> None:
         inside.set()
         go.wait(PATIENCE_S)
 
-    end = DrainAndExit(stop, Responses(FakePbUtils), left.append, FakeBackstop())
+    end = DrainAndExit(stop, Responses(FakePbUtils), statuses.append, FakeBackstop())
     first = threading.Thread(target=end, args=["one"])
     first.start()
     inside.wait(PATIENCE_S)
 
     end("another")
 
-    assert left == []
+    assert statuses == []
     go.set()
     first.join()
-    assert left == [1]
+    assert statuses == [1]

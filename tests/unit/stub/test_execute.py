@@ -32,13 +32,15 @@ def entry(answer: Callable[[list[ClientRequest]], Sequence[Any] | None], **other
 
 def answers(requests: list[FakeRequest], returned: list[Any] | None) -> list[str]:
     """Return the answers that each request got, in place and by reply: codes of errors, or "well"."""
-    found = []
+    texts = []
     for index, request in enumerate(requests):
         every = [] if returned is None else [returned[index]]
         while not request.answers.empty():
             every.append(request.answers.get())
-        found.append(" ".join("well" if one.error is None else one.error.code for one in every))
-    return found
+        texts.append(
+            " ".join("well" if response.error is None else response.error.code for response in every)
+        )
+    return texts
 
 
 def replies_to(*indices: int, then: Callable[[], Any]) -> Callable[[list[ClientRequest]], Any]:
@@ -92,10 +94,10 @@ def test_requests_that_the_engine_leaves_out_are_answered(
 ) -> None:
     """If the engine returns too few or too many answers, each request still gets one answer, or fails."""
     requests = [FakeRequest({}) for _ in range(2)]
-    kept: list[ClientRequest] = []
+    held_requests: list[ClientRequest] = []
 
     def keep(arrived: list[ClientRequest]) -> Any:
-        kept.extend(arrived)
+        held_requests.extend(arrived)
         return answer(arrived)
 
     assert answers(requests, entry(keep).execute(requests)) == [expected] * 2
@@ -106,12 +108,12 @@ def test_a_process_that_cannot_even_fail_requests_ends() -> None:
 
     Its end answers the waiting requests, and the model is loaded again.
     """
-    ended: list[str] = []
+    reasons: list[str] = []
     broken = entry(
-        replies_to(0, then=raising(ValueError("no"))), reply=raising(OSError("no room")), end=ended.append
+        replies_to(0, then=raising(ValueError("no"))), reply=raising(OSError("no room")), end=reasons.append
     )
     requests = [FakeRequest({}) for _ in range(2)]
 
     assert broken.execute(requests) is None
 
-    assert ended == ["the model's process cannot answer any more; it is being restarted"]
+    assert reasons == ["the model's process cannot answer any more; it is being restarted"]

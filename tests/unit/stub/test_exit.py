@@ -36,32 +36,32 @@ _LEFT = {
 }
 
 
-def unload(left: str, close: str = "pass", exit_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+def unload(leftover: str, close: str = "pass", exit_s: float = 60.0) -> subprocess.CompletedProcess[str]:
     """Run a process that unloads its model, and return its result. If the process does not end, the test fails."""
-    script = _UNLOADED.format(left=left, close=close, exit_s=exit_s)
+    script = _UNLOADED.format(left=leftover, close=close, exit_s=exit_s)
     return subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
 
 
-@pytest.mark.parametrize("left", _LEFT.values(), ids=_LEFT)
-def test_what_model_py_leaves_does_not_keep_the_process(left: str) -> None:
+@pytest.mark.parametrize("leftover", _LEFT.values(), ids=_LEFT)
+def test_what_model_py_leaves_does_not_keep_the_process(leftover: str) -> None:
     """The process ends although model.py has left something running, for which Python's exit would wait forever."""
-    ended = unload(left, exit_s=0.1)
-    assert "Thread" in ended.stderr
-    if "PyDLL" not in left:
-        assert ended.returncode == 0
-        assert "exit handlers or threads of its model.py still run" in ended.stdout
+    process = unload(leftover, exit_s=0.1)
+    assert "Thread" in process.stderr
+    if "PyDLL" not in leftover:
+        assert process.returncode == 0
+        assert "exit handlers or threads of its model.py still run" in process.stdout
 
 
 def test_ordinary_exit_handlers_of_model_py_are_called() -> None:
     """If exit handlers of model.py end, they are called as in any Python process."""
-    ended = unload("atexit.register(lambda: print('saved'))")
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "saved\n", "")
+    process = unload("atexit.register(lambda: print('saved'))")
+    assert (process.returncode, process.stdout, process.stderr) == (0, "saved\n", "")
 
 
 def test_a_close_that_fails_does_not_keep_the_process() -> None:
     """If closing the model raises an error, the process writes the error to its log and ends."""
-    ended = unload(_LEFT["a thread"], close="raise RuntimeError('no close')", exit_s=0.1)
-    assert ended.returncode == 0
-    assert "no close" in ended.stdout
+    process = unload(_LEFT["a thread"], close="raise RuntimeError('no close')", exit_s=0.1)
+    assert process.returncode == 0
+    assert "no close" in process.stdout

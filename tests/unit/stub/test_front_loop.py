@@ -116,12 +116,12 @@ def test_requests_get_the_next_runtime_in_their_order(outage: Outage) -> None:
     """No request is answered before the next runtime serves, and that runtime gets each request once."""
     requests = [outage.add() for _ in range(20)]
     wait_until(lambda: outage.told and outage.told[-1] == {"asked": True})
-    assert all(one.answers.empty() for one in requests)
+    assert all(request.answers.empty() for request in requests)
 
     outage.come_back()
 
     wait_until(lambda: len(outage.submitted) == 20)
-    assert [one.triton for one in outage.submitted] == requests
+    assert [request.triton for request in outage.submitted] == requests
 
 
 def test_a_request_is_refused_when_its_time_is_over(outage: Outage) -> None:
@@ -157,7 +157,7 @@ def test_requests_that_no_runtime_takes_are_tried_again(outage: Outage) -> None:
     outage.takes = True
 
     wait_until(lambda: len(outage.submitted) == 3)
-    assert [one.triton for one in outage.submitted] == requests
+    assert [request.triton for request in outage.submitted] == requests
 
 
 def test_an_error_of_submitting_fails_its_request_alone(outage: Outage) -> None:
@@ -175,17 +175,17 @@ def test_an_instruction_that_fails_loses_no_other(outage: Outage, monkeypatch: p
     """If an instruction raises an error, the other instructions are still carried out, and no request is lost."""
 
     def fail(demand: Mapping[str, int]) -> None:
-        told.set()
+        failed.set()
         raise RuntimeError("unforeseen")
 
-    told = Event()
+    failed = Event()
     monkeypatch.setattr(outage, "tell", fail)
     request = outage.add()
-    assert told.wait(PATIENCE_S)
+    assert failed.wait(PATIENCE_S)
 
     outage.come_back()
 
-    wait_until(lambda: [one.triton for one in outage.submitted] == [request])
+    wait_until(lambda: [client_request.triton for client_request in outage.submitted] == [request])
 
 
 def test_requests_end_in_time_though_the_placement_table_cannot_be_read(
@@ -262,7 +262,7 @@ def test_a_request_that_was_answered_meanwhile_is_not_submitted(outage: Outage) 
 
     outage.come_back()
 
-    wait_until(lambda: other in [one.triton for one in outage.submitted])
+    wait_until(lambda: other in [client_request.triton for client_request in outage.submitted])
 
 
 def test_a_fault_of_checking_for_cancellation_leaves_the_others_waiting(
@@ -311,11 +311,11 @@ def test_unloading_while_requests_are_submitted_ends_each_once(
     Those without a runtime fail.
     """
     counted: list[ClientRequest] = []
-    ended = OUTCOMES.ended
+    original = OUTCOMES.ended
 
-    def count(one: ClientRequest, *how: object) -> None:
-        counted.append(one)
-        ended(one, *how)  # type: ignore[arg-type]
+    def count(request: ClientRequest, *how: object) -> None:
+        counted.append(request)
+        original(request, *how)  # type: ignore[arg-type]
 
     monkeypatch.setattr(OUTCOMES, "ended", count)
 
@@ -330,9 +330,9 @@ def test_unloading_while_requests_are_submitted_ends_each_once(
     outage.loop.post(Registered(0, 1, 10.0))
 
     expected = requests[1:] if takes else requests
-    assert all("unloaded" in failure_of(one) for one in expected)
+    assert all("unloaded" in failure_of(request) for request in expected)
     assert "unloaded" in failure_of(late := outage.add())
-    assert sorted(id(one.triton) for one in counted) == sorted(map(id, [*expected, late]))
+    assert sorted(id(request.triton) for request in counted) == sorted(map(id, [*expected, late]))
 
 
 def test_runs_get_their_answers_on_their_threads(outage: Outage) -> None:
@@ -369,7 +369,7 @@ def test_requests_that_race_with_the_end_of_the_thread_are_refused(outage: Outag
     for thread in threads:
         thread.join()
 
-    assert all(failure_of(one) for one in requests)
+    assert all(failure_of(request) for request in requests)
 
 
 def test_inputs_that_have_ended_runtimes_are_not_tried_again(outage: Outage) -> None:

@@ -197,10 +197,10 @@ def text_of(response: FakeResponse) -> str:
 
 def rest_of(request: FakeRequest) -> tuple[str, str]:
     """Return the text of all further responses, and the reason why the answer ended."""
-    text, found = "", next_of(request)
-    while "finish_reason" not in found.arrays:
-        text, found = text + text_of(found), next_of(request)
-    return text + text_of(found), found.arrays["finish_reason"][0].decode()
+    text, response = "", next_of(request)
+    while "finish_reason" not in response.arrays:
+        text, response = text + text_of(response), next_of(request)
+    return text + text_of(response), response.arrays["finish_reason"][0].decode()
 
 
 def failure_of(request: FakeRequest) -> tuple[str, str]:
@@ -216,18 +216,18 @@ def test_text_comes_in_pieces_and_the_last_one_has_the_usage(model: Model) -> No
     The last response has the reason of the end and the usage.
     """
     request = model.ask("hi")
-    asked = model.life.asked()
-    assert (asked.prompt, asked.stop, asked.temperature) == (list(b"hi"), None, 0.0)
+    generation = model.life.asked()
+    assert (generation.prompt, generation.stop, generation.temperature) == (list(b"hi"), None, 0.0)
 
-    model.life.say(asked.request, ord("a"))
+    model.life.say(generation.request, ord("a"))
     assert text_of(next_of(request)) == "a"
-    model.life.say(asked.request, *"\N{SNOWMAN}".encode())
+    model.life.say(generation.request, *"\N{SNOWMAN}".encode())
     assert text_of(next_of(request)) == "\N{SNOWMAN}"
-    model.life.end(asked.request, "stop")
+    model.life.end(generation.request, "stop")
 
     last = next_of(request)
     assert text_of(last) == ""
-    usage = {name: found.tolist() for name, found in last.arrays.items()}
+    usage = {name: value.tolist() for name, value in last.arrays.items()}
     assert (usage["finish_reason"], usage["prompt_tokens"], usage["completion_tokens"]) == (
         [b"stop"],
         [2],
@@ -241,10 +241,10 @@ def test_the_last_response_has_the_usage_as_parameters_where_triton_has_them() -
     """From Triton 25.02 on, only the last response also has the usage as parameters. Its outputs are the same as before."""
     model = Model(pb_utils=NewPbUtils)
     request = model.ask("hi")
-    asked = model.life.asked()
-    model.life.say(asked.request, ord("a"))
+    generation = model.life.asked()
+    model.life.say(generation.request, ord("a"))
     piece = next_of(request)
-    model.life.end(asked.request, "length")
+    model.life.end(generation.request, "length")
 
     last = next_of(request)
 
@@ -260,11 +260,11 @@ def test_an_answer_that_is_not_streamed_has_one_response() -> None:
     """A request that does not stream gets all tokens in one response, as Triton's `generate` needs it."""
     model = Model(text=False)
     request = model.ask([5, 6], stream=False, max_tokens=3, stop="[9]")
-    asked = model.life.asked()
-    assert (asked.prompt, asked.stop, asked.max_tokens) == ([5, 6], [2, 9], 3)
+    generation = model.life.asked()
+    assert (generation.prompt, generation.stop, generation.max_tokens) == ([5, 6], [2, 9], 3)
 
-    model.life.say(asked.request, 7, 8)
-    model.life.end(asked.request)
+    model.life.say(generation.request, 7, 8)
+    model.life.end(generation.request)
 
     assert next_of(request).arrays["tokens"].tolist() == [7, 8]
     assert request.answers.empty()
@@ -274,12 +274,12 @@ def test_an_answer_that_is_not_streamed_has_one_response() -> None:
 def test_a_stop_text_ends_the_answer_and_the_work(model: Model) -> None:
     """A stop text ends the answer, and no part of the stop text is sent. The stub cancels the generation in the runtime."""
     request = model.ask(stop='["END", "x"]')
-    asked = model.life.asked()
-    model.life.say(asked.request, *b"ab E")
-    model.life.say(asked.request, *b"ND more")
+    generation = model.life.asked()
+    model.life.say(generation.request, *b"ab E")
+    model.life.say(generation.request, *b"ND more")
 
-    assert model.life.cancelled() == asked.request
-    model.life.end(asked.request, "cancelled", Status.CANCELLED)
+    assert model.life.cancelled() == generation.request
+    model.life.end(generation.request, "cancelled", Status.CANCELLED)
 
     assert rest_of(request) == ("ab ", "stop")
     wait_until(lambda: model.engine.idle)
@@ -289,11 +289,11 @@ def test_a_stop_text_ends_the_answer_and_the_work(model: Model) -> None:
 def test_a_client_that_is_gone_ends_the_work(model: Model) -> None:
     """If a client cancels its request, the generation is cancelled in the runtime, even if no token comes."""
     request = model.ask()
-    asked = model.life.asked()
+    generation = model.life.asked()
     request.cancelled = True
 
-    assert model.life.cancelled() == asked.request
-    model.life.end(asked.request, "the client has cancelled", Status.CANCELLED)
+    assert model.life.cancelled() == generation.request
+    model.life.end(generation.request, "the client has cancelled", Status.CANCELLED)
 
     assert failure_of(request) == ("can", "the client has cancelled")
 
@@ -315,8 +315,8 @@ def test_an_answer_that_has_begun_ends_with_its_runtime(model: Model) -> None:
     Another runtime must not begin again.
     """
     request = model.ask()
-    asked = model.life.asked()
-    model.life.say(asked.request, ord("a"))
+    generation = model.life.asked()
+    model.life.say(generation.request, ord("a"))
     assert text_of(next_of(request)) == "a"
 
     model.life.sock.close()
@@ -333,15 +333,15 @@ def test_an_answer_of_which_nothing_is_sent_begins_again(model: Model, parameter
     The answer has no tokens of the first runtime.
     """
     request = model.ask("hi", **parameters)
-    asked = model.life.asked()
+    generation = model.life.asked()
     if parameters:
-        model.life.say(asked.request, ord("a"))
+        model.life.say(generation.request, ord("a"))
     model.life.sock.close()
     wait_until(lambda: model.session.attachment is None)
 
     life = model.live()
     again = life.asked()
-    assert again.prompt == asked.prompt
+    assert again.prompt == generation.prompt
     life.say(again.request, ord("b"))
     life.end(again.request)
 
@@ -363,13 +363,13 @@ def test_a_prompt_that_ended_two_runtimes_is_not_tried_again(model: Model) -> No
 def test_unloading_ends_answers(model: Model) -> None:
     """An unload ends each answer under way with one error."""
     requests = [model.ask(), model.ask()]
-    asked = model.life.asked()
-    model.life.say(asked.request, ord("a"))
-    wait_until(lambda: any(not one.answers.empty() for one in requests))
+    generation = model.life.asked()
+    model.life.say(generation.request, ord("a"))
+    wait_until(lambda: any(not request.answers.empty() for request in requests))
 
     model.close()
 
-    ends = [next_of(one).error or next_of(one).error for one in requests]
+    ends = [next_of(request).error or next_of(request).error for request in requests]
     assert ["unloaded" in str(end and end.message) for end in ends] == [True, True]
 
 
@@ -418,9 +418,9 @@ def test_parameters_reach_the_runtime(model: Model) -> None:
     model.ask(
         temperature="0.7", top_k=5, top_p=0.9, seed=7, tokens_per_s=20, max_tokens="4", Traceparent="x", triton_x=1, rsrv_priority=3
     )  # fmt: skip
-    asked = model.life.asked()
-    assert (asked.temperature, asked.top_k, asked.top_p, asked.seed) == (0.7, 5, 0.9, 7)
-    assert (asked.max_tokens, asked.priority, asked.tokens_per_s) == (4, 3, 20)
+    generation = model.life.asked()
+    assert (generation.temperature, generation.top_k, generation.top_p, generation.seed) == (0.7, 5, 0.9, 7)
+    assert (generation.max_tokens, generation.priority, generation.tokens_per_s) == (4, 3, 20)
 
 
 @pytest.mark.parametrize(
@@ -445,8 +445,8 @@ def test_a_tokenizer_answers_without_the_runtime(model: Model) -> None:
 
     There may be more tokens than the context, because clients ask for their number.
     """
-    found = json.loads(text_of(next_of(model.ask("ab" * 10, tokenize=True))))
-    assert found == {"tokens": [97, 98] * 10, "max_model_len": 16}
+    answer = json.loads(text_of(next_of(model.ask("ab" * 10, tokenize=True))))
+    assert answer == {"tokens": [97, 98] * 10, "max_model_len": 16}
     assert text_of(next_of(model.ask("[97, 98]", detokenize=True))) == "ab"
 
 
@@ -464,14 +464,14 @@ def test_a_model_of_tokens_refuses_negative_ones_and_texts() -> None:
 def test_the_runtimes_refusal_ends_an_answer(model: Model) -> None:
     """If the runtime ends a generation with an error, the client gets the error, even after some tokens."""
     request = model.ask()
-    asked = model.life.asked()
-    model.life.say(asked.request, ord("a"))
-    model.life.end(asked.request, "the logits are not finite", Status.INTERNAL)
-    found = [next_of(request)]
-    if found[-1].error is None:
-        found.append(next_of(request))
-    assert found[-1].error is not None
-    assert found[-1].error.message == "the logits are not finite"
+    generation = model.life.asked()
+    model.life.say(generation.request, ord("a"))
+    model.life.end(generation.request, "the logits are not finite", Status.INTERNAL)
+    responses = [next_of(request)]
+    if responses[-1].error is None:
+        responses.append(next_of(request))
+    assert responses[-1].error is not None
+    assert responses[-1].error.message == "the logits are not finite"
 
 
 def test_an_engine_without_a_runtime_is_not_chosen(model: Model) -> None:
@@ -498,5 +498,5 @@ def test_a_hundred_answers_end_each_once(model: Model) -> None:
     for request in requests:
         assert rest_of(request) == (words.decode(), "length")
     wait_until(lambda: model.engine.idle)
-    assert all(one.answers.empty() for one in requests)
+    assert all(waiting_request.answers.empty() for waiting_request in requests)
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files)

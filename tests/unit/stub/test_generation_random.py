@@ -29,16 +29,16 @@ json_values = st.recursive(
 def test_parameters_are_right_or_refused(parameters: dict[str, Any], text: bool) -> None:
     """Random parameters are refused, or their values are within the limits and the runtime accepts their frame."""
     try:
-        found = read_generation_params(parameters, context=64, stop=[2], text=text)
+        params = read_generation_params(parameters, context=64, stop=[2], text=text)
     except RequestFailure:
         return
-    assert found.max_tokens is None or 1 <= found.max_tokens <= 64
-    assert 0 <= found.temperature <= 100
-    assert 0 < found.top_p <= 1
-    assert max(found.top_k, found.seed) < 1 << 24
-    assert all(found.stop_texts)
-    asked = Generate(1, [1], *found[:5], found.stop_tokens)
-    assert read_generate(unpack_json(pack_generate(asked))) == asked
+    assert params.max_tokens is None or 1 <= params.max_tokens <= 64
+    assert 0 <= params.temperature <= 100
+    assert 0 < params.top_p <= 1
+    assert max(params.top_k, params.seed) < 1 << 24
+    assert all(params.stop_texts)
+    message = Generate(1, [1], *params[:5], params.stop_tokens)
+    assert read_generate(unpack_json(pack_generate(message))) == message
 
 
 class Crowd:
@@ -96,12 +96,12 @@ class Crowd:
 
 def ends(request: FakeRequest) -> int:
     """Return how many last responses a request has got so far, and put its responses back."""
-    found: list[FakeResponse] = []
+    responses: list[FakeResponse] = []
     while not request.answers.empty():
-        found.append(request.answers.get())
-    for one in found:
-        request.answers.put(one)
-    return sum(one.error is not None or "completion_tokens" in one.arrays for one in found)
+        responses.append(request.answers.get())
+    for response in responses:
+        request.answers.put(response)
+    return sum(answer.error is not None or "completion_tokens" in answer.arrays for answer in responses)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -121,5 +121,5 @@ def test_each_stream_ends_once(seed: int) -> None:
 
     wait_until(all_ended)
     wait_until(lambda: crowd.model.engine.idle)
-    assert {ends(one) for one in crowd.requests} == {1}
+    assert {ends(request) for request in crowd.requests} == {1}
     crowd.model.close()

@@ -72,18 +72,18 @@ def test_a_hook_that_hangs_is_told_with_where_it_is(
     guard: HookGuard, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A hook that hangs is logged with its request and its stack. Clients get the hook's name."""
-    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    messages: queue.SimpleQueue[str] = queue.SimpleQueue()
     go = threading.Event()
 
     def hangs_here() -> None:
         with guard.within("postprocess", "request 9"):
             go.wait(SOON)
 
-    guard.watch(0.1, said.put)
+    guard.watch(0.1, messages.put)
     thread = threading.Thread(target=hangs_here)
     thread.start()
 
-    assert "the model's postprocess hook hangs" in said.get(timeout=SOON)
+    assert "the model's postprocess hook hangs" in messages.get(timeout=SOON)
     go.set()
     thread.join()
     assert "request 'request 9': model.py: postprocess has not returned for 0.1 s" in caplog.text
@@ -95,7 +95,7 @@ def test_waiting_for_a_call_is_not_hanging(guard: HookGuard) -> None:
 
     Of three threads, only the one that hangs outside of a call is reported.
     """
-    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    messages: queue.SimpleQueue[str] = queue.SimpleQueue()
     go = threading.Event()
 
     def waits() -> None:
@@ -116,12 +116,12 @@ def test_waiting_for_a_call_is_not_hanging(guard: HookGuard) -> None:
             go.wait(SOON)
 
     # The limit is so long that a thread which waits for a processor does not seem to hang.
-    guard.watch(1.0, said.put)
-    threads = [threading.Thread(target=one) for one in (waits, works, hangs)]
+    guard.watch(1.0, messages.put)
+    threads = [threading.Thread(target=target) for target in (waits, works, hangs)]
     for thread in threads:
         thread.start()
 
-    first = said.get(timeout=SOON)
+    first = messages.get(timeout=SOON)
     go.set()
     for thread in threads:
         thread.join()
@@ -248,23 +248,23 @@ def test_each_owner_of_the_backstop_has_its_own_time(monkeypatch: pytest.MonkeyP
 
     The guard of an idle target neither cancels nor shortens the time of another target's import.
     """
-    told: list[float | None] = []
+    calls: list[float | None] = []
     monkeypatch.setattr(
-        "faulthandler.dump_traceback_later", lambda seconds, exit, file: told.append(round(seconds, -1))
+        "faulthandler.dump_traceback_later", lambda seconds, exit, file: calls.append(round(seconds, -1))
     )
-    monkeypatch.setattr("faulthandler.cancel_dump_traceback_later", lambda: told.append(None))
+    monkeypatch.setattr("faulthandler.cancel_dump_traceback_later", lambda: calls.append(None))
     monkeypatch.setattr(Faulthandler, "_ends", {})
     guards, imports = Faulthandler(), Faulthandler()
 
     imports.put_off(1200)
     guards.cancel()
-    assert told == [1200]
+    assert calls == [1200]
     guards.put_off(100)
     imports.put_off(1200)
-    assert told[1:] == [100, 100]
+    assert calls[1:] == [100, 100]
     guards.cancel()
     imports.cancel()
-    assert told[3:] == [1200, None]
+    assert calls[3:] == [1200, None]
 
 
 def test_a_hook_that_keeps_all_descriptors_ends_its_process(

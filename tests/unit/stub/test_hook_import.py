@@ -56,20 +56,20 @@ def imported(text: str, folder: Path) -> tuple[HookImport[Hooks], FakeBackstop]:
     return HookImport(file, partial(load_hooks, file), backstop), backstop
 
 
-def limit(monkeypatch: pytest.MonkeyPatch, found: HookImport[Hooks], line: int) -> None:
+def limit(monkeypatch: pytest.MonkeyPatch, file_import: HookImport[Hooks], line: int) -> None:
     """Let the limit of the import be the timeout of hooks, and let its time begin when the import has reached this line."""
 
     def wait(results: list[Any], period: float) -> None:
-        wait_until(lambda: results[0].done() or found._place()[0] == line)
+        wait_until(lambda: results[0].done() or file_import._place()[0] == line)
         futures.wait(results, period)
 
     monkeypatch.setattr(hook_import, "wait", wait)
     monkeypatch.setattr(hook_import, "import_limit_s", lambda seconds: seconds)
 
 
-def result(found: HookImport[Hooks], session: RecordingSession, timeout: float | None = 90.0) -> Hooks:
+def result(file_import: HookImport[Hooks], session: RecordingSession, timeout: float | None = 90.0) -> Hooks:
     attachment = SimpleNamespace(key="a@1", settings={"stub": {"hook_timeout_s": timeout}})
-    return found.result(cast("Session", session), cast("Attachment", attachment))
+    return file_import.result(cast("Session", session), cast("Attachment", attachment))
 
 
 def test_a_file_is_executed_once_for_all_replicas(tmp_path: Path) -> None:
@@ -77,14 +77,14 @@ def test_a_file_is_executed_once_for_all_replicas(tmp_path: Path) -> None:
 
     The runtime gets a report before the import begins, and the backstop is armed during it.
     """
-    found, backstop = imported("def preprocess(inputs):\n    return {'x': inputs['x'] + 1}\n", tmp_path)
+    file_import, backstop = imported("def preprocess(inputs):\n    return {'x': inputs['x'] + 1}\n", tmp_path)
     session = RecordingSession()
 
-    hooks = result(found, session)
+    hooks = result(file_import, session)
 
     assert hooks.preprocess is not None
     assert hooks.preprocess({"x": np.ones(1)})["x"] == 2
-    assert result(found, session, timeout=None) is hooks
+    assert result(file_import, session, timeout=None) is hooks
     assert (session.opened, session.closed) == (1, 1)
     assert session.reports.get(timeout=PATIENCE_S)["importing"][1] == 0
     assert session.reports.empty()
@@ -107,11 +107,11 @@ def test_an_error_of_the_file_is_the_loads_and_the_next_attempt_executes_it_agai
 
     The error may also be sys.exit().
     """
-    found, _ = imported(statement, tmp_path)
+    file_import, _ = imported(statement, tmp_path)
     with pytest.raises((OSError, SystemExit), match="away"):
-        result(found, RecordingSession())
+        result(file_import, RecordingSession())
     (tmp_path / "model.py").write_text("def preprocess(inputs):\n    return inputs\n")
-    assert result(found, RecordingSession()).preprocess is not None
+    assert result(file_import, RecordingSession()).preprocess is not None
 
 
 @pytest.mark.parametrize("rejects", [False, True])
@@ -123,12 +123,12 @@ def test_an_import_that_hangs_fails_the_load_with_its_line(
     Until then, a connected runtime gets reports. The next attempt waits for the same import.
     """
     os.mkfifo(pipe := tmp_path / "pipe")
-    found, _ = imported(WAITS.format(pipe=str(pipe)), tmp_path)
-    limit(monkeypatch, found, 3)
+    file_import, _ = imported(WAITS.format(pipe=str(pipe)), tmp_path)
+    limit(monkeypatch, file_import, 3)
     session = RecordingSession(rejects=rejects)
 
     with pytest.raises(HookError, match=r"importing for \d+ s and is at line 3"):
-        result(found, session, timeout=0.1)
+        result(file_import, session, timeout=0.1)
 
     assert "Path(" in caplog.text
     assert (session.opened, session.closed) == (1, 0 if rejects else 1)
@@ -137,7 +137,7 @@ def test_an_import_that_hangs_fails_the_load_with_its_line(
         assert [line for _, line in reports] == [0, *[3] * 10]
         assert all(seconds >= 0 for seconds, _ in reports)
     pipe.write_text("")
-    assert result(found, session).preprocess is not None
+    assert result(file_import, session).preprocess is not None
 
 
 @pytest.mark.parametrize("keep", ["LOOP = asyncio.get_event_loop()", "asyncio.get_event_loop()"])
@@ -146,19 +146,21 @@ def test_an_import_has_an_event_loop_as_on_the_main_thread(tmp_path: Path, keep:
 
     A loop that the file keeps stays open for the hooks, and any other loop is closed.
     """
-    kept = "LOOP" in keep
-    use = "{'open': not LOOP.is_closed(), 'end': LOOP.close()}" if kept else "inputs"
-    found, _ = imported(f"import asyncio\n{keep}\ndef preprocess(inputs):\n    return {use}\n", tmp_path)
-    hooks = result(found, RecordingSession())
+    keeps_loop = "LOOP" in keep
+    use = "{'open': not LOOP.is_closed(), 'end': LOOP.close()}" if keeps_loop else "inputs"
+    file_import, _ = imported(
+        f"import asyncio\n{keep}\ndef preprocess(inputs):\n    return {use}\n", tmp_path
+    )
+    hooks = result(file_import, RecordingSession())
     assert hooks.preprocess is not None
-    assert hooks.preprocess({}) == ({"open": True, "end": None} if kept else {})
+    assert hooks.preprocess({}) == ({"open": True, "end": None} if keeps_loop else {})
 
 
 def test_what_needs_the_main_thread_fails_with_a_hint(tmp_path: Path) -> None:
     """If model.py needs the main thread, the error adds that model.py is imported on its own thread."""
-    found, _ = imported("import signal\nsignal.signal(signal.SIGUSR2, signal.SIG_IGN)\n", tmp_path)
+    file_import, _ = imported("import signal\nsignal.signal(signal.SIGUSR2, signal.SIG_IGN)\n", tmp_path)
     with pytest.raises(ValueError, match=r"main thread.*model\.py is imported on a thread of its own"):
-        result(found, RecordingSession())
+        result(file_import, RecordingSession())
 
 
 def test_the_line_is_that_of_the_bundles_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,12 +169,12 @@ def test_the_line_is_that_of_the_bundles_file(tmp_path: Path, monkeypatch: pytes
     (library := tmp_path / "library").mkdir()
     (library / "model.py").write_text(WAITS.format(pipe=str(pipe)))
     text = f"import runpy\n\n\n\nrunpy.run_path({str(library / 'model.py')!r})\n\ndef preprocess(x):\n    return x\n"
-    found, _ = imported(text, tmp_path)
-    limit(monkeypatch, found, 5)
+    file_import, _ = imported(text, tmp_path)
+    limit(monkeypatch, file_import, 5)
     with pytest.raises(HookError, match="is at line 5"):
-        result(found, RecordingSession(), timeout=0.1)
+        result(file_import, RecordingSession(), timeout=0.1)
     pipe.write_text("")
-    assert result(found, RecordingSession()).preprocess is not None
+    assert result(file_import, RecordingSession()).preprocess is not None
 
 
 def test_a_runtime_that_does_not_answer_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,11 +189,11 @@ def test_a_runtime_that_does_not_answer_is_told_once(tmp_path: Path, monkeypatch
             raise TimeoutError
 
     os.mkfifo(pipe := tmp_path / "pipe")
-    found, _ = imported(WAITS.format(pipe=str(pipe)), tmp_path)
-    limit(monkeypatch, found, 3)
+    file_import, _ = imported(WAITS.format(pipe=str(pipe)), tmp_path)
+    limit(monkeypatch, file_import, 3)
     session = Silent()
     with pytest.raises(HookError, match="is at line 3"):
-        result(found, session, timeout=0.1)
+        result(file_import, session, timeout=0.1)
     assert session.reports.qsize() == session.closed == 1
     pipe.write_text("")
-    assert result(found, RecordingSession()).preprocess is not None
+    assert result(file_import, RecordingSession()).preprocess is not None

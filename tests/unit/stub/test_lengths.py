@@ -24,7 +24,7 @@ def test_a_request_has_the_shortest_variant_and_tensors_of_its_length(length: in
     plan = resolve(INTERFACE, [(3, length), (length, 3)])
 
     assert (plan.variant, plan.length, plan.rows) == (variant, length, 3)
-    assert [one.shape for one in plan.outputs] == [(3, length, 2), (3, 2)]
+    assert [output.shape for output in plan.outputs] == [(3, length, 2), (3, 2)]
 
 
 @pytest.mark.parametrize(

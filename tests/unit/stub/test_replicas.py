@@ -239,7 +239,7 @@ def test_requests_of_a_divided_batch_go_to_one_device_and_are_answered_later() -
 
     replicas.execute_later(batch)
 
-    answers: list[object] = [one.answers.get_nowait() for one in batch]
+    answers: list[object] = [request.answers.get_nowait() for request in batch]
     assert answers == [home] * 3
 
 
@@ -385,7 +385,7 @@ def test_idle_devices_share_a_batch(table: PlacementWriter, reader: PlacementRea
     def answers(count: int) -> list[int]:
         requests = [FakeRequest({}) for _ in range(count)]
         returned = replicas.execute(requests)
-        return returned or [cast(int, one.answers.get(timeout=1)) for one in requests]
+        return returned or [cast(int, request.answers.get(timeout=1)) for request in requests]
 
     replicas, fakes = made(4, reader=reader)
     table.write({"m": 0b0111})
@@ -410,7 +410,7 @@ def test_runs_whose_callees_have_no_device_in_common_go_by_stage(
     replicas, fakes = made(4, reader=reader, process=process)
 
     def stages(device: int) -> dict[str, int]:
-        return {name: cast(FakeReplica, one).device for name, one in replicas.stages(device).items()}
+        return {name: cast(FakeReplica, replica).device for name, replica in replicas.stages(device).items()}
 
     table.write({"m": 0b0001, "a": 0b0010, "b": 0b1100})
     fakes[3].seconds = 0.5
@@ -481,7 +481,7 @@ def test_a_failure_that_cannot_be_sent_ends_no_other_request() -> None:
 
     batch = [call(WithoutRoom, 0), call(FakeRequest, 0), call(FakeRequest, 1)]
     assert replicas.execute(batch) is None
-    answers: list[Any] = [one.answers.get(timeout=1) for one in batch[1:]]
+    answers: list[Any] = [request.answers.get(timeout=1) for request in batch[1:]]
     assert answers == ["failed", "failed"]
 
 
@@ -504,7 +504,7 @@ def test_sub_calls_through_triton_go_to_the_device_of_their_run() -> None:
         assert len(replicas.execute([wrong]) or []) == 1
     mixed = [call(1), call(2), call(None)]
     assert replicas.execute(mixed) is None
-    answers: list[Any] = [one.answers.get(timeout=1) for one in mixed]
+    answers: list[Any] = [request.answers.get(timeout=1) for request in mixed]
     assert answers == [1, 2, 0]
 
 
@@ -582,9 +582,9 @@ def test_a_load_without_descriptors_fails_with_its_reason(monkeypatch: pytest.Mo
 
     The process does not end, because an alias may serve its other targets.
     """
-    ended: list[str] = []
+    reasons: list[str] = []
     process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
-    monkeypatch.setattr(process, "end", ended.append)
+    monkeypatch.setattr(process, "end", reasons.append)
     monkeypatch.setattr("rsrv.stub.replicas.may_open", lambda count: False)
     fakes = Fakes(1)
     fakes.sessions[0].failing = [OSError(EMFILE, "Too many open files")]
@@ -592,7 +592,7 @@ def test_a_load_without_descriptors_fails_with_its_reason(monkeypatch: pytest.Mo
     with pytest.raises(OSError, match="Too many open files"):
         unloaded(fakes, process=process).load()
 
-    assert not ended
+    assert not reasons
 
 
 def test_a_load_that_fails_leaves_the_hooks_of_other_models_guarded() -> None:
@@ -656,10 +656,10 @@ def start(process: StubProcess, fakes: Fakes, replicas: Replicas) -> ClientReque
     """Start a cold model with a request. Return the request when a replica has it and no other device is starting."""
     request = FakeRequest({})
     assert replicas.execute([request]) is None
-    wait_until(lambda: any(one.taken for one in fakes.values()))
+    wait_until(lambda: any(fake.taken for fake in fakes.values()))
     settled = {ServingState.READY, ServingState.COLD}
     wait_until(lambda: {view.state for view in process.front.snapshot.devices.values()} <= settled)
-    (taken,) = (one for fake in fakes.values() for one in fake.taken)
+    (taken,) = (client_request for fake in fakes.values() for client_request in fake.taken)
     return taken
 
 

@@ -16,10 +16,10 @@ FAILURES = [status for status in Status if status is not Status.OK]
 @given(text=st.text() | st.just("[rsrv:INTERNAL] of another"))
 def test_a_tagged_failure_is_found_again(status: Status, text: str) -> None:
     """The status and the text of a failure are read from its message, for every status and any text, even a text that looks like a tag."""
-    found = untag(tag_failure(status, text))
+    failure = untag(tag_failure(status, text))
 
-    assert found is not None
-    assert (found.status, found.text) == (status, text)
+    assert failure is not None
+    assert (failure.status, failure.text) == (status, text)
 
 
 @pytest.mark.parametrize(

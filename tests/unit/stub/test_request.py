@@ -182,7 +182,7 @@ def test_tensors_with_another_number_of_axes_are_the_clients_fault(shape: tuple[
     assert caught.value.status is Status.INVALID
 
 
-def test_an_input_without_a_name_that_can_be_read_is_the_clients_fault() -> None:
+def test_an_input_that_the_model_does_not_have_is_the_clients_fault() -> None:
     """A request with an input that the model does not have is the client's fault, and no hook sees it.
 
     Usually Triton refuses it itself.

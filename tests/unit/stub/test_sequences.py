@@ -134,7 +134,7 @@ def test_a_batch_is_cut_by_the_devices_of_its_sequences() -> None:
 
     assert model.replicas.execute(requests) is None
 
-    assert [cast(Any, one.answers.get_nowait()) for one in requests] == [begun[2], begun[1]]
+    assert [cast(Any, request.answers.get_nowait()) for request in requests] == [begun[2], begun[1]]
 
 
 def test_after_the_runtimes_end_a_sequence_goes_elsewhere() -> None:

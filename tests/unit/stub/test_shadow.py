@@ -90,10 +90,10 @@ def test_a_copy_is_compared_and_dropped(
     returned = alias.execute(requests)
     alias.close()
 
-    answers = returned or [one.answers.get_nowait() for one in requests]
-    assert [one.has_error() for one in answers] == [answer is None] * 3
-    assert all(one.answers.empty() for one in requests)
-    assert all(answer is None or (one.arrays["y"] == answer).all() for one in answers)
+    answers = returned or [request.answers.get_nowait() for request in requests]
+    assert [reply.has_error() for reply in answers] == [answer is None] * 3
+    assert all(request.answers.empty() for request in requests)
+    assert all(answer is None or (reply.arrays["y"] == answer).all() for reply in answers)
     assert shadow.counts == {outcome: 3}
 
 
@@ -188,7 +188,7 @@ def test_answers_that_were_compared_take_no_memory(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "dtype", "differs"),
+    ("value", "other", "dtype", "differs"),
     [
         (np.array([1, 2]), np.array([1, 3]), "i64", True),
         (np.array([np.nan], np.float32), np.array([np.nan], np.float32), "f32", False),
@@ -198,8 +198,8 @@ def test_answers_that_were_compared_take_no_memory(monkeypatch: pytest.MonkeyPat
         (np.array([b"a"], object), np.array([b"a"], object), "bytes", False),
     ],
 )
-def test_answers_differ_by_more_than_rounding(one: Any, other: Any, dtype: str, *, differs: bool) -> None:
+def test_answers_differ_by_more_than_rounding(value: Any, other: Any, dtype: str, *, differs: bool) -> None:
     """Answers are equal if floats differ by at most a hundredth, bf16 by their values. All else must be the same."""
-    assert (differing({"y": one}, {"y": other}, {"y": dtype}) == "y") == differs
-    assert differing({"y": one}, {}, {"y": dtype}) == "y"
+    assert (differing({"y": value}, {"y": other}, {"y": dtype}) == "y") == differs
+    assert differing({"y": value}, {}, {"y": dtype}) == "y"
     assert differing({}, {}, {"y": dtype}) == ""

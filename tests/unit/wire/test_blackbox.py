@@ -119,6 +119,6 @@ def test_a_slot_says_that_a_request_executes_alone() -> None:
     activity.launch.end()
     activity.launch.begin(Phase.EXECUTING, "m@1")
 
-    (found,) = read_slots(bytes(memory))
+    (slot,) = read_slots(bytes(memory))
 
-    assert not found.alone
+    assert not slot.alone

@@ -11,7 +11,7 @@ from rsrv.wire.frames import Kind, ProtocolError
 from rsrv.wire.generation import Generate, pack_generate, pack_tokens, read_generate, unpack_tokens
 
 tokens = st.integers(0, 2**31 - 1)
-asked = st.builds(
+generations = st.builds(
     Generate,
     request=st.integers(0, 2**40 - 1),
     prompt=st.lists(tokens, max_size=20),
@@ -28,7 +28,7 @@ asked = st.builds(
 )
 
 
-@given(asked)
+@given(generations)
 def test_a_generation_survives(sent: Generate) -> None:
     """The runtime unpacks the generation that a stub packs."""
     frame = pack_generate(sent)
@@ -57,7 +57,7 @@ def test_many_tokens_are_split_over_frames() -> None:
 
     assert len(packed) > 1
     assert all(len(frame) <= frames.MAX_FRAME for frame in packed)
-    assert [one for f in packed for one in unpack_tokens(f, frames.read_header(f)[1])] == sent
+    assert [token for f in packed for token in unpack_tokens(f, frames.read_header(f)[1])] == sent
 
 
 @pytest.mark.parametrize(

@@ -128,12 +128,12 @@ def test_an_oversized_frame_is_a_protocol_error(nbytes: int, descriptors: int) -
 
     Its descriptors are closed.
     """
-    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with one, other:
+    sender, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with sender, peer:
         before = open_files()
-        socket.send_fds(one, [b"x" * nbytes], descriptors * [one.fileno()])
+        socket.send_fds(sender, [b"x" * nbytes], descriptors * [sender.fileno()])
         with pytest.raises(ProtocolError, match="larger than"):
-            Receiver(other).receive()
+            Receiver(peer).receive()
         assert open_files() <= before
 
 
@@ -143,9 +143,9 @@ def test_a_lack_of_descriptors_is_no_fault_of_the_peer(few_descriptors: list[int
     The error blames the limit, not the peer.
     """
     assert few_descriptors
-    one, other = few_descriptors.pop(), few_descriptors.pop()
-    os.close(one)
-    os.close(other)
+    first, second = few_descriptors.pop(), few_descriptors.pop()
+    os.close(first)
+    os.close(second)
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with left, right:
         send(left, b"frame", [left.fileno()])
@@ -156,12 +156,12 @@ def test_a_lack_of_descriptors_is_no_fault_of_the_peer(few_descriptors: list[int
 
 def test_frames_of_a_peer_that_ended_with_frames_unread_arrive() -> None:
     """Frames that a peer sent before its end are received, although the kernel reports the end first."""
-    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with one, other:
-        receiver = Receiver(other)
-        send(other, b"unread")
-        send(one, b"answer")
-        one.close()
+    sender, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with sender, peer:
+        receiver = Receiver(peer)
+        send(peer, b"unread")
+        send(sender, b"answer")
+        sender.close()
 
         assert bytes(receiver.receive()[0]) == b"answer"
         with pytest.raises(Closed):

@@ -52,8 +52,8 @@ def test_threads_share_a_reader(path: Path, writer: PlacementWriter, monkeypatch
     def read_generation(file: placement_table._MappedTable) -> int:
         for other in others:
             assert other.mask(0) == 7
-        found: int = generation.__get__(file)
-        return found
+        value: int = generation.__get__(file)
+        return value
 
     monkeypatch.setattr(table, "generation", property(read_generation))
 
@@ -200,9 +200,9 @@ def test_readers_beside_a_busy_writer_that_is_killed(path: Path) -> None:
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
 
-        found = {PlacementReader(path, f"model{number}").mask(0) for number in range(200)}
-        assert len(found) == 1
-        assert found.pop() >= max(masks)
+        read_masks = {PlacementReader(path, f"model{number}").mask(0) for number in range(200)}
+        assert len(read_masks) == 1
+        assert read_masks.pop() >= max(masks)
         writer = PlacementWriter(path)
         assert writer.write({}) > generation
         generation = writer.write({})

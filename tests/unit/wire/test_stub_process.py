@@ -85,12 +85,12 @@ def test_a_stub_whose_server_has_ended_ends_with_its_shared_memory(program: Path
     """A stub is ended, and its shared memory is removed, only if its server has ended."""
     region = Path(f"/dev/shm/rsrv_test_{os.getpid()}")
     region.touch()
-    left: list[int] = []
+    statuses: list[int] = []
     try:
         for server, ends in ((os.getpid(), False), (_ENDED, True)):
             words = ["model.py", region.name, "1", "2", str(server), "/backend"]
             with process(program, *words, folder=tmp_path) as pid:
-                end_if_orphaned(pid, left.append)
-            assert (left, region.exists()) == ([1] * ends, not ends)
+                end_if_orphaned(pid, statuses.append)
+            assert (statuses, region.exists()) == ([1] * ends, not ends)
     finally:
         region.unlink(missing_ok=True)

@@ -91,7 +91,7 @@ WRONG: list[tuple[int, Any]] = [
 
 
 @pytest.mark.parametrize(
-    "told",
+    "answer",
     [
         {},
         {"spans": [], "dropped": -1},
@@ -102,11 +102,11 @@ WRONG: list[tuple[int, Any]] = [
     ],
     ids=str,
 )
-def test_a_malformed_span_is_refused(told: dict[str, Any]) -> None:
+def test_a_malformed_span_is_refused(answer: dict[str, Any]) -> None:
     """A malformed span is refused.
 
     Hooks run in the process that sends spans, and a wrong span would make the exporter fail.
     """
     assert traces.read_spans({"spans": [GOOD], "dropped": 0}) == ([Span(*GOOD)], 0)
     with pytest.raises(ProtocolError):
-        traces.read_spans(told)
+        traces.read_spans(answer)

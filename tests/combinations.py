@@ -28,9 +28,9 @@ class Row(NamedTuple):
     word: str
     cells: tuple[frozenset[str], ...]
 
-    def has(self, found: Combination) -> bool:
-        pairs = zip(self.cells, found[1:], strict=True)
-        return found.word == self.word and all("any" in cell or one in cell for cell, one in pairs)
+    def has(self, combination: Combination) -> bool:
+        pairs = zip(self.cells, combination[1:], strict=True)
+        return combination.word == self.word and all("any" in cell or value in cell for cell, value in pairs)
 
 
 def _row(word: str, *cells: str) -> Row:

@@ -164,7 +164,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section(
             f"unit tests over {UNIT_CPU_S:g} s of CPU: make them faster, or mark them `long`"
         )
-        for nodeid, seconds in sorted(taken.items(), key=lambda one: -one[1]):
+        for nodeid, seconds in sorted(taken.items(), key=lambda item: -item[1]):
             terminalreporter.write_line(f"{seconds:5.1f} s  {nodeid}")
 
 

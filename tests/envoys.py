@@ -54,8 +54,8 @@ def configuration(port: int, picker: int, grpc: Sequence[int], http: Sequence[in
     resources["listeners"][0]["address"] = _address(port)
     ports = {"servers-grpc": grpc, "servers-http": http, "picker": [picker]}
     for cluster in resources["clusters"]:
-        found = [{"endpoint": {"address": _address(each)}} for each in ports[cluster["name"]]]
-        cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": found}]
+        endpoints = [{"endpoint": {"address": _address(each)}} for each in ports[cluster["name"]]]
+        cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": endpoints}]
     return config
 
 

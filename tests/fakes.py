@@ -282,8 +282,8 @@ class FakeDevice:
         pools: Pools | None = None,
         targets: Mapping[int, Sequence[Array]] = MappingProxyType({}),
     ) -> Launched:
-        arrays = [one.array if isinstance(one, FakeBuffer) else np.asarray(one) for one in inputs]
-        self.in_place += sum(isinstance(one, FakeBuffer) for one in inputs)
+        arrays = [value.array if isinstance(value, FakeBuffer) else np.asarray(value) for value in inputs]
+        self.in_place += sum(isinstance(value, FakeBuffer) for value in inputs)
         rows = len(arrays[0]) if arrays and arrays[0].ndim else 0
         with self._lock:
             self._failures.meet("launch")
@@ -403,7 +403,9 @@ class FakeTensor:
         self._array = np.asarray(array)
         if self._array.dtype == object:
             # Triton sends the text of each element whose type is not bytes itself.
-            sent = [one if type(one) is bytes else str(one).encode() for one in self._array.flat]
+            sent = [
+                element if type(element) is bytes else str(element).encode() for element in self._array.flat
+            ]
             self._array = np.array([*sent, None], object)[:-1].reshape(self._array.shape)
 
     def name(self) -> str:

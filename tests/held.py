@@ -71,11 +71,11 @@ def open_files() -> set[tuple[str, str]]:
 
     Compare the sets, not their sizes: a thread or an object of an earlier test may close its descriptors at any time.
     """
-    found = set()
+    descriptors = set()
     for link in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # It may be closed by this point, as the listing's own is.
-            found.add((link.name, os.readlink(link)))
-    return found
+            descriptors.add((link.name, os.readlink(link)))
+    return descriptors
 
 
 def settled(read: Callable[[], Held], timeout: float = 60.0) -> Held:

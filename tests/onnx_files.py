@@ -66,36 +66,36 @@ def _with_known(evaluator: Evaluator, known: dict[str, Any], **inputs: Any) -> A
     return evaluator(evaluator.weights, **inputs, **known)
 
 
-def evaluated(evaluator: Evaluator, given: dict[str, Any]) -> dict[str, Any]:
+def evaluated(evaluator: Evaluator, inputs: dict[str, Any]) -> dict[str, Any]:
     """Evaluate under jit with as many traced inputs as possible. Shapes may depend on the other inputs, as at export.
 
     Raises BundleError if the graph cannot be compiled even with all inputs known.
     """
-    whole = [name for name, array in given.items() if array.dtype.kind not in "iub"]
+    whole = [name for name, array in inputs.items() if array.dtype.kind not in "iub"]
     refusal = None
-    for traced in (list(given), whole, list(given)[:1], []):
-        known = {name: array for name, array in given.items() if name not in traced}
+    for traced in (list(inputs), whole, list(inputs)[:1], []):
+        known = {name: array for name, array in inputs.items() if name not in traced}
         run = jax.jit(partial(_with_known, evaluator, known))
         try:
-            return dict(run(**{name: given[name] for name in traced}))
+            return dict(run(**{name: inputs[name] for name in traced}))
         except BundleError as error:
             refusal = error
     assert refusal is not None
     raise refusal
 
 
-def compare(found: Any, expected: Any, rtol: float, atol: float) -> None:
-    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+def compare(result: Any, expected: Any, rtol: float, atol: float) -> None:
+    assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
     if jax.numpy.issubdtype(expected.dtype, jax.numpy.floating):
         narrow = expected.dtype.itemsize <= 2
         np.testing.assert_allclose(
-            found.astype(np.float64),
+            result.astype(np.float64),
             expected.astype(np.float64),
             rtol=max(rtol, 1e-2 if narrow else 1e-3),
             atol=max(atol, 1e-2 if narrow else 1e-5),
         )
     else:
-        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(result, expected)
 
 
 _RNG = np.random.default_rng(0)

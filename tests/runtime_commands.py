@@ -26,14 +26,14 @@ def compact(server_pid: int, gpu: str = "0", timeout: float = PATIENCE_S) -> Non
 
 
 def command(
-    server_pid: int, wanted: dict[str, Any], gpu: str = "0", timeout: float = PATIENCE_S
+    server_pid: int, request: dict[str, Any], gpu: str = "0", timeout: float = PATIENCE_S
 ) -> dict[str, Any]:
     """Send a command of `rsrv.runtime.commands`, and return its answer.
 
     Raises Refused if the runtime refuses the command; nothing has changed then. Also raises the errors of `rsrv.wire.socket.ask`.
     """
     answer: dict[str, Any] = json.loads(
-        ask(server_pid, gpu, timeout, pack_json(Kind.COMMAND, wanted), Kind.COMMANDED)
+        ask(server_pid, gpu, timeout, pack_json(Kind.COMMAND, request), Kind.COMMANDED)
     )
     if "error" in answer:
         raise Refused(answer["error"], answer["code"])

@@ -19,17 +19,20 @@ def read_status(
 
     `since` is the `next` of an earlier record. Raises the errors of `rsrv.wire.socket.ask`.
     """
-    asked = pack_json(Kind.STATUS, {"since": since})
-    return status_of(pb.DeviceRecord.FromString(ask(server_pid, gpu, timeout, asked, Kind.STATUS_REPLY)))
+    request = pack_json(Kind.STATUS, {"since": since})
+    return status_of(pb.DeviceRecord.FromString(ask(server_pid, gpu, timeout, request, Kind.STATUS_REPLY)))
 
 
 def status_of(record: pb.DeviceRecord) -> dict[str, Any]:
     status = plain(record)
     models = status["models"]
     for model in models:
-        keys = [(f"{one['variant']}/{one['size']}", one) for one in model["executables"]]
-        model["sizes"] = {key: one["count"] for key, one in keys if one["count"]}
-        model["costs"] = {key: one["cost_s"] for key, one in keys}
+        keys = [
+            (f"{executable['variant']}/{executable['size']}", executable)
+            for executable in model["executables"]
+        ]
+        model["sizes"] = {key: executable["count"] for key, executable in keys if executable["count"]}
+        model["costs"] = {key: executable["cost_s"] for key, executable in keys}
         model["evictions"] = sum(model["evictions"].values())
         if model["meta"]:
             model |= {
@@ -38,27 +41,27 @@ def status_of(record: pb.DeviceRecord) -> dict[str, Any]:
                 "models": model["calls_models"],
             }
     status["follows"] = {"instance": record.follows, "revision": record.follows_revision}
-    status["metas"] = {one["name"]: one for one in models if one["meta"]}
-    status["models"] = {one["name"]: one for one in models if not one["meta"]}
+    status["metas"] = {entry["name"]: entry for entry in models if entry["meta"]}
+    status["models"] = {entry["name"]: entry for entry in models if not entry["meta"]}
     return status
 
 
 def plain(message: Message) -> dict[str, Any]:
     """Return all fields of a message by name. Absent fields are None; members of enums are words, as in the protocol."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         kind = field.message_type
         if kind is not None and kind.GetOptions().map_entry:
             of = kind.fields_by_name["value"]
-            found[field.name] = {key: _value(of, value[key]) for key in value}
+            fields[field.name] = {key: _value(of, value[key]) for key in value}
         elif field.is_repeated:
-            found[field.name] = [_value(field, one) for one in value]
+            fields[field.name] = [_value(field, element) for element in value]
         elif field.has_presence and not message.HasField(field.name):
-            found[field.name] = None
+            fields[field.name] = None
         else:
-            found[field.name] = _value(field, value)
-    return found
+            fields[field.name] = _value(field, value)
+    return fields
 
 
 def _value(field: FieldDescriptor, value: Any) -> Any:

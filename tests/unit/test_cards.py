@@ -19,9 +19,9 @@ PROFILE = CardProfile(
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     """A profile is the same after it is written and read. It has the number of tuned kernels."""
     write_profile(tmp_path / "l4.profile", PROFILE)
-    found = read_profile(tmp_path / "l4.profile")
-    assert found == PROFILE
-    assert found.kernels == 2
+    profile = read_profile(tmp_path / "l4.profile")
+    assert profile == PROFILE
+    assert profile.kernels == 2
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 2}', '{"format": 1, "card": "L4"}'])

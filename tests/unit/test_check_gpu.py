@@ -24,7 +24,7 @@ def test_the_recorded_figures_of_narrow_weights_prove_what_the_page_says() -> No
     Intermediate results take no more memory than with f32.
     """
     lines = tool.NARROW_FIGURES.read_text(encoding="utf-8").splitlines()[2:]
-    rows = {tuple(one[:4]): list(map(int, one[4:])) for one in (line.split(",") for line in lines)}
+    rows = {tuple(cells[:4]): list(map(int, cells[4:])) for cells in (line.split(",") for line in lines)}
     assert {key[0] for key in rows} == set(tool.NARROWED)
     assert {key[3] for key in rows} == set(tool.NARROW_CARDS)
     for (bundle, weights, compute, card), (untiled, arguments, temporaries, _) in rows.items():

@@ -36,9 +36,9 @@ def test_flags_of_newer_releases_are_named() -> None:
 
 def test_a_release_without_a_needed_flag_fails() -> None:
     """If a release lacks a needed flag, the check fails, and the line names the flag."""
-    found = line(flags_finding(FLAGS - {"load-model"}))
+    text = line(flags_finding(FLAGS - {"load-model"}))
 
-    assert found == "failed  flags: this release has no --load-model, which `rsrv serve` needs"
+    assert text == "failed  flags: this release has no --load-model, which `rsrv serve` needs"
 
 
 def test_a_check_that_does_not_end_fails(
@@ -52,9 +52,9 @@ def test_a_check_that_does_not_end_fails(
 
     assert main(["check-triton", "--tritonserver", str(program)]) == 1
 
-    told = capsys.readouterr().out
-    assert f"failed  {processes.LATE}: did not end within" in told
-    assert "This tritonserver does not work with rsrv: 1 failed" in told
+    output = capsys.readouterr().out
+    assert f"failed  {processes.LATE}: did not end within" in output
+    assert "This tritonserver does not work with rsrv: 1 failed" in output
 
 
 def test_a_small_shared_memory_fails_with_the_remedy() -> None:
@@ -88,10 +88,10 @@ def test_a_small_shared_memory_fails_with_the_remedy() -> None:
 )
 def test_the_python_of_the_stubs_is_judged(changed: dict[str, Any], lines: list[str]) -> None:
     """A numpy that does not work with Triton is only a note with the remedy, because rsrv has a workaround."""
-    found = [line(finding) for finding in stub_findings({**FACTS, **changed})]
+    texts = [line(finding) for finding in stub_findings({**FACTS, **changed})]
 
-    assert len(found) == len(lines)
-    assert all(text.startswith(begin) for text, begin in zip(found, lines, strict=True)), found
+    assert len(texts) == len(lines)
+    assert all(text.startswith(begin) for text, begin in zip(texts, lines, strict=True)), texts
 
 
 def test_the_last_error_of_a_start_is_shown(tmp_path: Path) -> None:

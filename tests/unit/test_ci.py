@@ -25,7 +25,9 @@ def test_the_workflow_fits_its_schema_and_runs_each_supported_python() -> None:
     workflow = read(".github/workflows/ci.yaml")
     jsonschema.validate(workflow, get_builtin_schema("vendor.github-workflows"))
     classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
-    promised = [one.rpartition(" ")[2] for one in classifiers if re.search(r":: 3\.\d+$", one)]
+    promised = [
+        classifier.rpartition(" ")[2] for classifier in classifiers if re.search(r":: 3\.\d+$", classifier)
+    ]
     assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"] == promised
 
 

@@ -16,21 +16,21 @@ ENVOY = Path(__file__).resolve().parents[2] / "deploy" / "envoy.yaml"
 
 def default_addresses() -> dict[str, Address]:
     """Return the default addresses of all settings, by their keys."""
-    found: dict[str, Address] = {}
+    addresses: dict[str, Address] = {}
     settings = load_settings()
     for section in Settings.model_fields:
         values = getattr(settings, section)
         for key, value in values if isinstance(values, BaseModel) else ():
             try:
-                found[f"{section}.{key}"] = parse_address(str(value), any_host=True)
+                addresses[f"{section}.{key}"] = parse_address(str(value), any_host=True)
             except ValueError:
                 continue
     (picker,) = gateway_parser().parse(["--picker"]).picker.split()
-    found["rsrv-gateway --picker"] = parse_address(picker)
-    found["rsrv serve"] = Address(parser().parse(["serve", "bundles"]).host, 8000)
+    addresses["rsrv-gateway --picker"] = parse_address(picker)
+    addresses["rsrv serve"] = Address(parser().parse(["serve", "bundles"]).host, 8000)
     listener = yaml.safe_load(ENVOY.read_text())["static_resources"]["listeners"][0]["address"]
-    found["deploy/envoy.yaml"] = Address(listener["socket_address"]["address"], 8080)
-    return found
+    addresses["deploy/envoy.yaml"] = Address(listener["socket_address"]["address"], 8080)
+    return addresses
 
 
 @pytest.mark.parametrize("where", default_addresses())

@@ -26,7 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 COMMANDS = {name: EntryPoint(name, value, "console_scripts") for name, value in SCRIPTS.items()}
 #: Top-level modules that the help of a command may load. asyncio is excluded, because it loads many modules.
-ALLOWED = sys.stdlib_module_names - {"asyncio"} | {one.module.partition(".")[0] for one in COMMANDS.values()}
+ALLOWED = sys.stdlib_module_names - {"asyncio"} | {
+    entry_point.module.partition(".")[0] for entry_point in COMMANDS.values()
+}
 
 _SCRIPT = """
 import sys
@@ -58,7 +60,7 @@ def test_messages_name_commands_that_exist() -> None:
         path for folder in ("triton_backend/rsrv", "gateway") for path in (ROOT / folder).rglob("*.py")
     ]
     named = {name for path in sources for name in re.findall(r"`rsrv ([a-z][a-z-]*)", path.read_text())}
-    (commands,) = (one for one in parser()._actions if one.dest == "command")
+    (commands,) = (action for action in parser()._actions if action.dest == "command")
     assert named <= {*(commands.choices or ())}
     assert "prefetch" in named
 
@@ -66,13 +68,13 @@ def test_messages_name_commands_that_exist() -> None:
 def test_every_command_is_in_one_group_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     """Every command is in one group of the help, below the group's headline."""
     top = parser()
-    (commands,) = (one for one in top._actions if isinstance(one, argparse._SubParsersAction))
+    (commands,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
     grouped = [name for names in top.command_groups.values() for name in names]
 
-    assert sorted(grouped) == sorted(one.dest for one in commands._choices_actions)
-    shown = top.format_help()
-    assert shown.index("\nserve:\n") < shown.index("\n  serve ") < shown.index("\nfind out why:\n")
-    assert all(re.search(rf"^ +{name}\b", shown, re.MULTILINE) for name in grouped)
+    assert sorted(grouped) == sorted(action.dest for action in commands._choices_actions)
+    text = top.format_help()
+    assert text.index("\nserve:\n") < text.index("\n  serve ") < text.index("\nfind out why:\n")
+    assert all(re.search(rf"^ +{name}\b", text, re.MULTILINE) for name in grouped)
 
 
 @pytest.mark.parametrize("words", [("help", "serve"), ("serve", "--help")])
@@ -102,13 +104,13 @@ def test_the_version_has_three_spellings(words: list[str], capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("script", COMMANDS.values(), ids=COMMANDS.keys())
-def test_help_comes_at_once(script: EntryPoint) -> None:
+def test_help_loads_no_heavy_module(script: EntryPoint) -> None:
     """`--help` loads no heavy module."""
     program = _SCRIPT.format(module=script.module, attr=script.attr)
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 
-    assert said.stdout.startswith(f"usage: {script.name}")
-    loaded = {name.partition(".")[0] for name in said.stderr.split()}
+    assert process.stdout.startswith(f"usage: {script.name}")
+    loaded = {name.partition(".")[0] for name in process.stderr.split()}
     assert loaded <= ALLOWED
 
 
@@ -117,10 +119,10 @@ def test_the_version_is_pyproject_s_everywhere() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert distribution("rsrv").version == rsrv.__version__ == version
     copies = [
-        (str(file), found)
+        (str(file), text)
         for folder in (ROOT / "deploy", ROOT / "docker")
         for file in folder.rglob("*.y*ml")
-        for found in re.findall(
+        for text in re.findall(
             r"(?:^appVersion: |^version: |image: rsrv:)\"?([\d.]+)", file.read_text(), re.MULTILINE
         )
     ]
@@ -143,9 +145,9 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(capsys: pytest.
         return 0
 
     assert main("no_such_package.part") == 1
-    said = capsys.readouterr().err
-    assert said.startswith("rsrv-x: no_such_package is not installed for /")
-    assert said.endswith(f"; run {install_command('serve')}\n")
+    message = capsys.readouterr().err
+    assert message.startswith("rsrv-x: no_such_package is not installed for /")
+    assert message.endswith(f"; run {install_command('serve')}\n")
     with pytest.raises(ModuleNotFoundError):
         main("rsrv.no_such_module")
 
@@ -201,9 +203,9 @@ def test_a_server_that_is_stopped_while_it_starts_ends_with_0(
     """A signal before the event loop runs ends the server with 0, as a later signal does."""
     script = _ENDED_AT_ITS_START.format(module=starting, command=program, words=words, signal=number)
 
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 def test_sigterm_ends_a_command_as_ctrl_c_does() -> None:

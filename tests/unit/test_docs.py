@@ -38,14 +38,18 @@ TIMESTAMP,ContextTokens,GeneratedTokens
     ),
 }
 #: Modules that parse the command lines of our programs, by program.
-OURS = {one.name: one.module for one in distribution("rsrv").entry_points if one.group == "console_scripts"}
+OURS = {
+    entry_point.name: entry_point.module
+    for entry_point in distribution("rsrv").entry_points
+    if entry_point.group == "console_scripts"
+}
 
 
 def of(*programs: str) -> pytest.MarkDecorator:
     """Parametrize a test with all commands of these programs."""
-    found = [command for command in COMMANDS if command.program in programs]
-    assert found
-    return pytest.mark.parametrize("command", found, ids=[command.where for command in found])
+    selected = [command for command in COMMANDS if command.program in programs]
+    assert selected
+    return pytest.mark.parametrize("command", selected, ids=[command.where for command in selected])
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=[command.where for command in COMMANDS])
@@ -119,9 +123,11 @@ def test_a_public_trace_becomes_one_of_ours(command: Command, tmp_path: Path) ->
     (tmp_path / public).write_text(rows)
     subprocess.run(["bash", "-euc", command.text], check=True, cwd=tmp_path)
     problems: list[str] = []
-    found = [(one.t, one.model) for one in read_trace(TraceKeys(path=made), tmp_path, problems)]
+    requests = [
+        (request.t, request.model) for request in read_trace(TraceKeys(path=made), tmp_path, problems)
+    ]
     assert problems == []
-    assert found == expected
+    assert requests == expected
 
 
 @of("pip")
@@ -185,9 +191,9 @@ def test_every_error_tag_has_its_row() -> None:
 
 def unknown(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
     """Return the words that look like flags or subcommands, but that the parser does not know."""
-    (choices,) = [one.choices for one in parser._actions if isinstance(one, argparse._SubParsersAction)] or [
-        {}
-    ]
+    (choices,) = [
+        action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    ] or [{}]
     if words and words[0] in choices:
         return unknown(choices[words[0]], words[1:])
     flags = parser.format_help()

@@ -69,10 +69,10 @@ def name_itself_and_hang(tell: Callable[[int], None]) -> None:
 
 def test_a_part_ends_with_the_command(tmp_path: Path) -> None:
     """Ctrl-C reaches only the command. The command then leaves no process on the card."""
-    told = processes.run(tmp_path, 60.0, name_itself_and_hang)
-    pid = next(told)
+    reports = processes.run(tmp_path, 60.0, name_itself_and_hang)
+    pid = next(reports)
 
-    told.close()
+    reports.close()
 
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -80,10 +80,10 @@ def test_a_part_ends_with_the_command(tmp_path: Path) -> None:
 
 def test_a_part_with_a_wrong_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """If a part's name is wrong, the error has the nearest name."""
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as raised:
         main(["gpu", "check", "--parts", "bandwith"])
 
-    assert ended.value.code == 2
+    assert raised.value.code == 2
     assert "there is no part 'bandwith'" in capsys.readouterr().err
 
 
@@ -92,10 +92,10 @@ def test_a_time_that_is_no_number_of_minutes_is_refused(
     text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """If the time is not a number of minutes, the error quotes it."""
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as raised:
         main(["gpu", "check", f"--minutes={text}"])
 
-    assert ended.value.code == 2
+    assert raised.value.code == 2
     assert f"{text!r} is not a number of minutes" in capsys.readouterr().err
 
 
@@ -167,8 +167,8 @@ def start_a_server_and_hang(tell: Callable[[int], None]) -> None:
 
 
 def hold_a_part(folder: Path, numbers: Connection) -> None:
-    told = processes.run(folder, 60.0, start_a_server_and_hang)
-    numbers.send(next(told))
+    reports = processes.run(folder, 60.0, start_a_server_and_hang)
+    numbers.send(next(reports))
     threading.Event().wait()
 
 

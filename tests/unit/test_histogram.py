@@ -26,10 +26,10 @@ def test_every_value_is_in_the_interval_below_its_bound(seen: list[float]) -> No
 
 
 @given(values, values)
-def test_two_halves_are_the_whole(one: list[float], two: list[float]) -> None:
+def test_two_halves_are_the_whole(first: list[float], second: list[float]) -> None:
     """The sum of two histograms is the histogram of all values, even after each was written as JSON and read."""
     whole, parts = Histogram(SECONDS), [Histogram(SECONDS), Histogram(SECONDS)]
-    for part, seen in zip(parts, (one, two), strict=True):
+    for part, seen in zip(parts, (first, second), strict=True):
         for value in seen:
             part.observe(value)
             whole.observe(value)
@@ -43,7 +43,7 @@ def test_two_halves_are_the_whole(one: list[float], two: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "document",
     [
         None,
         [],
@@ -59,10 +59,10 @@ def test_two_halves_are_the_whole(one: list[float], two: list[float]) -> None:
         [0.0, 0, *[1] * 15],
     ],
 )
-def test_json_that_is_no_histogram_is_refused(said: Any) -> None:
+def test_json_that_is_no_histogram_is_refused(document: Any) -> None:
     """JSON with another number of bounds, or with wrong values, is refused."""
     with pytest.raises(ValueError, match="not a histogram"):
-        Histogram.from_json(ROWS, said)
+        Histogram.from_json(ROWS, document)
 
 
 def test_bounds_rise() -> None:
@@ -100,19 +100,19 @@ def test_all_counts_of_a_restarted_histogram_are_later(earlier: list[float], now
 @given(values, st.floats(0.01, 1.0))
 def test_a_quantile_is_in_the_interval_of_the_value(seen: list[float], q: float) -> None:
     """A quantile is in the interval of its value. Without values there is none. Above the last bound, it is this bound."""
-    found = made(seen).quantile(q)
+    quantile = made(seen).quantile(q)
 
-    assert (found is None) == (not seen)
-    if found is not None:
+    assert (quantile is None) == (not seen)
+    if quantile is not None:
         value = sorted(seen)[max(0, -int(-q * len(seen) // 1) - 1)]
         index = bisect_left(SECONDS, value)
         upper = SECONDS[min(index, len(SECONDS) - 1)]
         lower = SECONDS[index - 1] if 0 < index < len(SECONDS) else 0.0 if index == 0 else upper
-        assert lower - 1e-9 <= found <= upper + 1e-9
+        assert lower - 1e-9 <= quantile <= upper + 1e-9
 
 
 @given(values.filter(bool))
 def test_quantiles_rise(seen: list[float]) -> None:
     """Quantiles rise with their share."""
-    found = [made(seen).quantile(q / 20) or 0.0 for q in range(1, 21)]
-    assert found == sorted(found)
+    quantiles = [made(seen).quantile(q / 20) or 0.0 for q in range(1, 21)]
+    assert quantiles == sorted(quantiles)

@@ -34,12 +34,12 @@ def test_the_lock_has_one_fitting_version_of_each_requirement(python: str) -> No
     locked = [Requirement(line) for line in lines if not line.lstrip().startswith("#")]
     here = {"python_version": python, "python_full_version": f"{python}.9"}
     for requirement in wanted(tomllib.loads((ROOT / "pyproject.toml").read_text())):
-        (found,) = [
-            one
-            for one in locked
-            if canonicalize_name(one.name) == canonicalize_name(requirement.name)
-            and (one.marker is None or one.marker.evaluate(here))
+        (pinned,) = [
+            candidate
+            for candidate in locked
+            if canonicalize_name(candidate.name) == canonicalize_name(requirement.name)
+            and (candidate.marker is None or candidate.marker.evaluate(here))
         ]
-        (pin,) = found.specifier
+        (pin,) = pinned.specifier
         assert pin.operator == "=="
         assert requirement.specifier.contains(pin.version, prereleases=True), requirement

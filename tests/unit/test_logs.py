@@ -94,8 +94,8 @@ def test_values_that_json_does_not_have_become_texts(
     logs.setup("json")
     made = logs.fields(rate=float("nan"), costs={(0, 1): [float("inf"), 2.0]}, size=3)
     logging.getLogger("rsrv.test").info("here", extra=made)
-    said = json.loads(capsys.readouterr().err, parse_constant=pytest.fail)
-    assert (said["rate"], said["costs"], said["size"]) == ("nan", {"(0, 1)": ["inf", 2.0]}, 3)
+    document = json.loads(capsys.readouterr().err, parse_constant=pytest.fail)
+    assert (document["rate"], document["costs"], document["size"]) == ("nan", {"(0, 1)": ["inf", 2.0]}, 3)
 
 
 @given(st.text())
@@ -114,18 +114,18 @@ def test_nothing_that_a_client_sends_looks_like_a_line_of_ours(text: str) -> Non
 
 
 @pytest.mark.parametrize("format", ["human", "json"])
-def test_a_line_has_an_end(format: logs.Format) -> None:
+def test_a_long_line_is_shortened(format: logs.Format) -> None:
     """Of a hook's error with megabytes from a client, the line has the start, the end and the length."""
     try:
         raise ValueError("x" * 1_000_000 + "the end")
     except ValueError as error:
         record = logging.LogRecord("rsrv", logging.ERROR, "", 0, "no: %s", (error,), sys.exc_info())
-    said = logs.formatter(format).format(record)
-    assert len(said) < 40_000
-    assert "no: xxx" in said
-    assert "...(1000011 characters)...x" in said
-    assert "Traceback" in said
-    assert said.count("xthe end") == 2
+    text = logs.formatter(format).format(record)
+    assert len(text) < 40_000
+    assert "no: xxx" in text
+    assert "...(1000011 characters)...x" in text
+    assert "Traceback" in text
+    assert text.count("xthe end") == 2
 
 
 def test_it_is_set_up_again(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,9 +152,9 @@ def test_warnings_are_lines_of_the_log(root: logging.Logger, capsys: pytest.Capt
         warnings.simplefilter("always")
         logging.captureWarnings(True)
         warnings.warn("divide by zero", RuntimeWarning, stacklevel=1)
-    said = json.loads(capsys.readouterr().err)
-    assert said["level"] == "warning"
-    assert "divide by zero" in said["message"]
+    document = json.loads(capsys.readouterr().err)
+    assert document["level"] == "warning"
+    assert "divide by zero" in document["message"]
 
 
 class Pipe:
@@ -209,9 +209,9 @@ def test_a_log_that_is_not_read_blocks_no_thread(pipe: Pipe, blocking: bool) -> 
     lines = ["line 0", "line 1" * 3000, "line 2"]
     for line in (*lines, *"abcde"):
         say(handler, line)
-    said = pipe.read(4)
-    said.remove("the log is blocked: 5 lines are lost")
-    assert said == [logs.shorten(line, 16_000) for line in lines]
+    written = pipe.read(4)
+    written.remove("the log is blocked: 5 lines are lost")
+    assert written == [logs.shorten(line, 16_000) for line in lines]
     handler.flush()
 
 
@@ -313,7 +313,7 @@ def test_a_process_that_serves_never_waits_for_the_log(
     logs.setup(model="a")
     logging.getLogger("rsrv.test").info("first")
     logs.setup("json", "a", aside=True)
-    (handler,) = [one for one in root.handlers if one.name == "rsrv"]
+    (handler,) = [candidate for candidate in root.handlers if candidate.name == "rsrv"]
     assert isinstance(handler, logs.Aside)
     logging.getLogger("rsrv.test").info("second")
     logs.flush()
@@ -367,8 +367,8 @@ def test_every_process_that_logs_limits_lines_about_requests(root: logging.Logge
     """Lines about requests are limited both before and after the settings are known."""
     for aside in (False, True):
         logs.setup(aside=aside)
-        (handler,) = [one for one in root.handlers if one.name == "rsrv"]
-        assert [type(one) for one in handler.filters] == [LineLimit]
+        (handler,) = [candidate for candidate in root.handlers if candidate.name == "rsrv"]
+        assert [type(log_filter) for log_filter in handler.filters] == [LineLimit]
 
 
 def test_of_a_crowd_that_is_refused_one_a_second_has_a_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -77,12 +77,12 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         clock.now += 65
         progress.step("[b]box")
     # A thread draws the bar a few times a second, and once more at the end.
-    shown = stream.getvalue()
-    assert "packing" in shown
-    assert "1/2" in shown
-    assert "0:01:05" in shown
-    assert "[b]box" in shown
-    assert shown.endswith("\x1b[2K")
+    output = stream.getvalue()
+    assert "packing" in output
+    assert "1/2" in output
+    assert "0:01:05" in output
+    assert "[b]box" in output
+    assert output.endswith("\x1b[2K")
 
 
 @pytest.mark.parametrize("term", ["dumb", "unknown", None])
@@ -98,12 +98,12 @@ def test_a_terminal_that_cannot_move(term: str | None, monkeypatch: pytest.Monke
 def test_a_terminal_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal without rich, which is an extra, gets lines."""
     monkeypatch.setenv("TERM", "xterm")
-    found = builtins.__import__
+    original = builtins.__import__
 
     def import_(name: str, *rest: Any) -> Any:
         if name.startswith("rich"):
             raise ImportError(name)
-        return found(name, *rest)
+        return original(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", import_)
     assert done_at(Terminal(), 1, 2) == ["packing: 1 of 1 (2.0 s): box 0"]

@@ -108,10 +108,10 @@ def test_every_time_and_size_may_have_a_unit(monkeypatch: pytest.MonkeyPatch, ke
     for part in reversed(section.split(".")):
         nested = "{" + f"{part}: {nested}" + "}"
 
-    found: Any = load_settings(nested)
+    value: Any = load_settings(nested)
     for part in key.split("."):
-        found = found[part] if isinstance(found, Mapping) else getattr(found, part)
-    assert found == expected
+        value = value[part] if isinstance(value, Mapping) else getattr(value, part)
+    assert value == expected
     forms = (
         "a size such as 512MB, 16GB or 16GiB" if end == "_bytes" else "a time such as 500ms, 90s, 5m or 1h"
     )

@@ -60,10 +60,10 @@ def berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_time_of_the_night_when_the_clock_is_changed_is_due_once(night: str, comes_at: str) -> None:
     """A time that the clock skips is due one hour later on the clock. A time that the clock repeats is due once."""
     last = datetime.fromisoformat(f"{night}T00:00").astimezone(UTC).timestamp()
-    found = []
+    times = []
     for now in range(int(last) + 30, int(last) + 6 * 3600, 30):
         if due(["2:30"], last, now):
-            found.append(f"{datetime.fromtimestamp(now):%H:%M}")
+            times.append(f"{datetime.fromtimestamp(now):%H:%M}")
         last = now
 
-    assert found == [comes_at]
+    assert times == [comes_at]

@@ -87,6 +87,6 @@ def test_of_many_errors_of_a_copy_the_first_one_is_shown(tmp_path: Path) -> None
         (tmp_path / "source" / name / "file").symlink_to("missing")
     with pytest.raises(shutil.Error) as failed:
         shutil.copytree(tmp_path / "source", tmp_path / "target")
-    said = os_error(failed.value)
-    assert said.startswith(str(tmp_path / "target"))
-    assert said.endswith("/file: No such file or directory")
+    message = os_error(failed.value)
+    assert message.startswith(str(tmp_path / "target"))
+    assert message.endswith("/file: No such file or directory")

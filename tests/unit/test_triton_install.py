@@ -57,11 +57,11 @@ def test_environments_share_the_server_and_nothing_else(
 ) -> None:
     """Two Python environments share one server in the user's cache. Each has its own stubs and its own command."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    one = Installation.at(default_folder())
+    first = Installation.at(default_folder())
     monkeypatch.setattr("sys.prefix", "/another/environment")
-    other = Installation.at(default_folder())
-    assert one.tritonserver == other.tritonserver
-    assert one.launcher != other.launcher
+    second = Installation.at(default_folder())
+    assert first.tritonserver == second.tritonserver
+    assert first.launcher != second.launcher
     assert default_folder().is_relative_to(tmp_path)
 
 
@@ -69,7 +69,7 @@ def test_the_stubs_packages_are_those_that_the_package_asks_for() -> None:
     """Each pinned version fits the extra `hooks`, and each requirement of the extra is pinned."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pinned = [Requirement(line.partition(" --hash")[0]) for line in triton_install.STUB.splitlines()]
-    versions = {one.name: str(one.specifier).removeprefix("==") for one in pinned}
+    versions = {pin.name: str(pin.specifier).removeprefix("==") for pin in pinned}
     for text in project["optional-dependencies"]["hooks"]:
-        wanted = Requirement(text)
-        assert wanted.specifier.contains(versions[wanted.name]), text
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(versions[requirement.name]), text

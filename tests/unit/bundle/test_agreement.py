@@ -66,8 +66,8 @@ def forged(parent: Path, functions: Mapping[int, Callable[[Any], Any]]) -> Bundl
     )
 
 
-def lines_of(bundle: Bundle, wanted: Comparison | None = None) -> list[str]:
-    return agree(bundle, wanted or Comparison(), signature_of)
+def lines_of(bundle: Bundle, comparison: Comparison | None = None) -> list[str]:
+    return agree(bundle, comparison or Comparison(), signature_of)
 
 
 def test_a_good_bundle_has_a_line_per_module_and_exit_code_0(
@@ -101,9 +101,9 @@ def test_an_answer_that_depends_on_other_requests_is_found(
     tmp_path: Path, functions: Mapping[int, Callable[[Any], Any]], problem: str
 ) -> None:
     """A module is refused if its answer depends on the batch size, the other rows or the row's position."""
-    with pytest.raises(BundleError) as found:
+    with pytest.raises(BundleError) as raised:
         lines_of(forged(tmp_path, functions))
-    assert any(problem in line for line in found.value.problems)
+    assert any(problem in line for line in raised.value.problems)
 
 
 def test_the_page_has_the_tolerances_of_the_code() -> None:
@@ -131,17 +131,17 @@ def test_a_module_for_another_device_is_not_compared(tmp_path: Path) -> None:
 def test_a_source_is_asked_by_name(exported: Path) -> None:
     """The source is called once, by name, with the largest module's rows. It may return a mapping, a tuple or an array."""
     bundle = read_bundle(exported)
-    asked: list[tuple[int, ...]] = []
+    shapes: list[tuple[int, ...]] = []
 
     def source(x: Array) -> tuple[Array]:
-        asked.append(x.shape)
+        shapes.append(x.shape)
         return (x @ KERNEL,)
 
-    for one in (dense, source, lambda x: x @ KERNEL):
-        lines = lines_of(bundle, Comparison(one))
+    for function in (dense, source, lambda x: x @ KERNEL):
+        lines = lines_of(bundle, Comparison(function))
         assert [line.partition(":")[0] for line in lines] == ["model.b1", "model.b2", "model.b4"]
         assert all("from its source" in line for line in lines)
-    assert asked == [(4, 3)]
+    assert shapes == [(4, 3)]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_what_is_nan_on_random_inputs_is_compared_on_examples_or_samples(tmp_pat
         return np.log(x - 5)
 
     example = np.array([[6, 7, 8]], np.float32)
-    for wanted in (
+    for comparison in (
         Comparison(),
         Comparison(source),
         Comparison(source, examples={"x": jax.ShapeDtypeStruct((1, 3), jnp.float32)}),
@@ -232,7 +232,7 @@ def test_what_is_nan_on_random_inputs_is_compared_on_examples_or_samples(tmp_pat
             np.errstate(invalid="ignore"),
             pytest.raises(BundleError, match="'y': no finite value to compare"),
         ):
-            lines_of(bundle, wanted)
+            lines_of(bundle, comparison)
     with np.errstate(invalid="ignore", divide="ignore"):
         assert len(lines_of(bundle, Comparison(source, examples={"x": torch.tensor(example)}))) == 2
         assert len(lines_of(bundle, Comparison(source, {"x": example}))) == 2
@@ -358,9 +358,9 @@ def test_samples_that_are_none_are_refused(
     file = tmp_path / "samples.npz"
     np.savez(file, **arrays)  # type: ignore[arg-type] # numpy's own keyword
     assert cli.main(["check", "--numerics", "--samples", str(file), str(exported)]) == 2
-    found = capsys.readouterr()
-    assert problem in found.err
-    assert found.out == ""
+    captured = capsys.readouterr()
+    assert problem in captured.err
+    assert captured.out == ""
 
 
 HOOKS = """
@@ -409,11 +409,11 @@ def test_samples_may_have_types_that_numpy_has_no_name_for(tmp_path: Path) -> No
     """Samples of a type without a numpy name, such as bf16, are read from their raw bytes."""
     document = changed(MANIFEST, executable_inputs=[tensor("x", "bf16", "cn", c=2)])
     bundle = read_bundle(make_bundle(tmp_path, document, modules=["model.b1.mlir"]))
-    given = np.array([[1, 2], [3, 4], [5, 6]], ml_dtypes.bfloat16)
-    np.savez(tmp_path / "samples.npz", x=given)
+    samples = np.array([[1, 2], [3, 4], [5, 6]], ml_dtypes.bfloat16)
+    np.savez(tmp_path / "samples.npz", x=samples)
     (rows,) = rows_of(bundle, read_samples(tmp_path / "samples.npz"))[0]
-    assert rows.dtype == given.dtype
-    assert rows.tolist() == given.tolist()
+    assert rows.dtype == samples.dtype
+    assert rows.tolist() == samples.tolist()
 
 
 def test_each_sample_goes_to_its_variant(tmp_path: Path) -> None:
@@ -444,23 +444,23 @@ def test_rows_find_their_way_through_batches_of_any_size(tmp_path: Path) -> None
     bundle = read_bundle(make_bundle(tmp_path, document, modules=["model.b1.mlir"]))
     rows = [np.arange(15, dtype=np.float32).reshape(5, 3)]
     for size in (1, 2, 5, 8):
-        asked: list[Array] = []
+        batches: list[Array] = []
 
-        def ask(inputs: list[Array], asked: list[Array] = asked) -> list[Array]:
-            asked.append(inputs[0])
+        def ask(inputs: list[Array], received: list[Array] = batches) -> list[Array]:
+            received.append(inputs[0])
             return [inputs[0].sum(0)]
 
-        (found,) = in_batches(bundle, size, rows, ask)
-        assert found.tolist() == rows[0].sum(1).tolist()
-        assert {array.shape for array in asked} == {(3, size)}
-        assert len(asked) == -(-5 // size)
-    assert asked[0][:, 5:].tolist() == [[0, 0, 0]] * 3
+        (sums,) = in_batches(bundle, size, rows, ask)
+        assert sums.tolist() == rows[0].sum(1).tolist()
+        assert {array.shape for array in batches} == {(3, size)}
+        assert len(batches) == -(-5 // size)
+    assert batches[0][:, 5:].tolist() == [[0, 0, 0]] * 3
 
 
 def test_a_source_may_return_more_than_the_bundle_keeps(tmp_path: Path) -> None:
     """A bundle that was exported with some of the outputs is compared on these outputs, even if the model does not name them."""
     example = {"x": np.ones((1, 2), np.float32)}
-    for name, model, kept in (
+    for name, model, output in (
         ("named", lambda x: {"a": x, "b": 2 * x}, "b"),
         ("numbered", lambda x: (x, 2 * x), "output_1"),
     ):
@@ -470,7 +470,7 @@ def test_a_source_may_return_more_than_the_bundle_keeps(tmp_path: Path) -> None:
             example,
             batch_sizes=[1],
             out_dir=tmp_path / name,
-            outputs=[kept],
+            outputs=[output],
         )
-        assert [spec.name for spec in bundle.manifest.outputs] == [kept]
+        assert [spec.name for spec in bundle.manifest.outputs] == [output]
         assert len(lines_of(bundle, Comparison(model))) == 1

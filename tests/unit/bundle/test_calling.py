@@ -64,17 +64,17 @@ def test_given_names_order_a_mapping_and_name_a_tuple() -> None:
 
 
 @pytest.mark.parametrize(
-    ("result", "given", "message"),
+    ("result", "names", "message"),
     [
         ((1, 2), ["a"], "outputs: the model returns 2 arrays, output_names are ['a']"),
         ({"a": 1}, ["b"], "outputs: the model returns ['a'], output_names says ['b']"),
         ({"a": (1,), "a_0": 2}, None, "outputs: a_0: two have this name; rename one"),
     ],
 )
-def test_names_that_do_not_fit_are_refused(result: Any, given: list[str] | None, message: str) -> None:
+def test_names_that_do_not_fit_are_refused(result: Any, names: list[str] | None, message: str) -> None:
     """Names that do not fit the results are refused; the message lists both."""
     with pytest.raises(BundleError, match=re.escape(message)):
-        Results.of(result).named(given)
+        Results.of(result).named(names)
 
 
 def plain(a: Any, b: Any = 0, *, c: Any = 0) -> Any:

@@ -122,9 +122,9 @@ def test_checks_and_differences_for_programs(tmp_path: Path, capsys: pytest.Capt
     assert (second["directory"], second["ok"]) == (str(bad), False)
 
     assert cli.main(["diff", "--json", str(good), str(other)]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert (found["same"], found["b"]["directory"]) == (False, str(other))
-    assert any("description" in line for line in found["differences"])
+    report = json.loads(capsys.readouterr().out)
+    assert (report["same"], report["b"]["directory"]) == (False, str(other))
+    assert any("description" in line for line in report["differences"])
 
 
 def test_check_imports_model_py_where_hooks_run(

@@ -71,7 +71,7 @@ def test_no_refusal_of_a_pair_is_for_want_of_a_test() -> None:
     """No pair in the table is refused for lack of a test. So models with any of these pairs are still accepted."""
     cells = [cell(*pair, front) for pair in combinations(Feature, 2) for front in FRONTS]
 
-    assert not [found.text for found in cells if found.text.startswith("no test shows")]
+    assert not [entry.text for entry in cells if entry.text.startswith("no test shows")]
 
 
 def test_each_feature_that_the_native_front_lacks_names_itself() -> None:

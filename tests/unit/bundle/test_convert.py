@@ -44,8 +44,8 @@ def test_an_old_bundle_becomes_a_new_one(
     assert new.manifest.outputs == before.manifest.outputs
     assert "shape: nhw" in (out / "manifest.yaml").read_text()
     assert [weight.name for weight in new.weights] == ["kernel", "bias"]
-    for one, other in zip(load_weights(new), load_weights(before), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for converted, original in zip(load_weights(new), load_weights(before), strict=True):
+        np.testing.assert_array_equal(converted, original)
     assert (out / "notes.txt").read_text() == "kept"
     assert new.manifest.provenance["written_by"] == "hand"
     assert new.manifest.provenance["converted_from"]["format"] == "2.0"

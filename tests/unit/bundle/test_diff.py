@@ -149,8 +149,8 @@ def test_tensors_are_the_same_if_they_are_for_the_server(tmp_path: Path) -> None
 
 
 TENSORS = st.lists(
-    st.tuples(st.sampled_from("abcde"), st.integers(0, 4)), unique_by=lambda one: one[0], max_size=5
-).map(lambda found: [(name, TensorKey(str(content), "u8", (content,)), content) for name, content in found])
+    st.tuples(st.sampled_from("abcde"), st.integers(0, 4)), unique_by=lambda pair: pair[0], max_size=5
+).map(lambda pairs: [(name, TensorKey(str(content), "u8", (content,)), content) for name, content in pairs])
 
 
 @given(TENSORS, TENSORS)
@@ -158,7 +158,9 @@ def test_every_tensor_is_in_one_place_and_every_byte_is_counted(a: list[Tensor],
     """For any two lists of tensors, each tensor is in one category and every byte is counted once."""
     related = relate(a, b)
     of_a = (
-        [tensor for tensor, _ in related.shared] + [one for one, _ in related.changed] + list(related.only_a)
+        [tensor for tensor, _ in related.shared]
+        + [item for item, _ in related.changed]
+        + list(related.only_a)
     )
     assert sorted(of_a) == sorted(a)
     named = {name for _, names in related.shared for name in names}

@@ -33,12 +33,14 @@ def test_every_module_gives_the_answers_of_the_reference(built: Path, maker: Mod
     weights = load_weights(bundle)
     for key, signature in check_signatures(bundle).items():
         inputs = random_inputs(bundle, *key)
-        found = jax.jit(as_exported(module_file(bundle, key).read_bytes(), signature).call)(*inputs, *weights)
+        outputs = jax.jit(as_exported(module_file(bundle, key).read_bytes(), signature).call)(
+            *inputs, *weights
+        )
         expected = maker.reference(
             {spec.name: array for spec, array in zip(bundle.manifest.inputs, inputs, strict=True)}
         )
-        assert set(expected) == set(bundle.output_names(len(found)))
-        for name, got in zip(bundle.output_names(len(found)), found, strict=True):
+        assert set(expected) == set(bundle.output_names(len(outputs)))
+        for name, got in zip(bundle.output_names(len(outputs)), outputs, strict=True):
             np.testing.assert_allclose(got, expected[name], rtol=1e-5, atol=1e-5)
 
 
@@ -48,8 +50,8 @@ def test_a_second_build_does_nothing_and_imports_no_jax(built: Path) -> None:
     code = f"import sys, runpy; sys.argv = ['build.py', '-o', {str(built)!r}, 'mlp', 'v2_affine']\n"
     code += f"try: runpy.run_path({str(script)!r}, run_name='__main__')\nexcept SystemExit as e: assert not e.code\n"
     code += "assert 'jax' not in sys.modules"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.splitlines() == ["mlp: up to date", "v2_affine: up to date"]
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines() == ["mlp: up to date", "v2_affine: up to date"]
 
 
 def test_an_unknown_example_is_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,14 +75,14 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     """The message names a missing package of an example, and the extra that installs it."""
     monkeypatch.setitem(examples.build._PACKAGES, "mlp", ("no-such-package",))
     assert examples.build.main(["-o", str(tmp_path), "mlp"]) == 1
-    said = capsys.readouterr().err
-    assert "no-such-package" in said
-    assert "make bundles" in said
+    message = capsys.readouterr().err
+    assert "no-such-package" in message
+    assert "make bundles" in message
 
 
 def test_the_digits_hook_turns_logits_into_class_and_score() -> None:
     """The hook returns the best class and its softmax as the score: 3/4 for the logits [0, ln 3], whose softmax is [1/4, 3/4]."""
-    found = digits_hooks.postprocess({"logits": np.log(np.array([[1, 3], [1, 1]], np.float32))})
-    assert found["class"].tolist() == [[1], [0]]
-    np.testing.assert_allclose(found["score"], [[0.75], [0.5]], rtol=1e-6)
-    assert [found[name].dtype.name for name in ("class", "score")] == ["int64", "float32"]
+    outputs = digits_hooks.postprocess({"logits": np.log(np.array([[1, 3], [1, 1]], np.float32))})
+    assert outputs["class"].tolist() == [[1], [0]]
+    np.testing.assert_allclose(outputs["score"], [[0.75], [0.5]], rtol=1e-6)
+    assert [outputs[name].dtype.name for name in ("class", "score")] == ["int64", "float32"]

@@ -351,9 +351,9 @@ def test_integers_may_differ_by_a_tolerance_that_is_given(tmp_path: Path) -> Non
         match=r"by 0\.00\d+ of its largest magnitude; u8 must be equal, unless you give a tolerance for u8",
     ):
         export(tmp_path / "m", **options)
-    found = export(tmp_path / "m", **options, tolerance={"u8": 0.01}).manifest.numerics
-    assert found["max_abs_error"] == 1
-    assert 0.005 < found["max_rel_error"] < 0.01
+    errors = export(tmp_path / "m", **options, tolerance={"u8": 0.01}).manifest.numerics
+    assert errors["max_abs_error"] == 1
+    assert 0.005 < errors["max_rel_error"] < 0.01
 
 
 def test_an_infinite_error_is_beyond_every_tolerance(tmp_path: Path) -> None:
@@ -370,9 +370,9 @@ def log(params: Any, x: Any) -> Any:
 @pytest.mark.parametrize("example", [np.zeros((1, 3)), np.full((2, 3), 6)])
 def test_what_is_nan_everywhere_proves_nothing(tmp_path: Path, example: Any) -> None:
     """A bundle that gives only NaN on random inputs is refused, even with an example that is one constant."""
-    with pytest.raises(BundleError) as found:
+    with pytest.raises(BundleError) as raised:
         export(tmp_path / "m", log, {}, {"x": example.astype(np.float32)})
-    [line] = found.value.problems
+    [line] = raised.value.problems
     assert line.startswith("model.b1.mlir: output 'output': no finite value to compare")
     assert "give example inputs" in line
 
@@ -386,10 +386,10 @@ def test_floats_of_the_example_are_compared_as_well(tmp_path: Path, rows: int) -
         seen.append(x)
         return np.asarray(log({}, x))
 
-    given = 6 + np.arange(rows * 3, dtype=np.float32).reshape(rows, 3)
-    bundle = export(tmp_path / "m", log, {}, {"x": given}, original=Original(eager))
+    example = 6 + np.arange(rows * 3, dtype=np.float32).reshape(rows, 3)
+    bundle = export(tmp_path / "m", log, {}, {"x": example}, original=Original(eager))
     assert [len(x) for x in seen] == [1, 1, 4, 4]
-    np.testing.assert_array_equal(seen[3], given[np.arange(4) % rows])
+    np.testing.assert_array_equal(seen[3], example[np.arange(4) % rows])
     assert bundle.manifest.numerics["max_rel_error"] < 1e-4
 
 

@@ -307,9 +307,9 @@ def test_a_missing_jax_is_reported_with_the_extra_of_the_framework(
     """If jax is missing, the message names the extra that installs both jax and the framework."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert cli.main(["export", f"--{kind}", "a:b", "-o", "out/m"]) == 2
-    said = capsys.readouterr().err
-    assert "jax is not installed" in said
-    assert f"[{extra}]" in said
+    message = capsys.readouterr().err
+    assert "jax is not installed" in message
+    assert f"[{extra}]" in message
 
 
 def test_a_family_from_one_factory_shares_its_backbone(
@@ -345,16 +345,16 @@ def test_a_source_answers_as_its_author_runs_it(models: str) -> None:
 
 def test_inputs_as_text_name_their_axes() -> None:
     """Inputs that are given as text get letters for their fixed axes. The batch axis is in front, or at its letter."""
-    found = parse_inputs(
+    inputs = parse_inputs(
         ["image=f32[3,h,a]", "mask=bool[h,n]", "scale=f16[]"], ["h=4,a=6", "h=8,a=6"], batched=True
     )
-    assert {name: (value.shape, value.dtype.name) for name, value in found.examples.items()} == {
+    assert {name: (value.shape, value.dtype.name) for name, value in inputs.examples.items()} == {
         "image": ((1, 3, 4, 6), "float32"),
         "mask": ((4, 1), "bool"),
         "scale": ((1,), "float16"),
     }
-    assert found.axes == {"image": "ncha", "mask": "hn", "scale": "n"}
-    assert found.input_shapes == [{"h": 4, "a": 6}, {"h": 8, "a": 6}]
+    assert inputs.axes == {"image": "ncha", "mask": "hn", "scale": "n"}
+    assert inputs.input_shapes == [{"h": 4, "a": 6}, {"h": 8, "a": 6}]
     assert parse_inputs(["x=i64[2]"], [], batched=False).axes == {"x": "a"}
 
 

@@ -69,9 +69,9 @@ def test_a_model_of_whole_batches_gets_them(tmp_path: Path) -> None:
     assert [spec.name for spec in bundle.manifest.inputs] == ["b", "a"]
     fixed = export_equinox(model, inputs, batch_sizes=[], batch_axis=None, out_dir=tmp_path / "n")
     assert fixed.manifest.outputs[0].dims == (1, 3)
-    one = np.ones((1, 3), np.float32)
+    array = np.ones((1, 3), np.float32)
     for rows in (True, False):
-        np.testing.assert_array_equal(eager_equinox(model, rows=rows)(a=one, b=one).values[0], -one)
+        np.testing.assert_array_equal(eager_equinox(model, rows=rows)(a=array, b=array).values[0], -array)
 
 
 def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:

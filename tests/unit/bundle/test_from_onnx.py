@@ -349,9 +349,9 @@ def test_one_whole_number_per_row_is_a_length(tmp_path: Path) -> None:
     def watched(*arguments: Any) -> Any:
         original = evaluate(*arguments)
 
-        def run(**given: Any) -> Any:
-            seen.append(given["lengths"])
-            return original.run(**given)
+        def run(**tensors: Any) -> Any:
+            seen.append(tensors["lengths"])
+            return original.run(**tensors)
 
         return dataclasses.replace(original, run=run)
 

@@ -683,7 +683,7 @@ def test_a_module_with_state_is_exported(tmp_path: Path) -> None:
     )
     assert [spec.name for spec in bundle.manifest.outputs] == ["y"]
     assert bundle.manifest.state is not None
-    assert [(one.name, one.dtype) for one in bundle.manifest.state.tensors] == [
+    assert [(tensor.name, tensor.dtype) for tensor in bundle.manifest.state.tensors] == [
         ("hidden", "f32"),
         ("steps", "i64"),
     ]

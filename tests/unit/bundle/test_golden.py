@@ -20,7 +20,7 @@ from rsrv_bundle.spec import TensorSpec
 Array = np.ndarray[Any, Any]
 
 SETS = sorted(file.parent for file in golden_bundles.GOLDEN.glob(f"*/{golden_bundles.DIGESTS}"))
-BUNDLES = sorted(file.with_suffix("") for one in SETS for file in one.glob("*/*.npz"))
+BUNDLES = sorted(file.with_suffix("") for folder in SETS for file in folder.glob("*/*.npz"))
 NAMES = [path.relative_to(golden_bundles.GOLDEN).as_posix() for path in BUNDLES]
 #: Bundles that a conversion changes most.
 OLDER = [path for path in BUNDLES if path.parent.name == "format_2_0" or "stablehlo" in path.name]
@@ -31,8 +31,8 @@ class Answers:
     """Answers that a bundle gave when it was made."""
 
     def __init__(self, path: Path, bundle: Bundle) -> None:
-        with np.load(path.with_suffix(".npz")) as found:
-            self.arrays = {name: found[name] for name in found.files}
+        with np.load(path.with_suffix(".npz")) as archive:
+            self.arrays = {name: archive[name] for name in archive.files}
         self.bundle = bundle
 
     def specs(self, place: str, direction: str) -> tuple[TensorSpec, ...]:
@@ -43,30 +43,30 @@ class Answers:
 
     def of(self, place: str, direction: str) -> dict[str, Array]:
         """Return the recorded arrays of a place and a direction, by tensor."""
-        found = {}
+        arrays = {}
         for spec in self.specs(place, direction):
             array = self.arrays[f"{place}/{direction}/{spec.name}"]
-            found[spec.name] = (
+            arrays[spec.name] = (
                 array.view(dtypes.numpy_dtype(spec.dtype)) if array.dtype.kind == "V" else array
             )
-        return found
+        return arrays
 
     def check(self, place: str, got: dict[str, Array]) -> None:
         want = self.of(place, "out")
         assert set(got) == set(want)
         for spec in self.specs(place, "out"):
-            one, other = got[spec.name], want[spec.name]
-            assert (one.dtype, one.shape) == (other.dtype, other.shape)
-            assert difference(one, other)[1] <= TOLERANCE.get(spec.dtype, 0.0), f"{place}: {spec.name}"
+            array, expected = got[spec.name], want[spec.name]
+            assert (array.dtype, array.shape) == (expected.dtype, expected.shape)
+            assert difference(array, expected)[1] <= TOLERANCE.get(spec.dtype, 0.0), f"{place}: {spec.name}"
 
 
 def check_answers(bundle: Bundle, answers: Answers) -> None:
     """Compare the answers of every module, and the answers through the hooks, with the recorded ones."""
     if bundle.modules:
-        found = golden_bundles.ask_modules(bundle, lambda place, _: list(answers.of(place, "in").values()))
-        for place in {name.partition("/")[0] for name in found}:
+        outputs = golden_bundles.ask_modules(bundle, lambda place, _: list(answers.of(place, "in").values()))
+        for place in {name.partition("/")[0] for name in outputs}:
             out = f"{place}/out/"
-            answers.check(place, {k.removeprefix(out): v for k, v in found.items() if k.startswith(out)})
+            answers.check(place, {k.removeprefix(out): v for k, v in outputs.items() if k.startswith(out)})
     if bundle.hooks is not None:
         answers.check("client", dict(golden_bundles.ask_client(bundle, answers.of("client", "in"))))
 
@@ -88,10 +88,11 @@ def test_all_that_the_format_has_is_in_a_set() -> None:
 
 def test_no_file_of_a_set_has_changed() -> None:
     """The digests of all golden bundles, by which servers identify bundles, are the recorded ones. So no file has changed."""
-    for one in SETS:
-        noted = json.loads((one / golden_bundles.DIGESTS).read_text())
+    for folder in SETS:
+        noted = json.loads((folder / golden_bundles.DIGESTS).read_text())
         assert noted == {
-            f"{path.parent.name}/{path.name}": read_bundle(path).digest for path in sorted(one.glob("*/*/"))
+            f"{path.parent.name}/{path.name}": read_bundle(path).digest
+            for path in sorted(folder.glob("*/*/"))
         }
 
 

@@ -58,8 +58,8 @@ def test_a_good_module_is_seen_as_it_is(inspector: Inspector) -> None:
     """One child process parses all good modules, with the same results as parsing in this process."""
     first = pid(inspector)
     for _ in range(3):
-        found, expected = inspector(GOOD_MODULE, "model.mlir"), signature_of(GOOD_MODULE, "model.mlir")
-        assert (found, found.digest) == (expected, expected.digest)
+        signature, expected = inspector(GOOD_MODULE, "model.mlir"), signature_of(GOOD_MODULE, "model.mlir")
+        assert (signature, signature.digest) == (expected, expected.digest)
     assert pid(inspector) == first
 
 

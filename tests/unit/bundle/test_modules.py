@@ -247,8 +247,8 @@ def test_locations_are_stripped_and_nothing_else_changes() -> None:
     assert strip_locations(stripped).blob == stripped
     x = np.array([[1, 2], [3, 4]], np.float32)
     signature = Signature(((F32, (2, 2)),), ((F32, (2, 2)), (F32, (2, 1))))
-    found = [jax.jit(as_exported(b, signature).call)(x) for b in (blob, stripped)]
-    for first, second in zip(*found, strict=True):
+    results = [jax.jit(as_exported(b, signature).call)(x) for b in (blob, stripped)]
+    for first, second in zip(*results, strict=True):
         np.testing.assert_array_equal(first, second)
 
 

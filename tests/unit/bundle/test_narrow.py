@@ -143,7 +143,7 @@ def test_large_activations_do_not_overflow_f16(tmp_path: Path, kind: str, comput
     )
     new = narrow_bundle(old.path, tmp_path / "narrow", weights=kind, compute=compute).bundle
     inputs = [np.full((4, 64), 1000, np.float32)]
-    (got,), (want,) = (ModuleRunner(one)((0, 4), inputs) for one in (new, old))
+    (got,), (want,) = (ModuleRunner(bundle)((0, 4), inputs) for bundle in (new, old))
     np.testing.assert_allclose(got, want, rtol=0.05)
 
 
@@ -180,11 +180,11 @@ def test_values_that_no_scale_helps() -> None:
     good[:, 2] = 0
     good[:, 3] = 1e-39
     for kind in ("i8", "f8_e4m3"):
-        found = narrow(good, kind, columns)
-        assert isinstance(found, Narrow)
-        assert found.scale is not None
-        assert found.scale[0, 2] == found.scale[0, 3] == 1
-        values = found.values.astype(np.float32)
+        tensor = narrow(good, kind, columns)
+        assert isinstance(tensor, Narrow)
+        assert tensor.scale is not None
+        assert tensor.scale[0, 2] == tensor.scale[0, 3] == 1
+        values = tensor.values.astype(np.float32)
         assert not values[:, 2:4].any()
         assert np.abs(values).max(0)[[0, 7]].tolist() == [127 if kind == "i8" else 448] * 2
 
@@ -294,8 +294,8 @@ def test_fine_tunes_still_share_their_backbone(tmp_path: Path) -> None:
         wide = export(tmp_path / f"wide{seed}", params=DENSE | {"b": normal(96, 80, seed=seed)})
         new = narrow_bundle(wide.path, tmp_path / f"narrow{seed}", weights="i8").bundle
         keys.append(dict(zip(types(new), tensor_keys(new), strict=True)))
-    one, other = keys
-    assert {name for name in one if one[name] == other[name]} == {"a", "a:scale", "bias"}
+    first, second = keys
+    assert {name for name in first if first[name] == second[name]} == {"a", "a:scale", "bias"}
 
 
 def test_a_model_with_state_is_narrowed(tmp_path: Path) -> None:
@@ -429,9 +429,9 @@ def test_a_module_computes_in_half_precision(tmp_path: Path, compute: str, worst
     with parsed(report.bundle.modules[0, 2].read_bytes()) as module:
         lines = str(module).splitlines()
     for name in ("dot_general", "convolution"):
-        found = [line for line in lines if f"stablehlo.{name}" in line]
-        assert found
-        assert not any("f32" in line.partition(" : ")[2] for line in found)
+        operations = [line for line in lines if f"stablehlo.{name}" in line]
+        assert operations
+        assert not any("f32" in line.partition(" : ")[2] for line in operations)
     for name in ("exponential", "reduce(", "while", "rsqrt", "tanh"):
         assert not any(compute in line for line in lines if f"stablehlo.{name}" in line)
     # The pooling compares values of the half type.
@@ -463,10 +463,10 @@ def test_complex_products_stay_in_f32(tmp_path: Path) -> None:
 
 def test_text_of_types() -> None:
     """The text of --weights is parsed with every spelling of the types that the format knows."""
-    wanted = WeightTypes.parse("int8, *.norm*=keep,head=float8_e4m3fn")
-    assert wanted.of("layer.norm.weight") == ("keep", True)
-    assert wanted.of("head") == ("f8_e4m3", True)
-    assert wanted.of("body") == ("i8", False)
+    weight_types = WeightTypes.parse("int8, *.norm*=keep,head=float8_e4m3fn")
+    assert weight_types.of("layer.norm.weight") == ("keep", True)
+    assert weight_types.of("head") == ("f8_e4m3", True)
+    assert weight_types.of("body") == ("i8", False)
 
 
 def test_a_meta_model_has_nothing_to_narrow(tmp_path: Path) -> None:

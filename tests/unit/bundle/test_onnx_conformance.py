@@ -68,9 +68,9 @@ def _try(case: Any, path: Path) -> str | None:
             evaluator = Evaluator(read_model(path))
             for inputs, outputs in case.data_sets:
                 names = [value.name for value in case.model.graph.input]
-                found = evaluated(evaluator, dict(zip(names, map(_array, inputs), strict=False)))
+                results = evaluated(evaluator, dict(zip(names, map(_array, inputs), strict=False)))
                 for value, expected in zip(case.model.graph.output, outputs, strict=True):
-                    compare(np.asarray(found[value.name]), _array(expected), case.rtol, case.atol)
+                    compare(np.asarray(results[value.name]), _array(expected), case.rtol, case.atol)
         except BundleError as refusal:
             return str(refusal)
     return None

@@ -291,31 +291,31 @@ def test_a_score_far_below_zero_is_zero(tmp_path: Path) -> None:
         str(path), session_options(), providers=["CPUExecutionProvider"]
     ).run(None, {"x": x})
     with jax.enable_x64(True):
-        found = evaluated(Evaluator(read_model(path)), {"x": x})["y"]
-    compare(np.asarray(found), expected, 1e-4, 1e-5)
+        scores = evaluated(Evaluator(read_model(path)), {"x": x})["y"]
+    compare(np.asarray(scores), expected, 1e-4, 1e-5)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_differ_from_onnxruntime_is_refused(name: str, tmp_path: Path) -> None:
     """Nodes for which onnxruntime follows its own rules are refused with the reason."""
-    made, given, constants, reason = REFUSED[name]
-    proto = graph([made], {key: (array.dtype, array.shape) for key, array in given.items()}, {}, constants)
+    made, inputs, constants, reason = REFUSED[name]
+    proto = graph([made], {key: (array.dtype, array.shape) for key, array in inputs.items()}, {}, constants)
     proto.output.extend(onnx.ValueInfoProto(name=output) for output in made.output)
     evaluator = Evaluator(read_model(write(tmp_path / "case.onnx", proto)))
     with jax.enable_x64(True), pytest.raises(BundleError, match=reason):
-        jax.eval_shape(lambda given: evaluator(evaluator.weights, **given), given)
+        jax.eval_shape(lambda arrays: evaluator(evaluator.weights, **arrays), inputs)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_result_is_onnxruntimes(name: str, tmp_path: Path) -> None:
     """Each output has the values, the shape and the element type of onnxruntime's output."""
-    made, given, constants = CASES[name]
+    made, inputs, constants = CASES[name]
     # The outputs have no types in the graph: onnxruntime finds them out.
-    proto = graph([made], {key: (array.dtype, array.shape) for key, array in given.items()}, {}, constants)
+    proto = graph([made], {key: (array.dtype, array.shape) for key, array in inputs.items()}, {}, constants)
     proto.output.extend(onnx.ValueInfoProto(name=output) for output in made.output if output)
     path = write(tmp_path / "case.onnx", proto, opset=11 if name.endswith("opset_11") else 18)
     session = onnxruntime.InferenceSession(str(path), session_options(), providers=["CPUExecutionProvider"])
     with jax.enable_x64(True):
-        found = evaluated(Evaluator(read_model(path)), given)
-    for output, expected in zip(session.get_outputs(), session.run(None, given), strict=True):
-        compare(np.asarray(found[output.name]), expected, 1e-4, 1e-5)
+        results = evaluated(Evaluator(read_model(path)), inputs)
+    for output, expected in zip(session.get_outputs(), session.run(None, inputs), strict=True):
+        compare(np.asarray(results[output.name]), expected, 1e-4, 1e-5)

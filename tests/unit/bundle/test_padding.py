@@ -30,8 +30,8 @@ def attend(params: Any, ids: jax.Array, mask: jax.Array) -> dict[str, jax.Array]
     x = params[jnp.clip(ids, 0, 99)]
     scores = jnp.einsum("nqd,nkd->nqk", x, x) + jnp.where(mask == 0, -1e9, 0.0)[:, None, :]
     hidden = jnp.einsum("nqk,nkd->nqd", jax.nn.softmax(scores), x)
-    kept = (mask != 0)[:, :, None]
-    return {"hidden": hidden, "mean": jnp.where(kept, hidden, 0).sum(1) / jnp.maximum(kept.sum(1), 1)}
+    attended = (mask != 0)[:, :, None]
+    return {"hidden": hidden, "mean": jnp.where(attended, hidden, 0).sum(1) / jnp.maximum(attended.sum(1), 1)}
 
 
 def export(folder: Path, fn: Any = attend, **changes: Any) -> Any:
@@ -189,7 +189,7 @@ def test_a_wrong_section_is_reported_with_its_key(tmp_path: Path, section: Any, 
     file.write_text(yaml.safe_dump(document))
     with pytest.raises(BundleError) as raised:
         read_bundle(tmp_path / "m")
-    assert any(problem in one for one in raised.value.problems), raised.value.problems
+    assert any(problem in line for line in raised.value.problems), raised.value.problems
 
 
 @pytest.mark.parametrize(

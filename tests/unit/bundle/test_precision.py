@@ -72,8 +72,8 @@ def treated(text: str, treatment: Treatment) -> Precision:
     blob, precision = applied(artifact(text), treatment)
     again, seen = applied(blob, treatment)
     assert again == blob
-    kept = ("f32", "tf32", "hardware", "algorithm", "ungovernable")
-    assert [getattr(seen, key) for key in kept] == [getattr(precision, key) for key in kept]
+    fields = ("f32", "tf32", "hardware", "algorithm", "ungovernable")
+    assert [getattr(seen, key) for key in fields] == [getattr(precision, key) for key in fields]
     return precision
 
 
@@ -85,8 +85,8 @@ def test_a_tf32_algorithm_is_stripped_for_other_hardware(operations: int) -> Non
     assert precision == Precision(hardware=1, stripped=1)
     assert "algorithm" not in text_of(blob)
     signature = signature_of(blob, "model.mlir")
-    (found,) = jax.jit(as_exported(blob, signature).call)(np.eye(2, dtype=np.float32), X)
-    np.testing.assert_array_equal(found, X)
+    (result,) = jax.jit(as_exported(blob, signature).call)(np.eye(2, dtype=np.float32), X)
+    np.testing.assert_array_equal(result, X)
 
 
 X = np.array([[1, 2], [3, 4]], np.float32)
@@ -124,7 +124,7 @@ def test_products_of_f32_are_pinned_and_no_others(types: tuple[str, str, str], p
 
 
 @pytest.mark.parametrize(
-    ("given", "pinned"),
+    ("attribute", "pinned"),
     [
         (", precision = [DEFAULT, DEFAULT]", 1),
         (", precision = [HIGH, HIGH]", 1),
@@ -133,9 +133,9 @@ def test_products_of_f32_are_pinned_and_no_others(types: tuple[str, str, str], p
         (algorithm(EXACT), 0),
     ],
 )
-def test_less_than_the_highest_precision_is_not_f32(given: str, pinned: int) -> None:
+def test_less_than_the_highest_precision_is_not_f32(attribute: str, pinned: int) -> None:
     """A product counts as f32 only if both operands have the highest precision, because HIGH is TF32 on a GPU."""
-    assert treated(function(dot(more=given)), "pin") == Precision(f32=1, pinned=pinned)
+    assert treated(function(dot(more=attribute)), "pin") == Precision(f32=1, pinned=pinned)
 
 
 def test_another_algorithm_is_the_exporters_choice() -> None:

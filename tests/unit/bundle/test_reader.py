@@ -21,8 +21,8 @@ NO_BATCH = changed(GOOD, batching=None, executable_inputs=[tensor(shape="c", c=2
 def test_reading_needs_nothing_heavy() -> None:
     """The reader imports no jax, safetensors or ml_dtypes, because the control process uses the reader."""
     code = "import sys, rsrv_bundle, rsrv_bundle.modules, rsrv_bundle.commands.checking; print(*sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert not {"jax", "jaxlib", "safetensors", "ml_dtypes"} & set(found.split())
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not {"jax", "jaxlib", "safetensors", "ml_dtypes"} & set(output.split())
 
 
 def test_a_good_bundle_is_read_whole(tmp_path: Path) -> None:

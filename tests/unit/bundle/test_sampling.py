@@ -24,10 +24,10 @@ def draws(temperature: float, top_k: float, top_p: float, count: int = 4000) -> 
     return dict(zip(values.tolist(), (counts / count).tolist(), strict=True))
 
 
-def close(found: dict[int, float], expected: list[float]) -> bool:
+def close(shares: dict[int, float], expected: list[float]) -> bool:
     """Return whether the shares are the expected ones, within about four standard deviations."""
-    return set(found) == set(range(len(expected))) and all(
-        abs(found[token] - share) < 0.035 for token, share in enumerate(expected)
+    return set(shares) == set(range(len(expected))) and all(
+        abs(shares[token] - share) < 0.035 for token, share in enumerate(expected)
     )
 
 
@@ -44,9 +44,9 @@ def test_a_model_of_64_bits_can_be_sampled() -> None:
     """With jax_enable_x64, tokens also have 32 bits."""
     settings = np.array([[1, 0, 1, 7]], np.float32)
     with jax.enable_x64(True):
-        found = jax.jit(sample)(LOGITS[None], settings, np.full(1, 7, np.int32))
-    assert found.dtype == np.int32
-    assert found == choose(LOGITS[None], settings, np.full(1, 7, np.int32))
+        tokens = jax.jit(sample)(LOGITS[None], settings, np.full(1, 7, np.int32))
+    assert tokens.dtype == np.int32
+    assert tokens == choose(LOGITS[None], settings, np.full(1, 7, np.int32))
 
 
 def test_top_k_leaves_the_likeliest_tokens() -> None:
@@ -89,8 +89,8 @@ def test_draws_from_large_vocabularies_are_exact(top_k: int, top_p: float) -> No
     """Each token has its exact probability, even if top-k and top-p leave more than the likeliest 256 tokens."""
     order = np.argsort(-MANY)[: top_k or None]
     masses = np.exp(MANY[order]) / np.exp(MANY[order]).sum()
-    left = np.cumsum(masses) - masses < top_p
-    order, masses = order[left], masses[left] / masses[left].sum()
+    mask = np.cumsum(masses) - masses < top_p
+    order, masses = order[mask], masses[mask] / masses[mask].sum()
     ranks = [order.tolist().index(token) for token in many([1, top_k, top_p])]
     # Compare ten groups of ranks, because a single token is drawn seldom.
     groups = [part.sum() for part in np.array_split(masses, 10)]

@@ -72,32 +72,35 @@ def test_the_page_says_what_is_in_a_bundle(exported: Path, capsys: pytest.Captur
 def test_programs_get_the_same_as_json(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The JSON has bytes and operations as numbers. A multiply-add counts as two operations, an addition as one."""
     assert cli.main(["show", "--json", str(exported)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["costs"] == "stablehlo"
-    assert [(one["file"], one["batch_size"], one["flops"]) for one in found["modules"]] == [
+    document = json.loads(capsys.readouterr().out)
+    assert document["costs"] == "stablehlo"
+    assert [(module["file"], module["batch_size"], module["flops"]) for module in document["modules"]] == [
         ("model.b1.mlir", 1, 2 * 100 * 10 + 10),
         ("model.b4.mlir", 4, 4 * (2 * 100 * 10 + 10)),
     ]
-    assert [(one["input_bytes"], one["output_bytes"]) for one in found["modules"]] == [(400, 40), (1600, 160)]
-    assert found["modules"][1]["bytes_accessed"] >= 1600 + 160 + 4040
-    assert found["weights"]["largest"][0] == {
+    assert [(module["input_bytes"], module["output_bytes"]) for module in document["modules"]] == [
+        (400, 40),
+        (1600, 160),
+    ]
+    assert document["modules"][1]["bytes_accessed"] >= 1600 + 160 + 4040
+    assert document["weights"]["largest"][0] == {
         "name": "kernel",
         "dtype": "f32",
         "dims": [100, 10],
         "bytes": 4000,
     }
-    assert found["client_inputs"] == [
+    assert document["client_inputs"] == [
         {"name": "x", "dtype": "f32", "shape": "na", "dims": [-1, 100], "batch_axis": 0}
     ]
-    assert found["sha256"] == read_bundle(exported).digest
+    assert document["sha256"] == read_bundle(exported).digest
 
 
 def test_the_compiler_says_what_memory_an_execution_takes(exported: Path) -> None:
     """With `compiled`, the page has the scratch memory of each module, as the compiler reports it for this machine."""
-    found = describe(read_bundle(exported), signature_of, "compiled")
-    assert all(module["scratch_bytes"] >= 0 for module in found["modules"])
-    assert "scratch" in page(found)
-    assert "this machine's" in page(found)
+    description = describe(read_bundle(exported), signature_of, "compiled")
+    assert all(module["scratch_bytes"] >= 0 for module in description["modules"])
+    assert "scratch" in page(description)
+    assert "this machine's" in page(description)
 
 
 def test_without_jax_the_rest_is_shown(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:

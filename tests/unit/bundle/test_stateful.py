@@ -45,16 +45,16 @@ def test_a_bundle_keeps_the_state_of_each_sequence(tmp_path: Path) -> None:
     manifest = bundle.manifest
     assert manifest.format_version == "3"
     assert manifest.state is not None
-    assert [(one.name, one.dtype, one.dims) for one in manifest.state.tensors] == [
+    assert [(tensor.name, tensor.dtype, tensor.dims) for tensor in manifest.state.tensors] == [
         ("steps", "i32", ()),
         ("sum", "f32", (3,)),
     ]
     assert (manifest.state.when_full, manifest.state.idle_timeout_s) == ("host", 5)
     assert set(manifest.numerics) == {"max_abs_error", "max_rel_error", "source", "buckets", "rows"}
     run = ModuleRunner(bundle)
-    ones = [np.ones((4, 3), np.float32)]
-    (first,), pools = run.step((0, 4), ones, ~np.array([5, 0, 7, 1]), run.pools(9))
-    (second,), pools = run.step((0, 4), ones, np.array([0, 8, ~2, 8]), pools)
+    inputs = [np.ones((4, 3), np.float32)]
+    (first,), pools = run.step((0, 4), inputs, ~np.array([5, 0, 7, 1]), run.pools(9))
+    (second,), pools = run.step((0, 4), inputs, np.array([0, 8, ~2, 8]), pools)
     assert first[:, 2].tolist() == [4, 4, 4, 4]
     assert second[[0, 2], 2].tolist() == [8, 4]
     assert np.asarray(pools[0]).tolist() == [2, 1, 1, 9, 9, 1, 9, 1]
@@ -123,9 +123,9 @@ def test_a_step_may_write_its_slots_in_place(tmp_path: Path) -> None:
     """A step that writes the pools itself gives the same as a step that sees only its rows."""
     bundle = export(tmp_path / "m", write_in_place, {"sum": ZEROS["sum"]}, in_place=True)
     run = ModuleRunner(bundle)
-    ones = [np.ones((1, 3), np.float32)]
-    _, pools = run.step((0, 1), ones, ~np.array([6]), run.pools(5))
-    (total,), _ = run.step((0, 1), ones, np.array([6]), pools)
+    inputs = [np.ones((1, 3), np.float32)]
+    _, pools = run.step((0, 1), inputs, ~np.array([6]), run.pools(5))
+    (total,), _ = run.step((0, 1), inputs, np.array([6]), pools)
     assert total.tolist() == [[2, 4, 8]]
 
 

@@ -32,8 +32,8 @@ def lowered(name: str, *arguments: Any, **options: Any) -> Any:
         return jax.tree.map(np.asarray, LOWERINGS[name](*arrays, **options))
 
 
-def close(found: Any, expected: torch.Tensor) -> None:
-    np.testing.assert_allclose(found, expected.numpy(), rtol=2e-5, atol=2e-5)
+def close(result: Any, expected: torch.Tensor) -> None:
+    np.testing.assert_allclose(result, expected.numpy(), rtol=2e-5, atol=2e-5)
 
 
 GROUPS = (random(7, 4), random(4, 4, 8), torch.tensor([2, 2, 6, 7], dtype=torch.int32))
@@ -59,8 +59,8 @@ def test_a_lowering_returns_what_pytorch_does(
     name: str, arguments: tuple[Any, ...], expected: Callable[..., torch.Tensor]
 ) -> None:
     """Operations that torchax lacks or gets wrong agree with PyTorch's kernels."""
-    found = lowered(name, *arguments, **({"size": 9} if name == "aten.nonzero_static" else {}))
-    close(found[0] if isinstance(found, tuple) else found, expected(*arguments))
+    result = lowered(name, *arguments, **({"size": 9} if name == "aten.nonzero_static" else {}))
+    close(result[0] if isinstance(result, tuple) else result, expected(*arguments))
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
@@ -68,9 +68,9 @@ def test_bags_of_rows_are_reduced(mode: str) -> None:
     """The lowering agrees with PyTorch. A bag may be empty or hold padding, and the last offset may close the last bag."""
     table, indices, offsets = random(5, 3), torch.tensor([1, 4, 0, 0, 2, 3]), torch.tensor([0, 2, 2, 6])
     number = ["sum", "mean", "max"].index(mode)
-    found = lowered("aten._embedding_bag", table, indices, offsets, False, number, False, None, True, 0)[0]
+    result = lowered("aten._embedding_bag", table, indices, offsets, False, number, False, None, True, 0)[0]
     expected = F.embedding_bag(indices, table, offsets, mode=mode, include_last_offset=True, padding_idx=0)
-    close(found, expected)
+    close(result, expected)
 
 
 def test_places_of_the_largest_values_are_those_of_pytorch() -> None:
@@ -96,20 +96,20 @@ def test_an_unmoved_deformable_convolution_is_a_convolution() -> None:
     image, weight, bias = random(2, 4, 6, 5), random(6, 2, 3, 3), random(6)
     offset, mask = torch.zeros(2, 2 * 2 * 9, 4, 3), torch.full((2, 2 * 9, 4, 3), 0.5)
     options = (1, 1, 0, 0, 1, 1, 2, 2)
-    found = lowered("torchvision.deform_conv2d", image, weight, offset, mask, bias, *options, True)
-    close(found, F.conv2d(image, weight * 0.5, bias, groups=2))
+    result = lowered("torchvision.deform_conv2d", image, weight, offset, mask, bias, *options, True)
+    close(result, F.conv2d(image, weight * 0.5, bias, groups=2))
     offset[:, 0::2] = 1
-    found = lowered("torchvision.deform_conv2d", image, weight, offset, mask, bias, *options, False)
+    result = lowered("torchvision.deform_conv2d", image, weight, offset, mask, bias, *options, False)
     moved = F.pad(image, (0, 0, 0, 1))[:, :, 1:]
-    close(found, F.conv2d(moved, weight, bias, groups=2))
+    close(result, F.conv2d(moved, weight, bias, groups=2))
 
 
 def test_aligned_regions_of_a_slope_have_the_values_of_their_centres() -> None:
     """On a slope, the average of a cell is the value in its middle. Outside of the image, values are zero."""
     slope = torch.arange(8.0) * torch.ones(1, 1, 8, 1)
     regions = torch.tensor([[0, 1.0, 1.0, 5.0, 5.0], [0, 20.0, 20.0, 24.0, 24.0]])
-    found = lowered("torchvision.roi_align", slope, regions, 1.0, 2, 2, 2, True)
-    close(found[:, 0], torch.tensor([[[1.5, 3.5]] * 2, [[0.0, 0.0]] * 2]))
+    result = lowered("torchvision.roi_align", slope, regions, 1.0, 2, 2, 2, True)
+    close(result[:, 0], torch.tensor([[[1.5, 3.5]] * 2, [[0.0, 0.0]] * 2]))
 
 
 def test_the_best_boxes_that_do_not_overlap_are_returned() -> None:

@@ -136,9 +136,9 @@ def test_deep_nesting_is_refused_before_the_rest_is_parsed(
 )
 def test_values_are_those_of_the_core_schema(text: str, value: object) -> None:
     """Plain values are null, booleans and numbers in the forms of YAML 1.2's core schema, and text in all others."""
-    found = yaml12.parse(f"key: {text}")["key"]
-    assert found == value
-    assert type(found) is type(value)
+    parsed = yaml12.parse(f"key: {text}")["key"]
+    assert parsed == value
+    assert type(parsed) is type(value)
 
 
 @pytest.mark.parametrize("parser", [yaml12._PARSER, yaml.SafeLoader], ids=["c", "python"])
@@ -148,13 +148,13 @@ def test_a_value_is_read_as_it_was_written(
 ) -> None:
     """A value that is written and read again is the same, of the same type, with either parser of PyYAML."""
     monkeypatch.setattr(yaml12, "_PARSER", parser)
-    found = yaml12.parse(yaml12.dump({"key": text, str(text): 1}))
-    assert found == {"key": text, str(text): 1}
-    assert type(found["key"]) is type(text)
+    parsed = yaml12.parse(yaml12.dump({"key": text, str(text): 1}))
+    assert parsed == {"key": text, str(text): 1}
+    assert type(parsed["key"]) is type(text)
 
 
 def test_values_of_an_alias_are_separate_objects() -> None:
     """An anchor's value and its aliases are separate objects: a change of one does not change the others."""
-    found = yaml12.parse("- &a {b: []}\n- *a")
-    found[0]["b"].append(1)
-    assert found[1] == {"b": []}
+    parsed = yaml12.parse("- &a {b: []}\n- *a")
+    parsed[0]["b"].append(1)
+    assert parsed[1] == {"b": []}

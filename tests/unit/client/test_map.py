@@ -58,8 +58,8 @@ def test_each_row_is_answered_once_and_in_order(server: FakeServer, client: Clie
     rows = np.arange(1001)
     assert [(i, int(row["y"][0])) for i, row in client.map("m", rows)] == [(i, 2 * i) for i in range(1001)]
     server.requests.clear()
-    found = [(i, int(row["y"][0])) for i, row in client.map("m", rows, ordered=False)]
-    assert sorted(found) == [(i, 2 * i) for i in range(1001)]
+    results = [(i, int(row["y"][0])) for i, row in client.map("m", rows, ordered=False)]
+    assert sorted(results) == [(i, 2 * i) for i in range(1001)]
     assert len({tuple(request) for request in server.requests}) == 251
 
 
@@ -392,11 +392,11 @@ def test_an_asynchronous_source_is_a_data_set(server: FakeServer) -> None:
             yield 4
 
         async with AsyncClient("localhost:1") as client:
-            found = []
+            values = []
             async for _, row in client.map("m", rows()):
                 answered.set()
-                found.append(int(row["y"][0]))
-        assert found == [0, 2, 4, 6, 8]
+                values.append(int(row["y"][0]))
+        assert values == [0, 2, 4, 6, 8]
         assert server.requests == [[0, 1, 2, 3], [4]]
 
     asyncio.run(scenario())

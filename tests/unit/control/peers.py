@@ -147,7 +147,7 @@ def model_record(name: str = "a", **differs: Any) -> pb.ModelRecord:
 def records(*models: pb.ModelRecord, **device: Any) -> RuntimeRecords:
     """Return the records of a runtime with these models."""
     shared = device.pop("shared", ())
-    return RuntimeRecords(pb.DeviceRecord(**device), {one.name: one for one in models}, shared)
+    return RuntimeRecords(pb.DeviceRecord(**device), {model.name: model for model in models}, shared)
 
 
 def trimmed(histogram: Histogram) -> pb.Histogram:
@@ -225,8 +225,8 @@ class FakeRuntime:
     def go_on(self) -> None:
         """Read again, as a process does after SIGCONT."""
         self._silent = False
-        kept, self._kept = self._kept, []
-        for sock, frame in kept:
+        frames, self._kept = self._kept, []
+        for sock, frame in frames:
             self._take(sock, frame)
 
     def change(self, key: str, entry: ModelVersion | None) -> None:
@@ -297,8 +297,8 @@ class FakeRuntime:
                 self.asked.append(body["since"])
                 self._document(sock, Kind.STATUS_REPLY, self.status(body["since"]).SerializeToString())
             case Kind.COMMAND if body["command"] == "ping":
-                said = {"instance": self.instance, "revision": self.revision}
-                send(sock, pack_json(Kind.COMMANDED, said))
+                reply = {"instance": self.instance, "revision": self.revision}
+                send(sock, pack_json(Kind.COMMANDED, reply))
             case Kind.COMMAND if body["command"] == "follow":
                 refusal, self.refuses_next = self.refuses_next, None
                 send(sock, pack_json(Kind.COMMANDED, refusal or self._follow(body)))
@@ -321,8 +321,8 @@ class FakeRuntime:
 
     def wants(self, model: str) -> dict[str, Any]:
         """Return what the document wants of a model."""
-        wanted: dict[str, Any] = self.document["models"].get(model, {})
-        return wanted
+        fields: dict[str, Any] = self.document["models"].get(model, {})
+        return fields
 
     def status(self, since: int = 0) -> pb.DeviceRecord:
         """Return the record. It always has all models, whatever `since` is."""
@@ -388,7 +388,9 @@ class FakeLifecycle:
     async def change_alias(self, name: str, shares: Shares | None) -> None:
         if name in self.refusals:
             raise self.refusals[name]
-        self.aliases = {one: found for one, found in {**self.aliases, name: shares}.items() if found}
+        self.aliases = {
+            alias: targets for alias, targets in {**self.aliases, name: shares}.items() if targets
+        }
 
     async def reload(self, name: str) -> None:
         self.asked.set()
@@ -430,15 +432,15 @@ async def served(
     repository = tmp_path / "repository"
     repository.mkdir()
     folders = [tmp_path, *(tmp_path / f"device{number}" for number in range(1, devices))]
-    found = []
+    fakes = []
     for number, folder in enumerate(folders, 1):
         folder.mkdir(exist_ok=True)
-        found.append(FakeRuntime(folder / "runtime.sock", instance=f"{number}{number}" * 8))
+        fakes.append(FakeRuntime(folder / "runtime.sock", instance=f"{number}{number}" * 8))
     for name in models:
         add_model(repository, name)
-        for one in found:
-            one.entries[f"{name}@1"] = entry(name)
-            one.models[name] = model_record(name)
+        for fake in fakes:
+            fake.entries[f"{name}@1"] = entry(name)
+            fake.models[name] = model_record(name)
     lifecycle: Any = FakeLifecycle()
     async with linked(*folders, settings=settings) as runtimes:
         link = runtimes.links[0]
@@ -464,8 +466,8 @@ async def served(
             async with grpc.aio.insecure_channel(f"unix:{tmp_path}/control.sock") as channel:
                 await until(runtimes, lambda: len(runtimes.live) == devices)
                 yield Served(
-                    found[0],
-                    found,
+                    fakes[0],
+                    fakes,
                     runtimes,
                     link,
                     lifecycle,
@@ -482,8 +484,8 @@ async def served(
             noticing.cancel()
             living.cancel()
             await server.stop(0)
-            for one in found:
-                one.die()
+            for fake in fakes:
+                fake.die()
 
 
 def add_model(repository: Path, name: str) -> None:

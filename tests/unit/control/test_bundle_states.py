@@ -215,8 +215,10 @@ def test_no_sequence_of_events_leaves_a_bundle_stuck(steps: list[tuple[str, str]
             case BundleEvent():
                 with pytest.raises(IllegalTransition):
                     states.apply(name, step, now)
-        assert states.busy == {one for one in "abc" if states.state(one) in BUSY}
-        assert set(states.unloadable(now)) <= {one for one in "abc" if states.state(one) is S.UNLOAD_PENDING}
+        assert states.busy == {bundle for bundle in "abc" if states.state(bundle) in BUSY}
+        assert set(states.unloadable(now)) <= {
+            bundle for bundle in "abc" if states.state(bundle) is S.UNLOAD_PENDING
+        }
     for name in states.busy:
         event = E.UNLOADED if states.state(name) is S.UNLOADING else E.LOADED
         states.apply(name, event, 100)

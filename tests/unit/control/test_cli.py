@@ -80,11 +80,11 @@ def test_commands_need_no_settings_reader_and_no_numpy() -> None:
         "print([name for name in ('rich', 'pydantic', 'numpy', 'asyncio') if name in sys.modules])"
     )
 
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 
-    assert "pydantic" not in said.stdout
-    assert "numpy" not in said.stdout
-    assert "rich" not in said.stdout
+    assert "pydantic" not in process.stdout
+    assert "numpy" not in process.stdout
+    assert "rich" not in process.stdout
 
 
 @looped
@@ -110,11 +110,11 @@ async def test_a_watched_status_goes_on_through_a_runtimes_end(
     async with shell(tmp_path, capsys) as rsrv:
         server = rsrv.server
 
-        said = await rsrv("status", "--watch")
+        result = await rsrv("status", "--watch")
 
-        assert said.status == 130
-        assert said.out.count("server     tritonserver ") == 2
-        assert said.err.count("the runtime does not answer") == 2
+        assert result.status == 130
+        assert result.out.count("server     tritonserver ") == 2
+        assert result.err.count("the runtime does not answer") == 2
 
 
 @looped
@@ -128,19 +128,19 @@ async def test_the_status_for_people(tmp_path: Path, capsys: pytest.CaptureFixtu
         await until(rsrv.server.runtimes, lambda: "m@1" in rsrv.server.link.state.entries)
 
         # The status of a pattern has the failures of its models. A command for a failed model gets the reason.
-        said = await rsrv("status", "c*")
-        assert said.out.splitlines() == ["", "c has failed, 3 tries: manifest.yaml: no such key"]
+        result = await rsrv("status", "c*")
+        assert result.out.splitlines() == ["", "c has failed, 3 tries: manifest.yaml: no such key"]
         refused = {"error": "there is no model 'c'", "code": "NOT_FOUND"}
         rsrv.server.runtime.answers = lambda command: refused if command["command"] == "evict" else {}
-        said = await rsrv("evict", "c")
-        assert said.err == "rsrv evict: c has failed: manifest.yaml: no such key\n"
+        result = await rsrv("evict", "c")
+        assert result.err == "rsrv evict: c has failed: manifest.yaml: no such key\n"
 
-        said = await rsrv("status")
+        result = await rsrv("status")
 
-        assert (said.status, said.err) == (0, "")
-        lines = said.out.splitlines()
+        assert (result.status, result.err) == (0, "")
+        lines = result.out.splitlines()
         assert lines[0].startswith(f"server     tritonserver {os.getpid()}, dynamic, ")
-        assert "\x1b" not in said.out
+        assert "\x1b" not in result.out
         head = next(line for line in lines if line.startswith("MODEL"))
         row = next(line for line in lines if line.startswith("a "))
         assert row.split() == [
@@ -278,8 +278,8 @@ async def test_the_doctor_says_what_to_do(
         assert lines[2] == "critical: a: 30 of 1030 answers are failures of the server  [requests_fail]"
         assert lines[3] == "  why: its executions or loads fail"
         assert lines[4].startswith("  do:  read the server's log, which has the whole reason of each")
-        (found,) = (await rsrv("doctor", "--json")).json["findings"]
-        assert (found["name"], found["severity"]) == ("requests_fail", "SEVERITY_CRITICAL")
+        (finding,) = (await rsrv("doctor", "--json")).json["findings"]
+        assert (finding["name"], finding["severity"]) == ("requests_fail", "SEVERITY_CRITICAL")
         first = (await rsrv("status")).out.splitlines()[0]
         assert first.startswith("findings   critical: a: 30 of 1030 answers")
         assert first.endswith("(`rsrv doctor`: what to do)")
@@ -294,31 +294,31 @@ async def test_cold_models_are_counted_and_listed_on_request(
         rsrv.server.runtimes.see_stubs(StubPoll({f"cold-{number}" for number in range(1000)}))
         rsrv.server.runtime.record.starting["cold-7"] = "waits for its turn"
 
-        said = await rsrv("status")
+        result = await rsrv("status")
 
-        lines = said.out.splitlines()
+        lines = result.out.splitlines()
         models = next(line for line in lines if line.startswith("models "))
         assert "999 cold, 2 resident, 1 starting (" in models, models
         assert [line[:22] for line in lines if line.startswith("cold-")] == ["cold-7  starting, wait"]
 
-        said = await rsrv("status", "cold-77?")
-        assert [line.split()[1] for line in said.out.splitlines()[2:]] == ["cold"] * 10
+        result = await rsrv("status", "cold-77?")
+        assert [line.split()[1] for line in result.out.splitlines()[2:]] == ["cold"] * 10
 
-        said = await rsrv("status", "dog*")
-        assert (said.status, said.out) == (2, "")
-        assert "no model matches 'dog*'" in said.err
+        result = await rsrv("status", "dog*")
+        assert (result.status, result.out) == (2, "")
+        assert "no model matches 'dog*'" in result.err
 
 
 @looped
 async def test_the_status_of_one_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`rsrv status MODEL` prints its versions, executables and policy."""
     async with shell(tmp_path, capsys) as rsrv:
-        said = await rsrv("status", "a")
+        result = await rsrv("status", "a")
 
-        assert said.status == 0
-        assert "policy      weight 1, max_delay_us 0, max_queue_depth 1024" in said.out
-        assert "task        text-classification" in said.out
-        rows = [line.split() for line in said.out.splitlines()]
+        assert result.status == 0
+        assert "policy      weight 1, max_delay_us 0, max_queue_depth 1024" in result.out
+        assert "task        text-classification" in result.out
+        rows = [line.split() for line in result.out.splitlines()]
         assert ["a@1", "resident", "100"] in rows
         assert ["0", "8", "4", "2", "ms", "f32", "5,", "pinned", "4,", "cholesky", "1"] in rows
 
@@ -352,11 +352,11 @@ async def test_a_table_on_a_terminal(
         monkeypatch.setenv("COLUMNS", "200")
         monkeypatch.setattr("rsrv.cli.output.is_terminal", lambda: True)
 
-        said = await rsrv("status", "c")
+        result = await rsrv("status", "c")
 
-        assert said.status == 0
-        assert "[bold]no[/] [x" in said.out
-        assert "━" in said.out or "─" in said.out
+        assert result.status == 0
+        assert "[bold]no[/] [x" in result.out
+        assert "━" in result.out or "─" in result.out
 
 
 def test_a_table_wider_than_the_terminal(
@@ -366,7 +366,7 @@ def test_a_table_wider_than_the_terminal(
     monkeypatch.setattr("rsrv.cli.output.is_terminal", lambda: True)
     cells = {"MODEL": "a_long_name", "PAUSED": "", "ANSWERED": "123456", "STUBS": "1"}
     columns: dict[str, Callable[[dict[str, str]], str]] = {head: itemgetter(head) for head in cells}
-    for width, shown, said in (
+    for width, heads, note in (
         ("60", ["MODEL", "PAUSED", "ANSWERED", "STUBS"], ""),
         ("30", ["MODEL", "ANSWERED", "STUBS"], ""),
         ("24", ["MODEL", "ANSWERED"], "Too wide for this terminal: STUBS"),
@@ -374,9 +374,9 @@ def test_a_table_wider_than_the_terminal(
         monkeypatch.setenv("COLUMNS", width)
         print_table([cells], columns)
         lines = capsys.readouterr().out.splitlines()
-        assert lines[0].split() == shown
+        assert lines[0].split() == heads
         assert lines[2].split()[:2] == ["a_long_name", "123456"]
-        assert lines[3:] == ([said] if said else [])
+        assert lines[3:] == ([note] if note else [])
 
     monkeypatch.setenv("COLUMNS", "45")
     del columns["STUBS"]
@@ -530,7 +530,7 @@ async def test_a_subcommand_is_one_command(
     }
 
     async with shell(tmp_path, capsys) as rsrv:
-        rsrv.server.runtime.answers = lambda said: answers.get(said["command"], {})
+        rsrv.server.runtime.answers = lambda message: answers.get(message["command"], {})
 
         assert await rsrv(*arguments) == Said(0, out + "\n", "")
         assert rsrv.server.runtime.commands == [command]
@@ -543,9 +543,9 @@ async def test_an_eviction_of_pinned_weights_frees_nothing(
     """If an eviction frees nothing, the command prints the reason, and not an empty list."""
     async with shell(tmp_path, capsys) as rsrv:
         rsrv.server.runtime.answers = lambda command: {"models": []}
-        said = await rsrv("evict", "a")
+        result = await rsrv("evict", "a")
 
-    assert said == Said(0, "freed: nothing (weights that are pinned or in use stay on the device)\n", "")
+    assert result == Said(0, "freed: nothing (weights that are pinned or in use stay on the device)\n", "")
 
 
 @looped
@@ -554,17 +554,17 @@ async def test_why_lists_all_requests_with_an_id(tmp_path: Path, capsys: pytest.
     known = [slow_request(2.0, 0.5), slow_request(1.0, 0.25)]
 
     def answer(command: dict[str, Any]) -> dict[str, Any]:
-        asked = [{"command": "find", "request": "r"}, {"command": "slowest", "model": "a"}]
-        return {"unix_s": 1e9, "requests": list(known if command in asked else ())}
+        expected = [{"command": "find", "request": "r"}, {"command": "slowest", "model": "a"}]
+        return {"unix_s": 1e9, "requests": list(known if command in expected else ())}
 
     async with shell(tmp_path, capsys) as rsrv:
         rsrv.server.runtime.answers = answer
-        said = await rsrv("why", "r")
-        evicted, first, second = said.out.splitlines()
+        result = await rsrv("why", "r")
+        evicted, first, second = result.out.splitlines()
         assert "a was evicted to make room for b" in evicted
         assert ("after 250 ms" in first, "after 500 ms" in second) == (True, True)
         requests = (await rsrv("why", "r", "--json")).json["requests"]
-        assert [(one["arrivedUnixS"], one["batchSize"]) for one in requests] == [
+        assert [(request["arrivedUnixS"], request["batchSize"]) for request in requests] == [
             (1e9 + 1.0, 8),
             (1e9 + 2.0, 8),
         ]
@@ -601,8 +601,8 @@ async def test_a_followed_history_has_each_record_once(
 
     async with shell(tmp_path, capsys) as rsrv:
         rsrv.server.runtime.answers = answer
-        said = await rsrv("history", "a", "--follow")
-        ready, evicted, waits = said.out.splitlines()
+        result = await rsrv("history", "a", "--follow")
+        ready, evicted, waits = result.out.splitlines()
         assert (ready[-6:], evicted[-9:], waits[-31:]) == (
             *(" ready", " (6.5 MB)"),
             "weights are queued: waits for a",
@@ -642,9 +642,9 @@ async def test_a_wrong_command_line_sends_no_command(
     """A wrong command line exits 2. The error is above the usage, and names the nearest command, option, key or value."""
     async with shell(tmp_path, capsys) as rsrv:
         for words, error in WRONG.items():
-            said = await rsrv(*words.split())
-            assert (said.status, said.out) == (2, ""), words
-            first, usage, *_ = said.err.splitlines()
+            result = await rsrv(*words.split())
+            assert (result.status, result.out) == (2, ""), words
+            first, usage, *_ = result.err.splitlines()
             assert error in first
             assert usage.startswith("usage: rsrv")
         assert not rsrv.server.runtime.commands
@@ -654,13 +654,13 @@ async def test_a_wrong_command_line_sends_no_command(
 async def test_the_scheduler_is_shown_and_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`rsrv scheduler` shows and changes settings by the keys and values of rsrv.yaml."""
     async with shell(tmp_path, capsys) as rsrv:
-        said = await rsrv("scheduler")
-        assert "discipline        fair\ndepth             2\n" in said.out
+        result = await rsrv("scheduler")
+        assert "discipline        fair\ndepth             2\n" in result.out
 
-        said = await rsrv("scheduler", "discipline=edf", "depth=null", "meta_concurrency=3", "--json")
-        assert said.json["scheduler"]["discipline"] == "DISCIPLINE_EDF"
-        wanted = {"discipline": "edf", "depth": None, "meta_concurrency": 3}
-        assert wanted.items() <= rsrv.server.runtime.document["scheduler"].items()
+        result = await rsrv("scheduler", "discipline=edf", "depth=null", "meta_concurrency=3", "--json")
+        assert result.json["scheduler"]["discipline"] == "DISCIPLINE_EDF"
+        expected = {"discipline": "edf", "depth": None, "meta_concurrency": 3}
+        assert expected.items() <= rsrv.server.runtime.document["scheduler"].items()
 
 
 @looped
@@ -758,11 +758,13 @@ async def test_a_profile_of_a_while(
             return {}
 
         rsrv.server.runtime.answers = answer
-        said = await rsrv("profile", "--seconds", "0.01")
+        result = await rsrv("profile", "--seconds", "0.01")
 
         # On a slow machine, the live page sends other commands during the profile.
-        first, second = (one for one in rsrv.server.runtime.commands if one["command"] == "profile")
-        assert said.out == first["directory"] + "\n"
+        first, second = (
+            command for command in rsrv.server.runtime.commands if command["command"] == "profile"
+        )
+        assert result.out == first["directory"] + "\n"
         assert Path(first["directory"]).parent == tmp_path / "profiles"
         assert (tmp_path / "profiles").stat().st_mode & 0o777 == 0o700
         assert second == {"command": "profile"}
@@ -774,9 +776,9 @@ async def test_an_address_without_a_server_fails_in_one_line(
 ) -> None:
     """If nothing answers at the address, one line names it and exits 1."""
     async with shell(tmp_path, capsys) as rsrv:
-        said = await rsrv("status", address=f"unix:{tmp_path}/nobody.sock")
-        assert said.status == 1
-        assert said.err == (
+        result = await rsrv("status", address=f"unix:{tmp_path}/nobody.sock")
+        assert result.status == 1
+        assert result.err == (
             f"rsrv status: cannot connect to unix:{tmp_path}/nobody.sock: there is no such socket; check that the "
             "server runs\n"
         )
@@ -789,14 +791,14 @@ async def test_the_runtime_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture
         rsrv.server.runtime.die()
         await until(rsrv.server.runtimes, lambda: not rsrv.server.link.up)
 
-        said = await rsrv("status")
-        assert (said.status, said.out) == (1, "")
-        assert said.err.startswith("rsrv status: the runtime does not answer")
-        said = await rsrv("health", "--json")
-        assert (said.status, said.json, said.err) == (1, {"status": "NOT_SERVING"}, "")
-        said = await rsrv("health")
-        assert (said.status, said.err) == (1, "")
-        assert said.out.startswith("not serving: the runtime does not answer")
+        result = await rsrv("status")
+        assert (result.status, result.out) == (1, "")
+        assert result.err.startswith("rsrv status: the runtime does not answer")
+        result = await rsrv("health", "--json")
+        assert (result.status, result.json, result.err) == (1, {"status": "NOT_SERVING"}, "")
+        result = await rsrv("health")
+        assert (result.status, result.err) == (1, "")
+        assert result.out.startswith("not serving: the runtime does not answer")
 
 
 @looped
@@ -844,24 +846,24 @@ async def test_over_tcp_with_tls_and_a_token(tmp_path: Path, capsys: pytest.Capt
         try:
             tls = ["--tls-ca", str(tmp_path / "ca.pem")]
             address = f"localhost:{port}"
-            said = await rsrv("health", *tls, "--token-file", str(tmp_path / "token"), address=address)
-            assert (said.status, said.out) == (0, "serving\n")
-            said = await rsrv("health", *tls, "--token-file", str(tmp_path / "other"), address=address)
-            assert said == Said(
+            result = await rsrv("health", *tls, "--token-file", str(tmp_path / "token"), address=address)
+            assert (result.status, result.out) == (0, "serving\n")
+            result = await rsrv("health", *tls, "--token-file", str(tmp_path / "other"), address=address)
+            assert result == Said(
                 1, "", "rsrv health: the token is missing, or wrong; name its file with --token-file\n"
             )
             assert (
                 "it ended the connection; it may require TLS" in (await rsrv("health", address=address)).err
             )
             wrong = ["--tls-ca", str(tmp_path / "other.pem")]
-            said = await rsrv("health", *wrong, address=address)
-            assert "its certificate is of another authority; name that with --tls-ca" in said.err
-            said = await rsrv("health", *tls, "--token-file", str(tmp_path / "none"), address=address)
-            assert said.status == 1
-            assert said.err == f"rsrv health: --token-file: {tmp_path}/none: No such file or directory\n"
+            result = await rsrv("health", *wrong, address=address)
+            assert "its certificate is of another authority; name that with --tls-ca" in result.err
+            result = await rsrv("health", *tls, "--token-file", str(tmp_path / "none"), address=address)
+            assert result.status == 1
+            assert result.err == f"rsrv health: --token-file: {tmp_path}/none: No such file or directory\n"
             (tmp_path / "other").write_bytes(b"\xff")
-            said = await rsrv("health", *tls, "--token-file", str(tmp_path / "other"), address=address)
-            assert said == Said(
+            result = await rsrv("health", *tls, "--token-file", str(tmp_path / "other"), address=address)
+            assert result == Said(
                 1,
                 "",
                 f"rsrv health: --token-file: {tmp_path}/other holds no token: one line of ASCII without spaces\n",
@@ -917,11 +919,11 @@ def test_several_servers_are_named_by_folder_and_port(
     ):
         addresses = {_server(servers, first), _server(servers, second)}
 
-        with pytest.raises(find.NotFound) as found:
+        with pytest.raises(find.NotFound) as raised:
             find.address(None)
-        assert "several servers run here: " in str(found.value)
-        assert "one/gen on 8001" in str(found.value)
-        assert "two/gen on 8011" in str(found.value)
+        assert "several servers run here: " in str(raised.value)
+        assert "one/gen on 8001" in str(raised.value)
+        assert "two/gen on 8011" in str(raised.value)
         assert {find.address("8001"), find.address("8010")} == addresses
         assert {find.address("one"), find.address("two/gen/")} == addresses
         with pytest.raises(find.NotFound, match="no server here has the port or folder '8012'; running: "):
@@ -962,11 +964,11 @@ def test_two_devices_of_a_server_are_told_apart(servers: Path) -> None:
     """Two devices of a server have the same folder and port, so the error lists their addresses."""
     first, second = (_server(servers, os.getpid(), gpu) for gpu in (0, 1))
 
-    with pytest.raises(find.NotFound) as found:
+    with pytest.raises(find.NotFound) as raised:
         find.address("8001")
 
-    assert first in str(found.value)
-    assert second in str(found.value)
+    assert first in str(raised.value)
+    assert second in str(raised.value)
 
 
 @pytest.mark.parametrize(("arguments", "prog"), [([], "rsrv"), (["status"], "rsrv status")])

@@ -138,14 +138,14 @@ def test_what_was_prefetched_is_until_it_is_evicted(
 
     models = state.document(0)["models"]
     assert "".join(name for name in "ab" if models.get(name, {}).get("prefetched")) == remain
-    assert not any(one.get("prefetched") for one in state.document(1)["models"].values())
+    assert not any(model.get("prefetched") for model in state.document(1)["models"].values())
 
 
 def test_a_load_that_failed_is_asked_for_again(tmp_path: Path) -> None:
     """A repeated pin or prefetch is a change, also for the next control process. A repeated pause is not."""
     state = desired(tmp_path)
-    pin: Callable[[DesiredState], None] = lambda one: one.set_residency(["a"], "device")
-    for again in (pin, lambda one: one.prefetch(["a"], [0])):
+    pin: Callable[[DesiredState], None] = lambda target: target.set_residency(["a"], "device")
+    for again in (pin, lambda target: target.prefetch(["a"], [0])):
         again(state)
         before = state.document(0)
         state = desired(tmp_path)

@@ -35,7 +35,7 @@ async def test_the_status_adds_up_and_names_the_devices(tmp_path: Path) -> None:
 
         status = await server.control.GetStatus(pb.GetStatusRequest())
 
-        assert [(one.number, one.record.instance) for one in status.devices] == [
+        assert [(device.number, device.record.instance) for device in status.devices] == [
             (0, "11" * 8),
             (1, "22" * 8),
         ]
@@ -46,16 +46,18 @@ async def test_the_status_adds_up_and_names_the_devices(tmp_path: Path) -> None:
         assert (record.generated["answers"], record.generated["token_s"]) == (4, 0.312)
         assert (record.weights, record.weights_state) == (pb.WEIGHTS_RESIDENT, "evicting")
         assert record.device_bytes == 1000
-        assert [(one.size, one.count, one.cost_s) for one in record.executables] == [
+        assert [
+            (executable.size, executable.count, executable.cost_s) for executable in record.executables
+        ] == [
             (1, 0, 0.004),
             (8, 8, 0.004),
             (16, 0, 0.004),
         ]
-        assert [(one.number, one.record.weights, one.record.queued) for one in a.devices] == [
+        assert [(device.number, device.record.weights, device.record.queued) for device in a.devices] == [
             (0, pb.WEIGHTS_ABSENT, 1),
             (1, pb.WEIGHTS_RESIDENT, 1),
         ]
-        assert [(one.number, one.record.state, one.error) for one in b.devices] == [
+        assert [(device.number, device.record.state, device.error) for device in b.devices] == [
             (1, pb.STATE_FAILED, "no room")
         ]
 
@@ -97,7 +99,7 @@ async def test_a_device_that_is_not_found_has_its_reason_in_the_status(
         note = tmp_path / "device1" / NO_DEVICE
         note.write_text("the card is full")
         status = await server.control.GetStatus(pb.GetStatusRequest())
-        assert [one.error for one in status.devices] == ["", "the card is full"]
+        assert [device.error for device in status.devices] == ["", "the card is full"]
         status_page(status)
         assert "device 1   none: the card is full\n" in capsys.readouterr().out
 
@@ -123,8 +125,8 @@ async def test_pages_name_devices_where_there_are_several(
     async with served(tmp_path, models=["a"], devices=2) as server:
         server.all[1].change("a@1", entry("a", weights="absent"))
         await until(server.runtimes, lambda: server.runtimes.links[1].state.revision == 6)
-        for one in server.all:
-            one.answers = lambda command: {"unix_s": 1e9, "histories": {"a@1": READY}}
+        for runtime in server.all:
+            runtime.answers = lambda command: {"unix_s": 1e9, "histories": {"a@1": READY}}
 
         status = await server.control.GetStatus(pb.GetStatusRequest())
         status_page(status)
@@ -146,18 +148,18 @@ async def test_a_prefetch_reaches_the_devices_that_placement_has(tmp_path: Path)
     An eviction is for the named devices, or else for all.
     """
     async with served(tmp_path, models=["a"], devices=2) as server:
-        for one in server.all:
-            one.answers = lambda command: {"models": ["a"]} if command["command"] == "evict" else {}
+        for runtime in server.all:
+            runtime.answers = lambda command: {"models": ["a"]} if command["command"] == "evict" else {}
 
         async def after(call: Any, request: Any) -> tuple[list[int], list[int]]:
             """Return the devices that should have the weights, and the devices that were told to evict them."""
-            for one in server.all:
-                one.commands.clear()
+            for device in server.all:
+                device.commands.clear()
             await call(request)
             numbered = list(enumerate(server.all))
-            wanted = [number for number, one in numbered if one.wants("a").get("prefetched")]
-            return wanted, [
-                number for number, one in numbered if {"command": "evict", "model": "a"} in one.commands
+            prefetched = [number for number, fake in numbered if fake.wants("a").get("prefetched")]
+            return prefetched, [
+                number for number, fake in numbered if {"command": "evict", "model": "a"} in fake.commands
             ]
 
         control, target = server.control, pb.Target(model="a")
@@ -178,8 +180,8 @@ async def test_a_pin_waits_for_all_devices_that_serve_the_model(tmp_path: Path) 
     """A pin that waits returns when the weights are on every live device on which the model has not failed."""
     async with served(tmp_path, models=["a"], devices=3) as server:
         first, second, third = server.all
-        for one in (first, second):
-            one.change("a@1", entry("a", weights="absent"))
+        for runtime in (first, second):
+            runtime.change("a@1", entry("a", weights="absent"))
         third.change("a@1", entry("a", state="failed", error="no room", weights="absent"))
         await until(server.runtimes, lambda: all(link.state.revision == 6 for link in server.runtimes.links))
         request = pb.SetResidencyRequest(model="a", residency=pb.RESIDENCY_DEVICE, wait=True)
@@ -198,8 +200,8 @@ async def test_a_reload_waits_for_all_devices_that_serve_the_model(tmp_path: Pat
     """ReloadWeights returns when no device is still loading the model, even if the load has failed on one."""
     async with served(tmp_path, models=["a"], devices=2) as server:
         first, second = server.all
-        for one in (first, second):
-            one.change("a@2", entry("a", state="loading", weights="absent"))
+        for runtime in (first, second):
+            runtime.change("a@2", entry("a", state="loading", weights="absent"))
         await until(server.runtimes, lambda: all(link.state.revision == 6 for link in server.runtimes.links))
         call = asyncio.ensure_future(server.control.ReloadWeights(pb.ReloadWeightsRequest(model="a")))
         await server.lifecycle.asked.wait()
@@ -209,7 +211,7 @@ async def test_a_reload_waits_for_all_devices_that_serve_the_model(tmp_path: Pat
         assert not call.done()
         second.change("a@2", entry("a", state="failed", error="no room", weights="absent"))
 
-        assert [(one.key, one.state) for one in (await call).versions] == [
+        assert [(version.key, version.state) for version in (await call).versions] == [
             ("a@1", pb.STATE_READY),
             ("a@2", pb.STATE_READY),
         ]
@@ -236,8 +238,8 @@ async def test_a_timeline_has_the_spans_of_each_device(tmp_path: Path) -> None:
     def told(runtime: FakeRuntime, seconds: float) -> Any:
         span = ["execute", "a@1", 1.5, seconds, 3, 4, 2, False]
 
-        def answer(said: dict[str, Any]) -> dict[str, Any]:
-            since = said["since"]
+        def answer(command: dict[str, Any]) -> dict[str, Any]:
+            since = command["since"]
             return {
                 "instance": runtime.instance,
                 "first": since,
@@ -281,12 +283,12 @@ async def test_a_profile_of_two_devices_has_a_folder_for_each(
     monkeypatch.setattr("rsrv.control.service.PROFILES", tmp_path / "profiles")
     async with served(tmp_path, devices=2) as server:
         started = await server.control.StartProfile(pb.StartProfileRequest())
-        for number, one in enumerate(server.all):
+        for number, device in enumerate(server.all):
             folder = Path(started.directory) / str(number)
-            assert one.commands == [{"command": "profile", "directory": str(folder)}]
+            assert device.commands == [{"command": "profile", "directory": str(folder)}]
             folder.mkdir(parents=True)
         assert (await server.control.StopProfile(pb.StopProfileRequest())).directory == started.directory
-        assert [len(one.commands) for one in server.all] == [2, 2]
+        assert [len(runtime.commands) for runtime in server.all] == [2, 2]
 
 
 @looped
@@ -297,7 +299,10 @@ async def test_a_watcher_sees_the_states_of_each_device(
     async with served(tmp_path, devices=2) as server:
         updates = server.control.WatchState(pb.WatchStateRequest())
         snapshots = [(await updates.read()).snapshot for _ in range(2)]
-        assert [(one.device, one.instance) for one in snapshots] == [(0, "11" * 8), (1, "22" * 8)]
+        assert [(snapshot.device, snapshot.instance) for snapshot in snapshots] == [
+            (0, "11" * 8),
+            (1, "22" * 8),
+        ]
         server.all[1].change("a@1", entry("a"))
         change = await updates.read()
         server.all[1].die()
@@ -314,15 +319,15 @@ async def test_a_watcher_sees_the_states_of_each_device(
 @looped
 async def test_the_drivers_figures_are_read_once_a_second(tmp_path: Path) -> None:
     """The driver is asked once a second, only about GPUs and by their names. Without a driver, there are no figures."""
-    asked = []
+    calls = []
 
     def read(devices: Any) -> dict[int, CardMemory]:
-        asked.append(dict(devices))
+        calls.append(dict(devices))
         return {1: CardMemory(3, 8)}
 
     cards = Cards(["cpu", "GPU-1"], read)
     assert [await cards.memory() for _ in range(3)] == [{1: CardMemory(3, 8)}] * 3
-    assert asked == [{1: "GPU-1"}]
+    assert calls == [{1: "GPU-1"}]
 
     def fail(devices: Any) -> dict[int, CardMemory]:
         raise NoFigures("NVML says no driver")

@@ -34,7 +34,7 @@ class Diagnosed:
 
     @property
     def names(self) -> list[str]:
-        return [one.name for one in self.diagnosis.findings]
+        return [finding.name for finding in self.diagnosis.findings]
 
 
 @asynccontextmanager
@@ -50,9 +50,9 @@ async def diagnosed(tmp_path: Path) -> AsyncIterator[Diagnosed]:
         file = SettingsFile(tmp_path / "rsrv.yaml", load_settings(""), 1)
         health = Health(runtimes, tmp_path, bundles, decides=False)
         diagnosis = Diagnosis(runtimes, file, bundles, health, {}, no_queues)
-        found = Diagnosed(runtime, runtimes, diagnosis, bundles.failures)
+        server = Diagnosed(runtime, runtimes, diagnosis, bundles.failures)
         try:
-            yield found
+            yield server
         finally:
             runtime.die()
 
@@ -104,17 +104,18 @@ async def test_trouble_is_forgotten_after_the_window(tmp_path: Path, monkeypatch
     async with diagnosed(tmp_path) as server:
         running = asyncio.create_task(server.diagnosis.run())
         try:
-            asked = server.runtime.asked
-            await server.runtime.came(lambda: len(asked) > 1)
+            polls = server.runtime.asked
+            await server.runtime.came(lambda: len(polls) > 1)
             server.fail()
-            await server.runtime.came(lambda: len(asked) > 3)
+            await server.runtime.came(lambda: len(polls) > 3)
             assert server.names == ["requests_fail"]
-            seen = len(asked)
-            await server.runtime.came(lambda: len(asked) > seen + 2 * module._SNAPSHOTS)
+            seen = len(polls)
+            await server.runtime.came(lambda: len(polls) > seen + 2 * module._SNAPSHOTS)
             assert server.names == []
             first, *others = server.diagnosis._snapshots
             assert all(
-                one.devices[0].records.models["a"] is first.devices[0].records.models["a"] for one in others
+                snapshot.devices[0].records.models["a"] is first.devices[0].records.models["a"]
+                for snapshot in others
             )
         finally:
             running.cancel()

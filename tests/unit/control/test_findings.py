@@ -80,9 +80,9 @@ def counts(
 ) -> RuntimeRecords:
     """Return the records of a runtime. `memory` replaces figures of the device."""
     named, device = [], {"budget_bytes": 100 * MB, "held_bytes": 20 * MB}
-    for name, one in models.items():
+    for name, record in models.items():
         named.append(copy := pb.ModelRecord(name=name))
-        copy.MergeFrom(one)
+        copy.MergeFrom(record)
     return records(
         *named,
         memory={key: size for key, size in {**device, **memory}.items() if size is not None},
@@ -100,11 +100,13 @@ def counts(
 
 def server(*devices: RuntimeRecords, settings: str = "", **differs: Any) -> ServerFigures:
     """Return a server's figures one minute after its counters began."""
-    names = [name for one in devices for name in one.models]
+    names = [name for record in devices for name in record.models]
     figures = ServerFigures(
         t=60.0,
         unix_s=1060.0,
-        devices={at: DeviceFigures(instance="1", since=0.0, records=one) for at, one in enumerate(devices)},
+        devices={
+            at: DeviceFigures(instance="1", since=0.0, records=record) for at, record in enumerate(devices)
+        },
         entries={f"{name}@1": entry(name) for name in names},
         failures={},
         settings=load_settings(settings),
@@ -122,14 +124,14 @@ def found(now: ServerFigures, before: ServerFigures | None = None) -> dict[str, 
     """Return the findings of the minute between `before` and `now`, by name. Without `before`, the counters began with the minute."""
     before = before or replace(now, t=0.0, unix_s=1000.0, devices={}, queues={})
     findings = find(before, now)
-    for one in findings:
-        assert one.evidence
-        assert one.cause
-        assert one.cure
-        assert "\n" not in one.evidence + one.cause + one.cure
-        assert one.name in re.findall(r"\w+", HELP), "the metric's help lists all names"
-    assert len({one.name for one in findings}) == len(findings), "a finding is told twice"
-    return {one.name: one for one in findings}
+    for finding in findings:
+        assert finding.evidence
+        assert finding.cause
+        assert finding.cure
+        assert "\n" not in finding.evidence + finding.cause + finding.cure
+        assert finding.name in re.findall(r"\w+", HELP), "the metric's help lists all names"
+    assert len({item.name for item in findings}) == len(findings), "a finding is told twice"
+    return {item.name: item for item in findings}
 
 
 def test_a_restart_that_an_operator_asked_for_earlier_excuses_no_death() -> None:
@@ -500,7 +502,7 @@ def test_trouble_raises_its_finding(name: str, severity: str, words: str, now: S
     assert name in findings
     assert findings[name].severity == severity
     assert words in findings[name].evidence
-    assert {one.name for one in findings.values() if one.severity != "note"} <= {name}
+    assert {finding.name for finding in findings.values() if finding.severity != "note"} <= {name}
 
 
 def refused_for_memory(size: int, pinned: int) -> ServerFigures:
@@ -560,11 +562,11 @@ def refused_for_memory(size: int, pinned: int) -> ServerFigures:
 )
 def test_the_cause_follows_the_figures(name: str, cause: str, cure: str, now: ServerFigures) -> None:
     """The same trouble may have one of several causes, and each cause has its own cure."""
-    one = found(now, replace(now, t=0.0, unix_s=1000.0, devices={}, spans={}, queues={}))[name]
+    finding = found(now, replace(now, t=0.0, unix_s=1000.0, devices={}, spans={}, queues={}))[name]
 
-    assert cause in one.cause
-    assert cure in one.cure
-    assert ("kill -CONT" in one.cure) == ("kill -CONT" in cure)
+    assert cause in finding.cause
+    assert cure in finding.cure
+    assert ("kill -CONT" in finding.cure) == ("kill -CONT" in cure)
 
 
 @pytest.mark.parametrize(
@@ -701,8 +703,8 @@ def test_a_new_runtime_and_a_model_that_came_back_count_from_zero() -> None:
     assert "died 1 time, and `rsrv restart` replaced the runtime of device 0 1 time, in" in both.evidence
     assert both.severity == "note"
     asked_for = server(counts({}), t=120.0, devices={0: replace(reborn, restarts=2)})
-    assert (one := found(asked_for, past)["runtime_restarts"]).cause == "an operator's `rsrv restart`"
-    assert one.severity == "note"
+    assert (finding := found(asked_for, past)["runtime_restarts"]).cause == "an operator's `rsrv restart`"
+    assert finding.severity == "note"
 
     before_the_first = server(counts({}), devices={0: DeviceFigures(lives=0)})
     assert found(server(counts({}), t=120.0), before_the_first) == {}
@@ -715,9 +717,9 @@ def test_a_process_that_ended_in_the_window_is_told() -> None:
     """Ends of processes before the window are not counted. One finding for all names the model with the most ends."""
     past = server(counts({}), process_ends={"a": 1, "b": 1})
     now = replace(past, t=120.0, process_ends={"a": 2, "b": 4, "c": 1})
-    one = found(now, past)["process_ended"]
-    assert one.evidence.startswith("the process of b in Triton ended 3 times in 1.0 min")
-    assert one.evidence.endswith("; also a, c")
+    finding = found(now, past)["process_ended"]
+    assert finding.evidence.startswith("the process of b in Triton ended 3 times in 1.0 min")
+    assert finding.evidence.endswith("; also a, c")
     assert found(replace(now, t=180.0), now) == {}
 
 
@@ -780,9 +782,9 @@ def test_bytes_that_are_asked_for_count_shared_tensors_once_and_pinned_models() 
         counts(models, shared=shared, budget_bytes=20 * MB),
         settings="runtime: {weight_budget_bytes: 20000000}\nmodels: {pinned: {residency: device}}",
     )
-    one = found(now)["weights_thrash"]
-    assert one.evidence.startswith("weights thrash: 26 MB are asked for, 20 MB fit")
-    assert one.cure.startswith("set runtime.weight_budget_bytes: 26000000 in rsrv.yaml (6 MB more")
+    finding = found(now)["weights_thrash"]
+    assert finding.evidence.startswith("weights thrash: 26 MB are asked for, 20 MB fit")
+    assert finding.cure.startswith("set runtime.weight_budget_bytes: 26000000 in rsrv.yaml (6 MB more")
 
 
 def test_findings_name_the_device_if_there_are_several() -> None:
@@ -791,7 +793,7 @@ def test_findings_name_the_device_if_there_are_several() -> None:
         server(counts({}), counts({}), t=0.0),
         server(counts({}), counts({"a": model(outcomes=outcomes(refused=2), refused={"no_memory": 2})})),
     )
-    assert [one.evidence.partition(":")[0] for one in findings] == ["device 1"]
+    assert [finding.evidence.partition(":")[0] for finding in findings] == ["device 1"]
 
 
 @pytest.mark.parametrize(
@@ -807,10 +809,10 @@ def test_findings_name_the_device_if_there_are_several() -> None:
 def test_devices_are_uneven_for_a_reason(settings: str, cause: str, cure: str) -> None:
     """The finding names the model that takes most of the busy device, and the setting that keeps it from the other device."""
     busy, idle = counts({"a": model(queued=30, device_seconds=57.0)}), counts({"b": model(10)})
-    one = found(server(busy, idle, settings=settings))["uneven_devices"]
-    assert one.cause.startswith("a has 95% of device 0, and ")
-    assert cause in one.cause
-    assert cure in one.cure
+    finding = found(server(busy, idle, settings=settings))["uneven_devices"]
+    assert finding.cause.startswith("a has 95% of device 0, and ")
+    assert cause in finding.cause
+    assert cure in finding.cure
 
 
 def test_a_setting_may_be_why_rows_execute_alone() -> None:
@@ -828,7 +830,7 @@ def test_the_severest_come_first() -> None:
         counts({"a": model(outcomes=outcomes(failed=30))}, pinned_bytes=200 * MB),
         settings_waiting=["runtime.spare: wait for a restart"],
     )
-    assert [one.severity for one in find(replace(now, t=0.0, devices={}), now)] == [
+    assert [finding.severity for finding in find(replace(now, t=0.0, devices={}), now)] == [
         "critical",
         "warning",
         "note",

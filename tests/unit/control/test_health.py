@@ -51,11 +51,11 @@ async def test_an_alias_serves_if_a_model_that_answers_for_it_does(tmp_path: Pat
         for alias in server.lifecycle.aliases:
             for target in "ab":
                 (server.repository / alias / "1" / "calls" / target).mkdir(parents=True)
-        assert [await check(server, one) for one in ("both", "watched")] == [SERVING, SERVING]
+        assert [await check(server, name) for name in ("both", "watched")] == [SERVING, SERVING]
 
         server.runtime.change("a@1", entry("a", state="failed", error="why"))
         await settled(server, 6)
-        assert [await check(server, one) for one in ("both", "watched")] == [SERVING, NOT_SERVING]
+        assert [await check(server, name) for name in ("both", "watched")] == [SERVING, NOT_SERVING]
 
 
 @looped

@@ -1083,7 +1083,7 @@ class Disk:
 
     async def do(self, deed: str, root: str, name: str, other: str, text: str) -> None:
         folder = self.world.roots[root]
-        one, two = folder / name, folder / other
+        first, second = folder / name, folder / other
         match deed:
             case "mount" if root in self.away:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -1099,25 +1099,25 @@ class Disk:
             case _ if root in self.away:
                 return
             case "place":
-                place(one, text)
+                place(first, text)
             case "slowly":
                 # The copy takes less time than the pause between two scans.
-                write_bundle(one, text)
-                (one / "model.b8.mlir").write_text("half 8")
+                write_bundle(first, text)
+                (first / "model.b8.mlir").write_text("half 8")
                 await asyncio.sleep(0.4)
-                (one / "model.b8.mlir").write_text(f"{text} 8")
-            case "remove" if one.exists():
-                shutil.rmtree(one)
-            case "rename" if one.exists() and not two.exists():
-                one.rename(two)
-            case "swap" if one.exists() and two.exists() and one != two:
-                one.rename(folder / ".swap")
-                two.rename(one)
-                (folder / ".swap").rename(two)
-            case "break" if one.exists():
-                (one / "manifest.yaml").write_text("nothing: good\n")
-            case "touch" if one.exists():
-                (one / "manifest.yaml").touch()
+                (first / "model.b8.mlir").write_text(f"{text} 8")
+            case "remove" if first.exists():
+                shutil.rmtree(first)
+            case "rename" if first.exists() and not second.exists():
+                first.rename(second)
+            case "swap" if first.exists() and second.exists() and first != second:
+                first.rename(folder / ".swap")
+                second.rename(first)
+                (folder / ".swap").rename(second)
+            case "break" if first.exists():
+                (first / "manifest.yaml").write_text("nothing: good\n")
+            case "touch" if first.exists():
+                (first / "manifest.yaml").touch()
 
 
 def good(bundle: Path) -> bool:
@@ -1187,8 +1187,8 @@ def test_the_models_become_those_on_disk(
             for name in names:
                 bundle = world.roots[root] / name
                 # If nobody saw a bundle's removal, its root is unknown, and may be a missing root.
-                told = "crash" not in deeds_done or all(map(disk.held, NAMES))
-                if not bundle.exists() and disk.held(root) and told:
+                known = "crash" not in deeds_done or all(map(disk.held, NAMES))
+                if not bundle.exists() and disk.held(root) and known:
                     assert name not in served, f"{name} is gone"
                 elif bundle.exists() and good(bundle):
                     assert served.get(name) == whole(bundle)

@@ -120,7 +120,7 @@ async def test_a_watcher_gets_what_there_is_and_then_what_happens(tmp_path: Path
             assert (await anext(events)).name == "begin"
             state = await find(events, "state")
             assert (state["t"], state["up"], state["instance"]) == (1000.0, True, server.runtime.instance)
-            assert [one["name"] for one in state["models"]] == ["a"]
+            assert [row["name"] for row in state["models"]] == ["a"]
             # An answer has two spans. Spans older than the page's range are left out.
             assert (await find(events, "spans"))["spans"] == [["execute", "a", 995.0, 0.5, 3, 4, 2, False, 0]]
             assert len((await find(events, "spans"))["spans"]) == 2
@@ -136,17 +136,17 @@ async def test_an_update_has_only_models_that_changed(tmp_path: Path) -> None:
         server.runtime.change("b@1", entry("b"))
         assert (await find(events, "server")) == {"name": "here"}
         await find(events, "state", '"name": "b"')
-        said = await find(events, "memory")
-        assert said == {"0": {"scratch": 7, "models": {"a": 730, "b": 730}, "groups": [[200, ["a", "b"]]]}}
+        memory = await find(events, "memory")
+        assert memory == {"0": {"scratch": 7, "models": {"a": 730, "b": 730}, "groups": [[200, ["a", "b"]]]}}
         server.now[0] += 1
         assert (await find(events, "state", '"models": []'))["gone"] == []
         server.runtime.change("b@1", None)
         assert (await find(events, "state", '"gone": ["b"]'))["models"] == []
         async with aclosing(server.live.watch()) as later:
             whole = await find(later, "state")
-            assert [one["name"] for one in whole["models"]] == ["a"]
+            assert [row["name"] for row in whole["models"]] == ["a"]
             assert "gone" not in whole
-            assert (await find(later, "memory")) == said
+            assert (await find(later, "memory")) == memory
             assert (await find(later, "charts"))["5 min"] == []  # a point takes five seconds
 
 
@@ -172,8 +172,8 @@ async def test_busy_models_are_told_less_often(tmp_path: Path, monkeypatch: pyte
             assert (await find(events, "state"))["next_s"] == pytest.approx(0.03)
             server.runtime.commands.clear()
             await find(events, "state")
-            asked = [one["command"] for one in server.runtime.commands]
-            assert asked.count("timeline") == 3
+            commands = [command["command"] for command in server.runtime.commands]
+            assert commands.count("timeline") == 3
 
 
 @looped
@@ -196,13 +196,13 @@ async def test_of_weights_that_move_often_some_are_told(tmp_path: Path) -> None:
         for number in range(12):
             server.runtime.change("a@1", entry("a", weights=("absent", "resident")[number % 2]))
         server.runtime.change("a@1", entry("a", paused="hold"))
-        told = [(await find(events, "log"))["text"] for _ in range(6)]
-        assert told[:5] == ["a: warm", "a: resident"] * 2 + ["a: warm"]
-        assert told[5] == "a: paused (hold)"
+        lines = [(await find(events, "log"))["text"] for _ in range(6)]
+        assert lines[:5] == ["a: warm", "a: resident"] * 2 + ["a: warm"]
+        assert lines[5] == "a: paused (hold)"
         server.now[0] += 1
         server.runtime.change("a@1", entry("a", paused="hold", weights="absent"))
-        told = [(await find(events, "log"))["text"] for _ in range(2)]
-        assert told == ["weights moved 7 times more", "a: warm"]
+        lines = [(await find(events, "log"))["text"] for _ in range(2)]
+        assert lines == ["weights moved 7 times more", "a: warm"]
 
 
 @looped
@@ -214,8 +214,8 @@ async def test_after_an_update_the_newest_event_says_what_serves(tmp_path: Path)
             server.runtime.change("a@2", entry("a", digest="new", state=state))
         server.runtime.change("a@1", entry("a", digest="old", state="leaving"))
         server.runtime.change("a@1", None)
-        told = [(await find(events, "log"))["text"] for _ in range(4)]
-        assert told == [
+        lines = [(await find(events, "log"))["text"] for _ in range(4)]
+        assert lines == [
             "a: version new is starting",
             "a: version new is resident",
             "a: version old is leaving; version new serves",
@@ -232,7 +232,7 @@ async def test_failures_are_events(tmp_path: Path) -> None:
         broken, failures = BundleFailure("no manifest", since=0.0), server.lifecycle.failures
         failures["b"] = broken
         assert (await find(events, "log", "b "))["text"] == "b has failed: no manifest"
-        assert "b" in [one["name"] for one in (await find(events, "state", '"failed"'))["models"]]
+        assert "b" in [row["name"] for row in (await find(events, "state", '"failed"'))["models"]]
         del failures["b"]
         assert (await find(events, "log", "b "))["text"] == "b is as it should be again"
         await find(events, "state", '"gone": ["b"]')
@@ -252,8 +252,8 @@ async def test_aliases_are_told_with_their_shares_and_counts(tmp_path: Path) -> 
         async with aclosing(server.live.watch()) as events:
             (alias,) = (await find(events, "state", '"aliases"'))["aliases"]
             assert (alias["name"], alias["failure"]) == ("ab", "")
-            told = [tuple(one.values()) for one in alias["targets"]]
-            assert told == [("a", "80%", 8, 2, ""), ("b", "20%", 0, 0, ""), ("c", "shadow", 0, 0, "")]
+            targets = [tuple(target.values()) for target in alias["targets"]]
+            assert targets == [("a", "80%", 8, 2, ""), ("b", "20%", 0, 0, ""), ("c", "shadow", 0, 0, "")]
             assert "aliases" not in await find(events, "state")
             c.shadows["ab"].counts.update({"same": 7, "different": 1, "failed": 0})
             (alias,) = (await find(events, "state", '"aliases"'))["aliases"]
@@ -273,7 +273,7 @@ async def test_a_device_that_sleeps_is_well(tmp_path: Path) -> None:
             state = await find(events, "state")
             assert (state["up"], state["asleep"], state["cold"]) == (True, True, 0)
             assert state["devices"] == [{"number": 0, "card": None, "asleep_since": 990.5}]
-            assert [(one["name"], one["weights"]) for one in state["models"]] == [("a", "asleep")]
+            assert [(row["name"], row["weights"]) for row in state["models"]] == [("a", "asleep")]
 
 
 @looped
@@ -419,18 +419,18 @@ async def test_the_page_of_one_server_shows_panels_and_steers(tmp_path: Path) ->
         async with aclosing(source.events()) as events:
             assert (await anext(events)) == ("server", "begin", "null")
         (server.repository / "a/config.pbtxt").write_text(f"{MARK}\n{CHOICE}Python front: it has hooks\n")
-        found = await source.panel("", "a")
-        assert ("front", "Python front: it has hooks") in found["facts"]
-        ready, waits = found["history"]
+        panel = await source.panel("", "a")
+        assert ("front", "Python front: it has hooks") in panel["facts"]
+        ready, waits = panel["history"]
         assert ready.endswith(" a@1: ready")
         assert waits.endswith(" a@2: its weights are queued (demand): waits for the load of b")
-        assert "request 3.17 of 3 rows for a waited" in found["slowest"][-1]
-        assert ("requests", "1 queued, 2 executing; 7 answered, 1 refused") in found["facts"]
-        assert [value for name, value in found["facts"] if name == "version"] == ["a@1 resident"]
+        assert "request 3.17 of 3 rows for a waited" in panel["slowest"][-1]
+        assert ("requests", "1 queued, 2 executing; 7 answered, 1 refused") in panel["facts"]
+        assert [value for name, value in panel["facts"] if name == "version"] == ["a@1 resident"]
         means = "2; on average 11 tokens in, 40 tokens out, 3 ms to the first, 2 ms to each next"
-        assert ("answers", means) in found["facts"]
-        assert ("0", "8", "4", "2 ms") in found["executables"]
-        assert found["inputs"][0]["name"] == "x"
+        assert ("answers", means) in panel["facts"]
+        assert ("0", "8", "4", "2 ms") in panel["executables"]
+        assert panel["inputs"][0]["name"] == "x"
         assert await source.infer("", "a", []) == (200, "a []")
         for unknown in ("x", ""):
             with pytest.raises(PageError, match="no model"):
@@ -444,11 +444,13 @@ async def test_the_page_of_one_server_shows_panels_and_steers(tmp_path: Path) ->
             (line,) = (await source.panel("", name))["history"]
             assert line.startswith(text)
         events_of_trace = json.loads(await source.trace(""))["traceEvents"]
-        assert [one["name"] for one in events_of_trace if one["ph"] == "X"] == ["a"] * 3
+        assert [event["name"] for event in events_of_trace if event["ph"] == "X"] == ["a"] * 3
         server.runtime.commands.clear()
         for what in ("pin", "unpin", "prefetch", "evict"):
             await source.steer("", "a", what)
-        steered = [one for one in server.runtime.commands if one["command"] in ("follow", "evict")]
+        steered = [
+            command for command in server.runtime.commands if command["command"] in ("follow", "evict")
+        ]
         system = {"settings": {"residency": "system"}}
         assert steered == [
             {"command": "follow", "models": {"a": {"settings": {"residency": "device"}, "asked": 1}}},

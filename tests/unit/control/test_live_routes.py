@@ -131,8 +131,8 @@ async def test_the_stream_says_whether_one_may_steer_and_what_happens(token: byt
             assert lines[1] == "event: hello"
             assert json.loads(lines[2].removeprefix("data: ")) == {"writable": token is not None}
             assert lines[4] == "event: log"
-            said = json.loads(lines[5].removeprefix("data: "))
-            assert said == {"server": "w", "is": {"t": 1, "text": "</script>"}}
+            event = json.loads(lines[5].removeprefix("data: "))
+            assert event == {"server": "w", "is": {"t": 1, "text": "</script>"}}
             assert source.watchers == 1
             source.more.set()
             assert await answer.content.read() == b""
@@ -171,7 +171,7 @@ PIN = json.dumps({"server": "w", "model": "a", "what": "pin"})
 
 
 @pytest.mark.parametrize(
-    ("token", "said", "body", "status", "text"),
+    ("token", "authorization", "body", "status", "text"),
     [
         (None, b"Bearer s3cret", PIN, 403, "metrics.token_file is not set"),
         (None, b"Bearer ", PIN, 403, "metrics.token_file is not set"),
@@ -192,11 +192,11 @@ PIN = json.dumps({"server": "w", "model": "a", "what": "pin"})
 )
 @looped
 async def test_commands_need_the_token(
-    token: bytes | None, said: bytes, body: str, status: int, text: str
+    token: bytes | None, authorization: bytes, body: str, status: int, text: str
 ) -> None:
     """Commands need the token, and only known ones are accepted."""
     async with page(token) as (source, client):
-        headers = {"Authorization": said.decode("utf-8", "surrogateescape")}
+        headers = {"Authorization": authorization.decode("utf-8", "surrogateescape")}
         async with client.post("/live/steer", data=body, headers=headers) as answer:
             assert answer.status == status
             assert text in await answer.text()
@@ -207,7 +207,7 @@ TRY = json.dumps({"server": "w", "model": "a", "inputs": [1]})
 
 
 @pytest.mark.parametrize(
-    ("token", "said", "body", "status", "text"),
+    ("token", "authorization", "body", "status", "text"),
     [
         (None, "Bearer s3cret", TRY, 403, "metrics.token_file is not set"),
         (TOKEN, "Bearer s3cre", TRY, 401, "the token is wrong"),
@@ -219,10 +219,10 @@ TRY = json.dumps({"server": "w", "model": "a", "inputs": [1]})
 )
 @looped
 async def test_requests_of_the_form_need_the_token(
-    token: bytes | None, said: str, body: str, status: int, text: str
+    token: bytes | None, authorization: str, body: str, status: int, text: str
 ) -> None:
     """Requests for a model need the token and a small body. The model's answer is returned."""
-    headers = {"Authorization": said}
+    headers = {"Authorization": authorization}
     async with page(token) as (_, client), client.post("/live/try", data=body, headers=headers) as answer:
         assert answer.status == status
         assert text in await answer.text()

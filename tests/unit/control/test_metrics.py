@@ -113,60 +113,60 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 def test_the_page_shows_metrics_that_exist() -> None:
     """The metrics and labels on the page are in the lists that the commands print."""
     text = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
-    shown = re.findall(r"`(rsrv_\w+\{[\w,]+\})`", text)
+    listed = re.findall(r"`(rsrv_\w+\{[\w,]+\})`", text)
 
-    assert len(shown) > 15
-    assert {*shown} <= {*re.findall(r"^\| `([^`]+)`", f"{table()}\n{gateway_table()}", re.MULTILINE)}
+    assert len(listed) > 15
+    assert {*listed} <= {*re.findall(r"^\| `([^`]+)`", f"{table()}\n{gateway_table()}", re.MULTILINE)}
 
 
 def test_every_family_is_served_and_has_its_labels() -> None:
     """According to Prometheus' own parser, exactly the metrics of the table are served, with their labels."""
     families = {
-        one.name + ("_total" if one.type == "counter" else ""): one
-        for one in text_string_to_metric_families(expose({0: SAID}, ALONE))
+        metric.name + ("_total" if metric.type == "counter" else ""): metric
+        for metric in text_string_to_metric_families(expose({0: SAID}, ALONE))
     }
 
     assert families.keys() == NAMES
     for family in FAMILIES:
-        found = families[family.name]
-        assert (found.type, found.documentation) == (family.kind, family.help)
+        parsed = families[family.name]
+        assert (parsed.type, parsed.documentation) == (family.kind, family.help)
         extra = {"le"} if family.kind == "histogram" else set()
-        for sample in found.samples:
+        for sample in parsed.samples:
             assert sample.labels.keys() - extra == set(family.labels), sample
 
 
 def test_samples_are_what_the_runtime_says() -> None:
     """The samples have the runtime's values, also for names with quotes and values beyond all buckets."""
-    found = samples(expose({0: SAID}, ALONE))
+    values = samples(expose({0: SAID}, ALONE))
     device, model = ("device", "0"), ("model", 'od"d')
 
-    assert found["rsrv_queue_wait_seconds_bucket", (device, ("le", "60.0"), model)] == 1
-    assert found["rsrv_queue_wait_seconds_bucket", (device, ("le", "+Inf"), model)] == 2
-    assert found["rsrv_queue_wait_seconds_sum", (device, model)] == pytest.approx(100.1)
-    assert found["rsrv_batch_rows_bucket", (device, ("le", "2.0"), model)] == 1
-    assert found["rsrv_weight_loads_total", (device, model)] == 1
-    assert found["rsrv_deadline_missed_total", (device, model, ("stage", "load"))] == 2
+    assert values["rsrv_queue_wait_seconds_bucket", (device, ("le", "60.0"), model)] == 1
+    assert values["rsrv_queue_wait_seconds_bucket", (device, ("le", "+Inf"), model)] == 2
+    assert values["rsrv_queue_wait_seconds_sum", (device, model)] == pytest.approx(100.1)
+    assert values["rsrv_batch_rows_bucket", (device, ("le", "2.0"), model)] == 1
+    assert values["rsrv_weight_loads_total", (device, model)] == 1
+    assert values["rsrv_deadline_missed_total", (device, model, ("stage", "load"))] == 2
     by_alias = (("alias", "champion"), device, model, ("status", "ok"))
-    assert found["rsrv_alias_responses_total", by_alias] == 4
-    assert found["rsrv_sequences", (device, model, ("state", "idle"))] == 3
-    assert found["rsrv_generations", (device, model)] == 2
-    assert found["rsrv_tokens_total", (device, model, ("of", "answer"))] == 30
-    assert found["rsrv_first_token_seconds_sum", (device, model)] == 0.05
-    assert found["rsrv_meta_calls_total", (device, ("model", "chain"))] == 7
-    assert found["rsrv_loop_bans_total", (device,)] == 1
-    assert ("rsrv_device_memory_bytes", (device, ("kind", "limit"))) not in found
-    assert found["rsrv_reload_failed", (("model", "b"),)] == 1
-    assert found["rsrv_models", (("state", "cold"),)] == 3
-    assert found["rsrv_trace_spans_total", (("outcome", "exported"),)] == 5
-    assert found["rsrv_findings", (("name", "padding"), ("severity", "note"))] == 2
-    assert found["rsrv_build_info", (("version", "1.2.3"),)] == 1
+    assert values["rsrv_alias_responses_total", by_alias] == 4
+    assert values["rsrv_sequences", (device, model, ("state", "idle"))] == 3
+    assert values["rsrv_generations", (device, model)] == 2
+    assert values["rsrv_tokens_total", (device, model, ("of", "answer"))] == 30
+    assert values["rsrv_first_token_seconds_sum", (device, model)] == 0.05
+    assert values["rsrv_meta_calls_total", (device, ("model", "chain"))] == 7
+    assert values["rsrv_loop_bans_total", (device,)] == 1
+    assert ("rsrv_device_memory_bytes", (device, ("kind", "limit"))) not in values
+    assert values["rsrv_reload_failed", (("model", "b"),)] == 1
+    assert values["rsrv_models", (("state", "cold"),)] == 3
+    assert values["rsrv_trace_spans_total", (("outcome", "exported"),)] == 5
+    assert values["rsrv_findings", (("name", "padding"), ("severity", "note"))] == 2
+    assert values["rsrv_build_info", (("version", "1.2.3"),)] == 1
 
 
 def test_without_a_runtime_there_is_what_is_known() -> None:
     """Without a runtime, only its state and the failed bundles are served."""
-    found = samples(expose({}, ALONE))
+    values = samples(expose({}, ALONE))
 
-    assert {name for name, _ in found} == {
+    assert {name for name, _ in values} == {
         "rsrv_reload_failed",
         "rsrv_models",
         "rsrv_runtime_up",
@@ -175,22 +175,22 @@ def test_without_a_runtime_there_is_what_is_known() -> None:
         "rsrv_trace_spans_total",
         "rsrv_build_info",
     }
-    assert found["rsrv_runtime_up", DEVICE_0] == 0
-    assert found["rsrv_runtime_restarts_total", DEVICE_0] == 2
+    assert values["rsrv_runtime_up", DEVICE_0] == 0
+    assert values["rsrv_runtime_restarts_total", DEVICE_0] == 2
 
 
 def test_each_device_has_its_samples() -> None:
     """Samples of runtimes have the label of their device. For a device with a dead runtime, only its state and its restarts are served."""
     server = ServerFacts(restarts={0: 0, 1: 3, 2: 0}, models=["a"], failed=[], version="1", spans={})
-    found = samples(expose({0: SAID, 2: SAID}, server))
+    values = samples(expose({0: SAID, 2: SAID}, server))
 
     def devices(name: str) -> dict[str, float]:
-        return {dict(labels)["device"]: value for (family, labels), value in found.items() if family == name}
+        return {dict(labels)["device"]: value for (family, labels), value in values.items() if family == name}
 
     assert devices("rsrv_executions_total") == {"0": 2, "2": 2}
     assert devices("rsrv_runtime_up") == {"0": 1, "1": 0, "2": 1}
     assert devices("rsrv_runtime_restarts_total") == {"0": 0, "1": 3, "2": 0}
-    assert found["rsrv_reload_failed", (("model", "a"),)] == 0
+    assert values["rsrv_reload_failed", (("model", "a"),)] == 0
 
 
 def test_of_several_devices_histograms_without_values_are_left_out() -> None:
@@ -200,9 +200,9 @@ def test_of_several_devices_histograms_without_values_are_left_out() -> None:
     model.ClearField("execute")
     idle = records(model, **DEVICE)
 
-    def executed(said: dict[int, Any]) -> list[str]:
-        found = samples(expose(said, ALONE))
-        return [dict(labels)["device"] for name, labels in found if name == "rsrv_execute_seconds_count"]
+    def executed(devices: dict[int, Any]) -> list[str]:
+        values = samples(expose(devices, ALONE))
+        return [dict(labels)["device"] for name, labels in values if name == "rsrv_execute_seconds_count"]
 
     assert executed({0: idle}) == ["0"]
     assert executed({0: idle, 1: SAID}) == ["1"]
@@ -291,9 +291,9 @@ async def test_too_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
         assert await idle.readuntil(b"rsrv_up 1\n")
         third, other = await asyncio.open_connection("127.0.0.1", port)
         assert await third.read() == b""
-        for one in (other, writer):
-            one.close()
-            await one.wait_closed()
+        for stream in (other, writer):
+            stream.close()
+            await stream.wait_closed()
         answer = b""
         while not answer:
             # The server has not noticed the end of the first connection yet, and closes this one with the request unread.
@@ -317,9 +317,9 @@ async def test_an_idle_connection_is_closed_for_a_new_one(monkeypatch: pytest.Mo
         assert answer.startswith(b"HTTP/1.1 200")
         assert await silent.read() == b""
         assert not watcher.at_eof()
-        for one in (writer, watching):
-            one.close()
-            await one.wait_closed()
+        for stream in (writer, watching):
+            stream.close()
+            await stream.wait_closed()
 
 
 @looped

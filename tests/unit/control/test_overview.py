@@ -58,20 +58,20 @@ def figures(*models: pb.ModelRecord, **device: Any) -> dict[int, RuntimeRecords]
 def test_a_model_and_a_meta_model_are_shown_with_their_figures() -> None:
     """Models and meta models have rows with figures. Rows of loading or broken models have no figures."""
     meta = model(histogram(0.02), "m", meta=True, executing=4, loads=0)
-    said = figures(model(histogram(0.002)), meta)
+    by_device = figures(model(histogram(0.002)), meta)
     entries = {
         "a@1": entry("a"),
         "m@1": entry("m", kind="meta", weights=None, residency=None),
         "n@1": entry("n", state="loading", weights="absent"),
     }
 
-    shown = Overview().take(said, entries, {"a": "manifest.yaml: not YAML"}, {"a": [0]}, 10.0)
+    rows = Overview().take(by_device, entries, {"a": "manifest.yaml: not YAML"}, {"a": [0]}, 10.0)
 
-    assert device_picture(said[0]) == {
+    assert device_picture(by_device[0]) == {
         "name": "cpu", "limit": None, "budget": 5000, "pinned": 100, "logical": 900, "physical": 800, "held": 800,
         "host": 1500, "device_s": 0.5,
     }  # fmt: skip
-    a, m, n = shown.values()
+    a, m, n = rows.values()
     assert a["weights"] == "resident, in an older version"
     assert (a["name"], a["residency"], a["bytes"]) == ("a", "system", 1000)
     assert (a["queued"], a["executing"], a["requests"], a["errors"]) == (1, 2, 3, 4)
@@ -85,10 +85,10 @@ def test_a_model_and_a_meta_model_are_shown_with_their_figures() -> None:
 def test_a_model_shows_what_its_start_waits_for() -> None:
     """While a stub imports model.py, the model is shown as starting, although its weights are on the device."""
     overview, entries = Overview(), {"a@1": entry("a"), "n@1": entry("n", state="loading", weights="absent")}
-    said = figures(model(histogram()), starting={"a": "importing model.py", "n": "compiling"})
+    by_device = figures(model(histogram()), starting={"a": "importing model.py", "n": "compiling"})
 
-    shown = overview.take(said, entries, {}, {}, 0.0)
-    assert (shown["a"]["weights"], shown["n"]["weights"]) == (
+    rows = overview.take(by_device, entries, {}, {}, 0.0)
+    assert (rows["a"]["weights"], rows["n"]["weights"]) == (
         "starting, importing model.py",
         "starting, compiling",
     )
@@ -99,10 +99,10 @@ def test_a_model_that_no_runtime_has_is_shown_as_failed() -> None:
     """A model whose bundle cannot be loaded has a row with the reason. A cold model or an alias has no such row."""
     why = {"b": "model.py: No module named 'cv2'", "c": "no manifest", "aliases.d": "no model"}
 
-    shown = Overview().take(figures(), {"a@1": entry("a")}, why, {}, 0.0, cold={"c"})
+    rows = Overview().take(figures(), {"a@1": entry("a")}, why, {}, 0.0, cold={"c"})
 
-    assert {name: one["weights"] for name, one in shown.items()} == {"a": "resident", "b": "failed"}
-    assert (shown["b"]["state"], shown["b"]["error"], shown["b"]["requests"]) == ("failed", why["b"], 0)
+    assert {name: row["weights"] for name, row in rows.items()} == {"a": "resident", "b": "failed"}
+    assert (rows["b"]["state"], rows["b"]["error"], rows["b"]["requests"]) == ("failed", why["b"], 0)
 
 
 def test_metrics_and_live_page_have_the_same_words() -> None:
@@ -110,8 +110,8 @@ def test_metrics_and_live_page_have_the_same_words() -> None:
     entries = {"a@1": entry("a"), "n@1": entry("n", state="loading", weights="absent")}
     why = {"a": "no manifest", "b": "no manifest"}
     for asleep in (False, True):
-        shown = Overview().take({}, entries, why, {}, 0.0, cold={"c"}, asleep=asleep)
-        words = {name: one["weights"] for name, one in shown.items()}
+        rows = Overview().take({}, entries, why, {}, 0.0, cold={"c"}, asleep=asleep)
+        words = {name: row["weights"] for name, row in rows.items()}
 
         states = states_of_models(entries.values(), why, {"c"}, {}, aliases=(), asleep=asleep)
 
@@ -139,9 +139,9 @@ def test_of_several_versions_what_is_served_is_shown(states: list[str], random: 
     entries = [(f"a@{number}", entry("a", state=state)) for number, state in enumerate(states)]
     random.shuffle(entries)
 
-    shown = Overview().take(figures(), dict(entries), {}, {}, 0.0)["a"]
+    row = Overview().take(figures(), dict(entries), {}, {}, 0.0)["a"]
 
-    assert shown["state"] == min(states, key=["ready", "loading", "failed", "leaving"].index)
+    assert row["state"] == min(states, key=["ready", "loading", "failed", "leaving"].index)
 
 
 def test_the_99th_percentile_is_of_the_last_ten_seconds() -> None:
@@ -165,8 +165,8 @@ def test_a_clock_that_is_set_back_begins_the_window_again() -> None:
     seen: tuple[float, ...] = ()
     for now, new in samples:
         seen += new
-        shown = overview.take(figures(model(histogram(*seen))), entries, {}, {}, now)
-    assert shown["a"]["p99_s"] < 0.01
+        rows = overview.take(figures(model(histogram(*seen))), entries, {}, {}, now)
+    assert rows["a"]["p99_s"] < 0.01
 
 
 def test_counters_that_restart_are_taken_as_they_are() -> None:
@@ -174,9 +174,9 @@ def test_counters_that_restart_are_taken_as_they_are() -> None:
     overview, entries = Overview(), {"a@1": entry("a")}
     overview.take(figures(model(histogram(*[1.5] * 9))), entries, {}, {}, 0.0)
 
-    shown = overview.take(figures(model(histogram(0.002))), entries, {}, {}, 1.0)
+    rows = overview.take(figures(model(histogram(0.002))), entries, {}, {}, 1.0)
 
-    assert shown["a"]["p99_s"] < 0.01
+    assert rows["a"]["p99_s"] < 0.01
 
 
 def test_only_models_that_changed_are_made_again() -> None:
@@ -208,8 +208,8 @@ def test_a_percentile_lies_where_the_window_has_values(samples: list[list[float]
         for value in values:
             total.observe(value)
         came.append(values)
-        shown = overview.take(figures(model(trimmed(total))), {"a@1": entry("a")}, {}, {}, float(second))
-        p99 = shown["a"]["p99_s"]
+        rows = overview.take(figures(model(trimmed(total))), {"a@1": entry("a")}, {}, {}, float(second))
+        p99 = rows["a"]["p99_s"]
         window = [value for each in (came[1:] if second <= 10 else came[second - 9 :]) for value in each]
         if second == 0:
             window = came[0]

@@ -43,11 +43,11 @@ class Weights:
         self.told: set[str] = set()
 
     def record(self, since: int) -> pb.DeviceRecord:
-        now = {name: one.SerializeToString() for name, one in self.loads.items()}
+        now = {name: load.SerializeToString() for name, load in self.loads.items()}
         before = self._said[since - 1] if since else {}
         if before.keys() != now.keys():
             since, before = 0, {}
-        self.told = {name for name, one in now.items() if before.get(name) != one}
+        self.told = {name for name, data in now.items() if before.get(name) != data}
         self.known.append(since)
         self._said.append(now)
         record = pb.DeviceRecord(instance=self.instance, since=since, next=len(self._said))
@@ -67,7 +67,7 @@ class Weights:
 
     @property
     def resident(self) -> set[str]:
-        return {name for name, one in self.loads.items() if one.weights == pb.WEIGHTS_RESIDENT}
+        return {name for name, load in self.loads.items() if load.weights == pb.WEIGHTS_RESIDENT}
 
 
 class Device(FakeRuntime):
@@ -94,7 +94,7 @@ class World:
         self.placing = Placing(runtimes, self.settings, path, lambda: self.now)
 
     def masks(self) -> dict[str, int]:
-        names = {name for one in self.devices for name in one.weights.loads}
+        names = {name for device in self.devices for name in device.weights.loads}
         return {name: PlacementReader(self.path, name).mask(0.0) for name in sorted(names)}
 
     async def rounds(self, times: int = 1, **device_s: float) -> None:
@@ -104,9 +104,9 @@ class World:
             self.now += 1.0
             for name, seconds in device_s.items():
                 mask = self.masks()[name]
-                for number, one in enumerate(self.devices):
+                for number, device in enumerate(self.devices):
                     if mask >> number & 1:
-                        one.weights.loads[name].device_seconds += seconds
+                        device.weights.loads[name].device_seconds += seconds
 
 
 @asynccontextmanager
@@ -123,8 +123,8 @@ async def placed(
             await until(runtimes, lambda: len(runtimes.live) == len(folders))
             yield World(devices, runtimes, tmp_path / "placement", settings)
     finally:
-        for one in devices:
-            one.die()
+        for device in devices:
+            device.die()
 
 
 @looped
@@ -134,8 +134,8 @@ async def test_models_are_spread_over_the_devices(tmp_path: Path) -> None:
         await world.rounds(2)
 
         assert sorted(world.masks().values()) == [1, 1, 2, 2]
-        for number, one in enumerate(world.devices):
-            assert one.weights.resident == {
+        for number, device in enumerate(world.devices):
+            assert device.weights.resident == {
                 name for name, mask in world.masks().items() if mask == 1 << number
             }
         assert {len(devices) for devices in world.runtimes.placement.values()} == {1}
@@ -146,13 +146,13 @@ async def test_only_what_changes_is_asked_for(tmp_path: Path) -> None:
     """After the first round, runtimes report only changed loads. The placement remembers the other loads."""
     async with placed(tmp_path, "abcd") as world:
         await world.rounds(4)
-        assert all(one.weights.known[0] == 0 and all(one.weights.known[1:]) for one in world.devices)
+        assert all(device.weights.known[0] == 0 and all(device.weights.known[1:]) for device in world.devices)
         await world.rounds(2, a=0.5)
-        assert [{*one.weights.told} for one in world.devices if one.weights.told] == [{"a"}]
-        one = world.devices[0].weights
-        one.loads["new"] = new("new")
+        assert [{*device.weights.told} for device in world.devices if device.weights.told] == [{"a"}]
+        weights = world.devices[0].weights
+        weights.loads["new"] = new("new")
         await world.rounds()
-        assert (one.known[-1], one.told) == (0, {*one.loads})
+        assert (weights.known[-1], weights.told) == (0, {*weights.loads})
 
         world.now += 10.0
         await world.rounds()
@@ -188,7 +188,7 @@ async def test_the_other_device_takes_the_models_of_a_dead_one(tmp_path: Path) -
         await until(world.runtimes, lambda: len(world.runtimes.live) == 2)
         await world.rounds(4)
         assert world.masks() == before
-        commands = [one["command"] for one in world.devices[1].commands]
+        commands = [command["command"] for command in world.devices[1].commands]
         assert commands.count("prefetch") == 2
         assert not world.runtimes.desired.overrides.models
 
@@ -198,8 +198,8 @@ async def test_a_restarted_control_process_goes_on(tmp_path: Path) -> None:
     """A new control process keeps the places of the table that the earlier process wrote, wherever weights are."""
     async with placed(tmp_path, "abc") as world:
         PlacementWriter(world.path).write({"a": 2, "b": 2, "c": 3})
-        for one in world.devices:
-            for model in one.weights.loads.values():
+        for device in world.devices:
+            for model in device.weights.loads.values():
                 model.weights = pb.WEIGHTS_RESIDENT
         running = asyncio.create_task(world.placing.run())
         while not world.runtimes.placement:
@@ -213,9 +213,9 @@ async def test_a_restarted_control_process_goes_on(tmp_path: Path) -> None:
 async def test_a_meta_model_is_with_the_models_that_it_calls(tmp_path: Path) -> None:
     """A meta model and its callees have a device in common, and the meta model is placed there."""
     async with placed(tmp_path, "abcd") as world:
-        for one in world.devices:
-            one.weights.calls = {"m": ["a", "d"]}
-            one.change("m@1", {**entry("m"), "kind": "meta", "weights": None})
+        for device in world.devices:
+            device.weights.calls = {"m": ["a", "d"]}
+            device.change("m@1", {**entry("m"), "kind": "meta", "weights": None})
         await until(world.runtimes, lambda: all("m@1" in link.state.entries for link in world.runtimes.links))
         await world.rounds(2)
 
@@ -233,7 +233,8 @@ async def test_models_that_arrive_on_one_device_first_are_spread(tmp_path: Path,
         for name in "abcd":
             world.devices[1].change(f"{name}@1", entry(name, state="loading", weights="absent"))
         await until(
-            world.runtimes, lambda: all(one["state"] == "loading" for one in second.state.entries.values())
+            world.runtimes,
+            lambda: all(version["state"] == "loading" for version in second.state.entries.values()),
         )
         await world.rounds(2)
         assert set(world.masks().values()) == {0}
@@ -253,14 +254,14 @@ async def test_models_that_arrive_on_one_device_first_are_spread(tmp_path: Path,
 async def test_a_card_without_memory_gets_no_models(tmp_path: Path) -> None:
     """A device without memory gets no models if there is another device. If there is none, it gets them, and a warning says why."""
     async with placed(tmp_path, "abc") as world:
-        first, second = (one.weights for one in world.devices)
+        first, second = (device.weights for device in world.devices)
         first.budget, second.budget = 0, 100
         await world.rounds(4)
         assert {*world.masks().values()} == {2}
         assert first.resident == set()
 
         trial = await world.placing.trial([1], [], [])
-        assert {one.name: one.placed for one in trial.status.models} == dict.fromkeys("abc", ("0",))
+        assert {model.name: model.placed for model in trial.status.models} == dict.fromkeys("abc", ("0",))
         assert any(
             text.startswith("a needs 10 B of one device, and the most that a device has for weights is 0 B")
             for text in trial.status.warnings
@@ -285,11 +286,11 @@ async def test_a_trial_changes_nothing(tmp_path: Path) -> None:
         before, generation = world.masks(), world.placing.generation
 
         trial = await world.placing.trial([1], [], [])
-        assert {one.name: one.placed for one in trial.status.models} == dict.fromkeys("abc", ("0",))
-        assert {one.name: one.alive for one in trial.status.workers} == {"0": True, "1": False}
+        assert {model.name: model.placed for model in trial.status.models} == dict.fromkeys("abc", ("0",))
+        assert {worker.name: worker.alive for worker in trial.status.workers} == {"0": True, "1": False}
         added = pb.AddedModel(name="big", bytes=90, device_seconds_per_s=0.5)
         trial = await world.placing.trial([], ["a"], [added])
-        places = {one.name: one.placed for one in trial.status.models}
+        places = {model.name: model.placed for model in trial.status.models}
         assert places.keys() == {"b", "c", "big"}
         assert places["big"]
         with pytest.raises(StatusError, match="there is no device 2"):
@@ -394,16 +395,19 @@ async def test_a_model_that_becomes_cold_on_a_device_starts_there_again_after_so
 async def test_an_external_placement_comes_by_the_service(tmp_path: Path) -> None:
     """With `external`, SetPlacement sets the table. Unknown devices are refused."""
     async with served(tmp_path, models="ab", settings="placement: {mode: external}", devices=2) as server:
-        wanted = [pb.ModelPlacement(model="a", devices=[1]), pb.ModelPlacement(model="b", devices=[0, 1])]
+        placement = [pb.ModelPlacement(model="a", devices=[1]), pb.ModelPlacement(model="b", devices=[0, 1])]
         for _ in range(2):
-            answer = await server.control.SetPlacement(pb.SetPlacementRequest(models=wanted))
+            answer = await server.control.SetPlacement(pb.SetPlacementRequest(models=placement))
             assert answer.generation == 1, "the same table is not written again"
         assert server.runtimes.placement == {"a": (1,), "b": (0, 1)}
-        wanted[0] = pb.ModelPlacement(model="a", devices=[0, 0])
-        await server.control.SetPlacement(pb.SetPlacementRequest(models=wanted))
+        placement[0] = pb.ModelPlacement(model="a", devices=[0, 0])
+        await server.control.SetPlacement(pb.SetPlacementRequest(models=placement))
         assert server.runtimes.placement == {"a": (0,), "b": (0, 1)}
-        said = await server.control.GetPlacement(pb.GetPlacementRequest())
-        assert (said.mode, [list(one.devices) for one in said.models]) == ("external", [[0], [0, 1]])
+        response = await server.control.GetPlacement(pb.GetPlacementRequest())
+        assert (response.mode, [list(model.devices) for model in response.models]) == (
+            "external",
+            [[0], [0, 1]],
+        )
 
         wrong = pb.SetPlacementRequest(models=[pb.ModelPlacement(model="a", devices=[2])])
         with pytest.raises(grpc.aio.AioRpcError, match="a: there is no device 2: the server's devices"):
@@ -419,12 +423,12 @@ async def test_the_command_shows_places_and_a_dry_run(
     async def rsrv(*words: str, status: int = 0) -> str:
         arguments = ["placement", *words, "--server", f"unix:{tmp_path}/control.sock"]
         assert await asyncio.to_thread(cli.main, arguments) == status
-        said = capsys.readouterr()
-        return said.out + said.err
+        captured = capsys.readouterr()
+        return captured.out + captured.err
 
     async with served(tmp_path, models="ab", devices=2) as server:
-        for number, one in enumerate(server.all):
-            one.answers = Weights(str(number), "ab", 1000)
+        for number, runtime in enumerate(server.all):
+            runtime.answers = Weights(str(number), "ab", 1000)
         for _ in range(2):
             await server.placing.round()
         page = await rsrv()

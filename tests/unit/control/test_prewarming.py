@@ -38,7 +38,7 @@ def answer(server: Served, failed: dict[str, str] | None = None) -> None:
 
 
 def started(server: Served, device: int = 0) -> list[str]:
-    commands = [one for one in server.all[device].commands if one["command"] == "start"]
+    commands = [command for command in server.all[device].commands if command["command"] == "start"]
     return [name for command in commands if not command.get("poll") for name in command["models"]]
 
 
@@ -56,14 +56,14 @@ async def cold(tmp_path: Path, settings: str = "", **options: Any) -> AsyncItera
 async def test_models_start_by_patterns(tmp_path: Path) -> None:
     """A pattern starts cold models: the runtime gets their bundles. A warm model is not started again."""
     async with cold(tmp_path) as server:
-        said = await server.control.Start(pb.StartRequest(models=["team-*", "warm"]))
+        response = await server.control.Start(pb.StartRequest(models=["team-*", "warm"]))
 
-        assert [(one.name, one.state) for one in said.models] == [
+        assert [(model.name, model.state) for model in response.models] == [
             ("team-a", "cold"),
             ("team-b", "cold"),
             ("warm", "warm"),
         ]
-        (sent, _) = [one for one in server.runtime.commands if one["command"] == "start"]
+        (sent, _) = [command for command in server.runtime.commands if command["command"] == "start"]
         bundle = server.repository / "team-a" / "1" / "bundle"
         assert sent["models"] == {"team-a": str(bundle), "team-b": str(bundle.parents[2] / "team-b/1/bundle")}
 
@@ -100,9 +100,9 @@ async def test_a_poll_starts_what_a_runtimes_end_has_lost(tmp_path: Path) -> Non
         await server.control.Start(pb.StartRequest(models=["other"]))
         answer(server, {"other": "no such file"})
 
-        said = await server.control.Start(pb.StartRequest(models=["other"], poll=True))
+        response = await server.control.Start(pb.StartRequest(models=["other"], poll=True))
 
-        assert [(one.state, one.error) for one in said.models] == [("failed", "no such file")]
+        assert [(model.state, model.error) for model in response.models] == [("failed", "no such file")]
         assert started(server) == ["other"]
         await next_runtime(server)
         await server.control.Start(pb.StartRequest(models=["other"], poll=True))
@@ -197,9 +197,9 @@ async def test_a_meta_model_stands_for_those_that_it_calls(tmp_path: Path) -> No
     async with cold(tmp_path) as server:
         (server.repository / "chain" / "1" / "calls" / "first").mkdir(parents=True)
 
-        said = await server.control.Start(pb.StartRequest(models=["chain"]))
+        response = await server.control.Start(pb.StartRequest(models=["chain"]))
 
-        assert [one.name for one in said.models] == ["first"]
+        assert [model.name for model in response.models] == ["first"]
         assert started(server) == ["first"]
 
 
@@ -266,8 +266,8 @@ async def test_the_command_shows_what_became_warm(tmp_path: Path, capsys: pytest
             return {"failed": {"two": "no manifest"}} if command["command"] == "start" else {}
 
         runtime.answers = start
-        said = await rsrv("prefetch", "--warm", "one", "two")
-        assert (said.status, said.err.splitlines()[-1]) == (1, "two: no manifest")
-        assert said.out == "1 of 2 models are warm\n"
+        result = await rsrv("prefetch", "--warm", "one", "two")
+        assert (result.status, result.err.splitlines()[-1]) == (1, "two: no manifest")
+        assert result.out == "1 of 2 models are warm\n"
         wrong = await rsrv("prefetch", "--warm")
         assert (wrong.status, "no --wait" in wrong.err) == (2, True)

@@ -28,15 +28,15 @@ CAME: dict[int, tuple[int, list[Any]]] = {
 def told(command: dict[str, Any]) -> dict[str, Any]:
     """Answer a command as a runtime does."""
     since: int = command.get("since", 0)
-    said = {"instance": INSTANCE, "unix_s": 1e9}
+    reply = {"instance": INSTANCE, "unix_s": 1e9}
     match command["command"]:
         case "timeline":
             # Ten executions after the first request. Their times are relative to the answer's.
             spans = [["execute", "a@1", -1e9 - 6.0, 0.004, 3, 8, 1, False]] * 10
-            return said | {"first": since, "next": 10, "end": 10, "spans": spans[since:]}
+            return reply | {"first": since, "next": 10, "end": 10, "spans": spans[since:]}
     first, requests = CAME.get(since, (since, []))
     end = 2 if since == 0 else 6
-    return said | {"first": first, "next": first + len(requests), "end": end, "requests": requests}
+    return reply | {"first": first, "next": first + len(requests), "end": end, "requests": requests}
 
 
 @looped
@@ -51,11 +51,11 @@ async def test_a_record_is_a_scenario_of_the_simulator(
             rsrv.server.runtime.models[name].device_bytes = nbytes
         out = tmp_path / "out.csv"
 
-        said = await rsrv("record", str(out), "--seconds", "0.01")
+        result = await rsrv("record", str(out), "--seconds", "0.01")
 
-        assert said.status == 0
-        assert re.search(r"2 requests in \d+ s", said.out)
-        assert said.err == "2 requests are missing: they came faster than they were read\n"
+        assert result.status == 0
+        assert re.search(r"2 requests in \d+ s", result.out)
+        assert result.err == "2 requests are missing: they came faster than they were read\n"
         assert out.read_text().splitlines() == [
             "t,model,rows,variant,deadline_s,priority,committed",
             "0.000000,a,3,0,0.250000,2,",
@@ -66,7 +66,10 @@ async def test_a_record_is_a_scenario_of_the_simulator(
         a, b = (scenario.programs[name].tensors or {} for name in "ab")
         assert sorted(a.values()) == [0, 3_000_000, 4_000_000]
         assert a.keys() & b.keys()
-        assert [(one.t, one.committed) for one in scenario.recorded[0]] == [(0.0, False), (0.125, True)]
+        assert [(request.t, request.committed) for request in scenario.recorded[0]] == [
+            (0.0, False),
+            (0.125, True),
+        ]
         assert scenario.settings.weight_budget_bytes == 15_000_000
 
         assert "is there already" in (await rsrv("record", str(out))).err
@@ -92,9 +95,9 @@ async def test_a_server_that_ends_leaves_its_scenario(
         runtime.answers = dies
         out = tmp_path / "out.csv"
 
-        said = await rsrv("record", str(out))
+        result = await rsrv("record", str(out))
 
-        assert (said.status, "the server has gone" in said.err) == (0, True), said
+        assert (result.status, "the server has gone" in result.err) == (0, True), result
         assert load_scenario(out.with_suffix(".yaml")).programs["a"].costs[0, 8] == 0.004
 
 
@@ -123,9 +126,9 @@ async def test_ctrl_c_and_sigterm_take_what_came_since_the_last_poll(
 
     async with shell(tmp_path, capsys) as rsrv:
         rsrv.server.runtime.answers = later
-        said = await rsrv("record", str(tmp_path / "out.csv"))
-        assert said.status == 0, said
-        assert re.search(r"2 requests in \d+ s", said.out)
+        result = await rsrv("record", str(tmp_path / "out.csv"))
+        assert result.status == 0, result
+        assert re.search(r"2 requests in \d+ s", result.out)
         assert load_scenario(tmp_path / "out.yaml").programs
     assert len(interrupts) == 1
 

@@ -20,10 +20,10 @@ RESTART = {"command": "restart", "drain_s": 30.0, "force": False}
 
 def replaceable(server: Served, **next_entries: Any) -> list[tuple[int, dict[str, Any]]]:
     """Make each runtime end at `restart`, and start another one with these entries in its place. Return the received commands."""
-    said: list[tuple[int, dict[str, Any]]] = []
+    commands: list[tuple[int, dict[str, Any]]] = []
 
     def answer(number: int, runtime: FakeRuntime, command: dict[str, Any]) -> dict[str, Any]:
-        said.append((number, command))
+        commands.append((number, command))
         if command["command"] == "restart":
             runtime._loop.call_later(0.01, replace, number, runtime)
         return {}
@@ -37,7 +37,7 @@ def replaceable(server: Served, **next_entries: Any) -> list[tuple[int, dict[str
 
     for number, runtime in enumerate(server.all):
         runtime.answers = lambda command, number=number, runtime=runtime: answer(number, runtime, command)  # type: ignore[misc]
-    return said
+    return commands
 
 
 def end(server: Served) -> None:
@@ -49,13 +49,13 @@ def end(server: Served) -> None:
 async def test_devices_are_restarted_one_after_another(tmp_path: Path) -> None:
     """The second device restarts when the models of the first are back. The answer has each device's time without models."""
     async with served(tmp_path, models=["a", "b"], devices=2) as server:
-        said = replaceable(server)
+        commands = replaceable(server)
 
         answer = await server.control.Restart(pb.RestartRequest(drain_s=30))
 
-        assert said == [(0, RESTART), (1, RESTART)]
-        assert [one.number for one in answer.devices] == [0, 1]
-        assert all(0 < one.first_s <= one.all_s for one in answer.devices)
+        assert commands == [(0, RESTART), (1, RESTART)]
+        assert [device.number for device in answer.devices] == [0, 1]
+        assert all(0 < device.first_s <= device.all_s for device in answer.devices)
         assert [link.state.instance for link in server.runtimes.links] == ["90" * 8, "91" * 8]
         end(server)
 
@@ -64,9 +64,9 @@ async def test_devices_are_restarted_one_after_another(tmp_path: Path) -> None:
 async def test_one_device_is_named(tmp_path: Path) -> None:
     """If the request names one device, the runtimes of other devices get no command."""
     async with served(tmp_path, models=["a"], devices=2) as server:
-        said = replaceable(server)
+        commands = replaceable(server)
         await server.control.Restart(pb.RestartRequest(devices=[1], drain_s=5, force=True))
-        assert said == [(1, {"command": "restart", "drain_s": 5.0, "force": True})]
+        assert commands == [(1, {"command": "restart", "drain_s": 5.0, "force": True})]
         end(server)
 
 
@@ -74,14 +74,14 @@ async def test_one_device_is_named(tmp_path: Path) -> None:
 async def test_wrong_settings_change_nothing(tmp_path: Path) -> None:
     """An invalid rsrv.yaml is refused with its problem, and no runtime gets a command. After a valid one, the status has its values."""
     async with served(tmp_path, models=["a"]) as server:
-        said = replaceable(server)
+        commands = replaceable(server)
         file = server.repository / "rsrv.yaml"
         file.write_text("models: {a: {weight: heavy}}")
 
         code, text = await refusal(server.control.Restart(pb.RestartRequest(drain_s=30)))
         assert code is grpc.StatusCode.FAILED_PRECONDITION
         assert text.startswith(f"nothing was restarted: {file}: models.a.weight: ")
-        assert not said
+        assert not commands
 
         file.write_text("models: {a: {weight: 3}}")
         await server.control.Restart(pb.RestartRequest(drain_s=30))
@@ -95,13 +95,13 @@ async def test_a_model_that_does_not_return_stops_the_others(tmp_path: Path) -> 
     """If a model fails in the next runtime, the error names it, and the second device is not restarted."""
     async with served(tmp_path, models=["a", "b"], devices=2) as server:
         failed = entry("b", state="failed", error="no room", weights="absent")
-        said = replaceable(server, **{"a@1": entry("a"), "b@1": failed})
+        commands = replaceable(server, **{"a@1": entry("a"), "b@1": failed})
 
         code, text = await refusal(server.control.Restart(pb.RestartRequest(drain_s=30)))
 
         assert code is grpc.StatusCode.ABORTED
         assert text.startswith("device 0 was restarted, and b did not return")
-        assert said == [(0, RESTART)]
+        assert commands == [(0, RESTART)]
         end(server)
 
 
@@ -109,10 +109,10 @@ async def test_a_model_that_does_not_return_stops_the_others(tmp_path: Path) -> 
 async def test_the_command_prints_the_gaps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command prints a line for each device. A device below 0 is a wrong command line."""
     async with shell(tmp_path, capsys) as rsrv:
-        said = replaceable(rsrv.server)
+        commands = replaceable(rsrv.server)
         done = await rsrv("restart", "--device", "0", "--drain", "7")
         assert done.status == 0, done.err
         assert re.match(r"device 0: the first model was back after \d+\.\d\d s, all after", done.out)
-        assert said == [(0, {**RESTART, "drain_s": 7.0})]
+        assert commands == [(0, {**RESTART, "drain_s": 7.0})]
         assert (await rsrv("restart", "--device", "-1")).status == 2
         end(rsrv.server)

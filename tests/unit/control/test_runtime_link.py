@@ -168,7 +168,7 @@ async def test_a_new_runtime_follows_what_operators_want(tmp_path: Path) -> None
         await runtimes.change(lambda: desired.pause(None, "hold"))
         await runtimes.change(lambda: desired.set_residency(["a"], "device"))
         await runtimes.change(lambda: desired.configure({"depth": 3}))
-        assert [sorted(one) for one in first.commands] == [
+        assert [sorted(command) for command in first.commands] == [
             ["command", "paused"],
             ["command", "models"],
             ["command", "scheduler"],

@@ -24,16 +24,16 @@ FETCH = {"command": "prefetch", "model": "a"}
 async def two(tmp_path: Path) -> AsyncIterator[tuple[Runtimes, list[FakeRuntime]]]:
     """Yield the links to two runtimes, and the runtimes. Both are up and have the ready model `a`."""
     folders = [tmp_path / name for name in ("0", "1")]
-    found = []
+    fakes = []
     for number, folder in enumerate(folders):
         folder.mkdir()
-        found.append(FakeRuntime(folder / "runtime.sock", instance=f"{number}{number}" * 8))
-        found[-1].entries = {"a@1": entry("a", stubs=[100 + number])}
+        fakes.append(FakeRuntime(folder / "runtime.sock", instance=f"{number}{number}" * 8))
+        fakes[-1].entries = {"a@1": entry("a", stubs=[100 + number])}
     async with linked(*folders) as runtimes:
         await until(runtimes, lambda: len(runtimes.live) == 2)
-        yield runtimes, found
-    for one in found:
-        one.die()
+        yield runtimes, fakes
+    for fake in fakes:
+        fake.die()
 
 
 def reborn(old: FakeRuntime, **entries: Any) -> FakeRuntime:
@@ -77,7 +77,7 @@ async def test_the_merged_state_follows_each_change(tmp_path: Path) -> None:
                 runtimes,
                 partial(lambda link, runtime: link.state.revision == runtime.revision, link, runtime),
             )
-            assert runtimes.entries == merge([one.state.entries for one in runtimes.links])
+            assert runtimes.entries == merge([source.state.entries for source in runtimes.links])
         assert runtimes.entries.keys() == {"b@1"}
 
 
@@ -181,8 +181,8 @@ async def test_without_a_runtime_nothing_changes(tmp_path: Path) -> None:
             await runtimes.change(lambda: desired.set_models(["a"], {"weight": 0}))
         with pytest.raises(StatusError, match=r"no device 2: the server's devices are 0 to 1"):
             await runtimes.change(lambda: desired.pause(None, "hold"), [2])
-        for one in (first, second):
-            one.die()
+        for runtime in (first, second):
+            runtime.die()
         await until(runtimes, lambda: not runtimes.live)
         with pytest.raises(RuntimeDown):
             await runtimes.change(lambda: desired.pause(None, "hold"))
@@ -238,9 +238,9 @@ async def test_changes_come_with_their_device(tmp_path: Path) -> None:
         for number in range(3):
             first.change(f"m@{number}", entry("m"))
         second.change("a@1", None)
-        found = [await feed.next() for _ in range(4)]
-        assert [number for number, _ in found].count(1) == 1
-        keys = [one.key for _, one in found if isinstance(one, StateChange)]
+        updates = [await feed.next() for _ in range(4)]
+        assert [number for number, _ in updates].count(1) == 1
+        keys = [update.key for _, update in updates if isinstance(update, StateChange)]
         assert sorted(keys) == ["a@1", "m@0", "m@1", "m@2"]
         second.die()
         assert await feed.next() == (1, None)

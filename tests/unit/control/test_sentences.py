@@ -134,9 +134,9 @@ def test_a_slow_request_has_the_parts_of_its_time() -> None:
     """Each part of the wait has its reason. The eviction that caused the wait is before it, and equal evictions share a line."""
     twice = pb.GetRequestsResponse(requests=[SLOW, SLOW])
 
-    evicted, asked = request_lines(twice, NOW)
+    evicted, request = request_lines(twice, NOW)
     assert evicted == "07:59:49.500 cats was evicted to make room for tickets (6.5 MB)"
-    assert asked == (
+    assert request == (
         "07:59:50.000 request 3.17 of 3 rows for cats waited 36 ms: 26 ms for its weights, 10 ms behind defects and "
         "other requests for it; executed with 2 others, padded to 16 in 5.2 ms; answered after 41.2 ms"
     )

@@ -96,10 +96,10 @@ def secure(address: str, *pems: bytes | None) -> Any:
 async def test_the_unix_socket_is_of_this_user_only(tmp_path: Path) -> None:
     """The Unix socket belongs to the user and has mode 0600."""
     async with served(tmp_path) as server:
-        found = server.socket.stat()
+        status = server.socket.stat()
 
-        assert stat.S_ISSOCK(found.st_mode)
-        assert (stat.S_IMODE(found.st_mode), found.st_uid) == (0o600, os.getuid())
+        assert stat.S_ISSOCK(status.st_mode)
+        assert (stat.S_IMODE(status.st_mode), status.st_uid) == (0o600, os.getuid())
 
 
 @looped
@@ -118,12 +118,12 @@ async def test_reflection_lists_the_services_and_has_their_messages(tmp_path: Pa
         grpc.aio.insecure_channel(f"unix:{server.socket}") as channel,
     ):
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
-        wanted = [
+        requests = [
             reflection_pb2.ServerReflectionRequest(list_services=""),
             reflection_pb2.ServerReflectionRequest(file_containing_symbol="rsrv.control.v1.Control"),
         ]
 
-        listed, described = [answer async for answer in stub.ServerReflectionInfo(wanted)]
+        listed, described = [answer async for answer in stub.ServerReflectionInfo(requests)]
 
         assert {service.name for service in listed.list_services_response.service} == {
             "rsrv.control.v1.Control",

@@ -42,8 +42,8 @@ async def test_a_cold_model_is_shown_without_a_version(tmp_path: Path) -> None:
         assert [a.versions[0].state, b.versions[0].state] == [pb.STATE_READY, pb.STATE_FAILED]
         assert [*c.versions] == [pb.Version(state=pb.STATE_COLD)]
 
-        (one,) = (await server.control.GetStatus(pb.GetStatusRequest(model="c"))).models
-        assert one == c
+        (model,) = (await server.control.GetStatus(pb.GetStatusRequest(model="c"))).models
+        assert model == c
 
 
 @looped
@@ -110,7 +110,7 @@ async def test_the_status_has_what_the_runtime_and_the_lifecycle_know(tmp_path: 
         status = await server.control.GetStatus(pb.GetStatusRequest())
 
         a, b = status.models
-        assert [(one.key, one.state) for one in a.versions] == [
+        assert [(version.key, version.state) for version in a.versions] == [
             ("a@1", pb.STATE_READY),
             ("a@2", pb.STATE_LOADING),
         ]
@@ -122,12 +122,16 @@ async def test_the_status_has_what_the_runtime_and_the_lifecycle_know(tmp_path: 
         )
         assert (a.record.outcomes["answered"], a.record.misses, a.record.device_bytes) == (7, 3, 1000)
         assert a.record.weights_state == "evicting"
-        assert [(one.size, one.count, one.cost_s) for one in a.record.executables] == [
+        assert [
+            (executable.size, executable.count, executable.cost_s) for executable in a.record.executables
+        ] == [
             (1, 0, 0.001),
             (8, 4, 0.002),
             (16, 0, 0.003),
         ]
-        assert [(one.precision.f32, one.precision.pinned) for one in a.record.executables] == [
+        assert [
+            (executable.precision.f32, executable.precision.pinned) for executable in a.record.executables
+        ] == [
             (0, 0),
             (5, 4),
             (0, 0),
@@ -228,7 +232,9 @@ async def test_the_policy_shows_what_was_set(tmp_path: Path) -> None:
         (
             "SetAlias",
             pb.SetAliasRequest(
-                alias=pb.Alias(name="n", targets=[pb.AliasTarget(model="a", weight=one) for one in (1, 2)])
+                alias=pb.Alias(
+                    name="n", targets=[pb.AliasTarget(model="a", weight=weight) for weight in (1, 2)]
+                )
             ),
             "a model is behind the alias twice",
         ),
@@ -250,14 +256,14 @@ async def test_a_wrong_request_sends_no_command(
 ) -> None:
     """A wrong request is INVALID_ARGUMENT with the valid values. No command is sent."""
     async with served(tmp_path) as server:
-        code, said = await refusal(getattr(server.control, call)(request_))
+        code, message = await refusal(getattr(server.control, call)(request_))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert text in said
+        assert text in message
         assert not server.runtime.commands
 
 
 @pytest.mark.parametrize(
-    ("said", "code"),
+    ("runtime_code", "code"),
     [
         ("NOT_FOUND", grpc.StatusCode.NOT_FOUND),
         ("FAILED_PRECONDITION", grpc.StatusCode.FAILED_PRECONDITION),
@@ -266,10 +272,12 @@ async def test_a_wrong_request_sends_no_command(
     ],
 )
 @looped
-async def test_the_runtimes_refusal_is_the_calls(tmp_path: Path, said: str, code: grpc.StatusCode) -> None:
+async def test_the_runtimes_refusal_is_the_calls(
+    tmp_path: Path, runtime_code: str, code: grpc.StatusCode
+) -> None:
     """A call that the runtime refuses fails with the runtime's code. An unknown code becomes INTERNAL."""
     async with served(tmp_path) as server:
-        server.runtime.answers = lambda command: {"error": "because", "code": said}
+        server.runtime.answers = lambda command: {"error": "because", "code": runtime_code}
         assert await refusal(server.control.Compact(pb.CompactRequest())) == (code, "because")
 
 
@@ -346,15 +354,17 @@ async def test_an_alias_of_an_operator_wins_over_the_file_until_it_fails(tmp_pat
         server.lifecycle.refusals["bad"] = ReloadError("FAILED_PRECONDITION", "no bundle")
 
         def change(name: str, *targets: str) -> Any:
-            alias = pb.Alias(name=name, targets=[pb.AliasTarget(model=one, weight=2) for one in targets])
+            alias = pb.Alias(
+                name=name, targets=[pb.AliasTarget(model=target, weight=2) for target in targets]
+            )
             return server.control.SetAlias(pb.SetAliasRequest(alias=alias))
 
         answer = await change("fraud", "a", "b")
-        assert [one.name for one in answer.aliases] == ["fraud", "of the file"]
+        assert [alias.name for alias in answer.aliases] == ["fraud", "of the file"]
         assert await server.control.SetAlias(pb.SetAliasRequest()) == answer
         server.lifecycle.failures["aliases.fraud"] = BundleFailure("a bundle has this name", 0.0)
         answer = await server.control.SetAlias(pb.SetAliasRequest())
-        assert [one.failure for one in answer.aliases] == ["a bundle has this name", ""]
+        assert [alias.failure for alias in answer.aliases] == ["a bundle has this name", ""]
         await change("of the file")
         assert (await refusal(change("bad", "a")))[1] == "no bundle"
         assert (await refusal(change("unknown")))[0] is grpc.StatusCode.NOT_FOUND
@@ -374,20 +384,20 @@ async def test_the_status_has_aliases_with_what_was_asked_by_their_names(tmp_pat
             device.models["b"].shadows["ab"].counts["same"] = 2
 
         whole = await server.control.GetStatus(pb.GetStatusRequest())
-        assert [one.name for one in whole.aliases] == ["ab", "other"]
+        assert [alias.name for alias in whole.aliases] == ["ab", "other"]
         a, b = whole.aliases[0].targets
         assert (a.model, a.weight, a.shadow, dict(a.responses)) == ("a", 3, False, {"ok": 4, "internal": 2})
         assert (b.model, b.shadow, dict(b.copies)) == ("b", True, {"same": 4})
 
         server.lifecycle.failures["aliases.ab"] = BundleFailure("different tensors", 0.0)
-        one = await server.control.GetStatus(pb.GetStatusRequest(model="ab"))
-        assert [model.name for model in one.models] == ["a", "b"]
-        assert [(alias.name, alias.failure) for alias in one.aliases] == [("ab", "different tensors")]
-        assert [failure.name for failure in one.failures] == ["aliases.ab"]
-        for name, found in (("a", ["ab"]), ("c", ["other"])):
+        answer = await server.control.GetStatus(pb.GetStatusRequest(model="ab"))
+        assert [model.name for model in answer.models] == ["a", "b"]
+        assert [(alias.name, alias.failure) for alias in answer.aliases] == [("ab", "different tensors")]
+        assert [failure.name for failure in answer.failures] == ["aliases.ab"]
+        for name, aliases in (("a", ["ab"]), ("c", ["other"])):
             status = await server.control.GetStatus(pb.GetStatusRequest(model=name))
             assert [model.name for model in status.models] == [name]
-            assert [alias.name for alias in status.aliases] == found
+            assert [alias.name for alias in status.aliases] == aliases
 
 
 @looped
@@ -423,7 +433,7 @@ async def test_a_reload_is_the_lifecycles(tmp_path: Path) -> None:
 
         answer = await server.control.ReloadWeights(pb.ReloadWeightsRequest(model="a"))
         assert server.lifecycle.reloaded == ["a"]
-        assert [one.key for one in answer.versions] == ["a@1"]
+        assert [version.key for version in answer.versions] == ["a@1"]
 
         assert await refusal(server.control.ReloadWeights(pb.ReloadWeightsRequest(model="b"))) == (
             grpc.StatusCode.FAILED_PRECONDITION,
@@ -491,7 +501,7 @@ async def test_a_watcher_sees_the_snapshot_the_changes_and_the_next_runtime(tmp_
         updates = server.control.WatchState(pb.WatchStateRequest())
         first = (await updates.read()).snapshot
         assert (first.instance, first.revision) == ("11" * 8, 5)
-        assert [(one.name, one.version.key, one.residency) for one in first.entries] == [
+        assert [(item.name, item.version.key, item.residency) for item in first.entries] == [
             ("a", "a@1", pb.RESIDENCY_SYSTEM)
         ]
 

@@ -120,7 +120,7 @@ async def test_a_broken_file_changes_nothing(tmp_path: Path) -> None:
 
         assert await here.reread("models: {a: {weight: heavy}}") == []
 
-        assert ["not used: " in one and "models.a.weight: " in one for one in await here.notes()] == [True]
+        assert ["not used: " in note and "models.a.weight: " in note for note in await here.notes()] == [True]
         assert "is not used" in here.said[0]
         await here.reread("")
         assert await here.notes() == []
@@ -161,15 +161,15 @@ async def test_what_needs_a_restart_is_named_until_then(tmp_path: Path) -> None:
 
 def test_a_broken_file_leaves_the_settings_of_the_last_start(tmp_path: Path) -> None:
     """If rsrv.yaml is broken, a process starts with the settings of the previous start. If there are none, it fails."""
-    file, kept = tmp_path / "rsrv.yaml", tmp_path / "settings.yaml"
+    file, copy = tmp_path / "rsrv.yaml", tmp_path / "settings.yaml"
     file.write_text("models: {a: {weight: heavy}}")
     with pytest.raises(SettingsError, match=r"models\.a\.weight: "):
-        read_or_keep(file, kept)
+        read_or_keep(file, copy)
     file.write_text("models: {a: {weight: 3}}")
-    assert read_or_keep(file, kept)[1] == ""
+    assert read_or_keep(file, copy)[1] == ""
     file.write_text("models: [")
 
-    settings, broken = read_or_keep(file, kept)
+    settings, broken = read_or_keep(file, copy)
 
     assert settings.for_model("a").weight == 3
     assert f"{file}: not valid YAML" in broken
@@ -197,6 +197,6 @@ def test_a_name_with_dots_is_a_model() -> None:
     """If a model's name has dots, a changed setting is reported under the model's key."""
     after = load_settings("models: {'a.b': {weight: 2, front: native}}")
 
-    found = dict(differences(load_settings(), after))
+    changes = dict(differences(load_settings(), after))
 
-    assert found == {"models.a.b.weight": "at once", "models.a.b.front": "server"}
+    assert changes == {"models.a.b.weight": "at once", "models.a.b.front": "server"}

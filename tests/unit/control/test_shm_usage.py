@@ -28,8 +28,8 @@ def directory(tmp_path: Path) -> Path:
 
 def small(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     """Make the file system look like one of 256 KiB with this many KiB free."""
-    found = SimpleNamespace(f_bavail=free, f_blocks=256, f_frsize=KB)
-    monkeypatch.setattr("rsrv.control.shm_usage.os.statvfs", lambda path: found)
+    usage = SimpleNamespace(f_bavail=free, f_blocks=256, f_frsize=KB)
+    monkeypatch.setattr("rsrv.control.shm_usage.os.statvfs", lambda path: usage)
 
 
 def test_each_byte_has_its_user(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,7 +147,7 @@ async def test_wake_starts_the_runtime_and_counts_no_restart(tmp_path: Path) -> 
 
         answer = await server.control.Wake(pb.WakeRequest())
 
-        assert [one.number for one in answer.devices] == [0, 1]
+        assert [device.number for device in answer.devices] == [0, 1]
         assert answer.devices[0].seconds == 0 < answer.devices[1].seconds
         assert len(woken) == 1
         assert [link.state.lives for link in server.runtimes.links] == [1, 1]
@@ -174,7 +174,7 @@ async def test_wake_starts_a_runtime_if_the_spare_has_been_killed(tmp_path: Path
         problem = ""
         answer = await server.control.Wake(pb.WakeRequest())
 
-        assert [one.number for one in answer.devices] == [0]
+        assert [device.number for device in answer.devices] == [0]
         assert server.link.up
 
 
@@ -274,9 +274,9 @@ async def test_the_commands_print_the_devices(tmp_path: Path, capsys: pytest.Cap
         drowsy(rsrv.server)
         done = await rsrv("sleep", "--drain", "7")
         assert (done.status, done.out) == (0, "device 0: asleep\n")
-        shown = await rsrv("status")
+        result = await rsrv("status")
         clock = time.strftime("%H:%M:%S", time.localtime(1000.5))
-        assert f"device  asleep since {clock}; the next request or `rsrv wake` wakes it" in shown.out
+        assert f"device  asleep since {clock}; the next request or `rsrv wake` wakes it" in result.out
         assert re.match(r"device 0: awake after \d+\.\d", (await rsrv("wake")).out)
         assert (await rsrv("wake")).out == "device 0: awake already\n"
         assert (await rsrv("sleep", "--device", "-1")).status == 2

@@ -56,8 +56,8 @@ def test_a_span_that_failed_says_why() -> None:
 def test_a_span_that_is_told_twice_is_the_same() -> None:
     """If a span is read twice, it gets the same id both times. Spans without an id get different ids."""
 
-    def ids(*told: Span) -> list[int]:
-        return [made.context.span_id for made in make_spans(told, 0, Resource({})) if made.context]
+    def ids(*spans: Span) -> list[int]:
+        return [made.context.span_id for made in make_spans(spans, 0, Resource({})) if made.context]
 
     assert ids(part("queue"), part("load")) == ids(part("queue"), part("load"))
     assert len(set(ids(part("queue"), part("load"), part(id=OWN)))) == 3
@@ -76,8 +76,8 @@ class Device:
         end = len(self.told)
         first = max(min(since if instance == self.instance else 0, end), end - 3)
         spans = self.told[first : first + 2]
-        said = {"instance": self.instance, "first": first, "next": first + len(spans), "end": end}
-        answer: dict[str, Any] = json.loads(json.dumps({**said, "dropped": self.dropped, "spans": spans}))
+        header = {"instance": self.instance, "first": first, "next": first + len(spans), "end": end}
+        answer: dict[str, Any] = json.loads(json.dumps({**header, "dropped": self.dropped, "spans": spans}))
         return answer
 
     def new(self) -> None:
@@ -252,8 +252,8 @@ def test_the_log_says_why_the_collector_fails(
         return SpanExportResult.FAILURE if lines else SpanExportResult.SUCCESS
 
     monkeypatch.setattr(collector._exporter, "export", export)
-    for said in (["connection refused", "gave up"], [], ["no route", "gave up"]):
-        lines[:] = said
+    for errors in (["connection refused", "gave up"], [], ["no route", "gave up"]):
+        lines[:] = errors
         collector.send([])
 
     refused, unreachable = caplog.messages

@@ -76,14 +76,14 @@ def test_each_row_of_the_combinations_has_its_word() -> None:
         bundle, _, _, runtime, weights = (min(cell - {"asleep"} or cell) for cell in row.cells)
         broken = "a" if row.word.endswith("older version") or bundle in ("broken", "failed") else ""
         step = "importing model.py" if row.word == "starting" else ""
-        shown = model(states.get(runtime, pb.STATE_READY), "absent" if weights == "any" else weights, step)
-        answer = status(shown, failed=broken, asleep=runtime == "asleep")
+        record = model(states.get(runtime, pb.STATE_READY), "absent" if weights == "any" else weights, step)
+        answer = status(record, failed=broken, asleep=runtime == "asleep")
         if row.word.startswith("ready"):
-            answer.metas.add(name="a", versions=shown.versions)
+            answer.metas.add(name="a", versions=record.versions)
             del answer.models[:]
-        found = lives(answer)["a"]
-        assert found.partition(",")[0] == row.word.partition(",")[0], row
-        assert found.endswith("older version") == row.word.endswith("older version"), row
+        word = lives(answer)["a"]
+        assert word.partition(",")[0] == row.word.partition(",")[0], row
+        assert word.endswith("older version") == row.word.endswith("older version"), row
     assert {row.word.partition(",")[0] for row in ROWS} == {
         *("cold", "starting", "warm", "resident", "ready", "leaving", "failed", "asleep")
     }
@@ -91,6 +91,6 @@ def test_each_row_of_the_combinations_has_its_word() -> None:
 
 def test_a_model_that_only_the_last_record_knows_is_asleep() -> None:
     """If a control process starts while the device sleeps, it knows no version of a model. The model is asleep all the same."""
-    shown = messages.model_status("a", {0: model_record()}, {}, pb.Policy(), "", "served", "Python front")
+    record = messages.model_status("a", {0: model_record()}, {}, pb.Policy(), "", "served", "Python front")
 
-    assert lives(status(shown, asleep=True)) == {"a": "asleep"}
+    assert lives(status(record, asleep=True)) == {"a": "asleep"}

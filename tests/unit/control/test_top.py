@@ -81,8 +81,8 @@ def test_programs_get_whole_states(capsys: pytest.CaptureFixture[str]) -> None:
     )
     begin, first, line, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert (begin["event"], line) == ("begin", {"event": "log", "is": json.loads(log)})
-    assert [one["name"] for one in first["is"]["models"]] == ["a", "b", "c"]
-    assert [(one["name"], one["requests"]) for one in second["is"]["models"]] == [("a", 0), ("b", 5)]
+    assert [row["name"] for row in first["is"]["models"]] == ["a", "b", "c"]
+    assert [(row["name"], row["requests"]) for row in second["is"]["models"]] == [("a", 0), ("b", 5)]
     assert "gone" not in second["is"]
 
 
@@ -195,9 +195,9 @@ def test_each_of_several_devices_has_a_line() -> None:
 def test_models_of_a_device_that_sleeps_are_asleep() -> None:
     """The line of a sleeping device says that it sleeps. Cold models of this device are also called asleep."""
     devices = [{"number": 0, "card": None, "asleep_since": 0.0}]
-    said = json.loads(state(1.0, shown("a", weights="asleep"), devices=devices))
+    fields = json.loads(state(1.0, shown("a", weights="asleep"), devices=devices))
     top = Top()
-    top.take("state", json.dumps({**said, "asleep": True, "cold": 2}))
+    top.take("state", json.dumps({**fields, "asleep": True, "cold": 2}))
 
     (line,) = top.headlines()
     assert re.fullmatch(r"asleep since \d\d:\d\d:\d\d, 0/s, 0 waiting, 3 asleep, host 0 B", line)
@@ -208,8 +208,8 @@ def test_models_behind_aliases_are_rows(capsys: pytest.CaptureFixture[str]) -> N
 
     def said(t: float, *targets: tuple[str, str, int, str]) -> str:
         keys = ("model", "share", "answered", "copies")
-        found = [{**dict(zip(keys, one, strict=True)), "errors": 1} for one in targets]
-        return json.dumps({**json.loads(state(t, shown("a"))), "aliases": [{"name": "ab", "targets": found}]})
+        rows = [{**dict(zip(keys, target, strict=True)), "errors": 1} for target in targets]
+        return json.dumps({**json.loads(state(t, shown("a"))), "aliases": [{"name": "ab", "targets": rows}]})
 
     top = Top()
     top.take("state", said(10.0, ("a", "100%", 1, ""), ("b", "shadow", 0, "2 same")))
@@ -279,20 +279,20 @@ async def test_a_terminal_shows_the_table_until_q(tmp_path: Path) -> None:
             env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "24"},
         )
         os.close(theirs)
-        said = ""
-        while not ("alpha" in said and "of 5 kB for weights" in said):
-            said += (await asyncio.to_thread(os.read, ours, 4096)).decode(errors="replace")
-        assert "\x1b[?1049h" in said
+        screen = ""
+        while not ("alpha" in screen and "of 5 kB for weights" in screen):
+            screen += (await asyncio.to_thread(os.read, ours, 4096)).decode(errors="replace")
+        assert "\x1b[?1049h" in screen
         server.runtime.change("alpha@1", entry("alpha", weights="absent"))
-        while "warm" not in said:
-            said += (await asyncio.to_thread(os.read, ours, 4096)).decode(errors="replace")
-        assert "DEVICE▼" in said
+        while "warm" not in screen:
+            screen += (await asyncio.to_thread(os.read, ours, 4096)).decode(errors="replace")
+        assert "DEVICE▼" in screen
         os.write(ours, b"s")
-        while "P99▼" not in said:
-            said += (await asyncio.to_thread(os.read, ours, 4096)).decode(errors="replace")
+        while "P99▼" not in screen:
+            screen += (await asyncio.to_thread(os.read, ours, 4096)).decode(errors="replace")
         os.write(ours, b"q")
-        while "\x1b[?1049l" not in said:
-            said += (await asyncio.to_thread(os.read, ours, 4096)).decode(errors="replace")
+        while "\x1b[?1049l" not in screen:
+            screen += (await asyncio.to_thread(os.read, ours, 4096)).decode(errors="replace")
         assert await top.wait() == 0
         os.close(ours)
 
@@ -310,7 +310,7 @@ def test_figures_stay_whole_beside_long_names(columns: int, monkeypatch: pytest.
     console = Console(width=columns, height=24, file=StringIO())
     with console.capture() as capture:
         console.print(to_screen(top))
-    said = capture.get()
+    screen = capture.get()
     for whole in (
         "QUEUED",
         "REQUESTS",
@@ -322,7 +322,7 @@ def test_figures_stay_whole_beside_long_names(columns: int, monkeypatch: pytest.
         "fraud-det",
         "resident",
     ):
-        assert whole in said, said
+        assert whole in screen, screen
 
 
 def test_a_small_terminal_shows_names_rates_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,10 +336,10 @@ def test_a_small_terminal_shows_names_rates_and_keys(monkeypatch: pytest.MonkeyP
     console = Console(width=40, height=12, file=StringIO())
     with console.capture() as capture:
         console.print(to_screen(top))
-    said = capture.get()
+    screen = capture.get()
 
-    assert said.count("\n") <= 12
-    assert re.search(r"MODEL +REQUESTS +DEVICE. +P99", said)
-    assert "model-with-a" in said
-    assert "event 5" in said
-    assert "filter" in said
+    assert screen.count("\n") <= 12
+    assert re.search(r"MODEL +REQUESTS +DEVICE. +P99", screen)
+    assert "model-with-a" in screen
+    assert "event 5" in screen
+    assert "filter" in screen

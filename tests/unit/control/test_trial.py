@@ -20,10 +20,10 @@ async def triton(
     status: int = 200, text: str = "{}", *, silent: bool = False
 ) -> AsyncIterator[tuple[str, list[Any]]]:
     """Yield the address of an HTTP server with this answer, or without an answer, and the list of its requests' paths and bodies."""
-    told: list[Any] = []
+    requests: list[Any] = []
 
     async def answer(request: web.BaseRequest) -> web.Response:
-        told.append((request.raw_path, await request.json()))
+        requests.append((request.raw_path, await request.json()))
         if silent:
             await asyncio.Event().wait()
         return web.Response(status=status, text=text, headers={"Location": "/elsewhere"})
@@ -32,7 +32,7 @@ async def triton(
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
-        yield f"127.0.0.1:{runner.addresses[0][1]}", told
+        yield f"127.0.0.1:{runner.addresses[0][1]}", requests
     finally:
         await runner.cleanup()
 
@@ -40,12 +40,12 @@ async def triton(
 @looped
 async def test_a_request_reaches_only_its_model() -> None:
     """Triton gets only the tensors, at the path of the model with its name quoted. Its answer is returned."""
-    async with triton(400, '{"error": "unexpected shape"}') as (address, told):
+    async with triton(400, '{"error": "unexpected shape"}') as (address, requests):
         shared = {**X, "parameters": {"shared_memory_region": "secret"}, "extra": 1}
         name = "../../repository/index?a=b#c\r\nX: y"
         assert await trial.infer(address, name, [shared]) == (400, '{"error": "unexpected shape"}')
     path = "/v2/models/..%2F..%2Frepository%2Findex%3Fa%3Db%23c%0D%0AX%3A%20y/infer"
-    assert told == [(path, {"inputs": [X]})]
+    assert requests == [(path, {"inputs": [X]})]
 
 
 @pytest.mark.parametrize(
@@ -64,19 +64,19 @@ async def test_a_request_reaches_only_its_model() -> None:
 @looped
 async def test_inputs_that_harm_triton_are_not_sent(inputs: Any, why: str) -> None:
     """A shape that its values do not fill is refused, because Triton would first allocate memory for the shape."""
-    async with triton() as (address, told):
+    async with triton() as (address, requests):
         with pytest.raises(PageError, match=why) as wrong:
             await trial.infer(address, "a", inputs)
         assert wrong.value.status == 400
-        assert not told
+        assert not requests
 
 
 @looped
 async def test_answers_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """Redirections are not followed. A large answer, a silent server and a server without an HTTP port are errors."""
-    async with triton(307, "x" * 100) as (address, told):
+    async with triton(307, "x" * 100) as (address, requests):
         assert (await trial.infer(address, "a", [X]))[0] == 307
-        assert len(told) == 1
+        assert len(requests) == 1
         monkeypatch.setattr(trial, "_MAX_ANSWER", 99)
         with pytest.raises(PageError, match="use the command"):
             await trial.infer(address, "a", [X])

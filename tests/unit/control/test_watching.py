@@ -34,12 +34,12 @@ def root(tmp_path: Path) -> Path:
 
 def test_a_root_holds_its_bundles_or_is_one(root: Path, tmp_path: Path) -> None:
     """A root is a bundle or contains bundles. Hidden folders and folders without a manifest are not bundles."""
-    found = scan(root, linked=False)
-    assert set(found.bundles) == {"one"}
-    assert found.identity == (root.stat().st_dev, root.stat().st_ino)
-    assert scan(root / "one", linked=False).bundles == found.bundles
+    seen = scan(root, linked=False)
+    assert set(seen.bundles) == {"one"}
+    assert seen.identity == (root.stat().st_dev, root.stat().st_ino)
+    assert scan(root / "one", linked=False).bundles == seen.bundles
     assert scan(root / "no_bundle", linked=False) == Seen(
-        found.identity and scan(root / "no_bundle", linked=False).identity
+        seen.identity and scan(root / "no_bundle", linked=False).identity
     )
     for missing in (tmp_path / "missing", root / "a file"):
         assert scan(missing, linked=False).identity is None
@@ -51,9 +51,9 @@ def test_an_entry_that_cannot_be_read_hides_no_other(root: Path) -> None:
     (root / "odd").symlink_to("x" * 300)
     (root / "lost+found").mkdir()
     (root / "lost+found" / "file").touch()
-    found = scan(root, linked=False).bundles
-    assert set(found) == {"one", "odd"}
-    assert found["odd"] is None
+    bundles = scan(root, linked=False).bundles
+    assert set(bundles) == {"one", "odd"}
+    assert bundles["odd"] is None
 
 
 def test_a_directory_whose_manifest_is_still_to_come_is_told_apart(root: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_directory_whose_manifest_is_still_to_come_is_told_apart(root: Path) -
     for size in (1, 2):
         (root / "no_bundle" / "weights").write_bytes(bytes(size))
         seen.append(scan(root, linked=False).bundles["no_bundle"])
-    assert all(found is not None and found.startswith(NO_BUNDLE) for found in seen)
+    assert all(signature is not None and signature.startswith(NO_BUNDLE) for signature in seen)
     assert seen[0] != seen[1]
 
 

@@ -17,11 +17,11 @@ class _Selector(selectors.DefaultSelector):
     passed = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        found: list[tuple[selectors.SelectorKey, int]] = super().select(0)
-        if not found:
+        ready: list[tuple[selectors.SelectorKey, int]] = super().select(0)
+        if not ready:
             assert timeout is not None, "everybody waits for something that never comes"
             self.passed += max(0.0, timeout)
-        return found
+        return ready
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):

@@ -140,9 +140,9 @@ class FakePresence(Presence):
 
 def whole(bundle: Path) -> str:
     """Return the text of the modules. All modules must be of one version."""
-    one, eight = ((bundle / f"model.b{size}.mlir").read_text().split()[0] for size in (1, 8))
-    assert one == eight, "a half-written bundle was taken"
-    return one
+    small, large = ((bundle / f"model.b{size}.mlir").read_text().split()[0] for size in (1, 8))
+    assert small == large, "a half-written bundle was taken"
+    return small
 
 
 def place(path: Path, text: str, *, internal: bool = False) -> None:

@@ -35,16 +35,16 @@ def labels(query: str) -> set[str]:
 def served() -> Mapping[str, frozenset[str]]:
     """Return the labels of each sample by its name."""
     # Prometheus adds this metric to each target.
-    found: dict[str, frozenset[str]] = {"up": frozenset()}
+    samples: dict[str, frozenset[str]] = {"up": frozenset()}
     for family in FAMILIES:
         # A gateway adds the label `worker` to the samples of servers.
         own = {*family.labels, "worker"}
         if family.kind == "histogram":
-            found[f"{family.name}_bucket"] = frozenset(own | {"le"})
-            found[f"{family.name}_sum"] = found[f"{family.name}_count"] = frozenset(own)
+            samples[f"{family.name}_bucket"] = frozenset(own | {"le"})
+            samples[f"{family.name}_sum"] = samples[f"{family.name}_count"] = frozenset(own)
         else:
-            found[family.name] = frozenset(own)
-    return {**found, **dict(_of_a_gateway())}
+            samples[family.name] = frozenset(own)
+    return {**samples, **dict(_of_a_gateway())}
 
 
 def _of_a_gateway() -> Iterator[tuple[str, frozenset[str]]]:
@@ -115,9 +115,9 @@ def _selected(selector: Any) -> set[str]:
     _require(name in served(), f"no metric is called {name}")
     there = served()[name] | TARGET
     matchers = selector.matchers.matchers
-    asked = {matcher.name: matcher.value for matcher in matchers}
-    _require(asked.keys() <= there, f"{name} has no label {asked.keys() - there}")
-    for label, value in asked.items():
+    filters = {matcher.name: matcher.value for matcher in matchers}
+    _require(filters.keys() <= there, f"{name} has no label {filters.keys() - there}")
+    for label, value in filters.items():
         known = _values(name, label)
         if known is not None and "$" not in value:
             _require(set(value.split("|")) <= known, f"{name} has no {label} {value}")
@@ -128,7 +128,14 @@ def _values(name: str, label: str) -> set[str] | None:
     """Return the values that the label may have, or None for any value."""
     if label == "status":
         return {status.name.lower() for status in Status}
-    family = next((one for one in FAMILIES if re.fullmatch(rf"{one.name}(_bucket|_sum|_count)?", name)), None)
+    family = next(
+        (
+            candidate
+            for candidate in FAMILIES
+            if re.fullmatch(rf"{candidate.name}(_bucket|_sum|_count)?", name)
+        ),
+        None,
+    )
     if family is None or label == "model" or label not in family.labels:
         return None
     # The help text of a metric lists all values of its label.

@@ -45,8 +45,8 @@ each_rule = pytest.mark.parametrize("rule", RULES, ids=[rule["alert"] for rule i
 @each_rule
 def test_an_alert_asks_for_what_is_there(rule: dict[str, Any]) -> None:
     """The metrics and labels of an alert exist, and its text uses only labels of its result."""
-    shown = {name for text in rule["annotations"].values() for name in re.findall(r"\$labels\.(\w+)", text)}
-    assert shown <= labels(rule["expr"])
+    names = {name for text in rule["annotations"].values() for name in re.findall(r"\$labels\.(\w+)", text)}
+    assert names <= labels(rule["expr"])
 
 
 @each_rule
@@ -87,9 +87,9 @@ def test_each_urgent_finding_has_an_alert() -> None:
 def only_notes() -> set[str]:
     """Return the names of findings that no rule calls a warning or critical."""
     severities: dict[str, set[str]] = {}
-    for name, told in _raised():
-        severities.setdefault(name, set()).update(told)
-    return {name for name, told in severities.items() if told == {"note"}}
+    for name, levels in _raised():
+        severities.setdefault(name, set()).update(levels)
+    return {name for name, all_levels in severities.items() if all_levels == {"note"}}
 
 
 def _raised() -> Iterator[tuple[str, set[str]]]:
@@ -98,8 +98,8 @@ def _raised() -> Iterator[tuple[str, set[str]]]:
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             match node:
                 case ast.Call(func=ast.Name("ServerFinding"), args=[ast.Constant(str(name)), severity, *_]):
-                    strings = (one.value for one in ast.walk(severity) if isinstance(one, ast.Constant))
-                    yield name, {one for one in strings if isinstance(one, str)}
+                    strings = (part.value for part in ast.walk(severity) if isinstance(part, ast.Constant))
+                    yield name, {text for text in strings if isinstance(text, str)}
 
 
 def test_promtool_is_told_when_each_fires() -> None:

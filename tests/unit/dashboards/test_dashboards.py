@@ -36,8 +36,8 @@ def test_a_query_asks_for_what_is_there(board: Any, target: Any) -> None:
     query = target["expr"]
     for variable, value in STANDS_FOR.items():
         query = query.replace(variable, value)
-    shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
-    assert shown <= labels(query)
+    names = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+    assert names <= labels(query)
     assert set(re.findall(r"\$(\w+)", query)) <= variables(board).keys()
 
 

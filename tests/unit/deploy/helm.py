@@ -27,10 +27,10 @@ def answer(request: dict[str, Any]) -> Any:
 def main() -> None:
     for line in sys.stdin:
         try:
-            found = {"answer": answer(json.loads(line))}
+            reply = {"answer": answer(json.loads(line))}
         except helm_python.HelmError as error:
-            found = {"error": str(error)}
-        print(json.dumps(found), flush=True)
+            reply = {"error": str(error)}
+        print(json.dumps(reply), flush=True)
 
 
 if __name__ == "__main__":

@@ -207,10 +207,10 @@ def _helm(request: str) -> Any:
     assert engine.stdin is not None
     assert engine.stdout is not None
     print(request, file=engine.stdin, flush=True)
-    found = json.loads(engine.stdout.readline())
-    if "error" in found:
-        raise ChartError(found["error"])
-    return found["answer"]
+    reply = json.loads(engine.stdout.readline())
+    if "error" in reply:
+        raise ChartError(reply["error"])
+    return reply["answer"]
 
 
 @cache
@@ -225,8 +225,8 @@ def _engine() -> subprocess.Popen[str]:
 
 
 def one(manifests: list[Manifest], kind: str, name: str) -> Manifest:
-    (found,) = [m for m in manifests if m["kind"] == kind and m["metadata"]["name"] == name]
-    return found
+    (manifest,) = [m for m in manifests if m["kind"] == kind and m["metadata"]["name"] == name]
+    return manifest
 
 
 def check(manifest: Manifest) -> None:

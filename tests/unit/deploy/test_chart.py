@@ -94,8 +94,8 @@ def pods(manifests: list[Manifest]) -> list[Manifest]:
 
 
 def server(manifests: list[Manifest]) -> Manifest:
-    found: Manifest = one(manifests, "Deployment", "demo-rsrv-server")["spec"]["template"]["spec"]
-    return found
+    spec: Manifest = one(manifests, "Deployment", "demo-rsrv-server")["spec"]["template"]["spec"]
+    return spec
 
 
 def environment(manifests: list[Manifest]) -> dict[str, str]:
@@ -129,8 +129,8 @@ def test_what_is_named_is_there(values: dict[str, Any]) -> None:
     for manifest in manifests:
         selector = manifest.get("spec", {}).get("selector") or manifest.get("spec", {}).get("podSelector")
         if selector:
-            wanted = selector.get("matchLabels", selector)
-            matching = [i for i, have in enumerate(labels) if wanted.items() <= have.items()]
+            match_labels = selector.get("matchLabels", selector)
+            matching = [i for i, have in enumerate(labels) if match_labels.items() <= have.items()]
             assert len(matching) == 1, (manifest["kind"], manifest["metadata"]["name"])
             ports = {
                 p["name"] for c in pods(manifests)[matching[0]]["spec"]["containers"] for p in c["ports"]
@@ -141,8 +141,8 @@ def test_what_is_named_is_there(values: dict[str, Any]) -> None:
                 assert {p["port"] for p in manifest["spec"]["podMetricsEndpoints"]} <= ports
             if manifest["kind"] == "NetworkPolicy":
                 assert {p["port"] for rule in manifest["spec"]["ingress"] for p in rule["ports"]} <= ports
-    given = {("Secret", name) for name in ("mine", "mine-too", "certificate", "clients", "keys")}
-    given.add(("ServiceAccount", "somebody"))
+    external = {("Secret", name) for name in ("mine", "mine-too", "certificate", "clients", "keys")}
+    external.add(("ServiceAccount", "somebody"))
     for pod in pods(manifests):
         spec = pod["spec"]
         volumes = {v["name"]: v for v in spec["volumes"]}
@@ -151,7 +151,7 @@ def test_what_is_named_is_there(values: dict[str, Any]) -> None:
         named = {("ConfigMap", v["configMap"]["name"]) for v in volumes.values() if "configMap" in v}
         named |= {("Secret", v["secret"]["secretName"]) for v in volumes.values() if "secret" in v}
         named |= {("ServiceAccount", spec["serviceAccountName"])}
-        assert named <= made | given
+        assert named <= made | external
 
 
 @pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
@@ -184,7 +184,7 @@ def test_settings_are_ones_that_rsrv_takes(values: dict[str, Any], monkeypatch: 
     assert settings.metrics.listen == "0.0.0.0:8004"
     words, flags = command(manifests)
     options = parser().parse(words[1:])
-    assert [str(one) for one in (*options.bundles, options.config, options.log)] == [
+    assert [str(path) for path in (*options.bundles, options.config, options.log)] == [
         "/bundles",
         "/etc/rsrv/rsrv.yaml",
         "-",
@@ -314,9 +314,9 @@ def test_a_picker_is_reached_by_envoy_which_reaches_the_servers() -> None:
     assert one(manifests, "Service", "demo-rsrv-picker")["spec"]["ports"] == [
         {"name": "picker", "port": 9002, "targetPort": "picker"}
     ]
-    for name, wanted in (("server", {"http", "grpc"}), ("gateway", {"picker"})):
+    for name, ports in (("server", {"http", "grpc"}), ("gateway", {"picker"})):
         rules = one(manifests, "NetworkPolicy", f"demo-rsrv-{name}")["spec"]["ingress"]
-        assert wanted in [{p["port"] for p in rule["ports"]} for rule in rules if "from" not in rule]
+        assert ports in [{p["port"] for p in rule["ports"]} for rule in rules if "from" not in rule]
 
 
 def test_a_gateways_memory_holds_its_buffers() -> None:
@@ -626,8 +626,8 @@ def test_pods_are_replaced_with_their_keys() -> None:
 def test_the_notes_say_what_scaling_lacks() -> None:
     """If there is an autoscaler and no PodMonitor, the notes warn. Otherwise they do not."""
     for kind, monitored, warned in (("keda", False, True), ("hpa", False, True), ("keda", True, False)):
-        said = notes({"autoscaling": {"kind": kind}, "podMonitor": {"enabled": monitored}})
-        assert ("podMonitor is not enabled" in said) is warned
+        text = notes({"autoscaling": {"kind": kind}, "podMonitor": {"enabled": monitored}})
+        assert ("podMonitor is not enabled" in text) is warned
     assert "podMonitor" not in notes()
 
 
@@ -644,9 +644,9 @@ def test_every_value_has_a_default_and_a_schema() -> None:
 
 def test_helm_lints_it() -> None:
     """`helm lint` finds no error."""
-    found = lint()
-    assert found["total_charts_linted"] == 1
-    assert not found["errors"]
+    report = lint()
+    assert report["total_charts_linted"] == 1
+    assert not report["errors"]
 
 
 def test_versions_are_the_projects() -> None:

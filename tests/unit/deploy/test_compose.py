@@ -15,8 +15,8 @@ DOCKER = ROOT / "docker"
 
 
 def compose() -> Manifest:
-    (found,) = read((DOCKER / "compose.yaml").read_text())
-    return found
+    (document,) = read((DOCKER / "compose.yaml").read_text())
+    return document
 
 
 def services(*profiles: str) -> dict[str, Any]:
@@ -46,23 +46,23 @@ def test_gpus_are_asked_for_only_where_there_are_some() -> None:
     other = compose()["services"]["rsrv-cpu"]
     assert "deploy" not in other
     platforms = [
-        one["environment"]["RSRV_RUNTIME__PLATFORM"] for one in (compose()["services"]["rsrv"], other)
+        service["environment"]["RSRV_RUNTIME__PLATFORM"] for service in (compose()["services"]["rsrv"], other)
     ]
     assert platforms == ["cuda", "cpu"]
 
 
 def test_everything_that_is_mounted_is_there() -> None:
     """Mounted files and folders exist, and every named volume is declared and used."""
-    found = compose()
+    document = compose()
     used = set()
-    for name, service in found["services"].items():
+    for name, service in document["services"].items():
         for volume in service["volumes"]:
             source = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", volume).split(":")[0]
             if not source.startswith("."):
                 used.add(source)
             elif not source.startswith("../build"):  # Built by `make bundles`.
                 assert (DOCKER / source).exists(), (name, source)
-    assert used == set(found["volumes"])
+    assert used == set(document["volumes"])
     for service in services("gpu", "cpu").values():
         if "build" in service:
             assert (DOCKER / service["build"]["context"] / service["build"]["dockerfile"]).is_file()

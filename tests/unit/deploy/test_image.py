@@ -27,13 +27,13 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 def stages() -> list[list[tuple[str, str]]]:
     """Return the instructions of each stage. The first list has the instructions before the first stage."""
     with DOCKERFILE.open("rb") as file:
-        found: list[list[tuple[str, str]]] = [[]]
+        instructions: list[list[tuple[str, str]]] = [[]]
         for line in DockerfileParser(fileobj=file).structure:
             if line["instruction"] == "FROM":
-                found.append([])
+                instructions.append([])
             if line["instruction"] != "COMMENT":
-                found[-1].append((line["instruction"], line["value"]))
-    return found
+                instructions[-1].append((line["instruction"], line["value"]))
+    return instructions
 
 
 def values(stage: list[tuple[str, str]], instruction: str) -> list[str]:
@@ -41,8 +41,8 @@ def values(stage: list[tuple[str, str]], instruction: str) -> list[str]:
 
 
 def named(name: str) -> list[tuple[str, str]]:
-    (found,) = [s for s in stages() if s[0][0] == "FROM" and s[0][1].endswith(f" AS {name}")]
-    return found
+    (stage,) = [s for s in stages() if s[0][0] == "FROM" and s[0][1].endswith(f" AS {name}")]
+    return stage
 
 
 def locked(file: str) -> dict[str, Version]:
@@ -58,14 +58,14 @@ def locked(file: str) -> dict[str, Version]:
 def wanted(extra: str) -> list[Requirement]:
     """Return the requirements of an extra, including those of other extras that it names."""
     project = PROJECT["project"]
-    found = [Requirement(text) for text in project["dependencies"]]
+    requirements = [Requirement(text) for text in project["dependencies"]]
     for text in project["optional-dependencies"][extra]:
         requirement = Requirement(text)
         if requirement.name == project["name"]:
-            found += [each for other in requirement.extras for each in wanted(other)]
+            requirements += [each for other in requirement.extras for each in wanted(other)]
         else:
-            found.append(requirement)
-    return found
+            requirements.append(requirement)
+    return requirements
 
 
 def test_a_linter_has_nothing_to_say() -> None:
@@ -103,7 +103,7 @@ def test_the_wheel_is_built_of_all_its_packages() -> None:
         "pyproject.toml",
     ]
     for each in map(Path, needed):
-        assert any(each == one or one in each.parents for one in copied), each
+        assert any(each == path or path in each.parents for path in copied), each
 
 
 def test_the_native_front_is_built_before_the_wheel() -> None:

@@ -12,8 +12,8 @@ from tests.unit.deploy.manifests import ROOT, Manifest, check, read
 
 
 def manifest(name: str) -> Manifest:
-    (found,) = read((ROOT / "deploy" / "kserve" / f"{name}.yaml").read_text())
-    return found
+    (document,) = read((ROOT / "deploy" / "kserve" / f"{name}.yaml").read_text())
+    return document
 
 
 @pytest.mark.parametrize("name", ["clusterservingruntime", "inferenceservice"])

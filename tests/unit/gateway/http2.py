@@ -37,12 +37,12 @@ async def status(
     got = b""
     try:
         # gRPC's server does not compress the value, nor the name in its first use on a connection.
-        while not (found := re.search(rb"grpc-status[\x01\x02](\d+)", got)):
+        while not (match := re.search(rb"grpc-status[\x01\x02](\d+)", got)):
             data = await reader.read(65536)
             if not data:
                 return None
             got += data
-        return int(found[1])
+        return int(match[1])
     finally:
         writer.close()
 

@@ -169,17 +169,19 @@ class House:
 
     def call(self, method: str, request: Any = None, **options: Any) -> Any:
         """Start a call. Awaiting it returns the answer or raises AioRpcError."""
-        asked, answered = types(method)
-        callee = self.client.unary_unary(SERVICE + method, asked.SerializeToString, answered.FromString)
-        return callee(asked() if request is None else request, **options)
+        request_class, answer_class = types(method)
+        callee = self.client.unary_unary(
+            SERVICE + method, request_class.SerializeToString, answer_class.FromString
+        )
+        return callee(request_class() if request is None else request, **options)
 
     def infer(self, model: str = "m", **fields: Any) -> Any:
         return self.call("ModelInfer", Infer(model_name=model, **fields))
 
     def stream(self, **options: Any) -> Any:
-        asked, answered = types("ModelStreamInfer")
+        request_class, answer_class = types("ModelStreamInfer")
         return self.client.stream_stream(
-            SERVICE + "ModelStreamInfer", asked.SerializeToString, answered.FromString
+            SERVICE + "ModelStreamInfer", request_class.SerializeToString, answer_class.FromString
         )(**options)
 
 

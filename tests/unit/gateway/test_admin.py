@@ -48,7 +48,7 @@ def test_several_texts_become_one() -> None:
     assert text.count("# TYPE nv_inference_request_success counter") == 1
     assert text.count("# HELP nv_cpu_utilization ") == 1
     assert 'nv_inference_request_success{worker="a",model="m",version="1"} 7' in text
-    families = {one.name: one for one in text_string_to_metric_families(text)}
+    families = {family.name: family for family in text_string_to_metric_families(text)}
     assert [(s.labels, s.value) for s in families["nv_cpu_utilization"].samples] == [
         ({"worker": "a"}, 0.25),
         ({"worker": 'we"ird'}, 0.25),
@@ -131,16 +131,16 @@ def test_what_is_right_is_kept(values: dict[tuple[str, str], float], help: str, 
     """Valid samples with any labels, values and help texts are kept, as prometheus_client writes them."""
     registry = CollectorRegistry()
     gauge = Gauge("g", help.replace("\0", ""), ["x", "y"], registry=registry)
-    wanted = {}
+    expected = {}
     for (x, y), value in values.items():
         x, y = x.replace("\0", ""), y.replace("\0", "")
         gauge.labels(x, y).set(value)
-        wanted[worker, x, y] = value
+        expected[worker, x, y] = value
 
     merged = merge("", [(worker, generate_latest(registry).decode())])
 
-    found = [sample for family in text_string_to_metric_families(merged) for sample in family.samples]
-    assert {(s.labels["worker"], s.labels["x"], s.labels["y"]): s.value for s in found} == wanted
+    samples = [sample for family in text_string_to_metric_families(merged) for sample in family.samples]
+    assert {(s.labels["worker"], s.labels["x"], s.labels["y"]): s.value for s in samples} == expected
 
 
 @asynccontextmanager
@@ -182,15 +182,19 @@ async def test_one_scrape_has_the_gateway_and_all_workers() -> None:
     """A scrape has the metrics of the gateway and of all workers. A late or invalid worker is left out and counted."""
     model = ModelView(400, WeightsView.RESIDENT)
     view = WorkerView(True, frozenset({"m"}), "1", backlog_s=0.5, models={"m": model})
-    async with triton(TRITON) as one, triton(None) as two, triton("away 5", "text/html") as three:
+    async with (
+        triton(TRITON) as first_port,
+        triton(None) as second_port,
+        triton("away 5", "text/html") as third_port,
+    ):
         section = {
             "mode": "lpt_packing",
             "workers_dns": None,
             "workers": [
                 {"host": "a", "metrics_port": None},
-                {"host": "127.0.0.1", "name": "one", "grpc_port": 1, "metrics_port": one},
-                {"host": "127.0.0.1", "name": "two", "grpc_port": 2, "metrics_port": two},
-                {"host": "127.0.0.1", "name": "three", "grpc_port": 3, "metrics_port": three},
+                {"host": "127.0.0.1", "name": "one", "grpc_port": 1, "metrics_port": first_port},
+                {"host": "127.0.0.1", "name": "two", "grpc_port": 2, "metrics_port": second_port},
+                {"host": "127.0.0.1", "name": "three", "grpc_port": 3, "metrics_port": third_port},
             ],
         }
         world = World(section, a=view, one=view, two=view, three=view)
@@ -209,26 +213,26 @@ async def test_one_scrape_has_the_gateway_and_all_workers() -> None:
             while 'rsrv_gateway_worker_metrics_up{worker="one"} 1.0' not in text:
                 status, text = await get(f"{url}/metrics")
     assert status == 200
-    found = {
+    samples = {
         (sample.name, *sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
     requests = "rsrv_gateway_requests_total"
-    assert found[requests, ("code", "OK"), ("model", "m"), ("worker", "one")] == 3
-    assert found["rsrv_gateway_items_total", ("model", "m")] == 8
-    assert found["rsrv_gateway_request_duration_seconds_count", ("model", "m")] == 4
-    assert found["rsrv_gateway_request_duration_seconds_sum", ("model", "m")] == 0.25
-    assert found["rsrv_gateway_worker_up", ("worker", "two")] == 1
-    assert found["rsrv_gateway_worker_backlog_seconds", ("worker", "a:8001")] == 0.5
-    assert found["rsrv_gateway_worker_metrics_up", ("worker", "one")] == 1
-    assert found["rsrv_gateway_worker_metrics_up", ("worker", "two")] == 0
-    assert found["rsrv_gateway_worker_metrics_up", ("worker", "three")] == 0
-    assert not any("away" in name for name, *_ in found)
-    assert ("rsrv_gateway_worker_metrics_up", ("worker", "a:8001")) not in found
-    assert found["nv_cpu_utilization", ("worker", "one")] == 0.25
-    assert sum(key[0] == "rsrv_gateway_model_placed" for key in found) == 1
-    assert found["rsrv_gateway_repacks_total", ("trigger", "start")] == 1
+    assert samples[requests, ("code", "OK"), ("model", "m"), ("worker", "one")] == 3
+    assert samples["rsrv_gateway_items_total", ("model", "m")] == 8
+    assert samples["rsrv_gateway_request_duration_seconds_count", ("model", "m")] == 4
+    assert samples["rsrv_gateway_request_duration_seconds_sum", ("model", "m")] == 0.25
+    assert samples["rsrv_gateway_worker_up", ("worker", "two")] == 1
+    assert samples["rsrv_gateway_worker_backlog_seconds", ("worker", "a:8001")] == 0.5
+    assert samples["rsrv_gateway_worker_metrics_up", ("worker", "one")] == 1
+    assert samples["rsrv_gateway_worker_metrics_up", ("worker", "two")] == 0
+    assert samples["rsrv_gateway_worker_metrics_up", ("worker", "three")] == 0
+    assert not any("away" in name for name, *_ in samples)
+    assert ("rsrv_gateway_worker_metrics_up", ("worker", "a:8001")) not in samples
+    assert samples["nv_cpu_utilization", ("worker", "one")] == 0.25
+    assert sum(key[0] == "rsrv_gateway_model_placed" for key in samples) == 1
+    assert samples["rsrv_gateway_repacks_total", ("trigger", "start")] == 1
 
 
 def test_a_gateway_that_knows_no_server_says_so() -> None:
@@ -294,14 +298,14 @@ async def test_the_live_page_of_all_workers_is_there(token: bytes | None) -> Non
         status, page = await get(f"{url}/")
         assert (status, "<title>rsrv</title>" in page) == (200, True)
         async with client.get(f"{url}/live/stream") as stream:
-            said = ""
-            while "no control service" not in said:
-                said += (await stream.content.readline()).decode()
-            assert f'"writable": {"true" if token else "false"}' in said
-            assert '"server": "a:8001"' in said
+            events = ""
+            while "no control service" not in events:
+                events += (await stream.content.readline()).decode()
+            assert f'"writable": {"true" if token else "false"}' in events
+            assert '"server": "a:8001"' in events
         headers = {"Authorization": "Bearer s3cret"}
-        wanted = {"server": "a:8001", "model": "m", "what": "pin"}
-        async with client.post(f"{url}/live/steer", json=wanted, headers=headers) as answer:
+        command = {"server": "a:8001", "model": "m", "what": "pin"}
+        async with client.post(f"{url}/live/steer", json=command, headers=headers) as answer:
             assert answer.status == (403 if token is None else 409)
 
 

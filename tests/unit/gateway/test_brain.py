@@ -203,7 +203,7 @@ async def test_requests_are_answered_while_the_planner_plans() -> None:
         """A proxy that sends all requests to this one worker."""
 
         async def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
-            here = {name: replace(one, grpc=worker.worker.grpc) for name, one in workers.items()}
+            here = {name: replace(original, grpc=worker.worker.grpc) for name, original in workers.items()}
             await super().apply(here, table)
 
     async with AsyncExitStack() as ends:

@@ -22,9 +22,11 @@ STRINGS = frozenset(["text"])
 
 
 def request(output: str, classes: int = 1, padding: int = 0) -> Any:
-    asked = service_pb2.ModelInferRequest.InferRequestedOutputTensor(name=output)
-    asked.parameters["classification"].int64_param = classes
-    return service_pb2.ModelInferRequest(model_name="m", outputs=[asked], raw_input_contents=[bytes(padding)])
+    tensor = service_pb2.ModelInferRequest.InferRequestedOutputTensor(name=output)
+    tensor.parameters["classification"].int64_param = classes
+    return service_pb2.ModelInferRequest(
+        model_name="m", outputs=[tensor], raw_input_contents=[bytes(padding)]
+    )
 
 
 def json_request(output: str, classes: object = 1) -> dict[str, Any]:
@@ -81,12 +83,12 @@ async def test_each_version_of_a_model_has_its_own_outputs(monkeypatch: pytest.M
     async with proxies.serving(1) as house:
         monkeypatch.setattr(house.brain, "string_outputs", string_outputs)
         for version in ("1", "2", "1"):
-            asked = request("text")
-            asked.model_version = version
+            message = request("text")
+            message.model_version = version
             if version == "2":
-                assert (await refusal(house.call("ModelInfer", asked)))[0] == "INVALID_ARGUMENT"
+                assert (await refusal(house.call("ModelInfer", message)))[0] == "INVALID_ARGUMENT"
             else:
-                await house.call("ModelInfer", asked)
+                await house.call("ModelInfer", message)
 
 
 @looped
@@ -119,17 +121,17 @@ async def test_messages_of_a_stream_are_checked() -> None:
 async def test_a_client_that_leaves_during_the_check_leaves_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream's message is in flight while its worker is asked for its outputs. If the client leaves, it is not in flight any more."""
     async with proxies.serving(1) as house:
-        asked, answered = asyncio.Event(), asyncio.Event()
+        check_started, check_answered = asyncio.Event(), asyncio.Event()
 
         async def string_outputs(worker: str, model: str, version: str) -> frozenset[str]:
-            asked.set()
-            await answered.wait()
+            check_started.set()
+            await check_answered.wait()
             return frozenset()
 
         monkeypatch.setattr(house.brain, "string_outputs", string_outputs)
         stream = house.stream()
         await stream.write(request("text"))
-        await asked.wait()
+        await check_started.wait()
         assert house.proxy.counts().outstanding == {("m", "a"): 1}
 
         stream.cancel()
@@ -144,10 +146,10 @@ async def test_a_worker_tells_its_outputs_with_strings() -> None:
     async with proxies.serving(1) as house:
         (worker,) = house.workers
 
-        async def metadata(asked: Any, context: Any) -> Any:
-            if asked.name != "m":
+        async def metadata(query: Any, context: Any) -> Any:
+            if query.name != "m":
                 await context.abort(StatusCode.NOT_FOUND, "unknown")
-            assert asked.version == "3"
+            assert query.version == "3"
             outputs = [
                 service_pb2.ModelMetadataResponse.TensorMetadata(name=name, datatype=kind)
                 for name, kind in (("text", "BYTES"), ("numbers", "FP32"))

@@ -81,11 +81,11 @@ def test_what_has_not_changed_is_not_summed_again(drawn: st.DataObject) -> None:
         }
         views[number] = replace(views[number], alive=drawn.draw(st.booleans()), models=changed)
         now = tuple(views)
-        one = as_one(now, last)
-        assert one == as_one(now)
-        last = now, one
+        merged = as_one(now, last)
+        assert merged == as_one(now)
+        last = now, merged
         if sum(view.alive for view in views) > 0:
-            assert as_one(tuple(views), last).models is one.models
+            assert as_one(tuple(views), last).models is merged.models
 
 
 def test_models_are_packed_onto_the_devices_of_all_servers() -> None:
@@ -96,7 +96,7 @@ def test_models_are_packed_onto_the_devices_of_all_servers() -> None:
         async with world.running():
             status = await world.gateway.status()
             assert status is not None
-            assert {one.name: one.placed for one in status.models} == {
+            assert {model.name: model.placed for model in status.models} == {
                 "m": ("a:8001/0",),
                 "n": ("a:8001/1",),
             }

@@ -103,8 +103,8 @@ async def street(
         picker = Picker("127.0.0.1:0", GatewaySection(mode="lpt_packing", token_file=token), FakeBrain())
         await picker.start()
         ends.push_async_callback(picker.stop)
-        found = Street(picker, workers, http, relays)
-        await found.apply({"m": Routes(ready=("b", "c"), placed=("b",))})
+        scene = Street(picker, workers, http, relays)
+        await scene.apply({"m": Routes(ready=("b", "c"), placed=("b",))})
         ports = [relay.port for relay in relays.values()], [worker.port for worker in http.values()]
 
         def patient(config: Any) -> None:
@@ -116,10 +116,10 @@ async def street(
         running = running_envoy(tmp_path, picker.port, *ports, change=patient)
         envoy = await asyncio.to_thread(running.__enter__)
         ends.callback(running.__exit__, None, None, None)
-        found.url = envoy.url
-        found.client = await ends.enter_async_context(grpc.aio.insecure_channel(envoy.url, _UNLIMITED))
-        found.session = await ends.enter_async_context(ClientSession())
-        yield found
+        scene.url = envoy.url
+        scene.client = await ends.enter_async_context(grpc.aio.insecure_channel(envoy.url, _UNLIMITED))
+        scene.session = await ends.enter_async_context(ClientSession())
+        yield scene
 
 
 @looped
@@ -182,8 +182,8 @@ async def test_requests_in_flight_are_counted_until_their_answer(tmp_path: Path)
 def _hurry(config: Any) -> None:
     """Shorten all time limits of Envoy's routes."""
     (host,) = manager(config)["route_config"]["virtual_hosts"]
-    for one in host["routes"]:
-        route = one["route"]
+    for entry in host["routes"]:
+        route = entry["route"]
         limits = [limit for limit in (route, route.get("max_stream_duration")) if limit]
         for limit in limits:
             limit |= {key: "0.5s" for key, value in limit.items() if value in ("60s", "65s", "300s")}

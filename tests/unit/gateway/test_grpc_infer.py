@@ -51,7 +51,7 @@ async def test_items_are_read_where_they_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "message", "got"),
+    ("code", "message", "got"),
     [
         (Code.INVALID_ARGUMENT, "wrong shape", "INVALID_ARGUMENT"),
         (Code.INTERNAL, "a hook raised", "INTERNAL"),
@@ -64,10 +64,10 @@ async def test_items_are_read_where_they_count() -> None:
     ],
 )
 @looped
-async def test_what_is_not_tried_again(said: grpc.StatusCode, message: str, got: str) -> None:
+async def test_what_is_not_tried_again(code: grpc.StatusCode, message: str, got: str) -> None:
     """If a worker's refusal is final, the client gets it, and no other worker is asked."""
     async with serving(2) as house:
-        house.workers[0].does["ModelInfer"] = refusing(said, message)
+        house.workers[0].does["ModelInfer"] = refusing(code, message)
 
         assert await refusal(house.infer()) == (got, message)
         assert "ModelInfer" not in house.workers[1].got
@@ -110,17 +110,17 @@ async def test_what_is_no_request() -> None:
 @looped
 async def test_the_client_leaves_as_the_worker_fails() -> None:
     """If the client leaves while its worker fails, the request ends as cancelled, and no other worker gets it."""
-    nothing, asked = grpc.aio.Metadata(), asyncio.Event()
+    nothing, started = grpc.aio.Metadata(), asyncio.Event()
 
     async def fail() -> bytes:
         try:
-            asked.set()
+            started.set()
             return await asyncio.Event().wait() and b""
         except asyncio.CancelledError:
             raise grpc.aio.AioRpcError(Code.UNAVAILABLE, nothing, nothing, "ending") from None
 
     waiting = asyncio.create_task(answer_of(fail(), "a"))
-    await asked.wait()
+    await started.wait()
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
@@ -129,10 +129,10 @@ async def test_the_client_leaves_as_the_worker_fails() -> None:
 @looped
 async def test_deadlines() -> None:
     """The worker gets the rest of the client's deadline, or of the gateway's limit. After this time, the call is cancelled."""
-    left: list[float] = []
+    remaining: list[float] = []
 
     async def note(request: Any, context: Any) -> Any:
-        left.append(context.time_remaining())
+        remaining.append(context.time_remaining())
         return service_pb2.ModelInferResponse()
 
     async with serving(1, request_timeout_s=1000) as house:
@@ -140,8 +140,8 @@ async def test_deadlines() -> None:
         worker.does["ModelInfer"] = note
         await house.infer()
         await house.call("ModelInfer", Infer(model_name="m"), timeout=200)
-        assert 500 < left[0] < 1020
-        assert 0 < left[1] < 210  # gRPC rounds the time up.
+        assert 500 < remaining[0] < 1020
+        assert 0 < remaining[1] < 210  # gRPC rounds the time up.
 
         cancelled = hold(worker)
         for limit in LIMITS_S:

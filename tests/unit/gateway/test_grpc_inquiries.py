@@ -429,17 +429,17 @@ async def test_workers_get_the_gateways_renewed_certificate(tmp_path: Path) -> N
         await started.start()
         return started
 
-    one, two = await worker("a", old), await worker("b", new)
+    first, second = await worker("a", old), await worker("b", new)
     async with serving(0, **files) as house:
-        await house.apply({"m": Routes(ready=("a",)), "n": Routes(ready=("b",))}, [one, two])
+        await house.apply({"m": Routes(ready=("a",)), "n": Routes(ready=("b",))}, [first, second])
         assert (await house.infer("m")).model_version == "a"
         assert (await refusal(house.infer("n")))[0] == "UNAVAILABLE"
         _issue(tmp_path, new, "gateway")
         house.proxy.renewals.check(time.time())
         assert (await house.infer("n")).model_version == "b"
         assert (await refusal(house.infer("m")))[0] == "UNAVAILABLE"
-        for ended in (one, two):
-            await ended.kill()
+        for server in (first, second):
+            await server.kill()
 
 
 @pytest.mark.parametrize("wrong", ["tls_certificate", "tls_key", "tls_client_ca"])
@@ -460,7 +460,7 @@ def test_files_for_tls_that_cannot_be_used(tmp_path: Path, wrong: str, contents:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "setting"),
     [
         ({"grpc": "127.0.0.1:99999"}, "gateway.grpc"),
         ({"grpc": "192.0.2.1:8001"}, "gateway.grpc"),
@@ -469,9 +469,9 @@ def test_files_for_tls_that_cannot_be_used(tmp_path: Path, wrong: str, contents:
     ],
 )
 @looped
-async def test_it_cannot_listen(settings: dict[str, Any], said: str) -> None:
+async def test_it_cannot_listen(settings: dict[str, Any], setting: str) -> None:
     """If the gateway cannot listen at its port, the message names the setting."""
-    with pytest.raises((ListenError, CredentialsError, TokenError), match=said):
+    with pytest.raises((ListenError, CredentialsError, TokenError), match=setting):
         async with serving(0, **settings):
             pass
 

@@ -382,8 +382,8 @@ async def test_a_status_of_grpc_stands_before_or_after_that_of_the_worker(is_fir
     refused = status(Code.UNAVAILABLE, "full")
     for statuses, expected in (((refused, own), "full"), ((None, own), None)):
         end = StreamEnd(Ending(*(statuses[::-1] if is_first else statuses)))
-        found = await end.refusal_of(own)
-        assert (found and found.message) == expected
+        result = await end.refusal_of(own)
+        assert (result and result.message) == expected
 
 
 @looped

@@ -115,13 +115,13 @@ class Peer:
 
     def frames(self) -> list[tuple[int, int, int, bytes]]:
         """Return the frames since the last call. Each has a kind, flags, a stream and a payload."""
-        found, data = [], bytes(self._written)
+        frames, data = [], bytes(self._written)
         self._written.clear()
         while data:
             size = int.from_bytes(data[:3], "big")
-            found.append((data[3], data[4], int.from_bytes(data[5:9], "big"), data[9 : 9 + size]))
+            frames.append((data[3], data[4], int.from_bytes(data[5:9], "big"), data[9 : 9 + size]))
             data = data[9 + size :]
-        return found
+        return frames
 
     def said(self) -> tuple[bytes, str]:
         """Return the bytes of all answers since the last call, and the status that ended the stream."""
@@ -147,7 +147,7 @@ def test_a_call_is_answered_and_ends_with_its_client() -> None:
     peer = Peer()
     echo = peer.open()
     peer.say(b"one", b"two")
-    assert [one[0] for one in peer.frames()] == [HEADERS, DATA, DATA]
+    assert [fields[0] for fields in peer.frames()] == [HEADERS, DATA, DATA]
     peer.say(b"three", flags=END_STREAM)
     assert peer.said() == (framed(b"three"), "0")
     assert echo.ended == 1
@@ -221,11 +221,11 @@ def test_windows_are_given_back_before_they_close() -> None:
     peer.open()
     for _ in range(16):
         peer.say(b"quiet" + b"z" * ((1 << 20) - 10))
-    given = Counter[int]()
+    increments = Counter[int]()
     for kind, _, number, payload in peer.frames():
         if kind == WINDOW_UPDATE:
-            given[number] += int.from_bytes(payload, "big")
-    assert given == {0: 1 << 24, 1: 1 << 24}
+            increments[number] += int.from_bytes(payload, "big")
+    assert increments == {0: 1 << 24, 1: 1 << 24}
 
 
 @looped
@@ -316,9 +316,9 @@ async def test_an_answer_may_come_later() -> None:
     peer.send(frame(RST_STREAM, 0, 3, struct.pack(">I", 8)))
     first.released.set()
     second.released.set()
-    while not (said := peer.said()[0]):
+    while not (body := peer.said()[0]):
         await asyncio.sleep(0)
-    assert said == framed(b"late")
+    assert body == framed(b"late")
 
 
 def test_a_stream_may_be_reset_before_its_late_answer_is_awaited(recwarn: pytest.WarningsRecorder) -> None:
@@ -428,9 +428,9 @@ def test_a_peer_that_speaks_something_else_is_left() -> None:
 def test_no_frames_break_the_connections_state(sent: list[tuple[int, int, int, bytes]]) -> None:
     """After any frames, the connection is closed or can serve a new stream. Each exchange ends exactly once."""
     peer = Peer()
-    for one in sent:
+    for fields in sent:
         if not peer.closed:
-            peer.send(frame(*one))
+            peer.send(frame(*fields))
     if not peer.closed:
         peer.send(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1 << 20)))
         peer.frames()

@@ -95,14 +95,14 @@ def written(value: Any, rng: Random) -> str:
 def text(value: str, rng: Random) -> str:
     """Write a string. Any of its characters may be escaped."""
     escapes = {'"': '\\"', "\\": "\\\\", "/": rng.choice(("/", "\\/")), "\n": "\\n", "\t": "\\t"}
-    found = []
+    parts = []
     for character in value:
         if character < " " or 0xD800 <= ord(character) < 0xE000 or rng.random() < 0.1:
             units = character.encode("utf-16-be", "surrogatepass")
-            found += [f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2)]
+            parts += [f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2)]
         else:
-            found.append(escapes.get(character, character))
-    return '"' + "".join(found) + '"'
+            parts.append(escapes.get(character, character))
+    return '"' + "".join(parts) + '"'
 
 
 def first(value: Any, key: str, kind: type) -> Any:
@@ -171,10 +171,10 @@ def test_a_request_is_read_as_triton_does_however_it_is_written(request: Object,
 
     head = read(packed, rng, encoding, length)
 
-    wanted = expected(request)
-    assert head.sequence == wanted.sequence
-    assert tuple(pair for pair in head.inputs if pair[0]) == wanted.inputs
-    assert tuple(name for name in head.classified if name) == wanted.classified
+    reference = expected(request)
+    assert head.sequence == reference.sequence
+    assert tuple(pair for pair in head.inputs if pair[0]) == reference.inputs
+    assert tuple(name for name in head.classified if name) == reference.classified
 
 
 @given(st.binary(max_size=60) | st.text('{}[]",:\\u0 a1', max_size=60).map(str.encode), st.integers(0))

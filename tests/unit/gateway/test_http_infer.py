@@ -352,17 +352,17 @@ async def test_a_client_that_stalls() -> None:
 
 def test_a_dns_that_hangs_does_not_hold_back_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The event loop can end while a name server does not answer the question for a worker's address."""
-    asked, ended, waited_for = threading.Event(), threading.Event(), []
+    query_started, test_ended, waited_for = threading.Event(), threading.Event(), []
 
     def hang(*_: Any, **__: Any) -> Any:
-        asked.set()
-        waited_for.append(not ended.wait(60))
+        query_started.set()
+        waited_for.append(not test_ended.wait(60))
         raise OSError
 
     async def main() -> None:
         pool = Pool("worker:8000", GatewaySection(), None)
         asking = asyncio.create_task(pool.ask(HttpQuery("GET", "/v2", CIMultiDict(), whole=True)))
-        await asyncio.to_thread(asked.wait)
+        await asyncio.to_thread(query_started.wait)
         asking.cancel()
         await asyncio.wait([asking])
         await pool.close()
@@ -371,7 +371,7 @@ def test_a_dns_that_hangs_does_not_hold_back_the_end(monkeypatch: pytest.MonkeyP
         patched.setattr(socket, "getaddrinfo", hang)
         asyncio.run(main())
     assert waited_for == []
-    ended.set()
+    test_ended.set()
 
 
 @looped
@@ -491,7 +491,7 @@ async def test_a_client_that_does_not_read() -> None:
     """If a client stops reading a long answer, its connection and the worker's request end."""
     async with serving(1) as house:
         (worker,) = house.workers
-        ended = asyncio.Event()
+        stream_ended = asyncio.Event()
 
         async def without_end(request: Any) -> web.StreamResponse:
             house.proxy.http._timeout_s = 0.2
@@ -501,13 +501,13 @@ async def test_a_client_that_does_not_read() -> None:
                 while True:
                     await response.write(bytes(1 << 20))
             finally:
-                ended.set()
+                stream_ended.set()
 
         worker.does[""] = without_end
         reader, writer = await asyncio.open_connection("127.0.0.1", house.proxy.http.port, limit=1024)
         writer.write(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())
         await reader.readline()
-        await ended.wait()
+        await stream_ended.wait()
 
         assert await counted(house) == {("m", "a", "CANCELLED"): 1}
         writer.close()
@@ -596,7 +596,7 @@ async def test_a_client_leaves_a_stream() -> None:
     """If a client disconnects during a stream, the worker's stream ends."""
     async with serving(1) as house:
         (worker,) = house.workers
-        ended = asyncio.Event()
+        stream_ended = asyncio.Event()
 
         async def events(request: Any) -> web.StreamResponse:
             await worker.read(request)
@@ -606,14 +606,14 @@ async def test_a_client_leaves_a_stream() -> None:
                 await response.write(b"data: 1\n\n")
                 await asyncio.Event().wait()
             finally:
-                ended.set()
+                stream_ended.set()
             return response
 
         worker.does[""] = events
         async with house.open("POST", "/v2/models/m/generate_stream", data=b"{}") as response:
             await response.content.readany()
             response.close()
-        await ended.wait()
+        await stream_ended.wait()
         assert await counted(house) == {("m", "a", "CANCELLED"): 1}
 
 

@@ -35,10 +35,10 @@ class PageControl(FakeControl):
         self.token = dict(context.invocation_metadata()).get("authorization")
         self.watchers += 1
         try:
-            for name, said in self.told:
-                yield pb.WatchPageResponse(event=name, json=json.dumps(said))
-            while (one := await self.more.get()) is not None:
-                yield pb.WatchPageResponse(event=one[0], json=json.dumps(one[1]))
+            for name, content in self.told:
+                yield pb.WatchPageResponse(event=name, json=json.dumps(content))
+            while (event := await self.more.get()) is not None:
+                yield pb.WatchPageResponse(event=event[0], json=json.dumps(event[1]))
         finally:
             self.watchers -= 1
             self.gone.set()
@@ -122,11 +122,11 @@ async def test_events_wait_for_a_slow_page(monkeypatch: pytest.MonkeyPatch) -> N
     async with fleet() as (world, workers, _):
         world.controls["bare:8001"] = ControlClient(None, (), _Burst())
         async with aclosing(workers.events()) as events:
-            found = [await find(events, "bare:8001", "log")]
+            numbers = [await find(events, "bare:8001", "log")]
             loop = asyncio.get_running_loop()
             monkeypatch.setattr(loop, "time", lambda time=loop.time: time() + 1)
-            found += [await find(events, "bare:8001", "log") for _ in range(2)]
-    assert found == [0, 1, 2]
+            numbers += [await find(events, "bare:8001", "log") for _ in range(2)]
+    assert numbers == [0, 1, 2]
 
 
 async def find(events: AsyncGenerator[Event, None], server: str, name: str) -> Any:
@@ -169,7 +169,7 @@ async def test_workers_join_and_leave_while_a_page_is_watched() -> None:
     async with fleet("a", "b") as (world, workers, controls), aclosing(workers.events()) as events:
         await find(events, "a:8001", "begin")
         members = dict(world.gateway.probes.workers())
-        world.gateway.probes.watch({name: one for name, one in members.items() if name != "a:8001"})
+        world.gateway.probes.watch({name: worker for name, worker in members.items() if name != "a:8001"})
         await find(events, "a:8001", "gone")
         await controls["a"].gone.wait()
         assert controls["a"].watchers == 0
@@ -181,12 +181,12 @@ async def test_workers_join_and_leave_while_a_page_is_watched() -> None:
 async def test_histories_and_steering_go_to_the_worker() -> None:
     """Questions for histories and commands are sent to the worker. A refusal, or an unknown worker, becomes an HTTP status."""
     async with fleet("a") as (_, workers, controls):
-        found = await workers.panel("a:8001", "m")
-        assert found["history"][0].endswith(" ready")
-        assert found["slowest"] == []
-        assert found["facts"][0] == ("calls", "a")
-        assert found["facts"][-1] == ("version", "m@1 ready")
-        names = [one["name"] for one in json.loads(await workers.trace("a:8001"))["traceEvents"]]
+        panel = await workers.panel("a:8001", "m")
+        assert panel["history"][0].endswith(" ready")
+        assert panel["slowest"] == []
+        assert panel["facts"][0] == ("calls", "a")
+        assert panel["facts"][-1] == ("version", "m@1 ready")
+        names = [event["name"] for event in json.loads(await workers.trace("a:8001"))["traceEvents"]]
         assert names[-1] == "m"
         for what in ("pin", "unpin", "prefetch", "evict"):
             await workers.steer("a:8001", "m", what)

@@ -143,13 +143,13 @@ def test_a_token_for_the_live_page_that_cannot_be_read_ends_it(tmp_path: Path) -
     config.write_text(
         f"{{metrics: {{token_file: {tmp_path}/missing}}, gateway: {{workers_dns: localhost, {OPEN}}}}}"
     )
-    said = subprocess.run(
+    process = subprocess.run(
         [*GATEWAY, "--config", config], check=False, capture_output=True, text=True, timeout=60
     )
-    assert said.returncode == 1
-    assert "rsrv-gateway: metrics.token_file: " in said.stderr
-    assert "Traceback" not in said.stderr
-    (warning,) = (line for line in said.stderr.splitlines() if "may send requests" in line)
+    assert process.returncode == 1
+    assert "rsrv-gateway: metrics.token_file: " in process.stderr
+    assert "Traceback" not in process.stderr
+    (warning,) = (line for line in process.stderr.splitlines() if "may send requests" in line)
     assert "gateway.grpc and gateway.http: every machine" in warning
 
 
@@ -236,8 +236,8 @@ async def test_it_carries_requests_and_ends_when_they_have(
             await asyncio.sleep(0.01)
         triton.gate.set()
         assert (await waiting).id == "1"
-        told = [json.loads(line) for line in (await ending).splitlines()]
-        assert {line["logger"] for line in told} >= {"rsrv_gateway.main"}
+        lines = [json.loads(line) for line in (await ending).splitlines()]
+        assert {line["logger"] for line in lines} >= {"rsrv_gateway.main"}
         assert running.process.returncode == 0
         assert list(base.iterdir()) == []
 
@@ -281,19 +281,19 @@ async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
 @looped
 async def test_it_is_found_and_steered_by_its_socket(tmp_path: Path, base: Path) -> None:
     """The command finds the gateway by its socket. The directory of a dead gateway is removed."""
-    left = base / "1-1-gateway"
-    left.mkdir()
+    leftover = base / "1-1-gateway"
+    leftover.mkdir()
     async with serving(FakeServer()) as port, gateway(tmp_path, port) as running:
-        assert not left.exists()
+        assert not leftover.exists()
         (socket,) = base.glob(f"{running.process.pid}-*-gateway/control.sock")
         async with grpc.aio.insecure_channel(f"unix:{socket}") as channel:
             stub: Any = gateway_pb2_grpc.GatewayStub(channel)
             (worker,) = (await stub.GetStatus(pb.GetStatusRequest())).workers
             assert (worker.name, worker.alive) == (f"127.0.0.1:{port}", True)
-        said = await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "rsrv.cli.main", "gateway", "locate", "m"), stdout=PIPE
         )
-        out, _ = await said.communicate()
+        out, _ = await process.communicate()
         assert f"127.0.0.1:{port}" in out.decode()
 
 
@@ -306,7 +306,10 @@ async def test_a_port_that_is_taken_ends_it(tmp_path: Path) -> None:
         process = await asyncio.create_subprocess_exec(
             *(*GATEWAY, "--workers", "127.0.0.1:1"),
             stderr=PIPE,
-            env={**os.environ, **{f"RSRV_GATEWAY__{key}": f"127.0.0.1:{one}" for key, one in ports.items()}},
+            env={
+                **os.environ,
+                **{f"RSRV_GATEWAY__{key}": f"127.0.0.1:{value}" for key, value in ports.items()},
+            },
         )
         _, text = await process.communicate()
         assert process.returncode == 1

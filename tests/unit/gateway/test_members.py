@@ -126,11 +126,11 @@ def test_a_dns_that_hangs_is_not_waited_for_for_ever() -> None:
 
 def test_a_dns_that_hangs_does_not_hold_back_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The event loop can end while a name server does not answer, although the system's resolver may wait for a minute."""
-    asked, ended, waited_for = threading.Event(), threading.Event(), []
+    query_started, test_ended, waited_for = threading.Event(), threading.Event(), []
 
     def hang(*_: Any, **__: Any) -> Any:
-        asked.set()
-        waited_for.append(not ended.wait(60))
+        query_started.set()
+        waited_for.append(not test_ended.wait(60))
         raise OSError
 
     monkeypatch.setattr(socket, "getaddrinfo", hang)
@@ -138,13 +138,13 @@ def test_a_dns_that_hangs_does_not_hold_back_the_end(monkeypatch: pytest.MonkeyP
 
     async def main() -> None:
         refresh = asyncio.create_task(members.refresh())
-        await asyncio.to_thread(asked.wait)
+        await asyncio.to_thread(query_started.wait)
         refresh.cancel()
         await asyncio.wait([refresh])
 
     asyncio.run(main())
     assert waited_for == []
-    ended.set()
+    test_ended.set()
 
 
 def test_without_a_thread_no_worker_leaves(
@@ -294,9 +294,9 @@ def test_a_file_that_the_kernel_cannot_watch_is_polled(tmp_path: Path) -> None:
 
 def test_the_command_line_names_grpc_ports() -> None:
     """The command line has the gRPC ports of workers. The other ports follow from them as Triton's default ports do."""
-    one, two = parse_workers("gpu1:8001, [::1]:18011")
-    assert (one.host, one.grpc_port, one.http_port, one.metrics_port) == ("gpu1", 8001, 8000, 8002)
-    assert (two.host, two.grpc_port) == ("::1", 18011)
+    first, second = parse_workers("gpu1:8001, [::1]:18011")
+    assert (first.host, first.grpc_port, first.http_port, first.metrics_port) == ("gpu1", 8001, 8000, 8002)
+    assert (second.host, second.grpc_port) == ("::1", 18011)
     for wrong in ("gpu1", "gpu1:x", ":8001", "gpu1:70000"):
         with pytest.raises(MembersError, match="HOST:PORT"):
             parse_workers(wrong)

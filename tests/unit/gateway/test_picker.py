@@ -140,17 +140,19 @@ def endpoints(answer: Any) -> list[str]:
     if part not in ("request_headers", "request_body"):
         return []
     headers = getattr(answer, part).response.header_mutation.set_headers
-    values = [one.header.raw_value.decode() for one in headers if one.header.key == DESTINATION]
-    told = answer.dynamic_metadata["envoy.lb"][DESTINATION] if values else ""
-    assert values in ([], [told])
+    values = [option.header.raw_value.decode() for option in headers if option.header.key == DESTINATION]
+    destination = answer.dynamic_metadata["envoy.lb"][DESTINATION] if values else ""
+    assert values in ([], [destination])
     return values[0].split(",") if values else []
 
 
 def refusal(answer: Any) -> tuple[int, str]:
     """Return the status and the text of an immediate response. The status is gRPC's, or else HTTP's."""
     assert answer.WhichOneof("response") == "immediate_response"
-    said = answer.immediate_response
-    return (said.grpc_status.status if said.HasField("grpc_status") else said.status.code), said.body.decode()
+    response = answer.immediate_response
+    return (
+        response.grpc_status.status if response.HasField("grpc_status") else response.status.code
+    ), response.body.decode()
 
 
 @asynccontextmanager
@@ -243,9 +245,9 @@ async def test_the_requests_of_a_sequence_go_to_one_worker_without_fallback() ->
         message.parameters["sequence_id"].int64_param = 7
         hosts = set()
         for _ in range(2):
-            found = endpoints(await desk.ask_grpc("ModelInfer", message))
-            assert len(found) == 1
-            hosts.add(found[0].split(":")[0])
+            targets = endpoints(await desk.ask_grpc("ModelInfer", message))
+            assert len(targets) == 1
+            hosts.add(targets[0].split(":")[0])
             stream = desk.stream()
             await stream.headers(call_headers("ModelInfer", **{"grpc-encoding": "gzip"}), STREAMED)
             await stream.body(framed(message, compressed=True))
@@ -344,18 +346,18 @@ async def test_the_index_is_asked_for_in_json_that_a_server_can_read() -> None:
 @looped
 async def test_classes_of_strings_are_refused_at_any_place_of_a_body() -> None:
     """Classes of strings are refused over both protocols, even after tensors, and in later messages of a stream."""
-    asked = Infer(model_name="both")
-    asked.outputs.add(name="text").parameters["classification"].int64_param = 1
+    request = Infer(model_name="both")
+    request.outputs.add(name="text").parameters["classification"].int64_param = 1
     late = Infer(model_name="both", raw_input_contents=[bytes(SHOWN_BYTES)]).SerializeToString()
-    late += Infer(outputs=asked.outputs).SerializeToString()
+    late += Infer(outputs=request.outputs).SerializeToString()
     first = Infer(model_name="both")
     body = json.dumps({"outputs": [{"name": "text", "parameters": {"classification": 1}}]}).encode()
     behind = b'{"id": "' + b"i" * SHOWN_BYTES + b'", ' + body[1:]
     calls: list[tuple[dict[str, str], bytes]] = [
-        (call_headers("ModelInfer"), framed(asked)),
+        (call_headers("ModelInfer"), framed(request)),
         (call_headers("ModelInfer"), struct.pack(">BI", 0, len(late)) + late),
-        (call_headers("ModelInfer", **{"grpc-encoding": "gzip"}), framed(asked, compressed=True)),
-        (call_headers("ModelStreamInfer"), framed(first) + framed(asked)),
+        (call_headers("ModelInfer", **{"grpc-encoding": "gzip"}), framed(request, compressed=True)),
+        (call_headers("ModelStreamInfer"), framed(first) + framed(request)),
         (http_headers("both"), body),
         (http_headers("both"), behind),
     ]
@@ -383,15 +385,15 @@ async def test_classes_of_strings_are_refused_at_any_place_of_a_body() -> None:
 @looped
 async def test_classes_of_a_model_that_was_unknown_are_checked() -> None:
     """If only a refresh finds the model of a request for classes, its worker is still asked for outputs with strings."""
-    asked = Infer(model_name="new")
-    asked.outputs.add(name="text").parameters["classification"].int64_param = 1
+    request = Infer(model_name="new")
+    request.outputs.add(name="text").parameters["classification"].int64_param = 1
     async with picking() as desk:
 
         async def find() -> None:
             await desk.picker.apply(WORKERS, {**TABLE, "new": Routes(ready=("a",))})
 
         desk.brain.on_refresh = find
-        answer = await desk.ask_grpc("ModelInfer", asked, STREAMED)
+        answer = await desk.ask_grpc("ModelInfer", request, STREAMED)
         assert len(endpoints(answer)) == 1
         assert desk.brain.asked == ["a"]
 
@@ -399,20 +401,20 @@ async def test_classes_of_a_model_that_was_unknown_are_checked() -> None:
 @looped
 async def test_a_worker_that_does_not_name_its_outputs_gets_no_request_for_classes() -> None:
     """If a worker does not report its outputs, the other worker gets the request. If there is no other, the client gets the refusal."""
-    asked = Infer(model_name="both")
-    asked.outputs.add(name="text").parameters["classification"].int64_param = 1
+    request = Infer(model_name="both")
+    request.outputs.add(name="text").parameters["classification"].int64_param = 1
     away = Refusal(grpc.StatusCode.UNAVAILABLE, "worker b does not answer")
     async with picking() as desk:
         desk.brain.strings = {"b": away}
         stream = desk.stream()
         await stream.headers(call_headers("ModelInfer"), STREAMED)
-        await stream.body(framed(asked))
+        await stream.body(framed(request))
         assert endpoints(await stream.got()) == ["10.0.0.1:8001"]
         assert desk.in_flight() == {("both", "a"): 1}
         await stream.end()
         desk.brain.strings = {"a": away, "b": away}
         desk.picker.traffic._strings.clear()
-        assert refusal(await desk.ask_grpc("ModelInfer", asked, STREAMED)) == (14, away.message)
+        assert refusal(await desk.ask_grpc("ModelInfer", request, STREAMED)) == (14, away.message)
 
 
 @looped
@@ -503,9 +505,9 @@ async def test_a_compressed_body_is_read_with_pauses_for_other_requests() -> Non
 async def test_questions_go_to_a_worker_that_can_answer(method: str, request_: Any, hosts: set[int]) -> None:
     """A question about a model is sent to a worker that has it. Other questions are sent to any worker. Questions are not counted."""
     async with picking() as desk:
-        found = endpoints(await desk.ask_grpc(method, request_))
-        assert found
-        assert {int(one.split(":")[0][-1]) for one in found} <= hosts
+        targets = endpoints(await desk.ask_grpc(method, request_))
+        assert targets
+        assert {int(target.split(":")[0][-1]) for target in targets} <= hosts
         assert desk.picker.counts().requests == {}
 
 
@@ -632,10 +634,10 @@ async def test_in_full_duplex_all_bytes_of_both_bodies_come_back() -> None:
         for at in range(0, len(message), 4096):
             await stream.body(message[at : at + 4096], end=at + 4096 >= len(message))
         assert endpoints(await stream.got()) == ["10.0.0.2:8001", "10.0.0.1:8001"]
-        back, ended = b"", False
-        while not ended:
+        back, done = b"", False
+        while not done:
             part = (await stream.got()).request_body.response.body_mutation.streamed_response
-            back, ended = back + part.body, part.end_of_stream
+            back, done = back + part.body, part.end_of_stream
         assert back == message
         await stream.send(response_headers=pb.HttpHeaders())
         assert (await stream.got()).HasField("response_headers")
@@ -672,14 +674,14 @@ async def test_what_the_picker_has_not_read_resets_no_connection() -> None:
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
 
         async def rest() -> bytes:
-            said = await reader.read()
+            data = await reader.read()
             writer.close()
-            return said
+            return data
 
         # The drain begins before the event loop reads from the connection.
-        _, said = await asyncio.gather(desk.picker.drain(30), rest())
+        _, received = await asyncio.gather(desk.picker.drain(30), rest())
         goaway = struct.pack(">HBBBIII", 0, 8, 7, 0, 0, 0, 0)
-        assert said.endswith(goaway)
+        assert received.endswith(goaway)
 
 
 @looped
@@ -690,19 +692,19 @@ async def test_workers_are_named_by_address(caplog: pytest.LogCaptureFixture) ->
         "b": Worker("b", "no.such.host.invalid:8001"),
     }
     async with picking({"m": Routes(ready=("a", "b"), placed=("b",))}, workers) as desk:
-        (found,) = endpoints(await desk.ask_grpc("ModelInfer", Infer(model_name="m")))
-        assert found in ("127.0.0.1:8001", "[::1]:8001")
+        (endpoint,) = endpoints(await desk.ask_grpc("ModelInfer", Infer(model_name="m")))
+        assert endpoint in ("127.0.0.1:8001", "[::1]:8001")
         assert "no.such.host.invalid" in caplog.text
 
 
 @looped
 async def test_a_name_that_had_no_address_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that could not be resolved is tried again, without a new table. All names are resolved at the same time."""
-    asked: list[str] = []
+    names: list[str] = []
     known: dict[str, str] = {}
 
     async def addresses(name: str) -> list[str]:
-        asked.append(name)
+        names.append(name)
         await asyncio.sleep(0)
         if name not in known:
             raise OSError("unknown")
@@ -712,7 +714,7 @@ async def test_a_name_that_had_no_address_is_asked_for_again(monkeypatch: pytest
     monkeypatch.setattr("rsrv_gateway.picker.READ_PAUSE_S", 0.01)
     workers = {name: Worker(name, f"{name}.example:8001", f"{name}.example:8000") for name in "ab"}
     async with picking({"m": Routes(ready=("a", "b"))}, workers) as desk:
-        assert asked[:2] == ["a.example", "b.example"] or asked[:2] == ["b.example", "a.example"]
+        assert names[:2] == ["a.example", "b.example"] or names[:2] == ["b.example", "a.example"]
         assert refusal(await desk.ask_grpc("ModelInfer", Infer(model_name="m")))[0] == 14
         known["b.example"] = "10.0.0.2"
         while not endpoints(answer := await desk.ask_grpc("ModelInfer", Infer(model_name="m"))):
@@ -751,24 +753,24 @@ async def test_a_worker_that_joins_while_names_are_asked_for_keeps_its_address(
 ) -> None:
     """If workers are replaced while names are being resolved again, the new workers get requests at once, and also later."""
     slow = asyncio.Event()
-    asked = asyncio.Event()
+    started = asyncio.Event()
     known = {"a.example": "10.0.0.1", "b.example": "10.0.0.2"}
     times = 0
 
     async def addresses(name: str) -> list[str]:
         nonlocal times
         if name == "a.example" and (times := times + 1) == 2:
-            asked.set()
+            started.set()
             await slow.wait()
         return [known[name]]
 
     monkeypatch.setattr("rsrv_gateway.picker.addresses_of", addresses)
     monkeypatch.setattr("rsrv_gateway.picker.READ_PAUSE_S", 0.01)
-    one, other = ({name: Worker(name, f"{name}.example:8001")} for name in "ab")
-    async with picking({"m": Routes(ready=("a",))}, one) as desk:
-        await asked.wait()
+    before, after = ({name: Worker(name, f"{name}.example:8001")} for name in "ab")
+    async with picking({"m": Routes(ready=("a",))}, before) as desk:
+        await started.wait()
         monkeypatch.setattr("rsrv_gateway.picker.READ_PAUSE_S", 60)
-        await desk.picker.apply(other, {"m": Routes(ready=("b",))})
+        await desk.picker.apply(after, {"m": Routes(ready=("b",))})
         slow.set()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -823,12 +825,12 @@ async def test_envoy_can_be_asked_for_a_certificate(tmp_path: Path) -> None:
         address = f"127.0.0.1:{desk.picker.port}"
         own = key.read_bytes(), chain.read_bytes()
         credentials = [grpc.ssl_channel_credentials(ca.read_bytes(), *more) for more in ((), own)]
-        for one, answered in zip(credentials, (False, True), strict=True):
-            async with grpc.aio.secure_channel(address, one) as channel:
+        for credential, answered in zip(credentials, (False, True), strict=True):
+            async with grpc.aio.secure_channel(address, credential) as channel:
                 client = Desk(desk.picker, desk.brain, channel)
-                asked = client.ask_http("/v2/health/live")
+                call = client.ask_http("/v2/health/live")
                 if answered:
-                    assert endpoints(await asked)
+                    assert endpoints(await call)
                 else:
                     with pytest.raises(grpc.aio.AioRpcError):
-                        await asked
+                        await call

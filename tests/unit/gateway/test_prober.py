@@ -52,15 +52,15 @@ def prober(port: int, *, control: bool = False, timeout: float = 60.0, **setting
     return GrpcProber(worker, ChannelFactory(GatewaySection.model_validate(settings)), timeout)
 
 
-async def only(one: GrpcProber) -> WorkerView:
+async def only(grpc_prober: GrpcProber) -> WorkerView:
     """Probe a worker with one device, and return the view of this device."""
-    (view,) = await one.probe()
+    (view,) = await grpc_prober.probe()
     return view
 
 
-async def probe_until_seen(one: GrpcProber, view: WorkerView) -> None:
+async def probe_until_seen(grpc_prober: GrpcProber, view: WorkerView) -> None:
     """Probe until the worker has this view. On a busy machine, any probe may be too late."""
-    while await only(one) != view:
+    while await only(grpc_prober) != view:
         pass
 
 
@@ -70,11 +70,11 @@ async def test_a_worker_without_control_tells_what_is_ready() -> None:
     triton = FakeServer()
     triton.index = {"m": "READY", "n": "UNAVAILABLE", "o": "READY"}
     async with serving(triton) as port:
-        one = prober(port)
-        assert await only(one) == WorkerView(alive=True, ready=frozenset({"m", "o"}))
+        grpc_prober = prober(port)
+        assert await only(grpc_prober) == WorkerView(alive=True, ready=frozenset({"m", "o"}))
         with pytest.raises(ActError, match="no control service"):
-            await one.act(Act.EVICT, "m", None)
-        await one.close()
+            await grpc_prober.act(Act.EVICT, "m", None)
+        await grpc_prober.close()
 
 
 @looped
@@ -83,8 +83,8 @@ async def test_a_worker_with_control_tells_all_that_the_planner_needs() -> None:
     control = FakeControl()
     control.load = LOAD
     async with serving(FakeServer(), control) as port:
-        one = prober(port, control=True)
-        assert await only(one) == WorkerView(
+        grpc_prober = prober(port, control=True)
+        assert await only(grpc_prober) == WorkerView(
             alive=True,
             ready=frozenset({"m"}),
             instance="0123456789abcdef",
@@ -97,7 +97,7 @@ async def test_a_worker_with_control_tells_all_that_the_planner_needs() -> None:
             calls={"chain": frozenset({"a", "b"})},
             aliases={"fraud": "a"},
         )
-        await one.close()
+        await grpc_prober.close()
 
 
 @looped
@@ -109,18 +109,18 @@ async def test_a_probe_asks_for_what_has_changed() -> None:
     device.models.add(name="b", queued=2)
     control.load = pb.GetLoadResponse(devices=[device])
     async with serving(FakeServer(), control) as port:
-        one = prober(port, control=True)
-        while (first := await only(one)).instance is None:
+        grpc_prober = prober(port, control=True)
+        while (first := await only(grpc_prober)).instance is None:
             pass
         (known,) = control.load.devices
         del known.models[:]
         known.models.add(name="b", queued=5)
         known.since, known.next = 3, 4
-        while (second := await only(one)).instance is None or second.measurement == first.measurement:
+        while (second := await only(grpc_prober)).instance is None or second.measurement == first.measurement:
             pass
         assert control.positions == [(0, "i", 3)]
         assert {name: model.queued for name, model in second.models.items()} == {"a": 1, "b": 5}
-        await one.close()
+        await grpc_prober.close()
 
 
 @looped
@@ -139,21 +139,21 @@ async def test_a_server_with_several_devices_has_a_view_of_each() -> None:
     )
     ready = frozenset({"m"})
     async with serving(FakeServer(), control) as port:
-        one = prober(port, control=True)
-        assert await one.probe() == (
+        grpc_prober = prober(port, control=True)
+        assert await grpc_prober.probe() == (
             WorkerView(True, ready, "1", backlog_s=0.5, free_bytes=7),
             WorkerView(False, ready, device=1),
         )
-        await one.act(Act.PREFETCH, "a", 1)
+        await grpc_prober.act(Act.PREFETCH, "a", 1)
         assert control.devices == [1]
-        await one.place({"n": (0, 1), "m": (1,)})
+        await grpc_prober.place({"n": (0, 1), "m": (1,)})
         assert control.placed == {"m": [1], "n": [0, 1]}
         control.load.devices[0].models.add(name="m")
         control.load.devices[1].instance = "2"
-        assert [view.ready for view in await one.probe()] == [ready, frozenset()]
+        assert [view.ready for view in await grpc_prober.probe()] == [ready, frozenset()]
         control.load.devices[0].instance = control.load.devices[1].instance = ""
-        assert await one.probe() == (WorkerView(True, ready),)
-        await one.close()
+        assert await grpc_prober.probe() == (WorkerView(True, ready),)
+        await grpc_prober.close()
 
 
 @looped
@@ -192,8 +192,8 @@ async def test_a_server_that_places_models_itself_is_one_worker() -> None:
         placement_mode="lpt_packing",
     )
     async with serving(FakeServer(), control) as port:
-        one = prober(port, control=True)
-        assert await only(one) == WorkerView(
+        grpc_prober = prober(port, control=True)
+        assert await only(grpc_prober) == WorkerView(
             True,
             frozenset({"m"}),
             "1 2",
@@ -202,7 +202,7 @@ async def test_a_server_that_places_models_itself_is_one_worker() -> None:
             models={"m": ModelView(100, WeightsView.RESIDENT, item_s=0.5, device_seconds=3.0)},
             devices=2,
         )
-        await one.close()
+        await grpc_prober.close()
 
 
 @looped
@@ -210,13 +210,13 @@ async def test_metrics_of_a_control_service_are_there_or_not() -> None:
     """A probe handles a control service with metrics, an older one without metrics, and a worker without a control service."""
     control = FakeControl()
     async with serving(FakeServer(), control) as port:
-        one, bare = prober(port, control=True), prober(port)
-        assert await one.metrics() is None
+        grpc_prober, bare = prober(port, control=True), prober(port)
+        assert await grpc_prober.metrics() is None
         control.metrics = "rsrv_runtime_up 1\n"
-        assert await one.metrics() == "rsrv_runtime_up 1\n"
+        assert await grpc_prober.metrics() == "rsrv_runtime_up 1\n"
         assert await bare.metrics() is None
-    assert await one.metrics() is None
-    await one.close()
+    assert await grpc_prober.metrics() is None
+    await grpc_prober.close()
     await bare.close()
 
 
@@ -226,9 +226,9 @@ async def test_a_worker_whose_runtime_is_gone_is_alive() -> None:
     control = FakeControl()
     control.load = None
     async with serving(FakeServer(), control) as port:
-        one = prober(port, control=True)
-        assert await only(one) == WorkerView(alive=True, ready=frozenset({"m"}))
-        await one.close()
+        grpc_prober = prober(port, control=True)
+        assert await only(grpc_prober) == WorkerView(alive=True, ready=frozenset({"m"}))
+        await grpc_prober.close()
 
 
 @looped
@@ -236,10 +236,10 @@ async def test_a_worker_that_starts_or_ends_has_nothing_ready() -> None:
     """A worker that starts or ends is alive and has no ready model."""
     triton = FakeServer()
     async with serving(triton) as port:
-        one = prober(port)
+        grpc_prober = prober(port)
         triton.ready = False
-        assert await only(one) == WorkerView(alive=True)
-        await one.close()
+        assert await only(grpc_prober) == WorkerView(alive=True)
+        await grpc_prober.close()
 
 
 @looped
@@ -247,12 +247,12 @@ async def test_a_triton_that_is_slow_to_list_its_models_serves_what_it_did() -> 
     """If a Triton is slow to list its models, its view stays the last one."""
     triton = FakeServer()
     async with serving(triton) as port:
-        one = prober(port, timeout=0.3)
+        grpc_prober = prober(port, timeout=0.3)
         seen = WorkerView(alive=True, ready=frozenset({"m"}))
-        await probe_until_seen(one, seen)
+        await probe_until_seen(grpc_prober, seen)
         triton.index_hangs = True
-        await probe_until_seen(one, seen)
-        await one.close()
+        await probe_until_seen(grpc_prober, seen)
+        await grpc_prober.close()
 
 
 @looped
@@ -260,12 +260,12 @@ async def test_a_worker_that_ends_is_dead_at_once_and_alive_when_it_is_back() ->
     """A worker is dead as soon as it ends, and alive when its port answers again."""
     triton = FakeServer()
     async with serving(triton) as port:
-        one = prober(port)
-        assert (await only(one)).alive
-    assert await one.probe() == DEAD
+        grpc_prober = prober(port)
+        assert (await only(grpc_prober)).alive
+    assert await grpc_prober.probe() == DEAD
     async with serving(triton, port=port):
-        await probe_until_seen(one, WorkerView(alive=True, ready=frozenset({"m"})))
-    await one.close()
+        await probe_until_seen(grpc_prober, WorkerView(alive=True, ready=frozenset({"m"})))
+    await grpc_prober.close()
 
 
 @looped
@@ -273,13 +273,13 @@ async def test_a_connection_that_is_open_on_one_side_only_is_replaced() -> None:
     """On a half-open connection, one probe times out, so the worker is dead. The next probe uses a new connection."""
     control = FakeControl()
     async with serving(FakeServer(), control) as port, Relay(port).running() as relay:
-        one = prober(relay.port, control=True, timeout=0.5)
+        grpc_prober = prober(relay.port, control=True, timeout=0.5)
         seen = WorkerView(alive=True, ready=frozenset({"m"}), instance="1")
-        await probe_until_seen(one, seen)
+        await probe_until_seen(grpc_prober, seen)
         relay.stick()
-        assert await one.probe() == DEAD
-        await probe_until_seen(one, seen)
-        await one.close()
+        assert await grpc_prober.probe() == DEAD
+        await probe_until_seen(grpc_prober, seen)
+        await grpc_prober.close()
 
 
 @looped
@@ -287,13 +287,13 @@ async def test_steps_go_to_the_control_service() -> None:
     """Steps are sent to the control service. Its refusal is an error with the reason."""
     control = FakeControl()
     async with serving(FakeServer(), control) as port:
-        one = prober(port, control=True)
-        await one.act(Act.PREFETCH, "a", None)
-        await one.act(Act.EVICT, "b", None)
+        grpc_prober = prober(port, control=True)
+        await grpc_prober.act(Act.PREFETCH, "a", None)
+        await grpc_prober.act(Act.EVICT, "b", None)
         assert control.steps == [("prefetch", "a"), ("evict", "b")]
         with pytest.raises(ActError, match="NOT_FOUND: there is no model"):
-            await one.act(Act.EVICT, "unknown", None)
-        await one.close()
+            await grpc_prober.act(Act.EVICT, "unknown", None)
+        await grpc_prober.close()
 
 
 @looped
@@ -302,10 +302,10 @@ async def test_the_token_of_the_workers_goes_with_each_question(tmp_path: Path) 
     (tmp_path / "token").write_text("secret\n")
     control = FakeControl()
     async with serving(FakeServer(), control) as port:
-        one = prober(port, control=True, worker_token_file=tmp_path / "token")
-        await one.probe()
+        grpc_prober = prober(port, control=True, worker_token_file=tmp_path / "token")
+        await grpc_prober.probe()
         assert control.token == "Bearer secret"
-        await one.close()
+        await grpc_prober.close()
 
 
 @pytest.fixture
@@ -323,9 +323,9 @@ async def test_a_restricted_repository_is_opened_with_its_key(value: Path) -> No
     triton = FakeServer()
     triton.restricted = ("admin-key", "sesame=1")
     async with serving(triton) as port:
-        one = prober(port, worker_repository_key="admin-key", worker_repository_value_file=value)
-        assert await only(one) == WorkerView(alive=True, ready=frozenset({"m"}))
-        await one.close()
+        grpc_prober = prober(port, worker_repository_key="admin-key", worker_repository_value_file=value)
+        assert await only(grpc_prober) == WorkerView(alive=True, ready=frozenset({"m"}))
+        await grpc_prober.close()
 
 
 @looped
@@ -334,19 +334,19 @@ async def test_a_repository_that_stays_closed_is_told_once(caplog: pytest.LogCap
     triton = FakeServer()
     triton.restricted = ("admin-key", "sesame")
     async with serving(triton) as port:
-        one = prober(port)
+        grpc_prober = prober(port)
         for _ in range(2):
-            assert await only(one) == WorkerView(alive=True)
+            assert await only(grpc_prober) == WorkerView(alive=True)
         (line,) = caplog.messages
         assert line.startswith("worker w answers but does not list its ready models")
         assert "set gateway.worker_repository_key to admin-key" in line
         assert "sesame" not in line
         triton.restricted = None
-        assert (await only(one)).ready
+        assert (await only(grpc_prober)).ready
         triton.restricted = ("admin-key", "sesame")
-        await one.probe()
+        await grpc_prober.probe()
         assert len(caplog.messages) == 2
-        await one.close()
+        await grpc_prober.close()
 
 
 @looped
@@ -355,10 +355,10 @@ async def test_a_server_that_starts_has_refused_nothing(caplog: pytest.LogCaptur
     triton = FakeServer()
     triton.ready = False
     async with serving(triton) as port:
-        one = prober(port)
-        assert await only(one) == WorkerView(alive=True)
+        grpc_prober = prober(port)
+        assert await only(grpc_prober) == WorkerView(alive=True)
         assert caplog.messages == []
-        await one.close()
+        await grpc_prober.close()
 
 
 def test_a_key_needs_its_value(value: Path) -> None:
@@ -409,11 +409,11 @@ async def test_a_worker_that_answers_nonsense() -> None:
         return b"\xff" * 40
 
     server = grpc.aio.server(handlers=[_Everything(nonsense)], options=[("grpc.so_reuseport", 0)])
-    one = prober(server.add_insecure_port("127.0.0.1:0"), control=True)
+    grpc_prober = prober(server.add_insecure_port("127.0.0.1:0"), control=True)
     await server.start()
-    assert await only(one) == WorkerView(alive=True)
-    assert await only(one) == WorkerView(alive=True)
-    await one.close()
+    assert await only(grpc_prober) == WorkerView(alive=True)
+    assert await only(grpc_prober) == WorkerView(alive=True)
+    await grpc_prober.close()
     await server.stop(None)
 
 
@@ -436,9 +436,9 @@ async def test_figures_that_are_none_are_not_believed(figures: dict[str, Any]) -
         devices=[pb.DeviceLoad(instance="1", models=[pb.ModelLoad(name="m", **figures)])]
     )
     async with serving(FakeServer(), control) as port:
-        one = prober(port, control=True)
-        assert await only(one) == WorkerView(alive=True, ready=frozenset({"m"}))
-        await one.close()
+        grpc_prober = prober(port, control=True)
+        assert await only(grpc_prober) == WorkerView(alive=True, ready=frozenset({"m"}))
+        await grpc_prober.close()
 
 
 class _Everything(grpc.GenericRpcHandler):  # type: ignore[misc]

@@ -227,8 +227,8 @@ async def test_a_server_keeps_its_devices_while_it_does_not_name_them(world: Wor
     for alone, alive in ((DEAD, False), ((ALIVE,), True)):
         prober.views = alone
         await world.probes.probe()
-        shown = world.probes.views()["a"]
-        assert [(view.device, view.alive, view.instance) for view in shown] == [
+        views = world.probes.views()["a"]
+        assert [(view.device, view.alive, view.instance) for view in views] == [
             (0, alive, None),
             (1, alive, None),
         ]
@@ -266,33 +266,33 @@ def test_steps_of_one_device_run_in_order_and_once() -> None:
 
 def test_servers_are_told_what_changed(caplog: pytest.LogCaptureFixture) -> None:
     """A server that was away gets the placement again. A server that could not be reached is tried again."""
-    told: list[tuple[str, ModelDevices]] = []
+    sent: list[tuple[str, ModelDevices]] = []
     fails = True
 
     async def place(server: str, models: ModelDevices) -> None:
         if server == "away" and fails:
             raise ActError("no answer")
-        told.append((server, models))
+        sent.append((server, models))
 
     async def main() -> None:
         nonlocal fails
         sender = PlacementSender(place)
         first: ModelDevices = {"m": (0,)}
         second: ModelDevices = {"m": (0, 1)}
-        for wanted in (
+        for placement in (
             {"a": first, "away": first},
             {"a": second, "away": first},
             {"away": first},
             {"a": second, "away": first},
         ):
-            sender.update(wanted)
+            sender.update(placement)
             await asyncio.sleep(0.1)
         fails = False
         sender.update({"away": first})
         await asyncio.sleep(0.1)
         await sender.close()
-        assert [models for server, models in told if server == "a"] == [first, second, second]
-        assert [models for server, models in told if server == "away"] == [first]
+        assert [models for server, models in sent if server == "a"] == [first, second, second]
+        assert [models for server, models in sent if server == "away"] == [first]
 
     run(main())
     assert [record.getMessage() for record in caplog.records] == [

@@ -46,8 +46,8 @@ class Served:
         return failed.value.code(), failed.value.details() or ""
 
     async def status(self) -> pb.GetStatusResponse:
-        found: pb.GetStatusResponse = await self.stub.GetStatus(pb.GetStatusRequest())
-        return found
+        response: pb.GetStatusResponse = await self.stub.GetStatus(pb.GetStatusRequest())
+        return response
 
 
 @asynccontextmanager
@@ -79,9 +79,9 @@ async def test_the_status_has_workers_models_and_what_moves_them(tmp_path: Path)
 
         assert (status.mode, status.policy.replicas.count) == (pb.MODE_LPT_PACKING, 1)
         assert not status.policy.HasField("halflife_device_s")
-        assert [one.name for one in status.models] == ["m", "n"]
-        assert sorted(place for one in status.models for place in one.placed) == ["a:8001", "b:8001"]
-        assert [(one.name, one.alive, one.outstanding) for one in status.workers] == [
+        assert [model.name for model in status.models] == ["m", "n"]
+        assert sorted(place for model in status.models for place in model.placed) == ["a:8001", "b:8001"]
+        assert [(entry.name, entry.alive, entry.outstanding) for entry in status.workers] == [
             ("a:8001", True, 5),
             ("b:8001", True, 0),
             ("c:8001", False, 0),
@@ -98,10 +98,10 @@ async def test_the_status_has_workers_models_and_what_moves_them(tmp_path: Path)
 async def test_a_policy_changes_as_the_mask_says(tmp_path: Path) -> None:
     """SetPolicy changes the fields of its mask. A field in the mask without a value returns to rsrv.yaml's value."""
     async with served(tmp_path, {**PACKED, "hysteresis": 0.3}, a=worker("m"), b=worker("m")) as gateway:
-        wanted = pb.Policy(hysteresis=0.5, fill=pb.FILL_RR, replicas=pb.Replicas(all=True), fill_factor=9)
+        requested = pb.Policy(hysteresis=0.5, fill=pb.FILL_RR, replicas=pb.Replicas(all=True), fill_factor=9)
         changed = await gateway.stub.SetPolicy(
             pb.SetPolicyRequest(
-                policy=wanted, update_mask=FieldMask(paths=["hysteresis", "replicas", "fill"])
+                policy=requested, update_mask=FieldMask(paths=["hysteresis", "replicas", "fill"])
             )
         )
         policy = changed.policy
@@ -122,7 +122,7 @@ async def test_a_policy_changes_as_the_mask_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "paths", "said"),
+    ("policy", "paths", "problem"),
     [
         (pb.Policy(), [], "names nothing"),
         (pb.Policy(), ["mode"], "'mode' is not a field of the policy"),
@@ -136,7 +136,7 @@ async def test_a_policy_changes_as_the_mask_says(tmp_path: Path) -> None:
 )
 @looped
 async def test_a_policy_that_is_wrong_anywhere_changes_nothing(
-    tmp_path: Path, policy: pb.Policy, paths: list[str], said: str
+    tmp_path: Path, policy: pb.Policy, paths: list[str], problem: str
 ) -> None:
     """A policy with a wrong field changes nothing, and the message names the field."""
     async with served(tmp_path, PACKED, a=worker("m")) as gateway:
@@ -144,7 +144,7 @@ async def test_a_policy_that_is_wrong_anywhere_changes_nothing(
         request = pb.SetPolicyRequest(policy=policy, update_mask=FieldMask(paths=paths))
         code, text = await gateway.refused("SetPolicy", request)
         assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert said in text
+        assert problem in text
         after = await gateway.status()
         assert (after.policy, after.generation) == (before.policy, before.generation)
 
@@ -176,9 +176,9 @@ async def test_a_model_has_its_own_placement(tmp_path: Path) -> None:
         )
         assert any("only 2 workers" in text for text in answer.warnings)
         await gateway.stub.Repack(pb.RepackRequest(wait=True))
-        one, other = (await gateway.status()).models
-        assert (one.replicas.count, one.effective_replicas, one.fill) == (5, 2, pb.FILL_RR)
-        assert (other.replicas.count, other.fill) == (1, pb.FILL_LEAST)
+        first, second = (await gateway.status()).models
+        assert (first.replicas.count, first.effective_replicas, first.fill) == (5, 2, pb.FILL_RR)
+        assert (second.replicas.count, second.fill) == (1, pb.FILL_LEAST)
 
         await gateway.stub.SetPlacement(pb.SetPlacementRequest(model="m"))
         assert (await gateway.status()).models[0].replicas.count == 1
@@ -207,10 +207,13 @@ async def test_a_client_is_told_which_workers_to_ask(tmp_path: Path) -> None:
     async with served(tmp_path, {**PACKED, "replicas": 2}, **ready) as gateway:
         placed = (await gateway.status()).models[0].placed
         gateway.world.proxy.counted = TrafficCounts(load={placed[0]: 2.0, placed[1]: 1.0})
-        found = (await gateway.stub.Locate(pb.LocateRequest(model="m"))).workers
-        assert [(one.worker, one.placed) for one in found[:2]] == [(placed[1], True), (placed[0], True)]
-        assert (len(found), found[2].placed) == (3, False)
-        assert (found[0].grpc, found[0].http) == (placed[1], placed[1].replace("8001", "8000"))
+        workers = (await gateway.stub.Locate(pb.LocateRequest(model="m"))).workers
+        assert [(entry.worker, entry.placed) for entry in workers[:2]] == [
+            (placed[1], True),
+            (placed[0], True),
+        ]
+        assert (len(workers), workers[2].placed) == (3, False)
+        assert (workers[0].grpc, workers[0].http) == (placed[1], placed[1].replace("8001", "8000"))
 
         gateway.world.ready["a"] = worker("m", "n", "new")
         (only,) = (await gateway.stub.Locate(pb.LocateRequest(model="new"))).workers

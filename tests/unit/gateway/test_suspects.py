@@ -150,19 +150,19 @@ def test_suspects_are_forgotten() -> None:
 
 def test_a_digest_is_of_the_inputs_and_outputs() -> None:
     """The digest of a request depends on inputs, outputs and binary data, but not on id and parameters."""
-    one = Infer(model_name="m", id="1", raw_input_contents=[b"x"])
-    other = Infer(model_name="m", id="2", raw_input_contents=[b"x"])
-    other.parameters["timeout"].int64_param = 5
+    first = Infer(model_name="m", id="1", raw_input_contents=[b"x"])
+    second = Infer(model_name="m", id="2", raw_input_contents=[b"x"])
+    second.parameters["timeout"].int64_param = 5
     changed = Infer(model_name="m", raw_input_contents=[b"y"])
-    digests = [call_digest(message.SerializeToString()) for message in (one, other, changed)]
+    digests = [call_digest(message.SerializeToString()) for message in (first, second, changed)]
     assert digests[0] == digests[1] != digests[2]
     assert call_digest(b"\xff") != digests[0]
 
     others: list[dict[str, Any]] = [{"id": "1"}, {"parameters": {}}, {"outputs": []}]
     texts = [json.dumps(body("x", **more)).encode() for more in others]
-    found = [body_digest(text + b"tail", "", len(text)) for text in texts]
-    assert found[0] == found[1] != found[2]
-    assert body_digest(texts[0] + b"more", "", len(texts[0])) != found[0]
+    body_digests = [body_digest(text + b"tail", "", len(text)) for text in texts]
+    assert body_digests[0] == body_digests[1] != body_digests[2]
+    assert body_digest(texts[0] + b"more", "", len(texts[0])) != body_digests[0]
     assert body_digest(b"\x1f", "gzip", None) != body_digest(b"\x1f", "", None)
 
 

@@ -71,7 +71,9 @@ class FakeControl(control_pb2_grpc.ControlServicer):
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.GetLoadResponse:
         self.token = dict(context.invocation_metadata()).get("authorization")
-        self.positions = [(one.device, one.instance, one.next) for one in request.positions]
+        self.positions = [
+            (position.device, position.instance, position.next) for position in request.positions
+        ]
         if self.load is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the runtime does not answer")
         assert self.load is not None
@@ -88,7 +90,7 @@ class FakeControl(control_pb2_grpc.ControlServicer):
         return pb.PrefetchResponse()
 
     async def SetPlacement(self, request: pb.SetPlacementRequest, context: Any) -> pb.SetPlacementResponse:
-        self.placed = {one.model: list(one.devices) for one in request.models}
+        self.placed = {model.model: list(model.devices) for model in request.models}
         return pb.SetPlacementResponse(generation=1)
 
     async def Evict(self, request: pb.EvictRequest, context: Any) -> pb.EvictResponse:

@@ -137,14 +137,14 @@ class World:
         self.controls: dict[str, ControlClient] = {}
         self.closed = 0
         self.seconds = 0.001
-        given = {
+        options = {
             "workers_dns": "workers",
             "mode": "least_outstanding",
             "replicas": 1,
             **(settings or {}),
         }
-        section = GatewaySection(**{k: v for k, v in given.items() if k in GatewaySection.model_fields})
-        policy = {k: v for k, v in given.items() if k in PlannerOptions.model_fields}
+        section = GatewaySection(**{k: v for k, v in options.items() if k in GatewaySection.model_fields})
+        policy = {k: v for k, v in options.items() if k in PlannerOptions.model_fields}
         self.section = PlannerOptions.model_validate(policy)
         self.planner = FakePlanner(self.section)
         self.proxy = FakePlane()

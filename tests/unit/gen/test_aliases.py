@@ -213,7 +213,7 @@ def test_a_new_alias_begins_without_a_broken_bundle(bundles: Path) -> None:
 
     calls = bundles.parent / "gen/fraud/1/calls"
     assert "fraud" in done.of(Written)
-    assert [one.name for one in calls.iterdir()] == ["v7"]
+    assert [folder.name for folder in calls.iterdir()] == ["v7"]
     assert done.of(Broken)["watched"].reason == "an alias of 'v8', whose bundle is broken: fix it first"
     manifest.write_text(text)
     assert {"v8", "fraud", "watched"} <= bring(bundles, "v8", aliases=aliases).names(Written)
@@ -229,7 +229,7 @@ def test_the_command_writes_aliases_and_refuses_wrong_ones(
 
     status = main([str(bundles), "-o", str(gen), "--config", str(file)])
 
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     assert status == 1
-    assert "new        champion" in said.out
-    assert "other is skipped: an alias of 'v9', which is not a bundle here" in said.err
+    assert "new        champion" in captured.out
+    assert "other is skipped: an alias of 'v9', which is not a bundle here" in captured.err

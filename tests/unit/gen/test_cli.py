@@ -250,8 +250,8 @@ def test_what_check_refuses_is_refused_in_the_same_words(
     problems = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()]
     assert len(problems) >= len(wrong)
     assert run(bundles, "-o", gen) == 1
-    told = capsys.readouterr().err
-    assert [problem for problem in problems if f"\n  {problem}\n" not in told] == []
+    errors = capsys.readouterr().err
+    assert [problem for problem in problems if f"\n  {problem}\n" not in errors] == []
     assert [path.name for path in sorted(gen.glob("*/"))] == ["good"]
     for path in wrong:
         assert run(path, "-o", tmp_path / "alone/of/all") == 1
@@ -416,24 +416,24 @@ def test_what_a_crash_left_is_cleared_away(bundles: Path, tmp_path: Path, name: 
     """The next run removes half-built directories that a crashed run left beside the repository."""
     gen = tmp_path / name
     run(bundles, "-o", gen)
-    left = tmp_path / f".{name}.rsrv-gen-crashed"
-    (left / "one").mkdir(parents=True)
+    leftover = tmp_path / f".{name}.rsrv-gen-crashed"
+    (leftover / "one").mkdir(parents=True)
     assert run(bundles, "-o", gen) == 0
-    assert not left.exists()
+    assert not leftover.exists()
 
 
 @pytest.mark.parametrize("atomic", [True, False], ids=["one step", "two renames"])
 def test_directories_are_exchanged(tmp_path: Path, atomic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two directories are exchanged completely, with and without the atomic system call."""
     if not atomic:
-        monkeypatch.setattr(staging, "_rename_exchange", lambda one, other: False)
-    one, other = tmp_path / "one", tmp_path / "other"
-    for folder in (one, other):
+        monkeypatch.setattr(staging, "_rename_exchange", lambda source, target: False)
+    first, second = tmp_path / "one", tmp_path / "other"
+    for folder in (first, second):
         folder.mkdir()
         (folder / folder.name).touch()
-    staging.exchange(one, other)
-    assert (one / "other").exists()
-    assert (other / "one").exists()
+    staging.exchange(first, second)
+    assert (first / "other").exists()
+    assert (second / "one").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "other"]
 
 
@@ -491,7 +491,11 @@ def test_a_limit_on_rows_is_what_clients_read(bundles: Path, gen: Path, tmp_path
     assert run(bundles, "-o", gen) == 0
     assert f"max_batch_size: {EXECUTE_ROWS}\n" in config.read_text()
 
-    for limits, shown in (("max_rows: 4", 4), ("max_rows: 5000", 5000), ("max_batch_size: 4", EXECUTE_ROWS)):
+    for limits, batch_size in (
+        ("max_rows: 4", 4),
+        ("max_rows: 5000", 5000),
+        ("max_batch_size: 4", EXECUTE_ROWS),
+    ):
         settings.write_text(f"models: {{one: {{{limits}}}}}")
         assert run(bundles, "-o", gen, "--config", settings) == 0
-        assert f"max_batch_size: {shown}\n" in config.read_text()
+        assert f"max_batch_size: {batch_size}\n" in config.read_text()

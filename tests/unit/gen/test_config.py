@@ -234,12 +234,12 @@ def test_every_bundle_reads_back_as_it_was_meant(
     batched = config.max_batch_size > 0
     assert batched == all(s.batch_axis == 0 for s in (*inputs, *outputs))
     for tensors, specs in ((config.input, inputs), (config.output, outputs)):
-        for tensor, wanted in zip(tensors, specs, strict=True):
-            assert tensor.name == wanted.name
+        for tensor, expected in zip(tensors, specs, strict=True):
+            assert tensor.name == expected.name
             full = [-1, *tensor.dims] if batched else list(tensor.dims)
-            if full == [-1, 1] and len(wanted.dims) == 1:
+            if full == [-1, 1] and len(expected.dims) == 1:
                 full = [-1]
-            assert full == list(wanted.dims) or (full == [1] and wanted.dims == ())
+            assert full == list(expected.dims) or (full == [1] and expected.dims == ())
     if batched:
         known = max(sizes, default=config.max_batch_size)
         assert config.max_batch_size == known or config.max_batch_size * row_bytes(of) <= EXECUTE_BYTES
@@ -284,21 +284,21 @@ def test_a_generation_streams_text_or_tokens(tokenizer: str | None, tensors: lis
     assert config.model_transaction_policy.decoupled
     assert config.max_batch_size == 0
     assert not config.HasField("sequence_batching")
-    found = [
+    declared = [
         (tensor.name, DataType.Name(tensor.data_type), list(tensor.dims))
         for tensor in (*config.input, *config.output)
     ]
-    assert found[:2] == tensors
+    assert declared[:2] == tensors
     usage = ["finish_reason", "prompt_tokens", "completion_tokens", "first_token_s", "token_s"]
-    assert [name for name, _, _ in found[2:]] == usage
+    assert [name for name, _, _ in declared[2:]] == usage
 
 
 def test_clients_read_the_task_from_the_configuration() -> None:
     """The manifest's section `task` is a parameter with JSON. Without a task, there is no such parameter."""
     of = bundle([spec("x", "nc", c=3)], [spec("y", "nc", c=2)])
     task = TaskSpec("audio-classification", {"audio": "x"}, {"scores": "y"}, ("Größe", "b"))
-    found = rendered(replace(of, manifest=replace(of.manifest, task=task))).parameters["task"].string_value
-    assert json.loads(found) == {
+    text = rendered(replace(of, manifest=replace(of.manifest, task=task))).parameters["task"].string_value
+    assert json.loads(text) == {
         "kind": "audio-classification",
         "inputs": {"audio": "x"},
         "outputs": {"scores": "y"},

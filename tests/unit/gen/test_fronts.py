@@ -145,8 +145,8 @@ def test_auto_chooses_the_native_front_where_a_model_needs_no_python(
     lines = capsys.readouterr().out
     assert "one (native front: it needs no Python)" in lines
     assert "hooked (Python front: it has hooks)" in lines
-    found = {name: front_of(bundles.parent / "gen" / name) for name in ("one", "two", "hooked")}
-    assert found == {
+    by_model = {name: front_of(bundles.parent / "gen" / name) for name in ("one", "two", "hooked")}
+    assert by_model == {
         "one": "native front: it needs no Python",
         "two": "Python front",
         "hooked": "Python front: it has hooks",

@@ -60,9 +60,9 @@ class Runs:
         """Generate. Return the verb of each model that is not unchanged, and the bundles that were read."""
         self._read.clear()
         assert main([*options, str(self.bundles), "-o", str(self.gen)]) == status
-        said = self._capsys.readouterr()
-        self.complaints = said.err
-        verbs = {line.split()[1]: line.split()[0] for line in said.out.splitlines()}
+        captured = self._capsys.readouterr()
+        self.complaints = captured.err
+        verbs = {line.split()[1]: line.split()[0] for line in captured.out.splitlines()}
         return {name: verb for name, verb in verbs.items() if verb != "unchanged"}, set(self._read)
 
     def lead_to(self, version: str) -> None:
@@ -334,8 +334,8 @@ def test_bundles_of_many_weights_take_the_room_of_several(
         (write_bundle(tmp_path / "many" / name) / "weights.safetensors").write_bytes(weights)
         seal(tmp_path / "many" / name)
     monkeypatch.setattr(sources, "_MAX_KEPT_BUNDLES", 5)
-    found = sources.read_sources([tmp_path / "many"]).good
-    assert [name for name, source in found.items() if source.checked is not None] == ["a", "b"]
+    good = sources.read_sources([tmp_path / "many"]).good
+    assert [name for name, source in good.items() if source.checked is not None] == ["a", "b"]
 
 
 @pytest.mark.parametrize("when", ["check", "plan"])
@@ -394,8 +394,8 @@ def after_checks(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> 
     """Call a function after the check of all bundles, and before their plan."""
 
     def read_sources(*arguments: Any) -> sources.Sources:
-        found = sources.read_sources(*arguments)
+        result = sources.read_sources(*arguments)
         act()
-        return found
+        return result
 
     monkeypatch.setattr(run, "read_sources", read_sources)

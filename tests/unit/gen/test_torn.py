@@ -41,10 +41,10 @@ def test_a_torn_bundle_is_refused_by_name(
     capsys.readouterr()
     for more in (["--check"], []):
         assert main([*options, *more]) == 1
-        told = capsys.readouterr()
-        assert f"rsrv-gen: one is skipped:\n  {TORN}" in told.err
-        assert "two" in told.out
-        assert "changed    one" not in told.out
+        captured = capsys.readouterr()
+        assert f"rsrv-gen: one is skipped:\n  {TORN}" in captured.err
+        assert "two" in captured.out
+        assert "changed    one" not in captured.out
     file.write_bytes(content)
     assert main(options) == 0
 

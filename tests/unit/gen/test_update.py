@@ -154,14 +154,14 @@ def test_a_bundle_that_is_being_written_is_left_for_later(gen: Path, bundles: Pa
 def test_a_model_that_is_reserved_is_left_for_later(gen: Path, bundles: Path) -> None:
     """A changed model that another operation has reserved is postponed. An unchanged model needs no reservation."""
     write_bundle(bundles / "one", "v2")
-    asked: list[str] = []
+    names: list[str] = []
 
     def refuse(name: str) -> bool:
-        asked.append(name)
+        names.append(name)
         return False
 
     done = bring(gen, bundles, take=refuse)
-    assert (asked, done.names(Later), done.names(Unchanged), done.of(Written)) == (
+    assert (names, done.names(Later), done.names(Unchanged), done.of(Written)) == (
         ["one"],
         {"one"},
         {"two"},
@@ -262,7 +262,7 @@ def test_the_old_version_outlives_an_undo_that_fails(
     write_bundle(bundles / "one", "v2")
     put = bring(gen, bundles).of(Written)["one"].replaced
 
-    def refuse(one: Path, other: Path) -> None:
+    def refuse(first: Path, second: Path) -> None:
         raise OSError("no")
 
     with monkeypatch.context() as patch:
@@ -306,15 +306,15 @@ def test_what_a_crash_left_undecided_is_found_and_can_be_ended(gen: Path, bundle
     """After a crash, the undecided versions are found, even after a manual run or other updates."""
     for name in ("one", "two", "three"):
         write_bundle(bundles / name, "v2")
-    crash(*(one.replaced for one in bring(gen, bundles).of(Written).values()))
+    crash(*(entry.replaced for entry in bring(gen, bundles).of(Written).values()))
     write_bundle(bundles / "four")
     assert run(bundles, "-o", gen) == 0
-    found = unfinished(gen)
-    assert set(found) == {"one", "two", "three"}
+    puts = unfinished(gen)
+    assert set(puts) == {"one", "two", "three"}
     assert not unfinished(gen), "they are somebody's now"
-    assert found["one"].undo()
-    found["two"].forget()
-    assert found["three"].undo()
+    assert puts["one"].undo()
+    puts["two"].forget()
+    assert puts["three"].undo()
     assert (text(gen, "one"), text(gen, "two")) == ("v1 1", "v2 1")
     assert our_models(gen) == {"one", "two", "four"}
     assert not left_aside(gen)
@@ -382,10 +382,10 @@ def test_a_crash_between_the_renames_of_a_put_leaves_its_way_back(
         patch.setattr(staging.SwapFolder, "remove", staging.SwapFolder.leave)
         with pytest.raises(Crash):
             bring(gen, bundles, "one")
-    found = unfinished(gen)
+    puts = unfinished(gen)
     assert text(gen, "one") == f"v{renames} 1"
-    assert set(found) == ({"one"} if renames == 2 else set())
-    assert all(put.undo() for put in found.values())
+    assert set(puts) == ({"one"} if renames == 2 else set())
+    assert all(put.undo() for put in puts.values())
     assert text(gen, "one") == "v1 1"
     assert not left_aside(gen)
 

@@ -27,8 +27,8 @@ def wav(
 
 
 def decoded(file: bytes, most: int = 1000) -> Array:
-    (found,) = decode(np.array([[file]], object), 16_000, most=most)
-    return found
+    (samples,) = decode(np.array([[file]], object), 16_000, most=most)
+    return samples
 
 
 def whole(bits: int) -> bytes:
@@ -51,9 +51,9 @@ FILES = {
 @pytest.mark.parametrize(("file", "rounding"), FILES.values(), ids=FILES)
 def test_a_file_becomes_its_samples(file: bytes, rounding: float) -> None:
     """All common formats give the same sound, except for rounding."""
-    found = decoded(file)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, SOUND, atol=rounding)
+    samples = decoded(file)
+    assert samples.dtype == np.float32
+    np.testing.assert_allclose(samples, SOUND, atol=rounding)
 
 
 BAD = {
@@ -89,10 +89,10 @@ def test_a_damaged_file_is_the_clients_mistake(file: bytes, reason: str) -> None
 
 def test_sounds_are_padded_to_the_smallest_length() -> None:
     """Each sound is normalised alone, and zeros follow it. Too short and too long sounds are refused."""
-    found = pad([np.array([1, 3], np.float32), np.ones(5, np.float32)], [4, 8], least=2, normalise=True)
-    assert found.lengths.tolist() == [2, 5]
-    assert found.samples.shape == (2, 8)
-    np.testing.assert_allclose(found.samples[0], [-1, 1, 0, 0, 0, 0, 0, 0], atol=1e-6)
+    padded = pad([np.array([1, 3], np.float32), np.ones(5, np.float32)], [4, 8], least=2, normalise=True)
+    assert padded.lengths.tolist() == [2, 5]
+    assert padded.samples.shape == (2, 8)
+    np.testing.assert_allclose(padded.samples[0], [-1, 1, 0, 0, 0, 0, 0, 0], atol=1e-6)
     for count, reason in ((1, "needs at least 2"), (9, "reads at most 8")):
         with pytest.raises(BadInput, match=f"sound 0 has {count} samples; the model {reason}"):
             pad([np.ones(count, np.float32)], [4, 8], least=2, normalise=False)

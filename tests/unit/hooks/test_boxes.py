@@ -44,38 +44,38 @@ def test_a_box_is_the_same_in_every_format(
 ) -> None:
     """A box that is written in three formats converts to each format and back."""
     box = np.array([[values]], np.float32)
-    found = boxes.convert(box, kind, target)
-    assert found.dtype == np.float32
-    assert boxes.convert(found, target, "xyxy").tolist() == [[[10, 20, 16, 28]]]
-    assert (boxes.convert(found, target, kind) == box).all()
+    converted = boxes.convert(box, kind, target)
+    assert converted.dtype == np.float32
+    assert boxes.convert(converted, target, "xyxy").tolist() == [[[10, 20, 16, 28]]]
+    assert (boxes.convert(converted, target, kind) == box).all()
 
 
 def test_boxes_are_cut_at_the_sides_of_their_image() -> None:
     """Boxes are clipped to one size for all images, or to a size for each image."""
-    given = np.array([[[-5, -5, 100, 100], [1, 2, 3, 4]]] * 2, np.float32)
-    assert boxes.clip(given, 40, 60).tolist() == [[[0, 0, 60, 40], [1, 2, 3, 4]]] * 2
-    found = boxes.clip(given, np.array([[40], [3]]), np.array([[60], [2]]))
-    assert found.tolist() == [[[0, 0, 60, 40], [1, 2, 3, 4]], [[0, 0, 2, 3], [1, 2, 2, 3]]]
-    assert found.dtype == np.float32
+    corners = np.array([[[-5, -5, 100, 100], [1, 2, 3, 4]]] * 2, np.float32)
+    assert boxes.clip(corners, 40, 60).tolist() == [[[0, 0, 60, 40], [1, 2, 3, 4]]] * 2
+    clipped = boxes.clip(corners, np.array([[40], [3]]), np.array([[60], [2]]))
+    assert clipped.tolist() == [[[0, 0, 60, 40], [1, 2, 3, 4]], [[0, 0, 2, 3], [1, 2, 2, 3]]]
+    assert clipped.dtype == np.float32
 
 
 def test_anchors_stand_around_the_cells_of_a_map() -> None:
     """Anchors are ordered by row, cell and size. Here, two rows of three cells are 8 pixels apart."""
-    found = boxes.anchors(2, 3, stride=8, sizes=[(6, 2), (4, 4)])
-    assert found.dtype == np.float32
-    centres = (found[:, :2] + found[:, 2:]) / 2
+    anchors = boxes.anchors(2, 3, stride=8, sizes=[(6, 2), (4, 4)])
+    assert anchors.dtype == np.float32
+    centres = (anchors[:, :2] + anchors[:, 2:]) / 2
     assert centres[::2].tolist() == [[4, 4], [12, 4], [20, 4], [4, 12], [12, 12], [20, 12]]
     assert (centres[::2] == centres[1::2]).all()
-    assert (found[:, 2:] - found[:, :2]).tolist() == [[6, 2], [4, 4]] * 6
+    assert (anchors[:, 2:] - anchors[:, :2]).tolist() == [[6, 2], [4, 4]] * 6
     assert boxes.anchors(1, 2, stride=8, sizes=[(2, 2)], centre=0).tolist() == [[-1, -1, 1, 1], [7, -1, 9, 1]]
 
 
 def test_large_regions_are_read_from_small_maps() -> None:
     """A region of 224 pixels belongs to level 4, as in the paper. Levels are clipped to the pyramid."""
     sides = np.array([0, 1, 111, 112, 223, 224, 447, 448, 2000])
-    given = np.stack([0 * sides, 0 * sides, sides, sides], -1).astype(np.float32)
-    assert boxes.levels(given, 2, 5).tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 3]
-    assert boxes.levels(given[None] * np.array([1, 1, 2, 0.5], np.float32), 2, 5)[0].tolist() == [
+    regions = np.stack([0 * sides, 0 * sides, sides, sides], -1).astype(np.float32)
+    assert boxes.levels(regions, 2, 5).tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 3]
+    assert boxes.levels(regions[None] * np.array([1, 1, 2, 0.5], np.float32), 2, 5)[0].tolist() == [
         0,
         0,
         0,
@@ -101,9 +101,9 @@ def test_large_regions_are_read_from_small_maps() -> None:
 def test_deltas_move_and_stretch_a_box(deltas: tuple[float, ...], expected: tuple[float, ...]) -> None:
     """Deltas are relative to the box. A side grows to at most 1000 / 16 times its length."""
     box = np.array([10, 20, 30, 60], np.float32)
-    found = boxes.decode(box, np.array(deltas, np.float32))
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    moved = boxes.decode(box, np.array(deltas, np.float32))
+    assert moved.dtype == np.float32
+    np.testing.assert_allclose(moved, expected, rtol=1e-5)
     weights = (10.0, 10.0, 5.0, 5.0)
     scaled = np.array(deltas, np.float32) * np.array(weights, np.float32)
     np.testing.assert_allclose(boxes.decode(box, scaled, weights=weights), expected, rtol=1e-4)
@@ -113,12 +113,12 @@ def test_deltas_move_and_stretch_a_box(deltas: tuple[float, ...], expected: tupl
 def test_the_deltas_between_two_boxes_lead_from_one_to_the_other(seed: int) -> None:
     """The deltas between two boxes, computed in 64 bits by the paper's formula, lead from one box to the other."""
     rng = np.random.default_rng(seed)
-    start, wanted = (boxes.convert(rng.uniform(1, 9, (5, 4)), "xywh", "cxcywh") for _ in "ab")
+    start, target = (boxes.convert(rng.uniform(1, 9, (5, 4)), "xywh", "cxcywh") for _ in "ab")
     deltas = np.concatenate(
-        [(wanted[:, :2] - start[:, :2]) / start[:, 2:], np.log(wanted[:, 2:] / start[:, 2:])], -1
+        [(target[:, :2] - start[:, :2]) / start[:, 2:], np.log(target[:, 2:] / start[:, 2:])], -1
     )
-    found = boxes.decode(boxes.convert(start, "cxcywh", "xyxy"), deltas)
-    np.testing.assert_allclose(found, boxes.convert(wanted, "cxcywh", "xyxy"), rtol=1e-9)
+    moved = boxes.decode(boxes.convert(start, "cxcywh", "xyxy"), deltas)
+    np.testing.assert_allclose(moved, boxes.convert(target, "cxcywh", "xyxy"), rtol=1e-9)
 
 
 @given(seeds)
@@ -139,23 +139,23 @@ def test_overlaps_are_counted_in_pixels(seed: int) -> None:
 def test_areas_may_be_larger_than_the_boxes_dtype_holds(dtype: Any) -> None:
     """Areas beyond the range of f16 or integers give the results of f64."""
     side = 250 if dtype == np.uint8 else 60_000 if dtype in (np.uint16, np.int32) else 1000
-    given = np.array([[[0, 0, side, side]] * 2 + [[side // 2, 0, side, side], [0, 0, 5, 5]]], dtype)
-    wide = given.astype(np.float64)
-    found = boxes.iou(given[0], given[0])
-    assert found.dtype == (np.float32 if dtype == np.float16 else np.float64)
-    np.testing.assert_allclose(found, boxes.iou(wide[0], wide[0]), rtol=1e-6)
-    assert found[0].tolist()[:3] == [1, 1, 0.5]
+    corners = np.array([[[0, 0, side, side]] * 2 + [[side // 2, 0, side, side], [0, 0, 5, 5]]], dtype)
+    wide = corners.astype(np.float64)
+    overlaps = boxes.iou(corners[0], corners[0])
+    assert overlaps.dtype == (np.float32 if dtype == np.float16 else np.float64)
+    np.testing.assert_allclose(overlaps, boxes.iou(wide[0], wide[0]), rtol=1e-6)
+    assert overlaps[0].tolist()[:3] == [1, 1, 0.5]
     scores = np.array([[0.9, 0.8, 0.7, 0.6]], np.float16)
-    assert boxes.nms(given, scores, 0.45).tolist() == [[True, False, False, True]]
-    assert boxes.levels(given, 2, 5).tolist() == boxes.levels(wide, 2, 5).tolist()
+    assert boxes.nms(corners, scores, 0.45).tolist() == [[True, False, False, True]]
+    assert boxes.levels(corners, 2, 5).tolist() == boxes.levels(wide, 2, 5).tolist()
 
 
 def test_boxes_of_short_integers_are_moved_within_their_range() -> None:
     """16-bit boxes convert without overflow, and are clipped to images wider than their range."""
-    given = np.array([[20_000, 30_000, 30_000, 32_000]], np.int16)
-    assert boxes.convert(given, "xyxy", "cxcywh").tolist() == [[25_000, 31_000, 10_000, 2000]]
-    assert boxes.clip(given, 40_000, 70_000).tolist() == given.tolist()
-    assert boxes.clip(given, 40_000, 70_000).dtype == np.int16
+    corners = np.array([[20_000, 30_000, 30_000, 32_000]], np.int16)
+    assert boxes.convert(corners, "xyxy", "cxcywh").tolist() == [[25_000, 31_000, 10_000, 2000]]
+    assert boxes.clip(corners, 40_000, 70_000).tolist() == corners.tolist()
+    assert boxes.clip(corners, 40_000, 70_000).dtype == np.int16
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
@@ -170,15 +170,15 @@ def test_scores_that_are_no_floats_are_refused(dtype: Any) -> None:
 
 def greedy(candidates: Array, scores: Array, limit: float, classes: Array | None, least: float) -> list[int]:
     """Return the boxes of an image that greedy suppression keeps."""
-    left = sorted((i for i in range(len(scores)) if scores[i] >= least), key=lambda i: (-scores[i], i))
+    remaining = sorted((i for i in range(len(scores)) if scores[i] >= least), key=lambda i: (-scores[i], i))
     taken = []
-    while left:
-        first, *left = left
+    while remaining:
+        first, *remaining = remaining
         taken.append(first)
-        fine = boxes.iou(candidates[[first]], candidates[left])[0] <= limit
-        left = [
+        fine = boxes.iou(candidates[[first]], candidates[remaining])[0] <= limit
+        remaining = [
             other
-            for other, ok in zip(left, fine, strict=True)
+            for other, ok in zip(remaining, fine, strict=True)
             if ok or (classes is not None and classes[first] != classes[other])
         ]
     return sorted(taken)
@@ -190,49 +190,49 @@ def test_suppression_leaves_what_one_box_after_the_other_leaves(
 ) -> None:
     """nms keeps the same boxes as greedy suppression, with equal scores and boxes, with and without classes."""
     rng = np.random.default_rng(seed)
-    given = grid_boxes(rng, 3, count)
+    candidates = grid_boxes(rng, 3, count)
     scores = rng.integers(0, 6, (3, count)).astype(np.float32)
     classes = rng.integers(0, 2, (3, count)) if kinds else None
-    found = boxes.nms(given, scores, limit, classes=classes, least=1)
+    selected = boxes.nms(candidates, scores, limit, classes=classes, least=1)
     for n in range(3):
         of_image = None if classes is None else classes[n]
-        assert np.flatnonzero(found[n]).tolist() == greedy(given[n], scores[n], limit, of_image, 1)
+        assert np.flatnonzero(selected[n]).tolist() == greedy(candidates[n], scores[n], limit, of_image, 1)
 
 
 @pytest.mark.parametrize("spread", [60, 400])
 def test_suppression_of_many_boxes_is_the_same_in_blocks(spread: int) -> None:
     """For a thousand boxes, which are computed in blocks, nms keeps the same boxes as greedy suppression."""
     rng = np.random.default_rng(spread)
-    given = rng.uniform(0, spread, (1, 1000, 4)).astype(np.float32)
-    given = boxes.convert(given * np.array([1, 1, 0.2, 0.2], np.float32), "xywh", "xyxy")
+    candidates = rng.uniform(0, spread, (1, 1000, 4)).astype(np.float32)
+    candidates = boxes.convert(candidates * np.array([1, 1, 0.2, 0.2], np.float32), "xywh", "xyxy")
     scores, classes = rng.random((1, 1000)), rng.integers(0, 3, (1, 1000))
-    found = boxes.nms(given, scores, 0.5)
-    assert np.flatnonzero(found[0]).tolist() == greedy(given[0], scores[0], 0.5, None, 0)
-    found = boxes.nms(given, scores, 0.5, classes=classes)
-    assert np.flatnonzero(found[0]).tolist() == greedy(given[0], scores[0], 0.5, classes[0], 0)
+    selected = boxes.nms(candidates, scores, 0.5)
+    assert np.flatnonzero(selected[0]).tolist() == greedy(candidates[0], scores[0], 0.5, None, 0)
+    selected = boxes.nms(candidates, scores, 0.5, classes=classes)
+    assert np.flatnonzero(selected[0]).tolist() == greedy(candidates[0], scores[0], 0.5, classes[0], 0)
 
 
 def test_boxes_without_a_number_for_a_score_are_not_kept() -> None:
     """A box whose score is NaN is not kept, and suppresses no other box."""
-    given = np.array([[[0, 0, 4, 4]] * 2], np.float32)
-    assert boxes.nms(given, np.array([[np.nan, 0.1]]), 0.5).tolist() == [[False, True]]
+    corners = np.array([[[0, 0, 4, 4]] * 2], np.float32)
+    assert boxes.nms(corners, np.array([[np.nan, 0.1]]), 0.5).tolist() == [[False, True]]
 
 
 def test_the_best_of_what_is_kept_come_first() -> None:
     """`best` returns the kept boxes by score. Equal scores are ordered by position, and the padding is marked."""
     scores = np.array([[0.1, 0.9, 0.5, 0.5], [0.4, 0.3, 0.2, 0.1]], np.float32)
-    kept = np.array([[True, False, True, True], [False, False, False, True]])
-    found, there = boxes.best(scores, kept, 3)
-    assert (found.tolist()[0], found[1, 0]) == ([2, 3, 0], 3)
+    selected = np.array([[True, False, True, True], [False, False, False, True]])
+    order, there = boxes.best(scores, selected, 3)
+    assert (order.tolist()[0], order[1, 0]) == ([2, 3, 0], 3)
     assert there.tolist() == [[True] * 3, [True, False, False]]
-    assert boxes.best(scores, kept, 9)[0].shape == (2, 4)
+    assert boxes.best(scores, selected, 9)[0].shape == (2, 4)
 
 
 def test_the_worst_score_comes_before_what_was_not_kept() -> None:
     """A kept box with the score minus infinity is before boxes that were not kept."""
     scores = np.array([[0.5, -np.inf, 0.7]], np.float32)
-    found, there = boxes.best(scores, np.array([[False, True, True]]), 2)
-    assert found.tolist() == [[2, 1]]
+    order, there = boxes.best(scores, np.array([[False, True, True]]), 2)
+    assert order.tolist() == [[2, 1]]
     assert there.tolist() == [[True, True]]
 
 
@@ -258,7 +258,7 @@ def slow_roi_align(
         below = (1 - dx) * features[:, high_y, low_x] + dx * features[:, high_y, high_x]
         return (1 - dy) * above + dy * below
 
-    found = np.zeros((len(features), size, size))
+    result = np.zeros((len(features), size, size))
     for row in range(size):
         for column in range(size):
             points = [
@@ -269,8 +269,8 @@ def slow_roi_align(
                 for i in range(down)
                 for j in range(across)
             ]
-            found[:, row, column] = sum(points) / max(len(points), 1)
-    return found
+            result[:, row, column] = sum(points) / max(len(points), 1)
+    return result
 
 
 @given(seeds, st.integers(1, 3) | st.none(), st.booleans())
@@ -278,29 +278,29 @@ def test_regions_are_read_point_by_point(seed: int, sampling: int | None, aligne
     """roi_align equals the loops for regions inside, across and far outside of the maps, in both layouts."""
     rng = np.random.default_rng(seed)
     features = rng.standard_normal((2, 3, 6, 9))
-    given = np.sort(rng.uniform(-30, 80, (4, 2, 2)), 1).reshape(4, 4)
-    given[0, 2] = given[0, 0]
+    corners = np.sort(rng.uniform(-30, 80, (4, 2, 2)), 1).reshape(4, 4)
+    corners[0, 2] = corners[0, 0]
     owners = rng.integers(0, 2, 4)
     options: Any = {"size": (3, 3), "scale": 0.125, "sampling": sampling, "aligned": aligned}
-    found = boxes.roi_align(features, given, owners, **options)
+    pooled = boxes.roi_align(features, corners, owners, **options)
     expected = [
         slow_roi_align(features[owner], box, 3, 0.125, sampling, aligned=aligned)
-        for owner, box in zip(owners, given, strict=True)
+        for owner, box in zip(owners, corners, strict=True)
     ]
-    np.testing.assert_allclose(found, expected, atol=1e-12)
-    last = boxes.roi_align(features.transpose(0, 2, 3, 1), given, owners, layout="nhwc", **options)
-    np.testing.assert_allclose(last, found.transpose(0, 2, 3, 1), atol=1e-12)
+    np.testing.assert_allclose(pooled, expected, atol=1e-12)
+    last = boxes.roi_align(features.transpose(0, 2, 3, 1), corners, owners, layout="nhwc", **options)
+    np.testing.assert_allclose(last, pooled.transpose(0, 2, 3, 1), atol=1e-12)
 
 
 def test_regions_are_read_as_torch_samples_a_grid() -> None:
     """roi_align equals torch's grid_sample at the centres of the bins, in f32."""
     rng = np.random.default_rng(0)
     features = rng.standard_normal((1, 8, 20, 30)).astype(np.float32)
-    given = np.array([[16, 32, 200, 100], [0, 0, 480, 320], [101.5, 7.25, 140, 300]], np.float32)
-    found = boxes.roi_align(features, given, np.zeros(3, int), size=(5, 4), scale=1 / 16, sampling=1)
-    assert found.dtype == np.float32
-    assert found.shape == (3, 8, 5, 4)
-    for box, region in zip(given, found, strict=True):
+    corners = np.array([[16, 32, 200, 100], [0, 0, 480, 320], [101.5, 7.25, 140, 300]], np.float32)
+    pooled = boxes.roi_align(features, corners, np.zeros(3, int), size=(5, 4), scale=1 / 16, sampling=1)
+    assert pooled.dtype == np.float32
+    assert pooled.shape == (3, 8, 5, 4)
+    for box, region in zip(corners, pooled, strict=True):
         x, y = ((np.arange(n) + 0.5) / n for n in (4, 5))
         grid = (
             np.stack(np.meshgrid(box[0] + x * (box[2] - box[0]), box[1] + y * (box[3] - box[1])), -1)
@@ -308,64 +308,64 @@ def test_regions_are_read_as_torch_samples_a_grid() -> None:
             * 2
             - 1
         )
-        wanted = torch.nn.functional.grid_sample(
+        expected = torch.nn.functional.grid_sample(
             torch.tensor(features), torch.tensor(grid[None], dtype=torch.float32),
             padding_mode="border", align_corners=False,
         )  # fmt: skip
-        np.testing.assert_allclose(region, wanted[0].numpy(), atol=1e-5)
+        np.testing.assert_allclose(region, expected[0].numpy(), atol=1e-5)
 
 
 @pytest.mark.parametrize("aligned", [True, False])
 def test_regions_far_larger_than_the_map_are_read_point_by_point(aligned: bool) -> None:
     """roi_align equals the loops for regions that are up to 500 times as large as the map."""
     features = np.random.default_rng(0).standard_normal((1, 2, 3, 4))
-    given = np.array(
+    corners = np.array(
         [[-40, -300, 2000, 30], [-7, -2, 31, 9], [-600, 1.5, 900, 2], [50, 0, 90, 2], [-90, 0, -9, 2]]
     )
-    found = boxes.roi_align(
-        features, given, np.zeros(5, int), size=(3, 3), scale=1, sampling=None, aligned=aligned
+    pooled = boxes.roi_align(
+        features, corners, np.zeros(5, int), size=(3, 3), scale=1, sampling=None, aligned=aligned
     )
-    expected = [slow_roi_align(features[0], box, 3, 1, None, aligned=aligned) for box in given]
-    np.testing.assert_allclose(found, expected, atol=1e-12)
+    expected = [slow_roi_align(features[0], box, 3, 1, None, aligned=aligned) for box in corners]
+    np.testing.assert_allclose(pooled, expected, atol=1e-12)
 
 
 def test_features_of_16_bits_are_read_where_those_of_32_are() -> None:
     """roi_align reads f16 features at the same places as f32 features, which f16 could not represent. Bits of bf16 are refused."""
     features = np.tile(np.arange(100, dtype=np.float16), (1, 1, 2, 1))
-    given = np.array([[2001, 0, 2021, 31], [-70_000, 0, 70_000, 31]], np.float32)
+    corners = np.array([[2001, 0, 2021, 31], [-70_000, 0, 70_000, 31]], np.float32)
     for sampling in (1, None):
         options: Any = {"size": (1, 5), "scale": 1 / 32, "sampling": sampling}
-        found = boxes.roi_align(features, given, np.zeros(2, int), **options)
-        assert found.dtype == np.float16
-        wide = boxes.roi_align(features.astype(np.float32), given, np.zeros(2, int), **options)
-        assert (found == wide.astype(np.float16)).all()
+        pooled = boxes.roi_align(features, corners, np.zeros(2, int), **options)
+        assert pooled.dtype == np.float16
+        wide = boxes.roi_align(features.astype(np.float32), corners, np.zeros(2, int), **options)
+        assert (pooled == wide.astype(np.float16)).all()
     with pytest.raises(ValueError, match="features are floats, not uint16; bf16"):
-        boxes.roi_align(features.view(np.uint16), given, np.zeros(2, int), size=(1, 5), scale=1)
+        boxes.roi_align(features.view(np.uint16), corners, np.zeros(2, int), size=(1, 5), scale=1)
 
 
 def test_a_region_of_any_size_takes_no_more_memory() -> None:
     """A box of 10 ** 12 pixels takes no more memory than others, because only points over the map are computed."""
-    given = np.array([[-1e12, -1e12, 1e12, 1e12]])
-    found = boxes.roi_align(
-        np.ones((1, 1, 3, 4)), given, np.zeros(1, int), size=(3, 3), scale=1, sampling=None
+    corners = np.array([[-1e12, -1e12, 1e12, 1e12]])
+    pooled = boxes.roi_align(
+        np.ones((1, 1, 3, 4)), corners, np.zeros(1, int), size=(3, 3), scale=1, sampling=None
     )
-    assert found[0, 0].tolist() == [[0, 0, 0], [0, pytest.approx(0, abs=1e-20), 0], [0, 0, 0]]
+    assert pooled[0, 0].tolist() == [[0, 0, 0], [0, pytest.approx(0, abs=1e-20), 0], [0, 0, 0]]
     for end in (1e30, np.inf, np.nan):
-        given[0, 2:] = end
-        found = boxes.roi_align(
-            np.ones((1, 1, 3, 4)), given, np.zeros(1, int), size=(3, 3), scale=1, sampling=None
+        corners[0, 2:] = end
+        pooled = boxes.roi_align(
+            np.ones((1, 1, 3, 4)), corners, np.zeros(1, int), size=(3, 3), scale=1, sampling=None
         )
-        assert not found.any()
+        assert not pooled.any()
 
 
 def test_without_regions_there_is_nothing() -> None:
     """Without regions, the results are empty, with the right shapes and dtypes."""
     nothing = np.zeros((0, 4), np.float32)
-    found = boxes.roi_align(
+    pooled = boxes.roi_align(
         np.zeros((1, 3, 4, 4), np.float32), nothing, np.zeros(0, int), size=(2, 2), scale=1
     )
-    assert found.dtype == np.float32
-    assert found.shape == (0, 3, 2, 2)
+    assert pooled.dtype == np.float32
+    assert pooled.shape == (0, 3, 2, 2)
     assert boxes.nms(nothing[None], np.zeros((1, 0)), 0.5).shape == (1, 0)
     assert boxes.iou(nothing, nothing).shape == (0, 0)
     assert math.isclose(boxes.iou(np.ones((1, 4)), np.ones((1, 4)))[0, 0], 0)
@@ -374,10 +374,10 @@ def test_without_regions_there_is_nothing() -> None:
 def test_detections_are_whole_pixels_of_their_pictures() -> None:
     """Objects above the threshold are returned in order. Their boxes are in the pixels of their own picture."""
     scores = np.array([[[0.8, 0.1, 0.1], [0.2, 0.2, 0.6], [0.1, 0.6, 0.3]]] * 2, np.float32)
-    found = np.array([[[0.5, 0.5, 0.5, 0.5], [0, 0, 1, 1], [0.25, 0.5, 0.1, 1.0]]] * 2, np.float32)
+    relative = np.array([[[0.5, 0.5, 0.5, 0.5], [0, 0, 1, 1], [0.25, 0.5, 0.1, 1.0]]] * 2, np.float32)
     sizes = np.array([[100, 200], [10, 10]], np.int32)
-    first, second = boxes.detections(scores, found, sizes, ["cat", "dog"])
+    first, second = boxes.detections(scores, relative, sizes, ["cat", "dog"])
     assert [each["label"] for each in first] == ["cat", "dog"]
     assert first[0]["box"] == {"xmin": 50, "ymin": 25, "xmax": 150, "ymax": 75}
     assert second[0]["box"] == {"xmin": 2, "ymin": 2, "xmax": 7, "ymax": 7}
-    assert boxes.detections(scores, found, sizes, ["cat", "dog"], threshold=0.7)[0] == first[:1]
+    assert boxes.detections(scores, relative, sizes, ["cat", "dog"], threshold=0.7)[0] == first[:1]

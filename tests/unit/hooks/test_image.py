@@ -52,11 +52,11 @@ def file(pixels: Array, kind: str = "PNG", **options: Any) -> bytes:
 def test_files_of_all_kinds_are_decoded_together(kind: str, options: dict[str, Any], off: int) -> None:
     """In each format, two pictures of different sizes are decoded from one padded tensor."""
     pictures = [picture(), picture(90, 50, seed=1)]
-    found = image.decode(as_text([file(one, kind, **options) for one in pictures]))
-    for got, wanted in zip(found, pictures, strict=True):
+    decoded = image.decode(as_text([file(pixels, kind, **options) for pixels in pictures]))
+    for got, expected in zip(decoded, pictures, strict=True):
         assert got.dtype == np.uint8
-        assert got.shape == wanted.shape
-        assert abs(got.astype(int) - wanted).max() <= off
+        assert got.shape == expected.shape
+        assert abs(got.astype(int) - expected).max() <= off
 
 
 @pytest.mark.parametrize("orientation", STORED)
@@ -65,8 +65,8 @@ def test_pictures_stand_upright_however_the_camera_was_held(orientation: int) ->
     exif = PIL.Image.Exif()
     exif[274] = orientation
     stored = np.ascontiguousarray(STORED[orientation](picture()))
-    (found,) = image.decode(as_text([file(stored, exif=exif)]))
-    assert (found == picture()).all()
+    (pixels,) = image.decode(as_text([file(stored, exif=exif)]))
+    assert (pixels == picture()).all()
 
 
 def exif_of(*entries: bytes) -> bytes:
@@ -88,16 +88,16 @@ def exif_of(*entries: bytes) -> bytes:
 )
 def test_what_else_a_camera_wrote_does_not_matter(entry: bytes) -> None:
     """EXIF entries of wrong types do not affect the orientation."""
-    (found,) = image.decode(as_text([exif_of(entry)]))
-    assert abs(found.astype(int) - picture()).max() <= 12
+    (pixels,) = image.decode(as_text([exif_of(entry)]))
+    assert abs(pixels.astype(int) - picture()).max() <= 12
 
 
 def test_exif_that_cannot_be_read_says_nothing() -> None:
     """Unreadable EXIF is ignored."""
     text = PIL.PngImagePlugin.PngInfo()
     text.add_text("Raw profile type exif", "\nexif\n 4\nno numbers\n")
-    (found,) = image.decode(as_text([file(picture(), pnginfo=text)]))
-    assert (found == picture()).all()
+    (pixels,) = image.decode(as_text([file(picture(), pnginfo=text)]))
+    assert (pixels == picture()).all()
 
 
 def test_a_jpeg_with_endless_scans_is_refused() -> None:
@@ -115,9 +115,9 @@ def test_only_the_picture_s_own_scans_are_counted() -> None:
     whole = file(picture(), "JPEG", quality=95)
     lookalikes = b"\xff\xda" * 200
     segment = b"\xff\xe9" + struct.pack(">H", 2 + len(lookalikes)) + lookalikes
-    found = image.decode(as_text([whole[:2] + segment + whole[2:], whole + lookalikes + b"."]))
-    for one in found:
-        assert abs(one.astype(int) - picture()).max() <= 12
+    decoded = image.decode(as_text([whole[:2] + segment + whole[2:], whole + lookalikes + b"."]))
+    for pixels in decoded:
+        assert abs(pixels.astype(int) - picture()).max() <= 12
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,9 @@ def test_pictures_have_the_channels_that_are_asked_for(
     stored: Array, grey: list[int], channels: Literal[1, 3]
 ) -> None:
     """A picture has the requested channels, whatever channels its file has."""
-    (found,) = image.decode(as_text([file(stored)]), channels=channels)
-    assert (found == np.array(grey)[None, :, None]).all()
-    assert found.shape == (1, len(grey), channels)
+    (pixels,) = image.decode(as_text([file(stored)]), channels=channels)
+    assert (pixels == np.array(grey)[None, :, None]).all()
+    assert pixels.shape == (1, len(grey), channels)
 
 
 @pytest.mark.parametrize(
@@ -174,11 +174,11 @@ def test_damaged_files_raise_nothing_else(kind: str, data: st.DataObject) -> Non
     ):
         damaged[place] = value
     try:
-        (found,) = image.decode(as_text([bytes(damaged)]), most_pixels=100_000)
+        (pixels,) = image.decode(as_text([bytes(damaged)]), most_pixels=100_000)
     except BadInput:
         return
-    assert found.dtype == np.uint8
-    assert found.shape[2] == 3
+    assert pixels.dtype == np.uint8
+    assert pixels.shape[2] == 3
 
 
 def test_a_small_file_of_a_huge_picture_is_refused_by_its_header() -> None:
@@ -214,11 +214,13 @@ def test_files_come_as_strings() -> None:
 def test_resizing_averages_as_torch_does(resample: image.Filter, size: tuple[int, int]) -> None:
     """To smaller and to larger sizes, resizing gives the same as torch's interpolation with antialiasing, except for rounding."""
     pictures = np.stack([picture(seed=seed) for seed in range(2)])
-    found = image.resize(pictures, size, resample=resample)
-    given = torch.tensor(pictures).permute(0, 3, 1, 2).float()
-    wanted = torch.nn.functional.interpolate(given, size, mode=resample, antialias=True, align_corners=False)
-    assert found.shape == (2, *size, 3)
-    assert abs(found - wanted.clamp(0, 255).permute(0, 2, 3, 1).numpy()).max() <= 1.5
+    resized = image.resize(pictures, size, resample=resample)
+    tensor = torch.tensor(pictures).permute(0, 3, 1, 2).float()
+    expected = torch.nn.functional.interpolate(
+        tensor, size, mode=resample, antialias=True, align_corners=False
+    )
+    assert resized.shape == (2, *size, 3)
+    assert abs(resized - expected.clamp(0, 255).permute(0, 2, 3, 1).numpy()).max() <= 1.5
 
 
 def test_one_channel_stays_one() -> None:
@@ -248,11 +250,11 @@ def test_the_middle_is_cut_out_as_torchvision_does(
     shape: tuple[int, int], scaled: tuple[int, int], corner: tuple[int, int]
 ) -> None:
     """The sizes and the corners of the crop are those of torchvision's Resize and CenterCrop."""
-    one = picture(*shape)
-    found = image.resize_crop([one], 16, (10, 10))
+    pixels = picture(*shape)
+    cropped = image.resize_crop([pixels], 16, (10, 10))
     top, left = corner
-    whole = PIL.Image.fromarray(one).resize(scaled[::-1], PIL.Image.Resampling.BILINEAR)
-    assert (found[0] == np.asarray(whole)[top : top + 10, left : left + 10]).all()
+    whole = PIL.Image.fromarray(pixels).resize(scaled[::-1], PIL.Image.Resampling.BILINEAR)
+    assert (cropped[0] == np.asarray(whole)[top : top + 10, left : left + 10]).all()
 
 
 @pytest.mark.parametrize(("height", "width"), [(1, 4000), (4000, 1)])
@@ -303,8 +305,8 @@ def test_boxes_find_their_way_back_from_a_letterbox(shape: tuple[int, int], size
         np.prod(size) - len(rows) * len(columns),
     )
     assert len(rows) == size[0] or len(columns) == size[1]
-    found = image.from_letterbox(frame, places)
-    np.testing.assert_allclose(found, [[[0, 0, width, height]]], atol=1e-3)
+    restored = image.from_letterbox(frame, places)
+    np.testing.assert_allclose(restored, [[[0, 0, width, height]]], atol=1e-3)
     margin = image.from_letterbox(np.array([[[0, 0, size[1], size[0]]]], np.float32), places)
     np.testing.assert_allclose(boxes.clip(margin, height, width), [[[0, 0, width, height]]], atol=1e-3)
 
@@ -332,13 +334,13 @@ def test_pixels_are_normalised_exactly(layout: Literal["nchw", "nhwc"], dtype: A
     pixels = np.random.default_rng(0).permuted(np.arange(768, dtype=np.int64) % 256).astype(np.uint8)
     pixels = pixels.reshape(2, 16, 8, 3)
     mean, std = image.IMAGENET_MEAN, image.IMAGENET_STD
-    wanted = (pixels / 255 - np.array(mean)) / np.array(std)
+    expected = (pixels / 255 - np.array(mean)) / np.array(std)
     if layout == "nchw":
-        wanted = wanted.transpose(0, 3, 1, 2)
-    found = image.normalise(pixels, mean, std, layout=layout, dtype=dtype)
-    assert found.dtype == dtype
-    assert found.flags.c_contiguous
-    assert (found == wanted.astype(dtype)).all()
+        expected = expected.transpose(0, 3, 1, 2)
+    normalised = image.normalise(pixels, mean, std, layout=layout, dtype=dtype)
+    assert normalised.dtype == dtype
+    assert normalised.flags.c_contiguous
+    assert (normalised == expected.astype(dtype)).all()
 
 
 def test_each_channel_has_its_mean() -> None:

@@ -22,14 +22,14 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 def example(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
     """Return a function that executes the page's block with this text, beside its files, and returns its definitions."""
     page = (ROOT / "docs" / "hook-library.md").read_text(encoding="utf-8")
-    first, *found = ["\n".join(lines) for language, _, lines in blocks(page) if language == "python"]
+    first, *examples = ["\n".join(lines) for language, _, lines in blocks(page) if language == "python"]
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "hello": 1}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "names.txt").write_text("\n".join(f"name {index}" for index in range(10)))
 
-    def run(wanted: str) -> dict[str, Any]:
-        (block,) = (each for each in found if wanted in each)
+    def run(text: str) -> dict[str, Any]:
+        (block,) = (each for each in examples if text in each)
         names = {"__file__": str(tmp_path / "model.py"), "np": np, "Path": Path}
         exec(f"{first}\n{block}", names)  # noqa: S102 - the page is ours
         return names
@@ -69,21 +69,21 @@ def test_a_detectors_boxes(example: Callable[[str], dict[str, Any]]) -> None:
             "classes": np.zeros((2, 2), np.int64),
         }
 
-    found = example("letterbox")["run"](files(), call)
-    assert found["count"].tolist() == [[1], [1]]
-    np.testing.assert_allclose(found["boxes"][:, 0], [[150, 0, 300, 400], [450, 0, 900, 280]], atol=1e-3)
+    outputs = example("letterbox")["run"](files(), call)
+    assert outputs["count"].tolist() == [[1], [1]]
+    np.testing.assert_allclose(outputs["boxes"][:, 0], [[150, 0, 300, 400], [450, 0, 900, 280]], atol=1e-3)
 
 
 def test_a_classifiers_labels(example: Callable[[str], dict[str, Any]]) -> None:
     """The example of the labels returns the best five of ten classes with their names."""
-    found = example("top_k")["postprocess"]({"logits": np.arange(20, dtype=np.float32).reshape(2, 10)})
-    assert found["class"].tolist() == [[9, 8, 7, 6, 5]] * 2
-    assert found["name"].shape == (2, 5, 32)
-    assert from_text(found["name"][1]) == [f"name {index}" for index in (9, 8, 7, 6, 5)]
+    outputs = example("top_k")["postprocess"]({"logits": np.arange(20, dtype=np.float32).reshape(2, 10)})
+    assert outputs["class"].tolist() == [[9, 8, 7, 6, 5]] * 2
+    assert outputs["name"].shape == (2, 5, 32)
+    assert from_text(outputs["name"][1]) == [f"name {index}" for index in (9, 8, 7, 6, 5)]
 
 
 def test_a_text_models_tokens(example: Callable[[str], dict[str, Any]]) -> None:
     """The example of the tokeniser pads rows to the smallest length that fits."""
-    found = example("Tokeniser")["preprocess"]({"text": as_text(["hello hello", "hello"])})
-    assert found["input_ids"].shape == (2, 16)
-    assert found["attention_mask"].sum(1).tolist() == [2, 1]
+    outputs = example("Tokeniser")["preprocess"]({"text": as_text(["hello hello", "hello"])})
+    assert outputs["input_ids"].shape == (2, 16)
+    assert outputs["attention_mask"].sum(1).tolist() == [2, 1]

@@ -21,15 +21,15 @@ LENGTHS = (4, 8, 16)
 
 def tokenizer() -> Tokenizer:
     """Return a tokenizer of words, which puts BERT's marks around each text."""
-    found = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    found.normalizer = normalizers.Lowercase()
-    found.pre_tokenizer = pre_tokenizers.Whitespace()
-    found.post_processor = processors.TemplateProcessing(
+    built = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    built.normalizer = normalizers.Lowercase()
+    built.pre_tokenizer = pre_tokenizers.Whitespace()
+    built.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
         special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
     )
-    return found
+    return built
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +46,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(st.lists(st.text().filter(lambda text: not text.endswith("\0")), max_size=5))
 def test_texts_come_back_from_their_tensor(texts: list[str]) -> None:
     """Texts that do not end with zeros are read back from their tensor unchanged."""
-    found = as_text(texts)
-    assert found.dtype == np.uint8
-    assert found.shape == (len(texts), max([1, *(len(text.encode()) for text in texts)]))
-    assert from_text(found) == texts
+    tensor = as_text(texts)
+    assert tensor.dtype == np.uint8
+    assert tensor.shape == (len(texts), max([1, *(len(text.encode()) for text in texts)]))
+    assert from_text(tensor) == texts
 
 
 def test_rows_are_as_wide_as_they_are_asked_to_be() -> None:
@@ -71,17 +71,17 @@ words = st.lists(st.sampled_from([*WORDS[4:], "up", "WEST"]), max_size=20).map("
 @given(st.lists(words, min_size=1, max_size=4))
 def test_tokens_are_those_of_the_package(path: Path, texts: list[str]) -> None:
     """Tokens are the same as the package's, padded to the smallest length that holds all rows."""
-    found = Tokeniser(path, LENGTHS, dtype=np.int64)(as_text(texts))
+    tokens = Tokeniser(path, LENGTHS, dtype=np.int64)(as_text(texts))
     longest = max(len(text.split()) + 2 for text in texts)
-    length = next((one for one in LENGTHS if one >= longest), LENGTHS[-1])
+    length = next((size for size in LENGTHS if size >= longest), LENGTHS[-1])
     by_itself = tokenizer()
     by_itself.enable_truncation(length)
     by_itself.enable_padding(length=length, pad_id=7)
-    wanted = by_itself.encode_batch(texts)
-    assert found.ids.dtype == found.mask.dtype == found.types.dtype == np.int64
-    assert found.ids.tolist() == [one.ids for one in wanted]
-    assert found.mask.tolist() == [one.attention_mask for one in wanted]
-    assert not found.types.any()
+    expected = by_itself.encode_batch(texts)
+    assert tokens.ids.dtype == tokens.mask.dtype == tokens.types.dtype == np.int64
+    assert tokens.ids.tolist() == [encoding.ids for encoding in expected]
+    assert tokens.mask.tolist() == [encoding.attention_mask for encoding in expected]
+    assert not tokens.types.any()
 
 
 @settings(deadline=None)
@@ -89,14 +89,14 @@ def test_tokens_are_those_of_the_package(path: Path, texts: list[str]) -> None:
 def test_pairs_are_told_apart_by_their_types(path: Path, pairs: list[tuple[str, str]]) -> None:
     """Pairs of texts become tokens with the types of their texts."""
     firsts, seconds = (as_text([pair[side] for pair in pairs]) for side in (0, 1))
-    found = Tokeniser(path, [16])(firsts, seconds)
+    tokens = Tokeniser(path, [16])(firsts, seconds)
     by_itself = tokenizer()
     by_itself.enable_truncation(16)
     by_itself.enable_padding(length=16, pad_id=7)
-    wanted = by_itself.encode_batch(pairs)
-    assert found.ids.dtype == np.int32
-    assert found.ids.tolist() == [one.ids for one in wanted]
-    assert found.types.tolist() == [one.type_ids for one in wanted]
+    expected = by_itself.encode_batch(pairs)
+    assert tokens.ids.dtype == np.int32
+    assert tokens.ids.tolist() == [encoding.ids for encoding in expected]
+    assert tokens.types.tolist() == [encoding.type_ids for encoding in expected]
 
 
 def test_the_token_that_fills_rows_up_may_be_chosen(path: Path) -> None:
@@ -168,8 +168,8 @@ def test_strings_need_no_zeros_behind_them(path: Path) -> None:
     texts = ["north south", "", "west" + " east" * 1000]
     strings = np.array([text.encode() for text in texts], object)
     assert from_text(strings) == from_text(strings.reshape(-1, 1)) == texts
-    tokens, wanted = Tokeniser(path, LENGTHS)(strings), Tokeniser(path, LENGTHS)(as_text(texts))
-    assert tokens.ids.tolist() == wanted.ids.tolist()
+    tokens, expected = Tokeniser(path, LENGTHS)(strings), Tokeniser(path, LENGTHS)(as_text(texts))
+    assert tokens.ids.tolist() == expected.ids.tolist()
 
 
 def test_a_text_that_is_too_long_may_be_refused(path: Path) -> None:
@@ -190,10 +190,10 @@ def test_a_text_that_is_too_long_may_be_refused(path: Path) -> None:
 def test_a_prefix_and_places_of_tokens(path: Path) -> None:
     """A prefix is put before each first text. Places of tokens are in characters; marks and padding have none."""
     plain, prefixed = Tokeniser(path, LENGTHS, spans=True), Tokeniser(path, LENGTHS, prefix="the ")
-    found = plain(as_text(["the  ünknown"]))
-    assert found.starts is not None
-    assert found.ends is not None
-    assert (found.starts.tolist(), found.ends.tolist()) == ([[-1, 0, 5, -1]], [[-1, 3, 12, -1]])
+    tokens = plain(as_text(["the  ünknown"]))
+    assert tokens.starts is not None
+    assert tokens.ends is not None
+    assert (tokens.starts.tolist(), tokens.ends.tolist()) == ([[-1, 0, 5, -1]], [[-1, 3, 12, -1]])
     text = as_text(["the"])
     assert prefixed(text).ids.tolist() == plain(as_text(["the the"])).ids.tolist()
     assert prefixed(text).starts is None

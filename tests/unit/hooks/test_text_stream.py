@@ -17,18 +17,18 @@ CHAT = "<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 def bytes_tokenizer() -> Tokenizer:
     """Return a tokenizer of bytes and of some words. It puts <s> before a text."""
-    found = Tokenizer(models.BPE())
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=320,
         special_tokens=MARKS,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    found.train_from_iterator(["the user and the assistant", "user\n assistant"], trainer)
-    found.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return found
+    tokenizer.train_from_iterator(["the user and the assistant", "user\n assistant"], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return tokenizer
 
 
 WHOLE = bytes_tokenizer()
@@ -47,41 +47,41 @@ texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<\N
 def pieces(tokens: list[int], sizes: list[int], *stop: str) -> tuple[list[str], bool]:
     """Return what a stream gives for tokens that arrive in groups of these sizes, and whether a stop text ended it."""
     stream = TextStream(lambda ids: str(WHOLE.decode(ids, skip_special_tokens=True)), stop)
-    found = []
+    parts = []
     while tokens:
         size = sizes.pop() if sizes else 1
-        found.append(stream.feed(tokens[:size]))
+        parts.append(stream.feed(tokens[:size]))
         tokens = tokens[size:]
-    return [*found, stream.finish()], stream.stopped
+    return [*parts, stream.finish()], stream.stopped
 
 
 @given(texts, st.lists(st.integers(1, 9)))
 def test_pieces_are_whole_characters_and_make_up_the_text(text: str, sizes: list[int]) -> None:
     """The pieces make up the text, however tokens are grouped. A character of several tokens is in the piece of its last token."""
-    found, _ = pieces(WHOLE.encode(text).ids, sizes)
-    assert "".join(found) == text
-    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in found)
+    parts, _ = pieces(WHOLE.encode(text).ids, sizes)
+    assert "".join(parts) == text
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in parts)
 
 
 @given(texts, st.lists(st.integers(1, 9)), st.lists(texts.filter(bool), min_size=1, max_size=3))
 def test_text_ends_before_the_first_stop_text(text: str, sizes: list[int], stop: list[str]) -> None:
     """The text ends before the first stop text, which may be split across tokens. No part of the stop text is returned."""
     text += stop[0][:1] + "tail"
-    found, stopped = pieces(WHOLE.encode(text).ids, sizes, *stop)
-    ends = [at for one in stop if (at := text.find(one)) >= 0]
+    parts, stopped = pieces(WHOLE.encode(text).ids, sizes, *stop)
+    ends = [at for stop_text in stop if (at := text.find(stop_text)) >= 0]
     assert stopped == bool(ends)
     if ends:
-        assert "".join(found) in {text[:at] for at in ends}
+        assert "".join(parts) in {text[:at] for at in ends}
     else:
-        assert "".join(found) == text
+        assert "".join(parts) == text
 
 
 @given(st.lists(st.integers(0, WHOLE.get_vocab_size() - 1), max_size=80))
 def test_any_tokens_give_text(tokens: list[int]) -> None:
     """For any tokens, the pieces are the text of all tokens together, except for replacement characters of invalid bytes."""
-    found, _ = pieces(tokens, [])
+    parts, _ = pieces(tokens, [])
     whole = WHOLE.decode(tokens, skip_special_tokens=True)
-    assert "".join(found).replace("\ufffd", "") == whole.replace("\ufffd", "")
+    assert "".join(parts).replace("\ufffd", "") == whole.replace("\ufffd", "")
 
 
 def test_a_character_that_the_limit_cuts_is_left_out() -> None:

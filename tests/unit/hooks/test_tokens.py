@@ -40,21 +40,21 @@ def test_neighbouring_tokens_with_a_label_are_an_entity(tokeniser: Tokeniser) ->
     scores = np.full((1, 8, 4), 0.1, np.float32)
     scores[0, range(8), best] = [0.7, 0.6, 0.8, 0.7, 0.7, 0.9, 0.7, 0.7]
 
-    (found,) = entities(scores, tokens.ids, tokens.starts, tokens.ends, LABELS, tokeniser)
+    (row,) = entities(scores, tokens.ids, tokens.starts, tokens.ends, LABELS, tokeniser)
 
-    assert [(each["entity_group"], each["word"], each["start"], each["end"]) for each in found] == [
+    assert [(each["entity_group"], each["word"], each["start"], each["end"]) for each in row] == [
         ("PER", "annabel", 0, 7),
         ("PER", "anna", 8, 12),
         ("LOC", "rome", 16, 20),
     ]
-    assert [each["score"] for each in found] == pytest.approx([0.7, 0.7, 0.9])
+    assert [each["score"] for each in row] == pytest.approx([0.7, 0.7, 0.9])
 
 
 def test_a_mask_gets_candidates_with_their_texts(tokeniser: Tokeniser) -> None:
     """Each candidate has the text in which it replaces the mask, without the marks around the text."""
     tokens = tokeniser(as_text(["anna in [MASK]"]))
-    found = candidates(np.array([[0.9, 0.1]]), np.array([[8, 7]]), tokens.ids, tokens.mask, 4, tokeniser)
-    assert found == [
+    rows = candidates(np.array([[0.9, 0.1]]), np.array([[8, 7]]), tokens.ids, tokens.mask, 4, tokeniser)
+    assert rows == [
         [
             {"score": 0.9, "token": 8, "token_str": "rome", "sequence": "anna in rome"},
             {"score": 0.1, "token": 7, "token_str": "in", "sequence": "anna in in"},
@@ -64,6 +64,6 @@ def test_a_mask_gets_candidates_with_their_texts(tokeniser: Tokeniser) -> None:
 
 def test_answers_are_json_in_one_string_per_row() -> None:
     """Each row of the answer is one JSON string in UTF-8."""
-    found = as_json([[{"a": "ü"}], []])
-    assert found.shape == (2, 1)
-    assert [json.loads(row) for row in found[:, 0]] == [[{"a": "ü"}], []]
+    answers = as_json([[{"a": "ü"}], []])
+    assert answers.shape == (2, 1)
+    assert [json.loads(row) for row in answers[:, 0]] == [[{"a": "ü"}], []]

@@ -37,7 +37,7 @@ WRITER = TaskModel(
 STREAM = {"model": "writer", "prompt": "a", "stream": True}
 
 
-class OneModel:
+class TwoModels:
     """A catalogue and a backend with two models, which answer when `ready` is set."""
 
     def __init__(self, width: int = 4) -> None:
@@ -60,9 +60,9 @@ class OneModel:
 
 
 @asynccontextmanager
-async def served(model: Any) -> AsyncIterator[tuple[TestServer, Usage]]:
+async def served(models: Any) -> AsyncIterator[tuple[TestServer, Usage]]:
     usage = Usage()
-    server = TestServer(Api(model, model, usage, None).application())
+    server = TestServer(Api(models, models, usage, None).application())
     await server.start_server()
     try:
         yield server, usage
@@ -81,14 +81,14 @@ async def post(session: ClientSession, server: TestServer, text: str) -> tuple[i
 async def test_the_bodies_of_all_calls_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the bodies of all calls exceed the limit, a call is refused with a time to retry. A call that has ended is not counted."""
     monkeypatch.setattr(app, "MAX_BODIES", 1500)
-    model = OneModel()
-    async with served(model) as (server, _), ClientSession() as session:
+    models = TwoModels()
+    async with served(models) as (server, _), ClientSession() as session:
         first = asyncio.ensure_future(post(session, server, "x" * 1000))
-        called = asyncio.ensure_future(model.called.wait())
+        called = asyncio.ensure_future(models.called.wait())
         await asyncio.wait({first, called}, return_when=asyncio.FIRST_COMPLETED)
         status, answer = await post(session, server, "x" * 1000)
         assert (status, answer["error"]["code"]) == (429, "QUEUE_FULL")
-        model.ready.set()
+        models.ready.set()
         assert (await first)[0] == 200
         assert (await post(session, server, "x" * 1000))[0] == 200
 
@@ -97,19 +97,19 @@ async def test_the_bodies_of_all_calls_are_limited(monkeypatch: pytest.MonkeyPat
 async def test_a_body_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A body above the limit is refused, even if it is compressed, and the error names the limit."""
     monkeypatch.setattr(app, "MAX_BODY", 1 << 16)
-    async with served(OneModel()) as (server, _), ClientSession() as session:
+    async with served(TwoModels()) as (server, _), ClientSession() as session:
         status, answer = await post(session, server, "x" * (1 << 16))
         assert (status, answer["error"]["code"]) == (413, "INVALID")
         body = {"model": "embed", "input": "x" * (1 << 19)}
-        async with session.post(server.make_url("/v1/embeddings"), json=body, compress="deflate") as found:
-            assert found.status == 413
+        async with session.post(server.make_url("/v1/embeddings"), json=body, compress="deflate") as response:
+            assert response.status == 413
 
 
 @looped
 async def test_a_body_that_does_not_arrive_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """If a client announces a body and sends nothing, its call ends and frees its place."""
     monkeypatch.setattr(app, "BODY_S", 0.05)
-    async with served(OneModel()) as (server, _):
+    async with served(TwoModels()) as (server, _):
         reader, writer = await asyncio.open_connection(server.host, server.port)
         head = "POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
         writer.write(head.encode())
@@ -121,9 +121,9 @@ async def test_a_body_that_does_not_arrive_ends_its_call(monkeypatch: pytest.Mon
 async def test_a_reader_that_stalls_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     """If a client does not read a large answer, it is disconnected, and the answer does not stay in memory."""
     monkeypatch.setattr(app, "STALL_S", 0.05)
-    model = OneModel(width=2_000_000)
-    model.ready.set()
-    async with served(model) as (server, usage):
+    models = TwoModels(width=2_000_000)
+    models.ready.set()
+    async with served(models) as (server, usage):
         reader, writer = await asyncio.open_connection(server.host, server.port, limit=1024)
         body = b'{"model": "embed", "input": "a"}'
         head = "POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -137,10 +137,12 @@ async def test_a_reader_that_stalls_is_disconnected(monkeypatch: pytest.MonkeyPa
 @looped
 async def test_keys_and_bodies_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     """Keys and bodies are not logged, even if a request is not valid HTTP."""
-    model: Any = OneModel()
+    models: Any = TwoModels()
     start = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     async with AsyncExitStack() as stack:
-        address = await listen(Api(model, model, Usage(), None).application(), Address("127.0.0.1", 0), stack)
+        address = await listen(
+            Api(models, models, Usage(), None).application(), Address("127.0.0.1", 0), stack
+        )
         for rest in (
             b"Authorization: Bearer secret\x01\r\n\r\n",
             b"Transfer-Encoding: chunked\r\n\r\nsecret\r\n",
@@ -157,10 +159,10 @@ async def test_keys_and_bodies_are_not_logged(caplog: pytest.LogCaptureFixture) 
 @looped
 async def test_a_stream_that_fails_ends_with_an_event() -> None:
     """If a stream fails, its last event has the error, because HTTP allows no second answer."""
-    model = OneModel()
-    model.ready.set()
+    models = TwoModels()
+    models.ready.set()
     async with (
-        served(model) as (server, _),
+        served(models) as (server, _),
         ClientSession() as session,
         session.post(server.make_url("/v1/completions"), json=STREAM) as answer,
     ):
@@ -169,7 +171,7 @@ async def test_a_stream_that_fails_ends_with_an_event() -> None:
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "INTERNAL"
 
 
-class Typist(OneModel):
+class Typist(TwoModels):
     """A model whose tokens are bytes. They arrive in several responses."""
 
     async def stream(self, *_: Any) -> AsyncIterator[dict[str, Any]]:
@@ -186,9 +188,9 @@ async def test_all_tokens_before_a_stop_text_are_counted() -> None:
         ClientSession() as session,
         session.post(server.make_url("/v1/completions"), json=body) as answer,
     ):
-        found = json.loads(await answer.text())
-    assert (found["choices"][0]["text"], found["choices"][0]["finish_reason"]) == ("ABC", "stop")
-    assert found["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+        completion = json.loads(await answer.text())
+    assert (completion["choices"][0]["text"], completion["choices"][0]["finish_reason"]) == ("ABC", "stop")
+    assert completion["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
 
 
 @looped
@@ -196,9 +198,9 @@ async def test_a_silent_stream_gets_comments(monkeypatch: pytest.MonkeyPatch) ->
     """While the model starts, the stream sends comments, so that proxies see a living connection. The first piece follows them."""
     monkeypatch.setattr(app, "STATUS_S", 0.01)
     monkeypatch.setattr(app, "COMMENT_S", 0.01)
-    model = OneModel()
+    models = TwoModels()
     async with (
-        served(model) as (server, _),
+        served(models) as (server, _),
         ClientSession() as session,
         session.post(server.make_url("/v1/completions"), json=STREAM) as answer,
     ):
@@ -206,7 +208,7 @@ async def test_a_silent_stream_gets_comments(monkeypatch: pytest.MonkeyPatch) ->
         for _ in range(3):
             assert (await answer.content.readline()).startswith(b": ")
             assert await answer.content.readline() == b"\n"
-        model.ready.set()
+        models.ready.set()
         rest = await answer.text()
     assert '"text": "A"' in rest
 
@@ -214,12 +216,12 @@ async def test_a_silent_stream_gets_comments(monkeypatch: pytest.MonkeyPatch) ->
 @looped
 async def test_several_servers_share_a_port() -> None:
     """Several servers listen at one port, and each of them answers some of the connections."""
-    model: Any = OneModel()
+    models: Any = TwoModels()
     usages = [Usage(), Usage()]
     async with AsyncExitStack() as stack:
         address = Address("127.0.0.1", 0)
         for usage in usages:
-            address = await listen(Api(model, model, usage, None).application(), address, stack)
+            address = await listen(Api(models, models, usage, None).application(), address, stack)
         while not all(b'status="200"' in usage.text() for usage in usages):
             async with ClientSession() as session, session.get(f"http://{address}/v1/models") as answer:
                 assert answer.status == 200

@@ -37,11 +37,15 @@ async def made(template: dict[str, str], messages: list[dict[str, str]]) -> str:
 def tokeniser(tmp_path: Path) -> Path:
     """Return the file of a tokenizer of bytes with three special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    found = Tokenizer(models.BPE(vocab={one: id for id, one in enumerate(alphabet)}, merges=[]))
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.decoder = decoders.ByteLevel()
-    found.add_special_tokens([AddedToken(one, special=True) for one in ("<s>", "<|im_start|>", "<|im_end|>")])
-    found.save(str(path := tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={character: id for id, character in enumerate(alphabet)}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True) for text in ("<s>", "<|im_start|>", "<|im_end|>")]
+    )
+    tokenizer.save(str(path := tmp_path / "tokenizer.json"))
     return path
 
 
@@ -63,7 +67,7 @@ async def test_special_tokens_of_a_client_are_plain_text(tokeniser: Path) -> Non
         await made({"template": CHATML, "bos_token": ""}, [forged])
     )
     special = Tokenizer.from_file(str(tokeniser))
-    assert [tokens.count(special.encode(one).ids[0]) for one in ("<|im_end|>", "<|im_start|>")] == [1, 2]
+    assert [tokens.count(special.encode(text).ids[0]) for text in ("<|im_end|>", "<|im_start|>")] == [1, 2]
     assert special.decode(tokens).count("<|im_end|>") == 1
 
 

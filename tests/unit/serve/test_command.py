@@ -67,9 +67,9 @@ def test_bundles_that_are_missing_are_named_before_a_server_is_searched_for(
 def test_a_folder_that_cannot_be_written_is_named_with_the_option(capsys: pytest.CaptureFixture[str]) -> None:
     """If a folder cannot be written, the message has the option that names another folder."""
     assert main(["serve", "--demo", "--directory", "/proc/rsrv"]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("rsrv serve: /proc/rsrv cannot hold the demo: ")
-    assert said.endswith("Name a folder that you can write with --directory\n")
+    message = capsys.readouterr().err
+    assert message.startswith("rsrv serve: /proc/rsrv cannot hold the demo: ")
+    assert message.endswith("Name a folder that you can write with --directory\n")
 
 
 def test_a_missing_jax_is_named_before_a_server_is_started(
@@ -117,8 +117,8 @@ def test_a_full_disk_is_named_with_its_folder(
     ]
     words = ["serve", str(tmp_path / "bundles"), "--directory", str(tmp_path / "full"), *ports]
     assert main([*words, "--tritonserver", put_program(tmp_path / "mine")]) == 1
-    said = capsys.readouterr().err
-    assert f"rsrv serve: {tmp_path / 'full' / 'models'}: No space left on device" in said
+    message = capsys.readouterr().err
+    assert f"rsrv serve: {tmp_path / 'full' / 'models'}: No space left on device" in message
 
 
 def test_a_log_that_cannot_be_written_is_named_once_and_stops_nothing(
@@ -129,8 +129,8 @@ def test_a_log_that_cannot_be_written_is_named_once_and_stops_nothing(
     with command._log_lines(tmp_path / "log") as put:
         put(b"one\n")
         put(b"two\n")
-    said = capsys.readouterr().err
-    assert said.count(f"{tmp_path}/log cannot be written: No space left on device") == 1
+    message = capsys.readouterr().err
+    assert message.count(f"{tmp_path}/log cannot be written: No space left on device") == 1
 
 
 def test_the_terminal_shows_the_endpoints_once_the_server_serves(
@@ -169,11 +169,11 @@ def test_a_person_who_waits_for_the_first_compilation_sees_a_bar(
     monkeypatch.setattr(command, "obeys_codes", lambda stream: terminal)
     words = ["serve", "--demo", "--directory", str(tmp_path)]
 
-    with command._Terminal(planned("metrics: {listen: null}"), parser().parse(words), 3) as shown:
+    with command._Terminal(planned("metrics: {listen: null}"), parser().parse(words), 3) as console:
         for line in (Line("a is ready"), Line("b failed: why"), Line("not serving after 10 s", "waits")):
-            shown.show(line)
-        shown.show(Line("Serving 2 of 3 models", "serves"))
-        shown.show(Line("b is ready"))
+            console.show(line)
+        console.show(Line("Serving 2 of 3 models", "serves"))
+        console.show(Line("b is ready"))
 
     assert steps == (["a is ready", "b failed: why"] if terminal else [])
     assert begun.call_count == begun.return_value.__exit__.call_count == int(terminal)

@@ -22,7 +22,7 @@ MAX_BYTES = 550_000
 def test_the_bundles_are_what_rsrv_bundle_accepts() -> None:
     """Every bundle of the demo passes `rsrv-bundle check`, and all together can be served."""
     folder = demo.DATA / demo.BUNDLES
-    assert rsrv_bundle(["check", *(str(one) for one in sorted(folder.iterdir()))]) == 0
+    assert rsrv_bundle(["check", *(str(path) for path in sorted(folder.iterdir()))]) == 0
     sources = read_sources([folder])
     assert demo.MODEL in sources.good
     assert not sources.broken
@@ -53,7 +53,7 @@ def test_the_request_and_the_images_fit_the_model() -> None:
 def test_a_second_start_keeps_what_the_user_changed(tmp_path: Path) -> None:
     """Bundles are copied only if there are none. A bundle that the user removed or changed stays as it is."""
     demo.copy_to(tmp_path)
-    assert {one.name for one in (tmp_path / demo.BUNDLES).iterdir()} >= {demo.MODEL, "unet"}
+    assert {path.name for path in (tmp_path / demo.BUNDLES).iterdir()} >= {demo.MODEL, "unet"}
     (tmp_path / demo.BUNDLES / demo.MODEL / "manifest.yaml").write_text("mine")
     (tmp_path / demo.SETTINGS).write_text("mine")
     demo.copy_to(tmp_path)
@@ -64,9 +64,9 @@ def test_a_second_start_keeps_what_the_user_changed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("arguments", [[], ["--demo", "bundles"]])
 def test_serve_takes_bundles_or_the_demo(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """`rsrv serve` needs bundles or --demo. The error names both."""
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as raised:
         command_line.main(["serve", *arguments])
-    assert ended.value.code == 2
+    assert raised.value.code == 2
     error = capsys.readouterr().err
     assert "BUNDLES" in error
     assert "--demo" in error

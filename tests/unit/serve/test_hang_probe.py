@@ -26,27 +26,27 @@ def test_a_server_that_takes_connections_and_says_nothing_hangs() -> None:
 
 def test_any_answer_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any reaction is an answer, also a refusal or a closed connection. An answer sets the number of missing answers to zero."""
-    asked: list[bytes] = []
+    requests: list[bytes] = []
 
     async def connect(host: str, port: int) -> tuple[asyncio.StreamReader, Mock]:
         reader = asyncio.StreamReader()
-        turn = len(asked) % 4
+        turn = len(requests) % 4
         if turn == 0:
             reader.feed_data(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         elif turn != 1:
             reader.feed_eof()
-        return reader, Mock(write=asked.append)
+        return reader, Mock(write=requests.append)
 
     async def scenario() -> None:
         monkeypatch.setattr(asyncio, "open_connection", connect)
         waiting = asyncio.ensure_future(wait_for_hang(Address("127.0.0.1", 1), 60.0))
-        while len(asked) < 40:
+        while len(requests) < 40:
             await asyncio.sleep(1)
         assert not waiting.done()
         waiting.cancel()
 
     run(scenario())
-    assert all(each.startswith(b"GET /v2/health/live HTTP/1.1\r\n") for each in asked)
+    assert all(each.startswith(b"GET /v2/health/live HTTP/1.1\r\n") for each in requests)
 
 
 def test_a_server_that_takes_no_connections_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:

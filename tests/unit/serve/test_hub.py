@@ -38,16 +38,16 @@ def directory(path: Path) -> Path:
 def test_a_second_start_exports_only_what_has_changed(tmp_path: Path, exported: list[list[str]]) -> None:
     """An unchanged directory keeps its bundle. A changed file causes a new export."""
     models = [directory(tmp_path / name) for name in ("one", "two")]
-    said: list[str] = []
+    lines: list[str] = []
 
     for _ in range(2):
-        found = hub.export_all(models, tmp_path / "hf", said.append)
-    assert found == [tmp_path / "hf" / "one", tmp_path / "hf" / "two"]
+        bundles = hub.export_all(models, tmp_path / "hf", lines.append)
+    assert bundles == [tmp_path / "hf" / "one", tmp_path / "hf" / "two"]
     assert [command[command.index("--hf") + 1] for command in exported] == [str(model) for model in models]
     os.utime(models[1] / "config.json", (1, 1))
-    hub.export_all(models, tmp_path / "hf", said.append)
+    hub.export_all(models, tmp_path / "hf", lines.append)
     assert [command[command.index("--hf") + 1] for command in exported][2:] == [str(models[1])]
-    assert said[-2:] == [f"{models[0]}: exported before", f"{models[1]}: exporting ..."]
+    assert lines[-2:] == [f"{models[0]}: exported before", f"{models[1]}: exporting ..."]
 
 
 def test_files_with_equal_times_and_sizes_are_exported_again(

@@ -37,8 +37,8 @@ def test_a_port_for_other_machines_needs_keys(
     file = None if keys is None else tmp_path / "keys.yaml"
     if file is not None:
         file.write_text(keys or "")
-    told = closed_reason(listen, file)
-    assert (reason in told) if reason else told == ""
+    text = closed_reason(listen, file)
+    assert (reason in text) if reason else text == ""
     assert "No such file" in closed_reason(listen, tmp_path / "missing.yaml")
 
 

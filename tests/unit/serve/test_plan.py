@@ -22,9 +22,13 @@ def planned(text: str = "", *arguments: str, directory: str = "/here", **options
 
 def test_a_server_follows_its_bundles_and_survives_its_models() -> None:
     """tritonserver gets the flags that lifecycle and stubs need. The operator's flags follow."""
-    found = planned("", "--log-verbose=1", drain_s=7)
+    server_plan = planned("", "--log-verbose=1", drain_s=7)
 
-    assert (found.argv[0], found.argv[-1], found.drain_s) == ("/bin/tritonserver", "--log-verbose=1", 7)
+    assert (server_plan.argv[0], server_plan.argv[-1], server_plan.drain_s) == (
+        "/bin/tritonserver",
+        "--log-verbose=1",
+        7,
+    )
     assert {
         "--model-repository=/here/models",
         "--model-control-mode=explicit",
@@ -33,8 +37,8 @@ def test_a_server_follows_its_bundles_and_survives_its_models() -> None:
         "--strict-readiness=false",
         "--exit-timeout-secs=7",
         "--grpc-port=8001",
-    } <= set(found.argv)
-    assert found.repository == Path("/here/models")
+    } <= set(server_plan.argv)
+    assert server_plan.repository == Path("/here/models")
 
 
 @pytest.mark.parametrize(
@@ -45,21 +49,21 @@ def test_triton_gets_a_link_to_a_folder_whose_path_it_cannot_use(character: str)
 
     A shell would split or expand the path of a stub, and the stub's Python cannot use a path beyond ASCII.
     """
-    found = planned(directory=f"/with{character}one")
+    server_plan = planned(directory=f"/with{character}one")
 
-    assert found.repository == Path(f"/with{character}one/models")
-    assert found.link is not None
-    assert str(found.link).startswith("/run/rsrv-0/folder-")
-    assert f"--model-repository={found.link}/models" in found.argv
-    assert f"{found.link}\n" in found.describe()
+    assert server_plan.repository == Path(f"/with{character}one/models")
+    assert server_plan.link is not None
+    assert str(server_plan.link).startswith("/run/rsrv-0/folder-")
+    assert f"--model-repository={server_plan.link}/models" in server_plan.argv
+    assert f"{server_plan.link}\n" in server_plan.describe()
 
 
 @pytest.mark.parametrize("name", ["plain", "a.b-c_d", "#", "%41", "*", "=", ",", "~", "@", "+"])
 def test_triton_gets_the_path_of_a_folder_that_it_can_use(name: str) -> None:
     """If Triton can use a folder's path, it gets this path, which an operator recognises in the log."""
-    found = planned(directory=f"/{name}")
+    server_plan = planned(directory=f"/{name}")
 
-    assert (found.link, found.argv[1]) == (None, f"--model-repository=/{name}/models")
+    assert (server_plan.link, server_plan.argv[1]) == (None, f"--model-repository=/{name}/models")
 
 
 def test_a_folder_is_refused_if_no_link_to_it_would_work() -> None:
@@ -79,9 +83,9 @@ def test_a_model_has_few_threads_of_triton_unless_bundles_call_through_it() -> N
 
 def test_addresses_are_those_of_the_operators_flags() -> None:
     """A flag after -- takes precedence. The addresses that are checked and shown are those of the flags."""
-    found = planned("", "--http-port=9000", "--grpc-address", "::1")
+    server_plan = planned("", "--http-port=9000", "--grpc-address", "::1")
 
-    assert [str(found.ports[kind]) for kind in PORTS] == [
+    assert [str(server_plan.ports[kind]) for kind in PORTS] == [
         "127.0.0.1:9000",
         "[::1]:8001",
         "127.0.0.1:8002",
@@ -102,23 +106,25 @@ def test_addresses_are_those_of_the_operators_flags() -> None:
 )
 def test_all_front_ends_listen_at_the_host(host: str, flags: tuple[str, str, str]) -> None:
     """HTTP, gRPC and metrics listen at the given host, in the spelling of each. The same addresses are shown and checked."""
-    found = planned(host=host)
+    server_plan = planned(host=host)
 
-    assert {f"--{kind}-address={flag}" for kind, flag in zip(PORTS, flags, strict=True)} <= set(found.argv)
-    assert [address.host for address in found.ports.values()] == [host] * 3
+    assert {f"--{kind}-address={flag}" for kind, flag in zip(PORTS, flags, strict=True)} <= set(
+        server_plan.argv
+    )
+    assert [address.host for address in server_plan.ports.values()] == [host] * 3
 
 
-def restricted(found: ServerPlan) -> list[str]:
-    return [word for word in found.argv if "restricted" in word]
+def restricted(server_plan: ServerPlan) -> list[str]:
+    return [word for word in server_plan.argv if "restricted" in word]
 
 
 @pytest.mark.parametrize("client_shm", [False, True])
 def test_apis_for_operators_need_the_key(*, client_shm: bool) -> None:
     """Over both protocols, APIs for operators need the key. Clients may register shared memory only if the operator allows it."""
-    found = planned(client_shm=client_shm).with_key("7f")
+    server_plan = planned(client_shm=client_shm).with_key("7f")
 
     apis = f"model-repository,logging,trace{'' if client_shm else ',shared-memory'}"
-    assert restricted(found) == [
+    assert restricted(server_plan) == [
         f"--http-restricted-api={apis}:rsrv-key=7f",
         f"--grpc-restricted-protocol={apis}:rsrv-key=7f",
     ]
@@ -126,11 +132,11 @@ def test_apis_for_operators_need_the_key(*, client_shm: bool) -> None:
 
 def test_restrictions_of_the_operator_stay() -> None:
     """APIs that the operator has restricted are left out of rsrv's restriction, because tritonserver refuses an API in two restrictions."""
-    found = planned(
+    server_plan = planned(
         "", "--http-restricted-api=model-repository,health:mine=1", "--grpc-restricted-protocol=trace:a=b"
     )
 
-    assert restricted(found.with_key("7f"))[:2] == [
+    assert restricted(server_plan.with_key("7f"))[:2] == [
         "--http-restricted-api=logging,trace,shared-memory:rsrv-key=7f",
         "--grpc-restricted-protocol=model-repository,logging,shared-memory:rsrv-key=7f",
     ]
@@ -186,7 +192,7 @@ def test_devices_reach_every_process_of_the_server() -> None:
     settings = load_settings("")
     assert planned().environment == {}
     runtime = RuntimeSection(devices=["cpu", "cpu"])
-    found = plan(
+    server_plan = plan(
         settings.model_copy(update={"runtime": runtime}),
         Path("/here"),
         "t",
@@ -195,9 +201,11 @@ def test_devices_reach_every_process_of_the_server() -> None:
         variables={"NPROC": "3"},
     )
 
-    assert found.environment == {"RSRV_RUNTIME__DEVICES": '["cpu", "cpu"]', "NPROC": "3"}
-    assert found.describe().startswith("""env NPROC=3 'RSRV_RUNTIME__DEVICES=["cpu", "cpu"]' t --model""")
+    assert server_plan.environment == {"RSRV_RUNTIME__DEVICES": '["cpu", "cpu"]', "NPROC": "3"}
+    assert server_plan.describe().startswith(
+        """env NPROC=3 'RSRV_RUNTIME__DEVICES=["cpu", "cpu"]' t --model"""
+    )
     assert (
         "addresses: http 127.0.0.1:8000, grpc 127.0.0.1:8001, metrics 127.0.0.1:8002\nlive page: "
-        in found.describe()
+        in server_plan.describe()
     )

@@ -318,15 +318,15 @@ def test_a_folder_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
 
 def test_models_are_compiled_for_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the compiler is interrupted, the start ends. Models that it cannot compile are left to the server."""
-    asked: list[tuple[object, ...]] = []
+    calls: list[tuple[object, ...]] = []
 
     def compile(*words: object) -> int:
-        asked.append(words)
+        calls.append(words)
         return 1
 
     monkeypatch.setattr(repositories, "run_in_runtime", compile)
     compile_for("l4", tmp_path)
-    assert asked == [("rsrv.runtime.compile_for", tmp_path, "l4")]
+    assert calls == [("rsrv.runtime.compile_for", tmp_path, "l4")]
 
     monkeypatch.setattr(repositories, "run_in_runtime", lambda *_: 130)
     with pytest.raises(KeyboardInterrupt):

@@ -45,14 +45,14 @@ def read(**options: Any) -> Any:
 
 def test_a_link_to_the_folder_lasts_as_long_as_the_server(tmp_path: Path) -> None:
     """The link to the folder is removed with the server. A link that a killed server left is replaced, as it may lead elsewhere."""
-    found = planned(directory=str(tmp_path / "a b"), links=tmp_path / "links")
-    assert found.link is not None
-    found.link.parent.mkdir(mode=0o700)
-    found.link.symlink_to("/gone")
+    server_plan = planned(directory=str(tmp_path / "a b"), links=tmp_path / "links")
+    assert server_plan.link is not None
+    server_plan.link.parent.mkdir(mode=0o700)
+    server_plan.link.symlink_to("/gone")
 
-    with server.linked(found):
-        assert found.link.readlink() == tmp_path / "a b"
-    assert [*found.link.parent.iterdir()] == []
+    with server.linked(server_plan):
+        assert server_plan.link.readlink() == tmp_path / "a b"
+    assert [*server_plan.link.parent.iterdir()] == []
 
 
 def test_a_dry_run_says_what_it_would_run(
@@ -62,10 +62,10 @@ def test_a_dry_run_says_what_it_would_run(
     options = ("--tritonserver", "/bin/true", "--devices", "cpu,cpu", "--grpc-port", "9001", "--dry-run")
     assert run(tmp_path, *options, "--", "--log-verbose=1") == 0
 
-    said = capfd.readouterr().out
+    output = capfd.readouterr().out
     environment = f"""RSRV_RUNTIME_PYTHON={sys.executable} 'RSRV_RUNTIME__DEVICES=["cpu", "cpu"]'"""
-    assert said.startswith(f"env {environment} /bin/true --model-repository=")
-    assert "--log-verbose=1\naddresses: http 127.0.0.1:8000, grpc 127.0.0.1:9001" in said
+    assert output.startswith(f"env {environment} /bin/true --model-repository=")
+    assert "--log-verbose=1\naddresses: http 127.0.0.1:8000, grpc 127.0.0.1:9001" in output
     assert not (tmp_path / "here").exists()
 
 
@@ -175,9 +175,9 @@ def test_a_wrong_option_is_refused(
     """A wrong option is refused in a line that names it."""
     assert run(tmp_path, "--tritonserver", "/bin/true", *arguments) == 1
 
-    said = capfd.readouterr().err
-    assert said.startswith("rsrv serve: ")
-    assert message in said
+    errors = capfd.readouterr().err
+    assert errors.startswith("rsrv serve: ")
+    assert message in errors
 
 
 def test_bundles_that_will_never_be_there_are_refused(
@@ -232,8 +232,8 @@ def test_a_live_page_of_another_process_is_not_shown(caplog: pytest.LogCaptureFi
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         page = Address("127.0.0.1", taken.getsockname()[1])
-        said = server.live_page(page)
-    assert said == f"none: http://{page}/ is another program's"
+        text = server.live_page(page)
+    assert text == f"none: http://{page}/ is another program's"
     setting = "metrics.listen in rsrv.yaml (--config), or RSRV_METRICS__LISTEN, to a free port, or to null"
     assert f"http://{page}/ is not served: Address already in use. Set {setting}" in caplog.text
     assert server.live_page(page) == f"http://{page}/"
@@ -246,10 +246,10 @@ def test_a_port_is_checked_before_anything_is_loaded() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        wanted = replace(planned(), ports={"http": Address("127.0.0.1", port)})
+        server_plan = replace(planned(), ports={"http": Address("127.0.0.1", port)})
         with pytest.raises(ServeError, match=rf"{port} cannot be taken for http: .*rsrv serve --http-port"):
-            server.check_free(wanted)
-    server.check_free(wanted)
+            server.check_free(server_plan)
+    server.check_free(server_plan)
 
 
 def test_a_taken_port_is_all_that_a_second_server_says(

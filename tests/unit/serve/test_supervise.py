@@ -62,10 +62,10 @@ class Scene:
 
     async def pid(self, count: int = 1) -> int:
         """Wait until servers have printed `count` pids, and return the last of these."""
-        while len(found := [line for line in self.lines if line.startswith("up ")]) < count:
+        while len(starts := [line for line in self.lines if line.startswith("up ")]) < count:
             self._more.clear()
             await self._more.wait()
-        return int(found[count - 1].split()[-1])
+        return int(starts[count - 1].split()[-1])
 
     def _write(self, data: bytes) -> None:
         assert data.endswith(b"\n")
@@ -188,7 +188,7 @@ def test_a_server_that_always_ends_is_given_up(
     async def scenario(scene: Scene) -> None:
         assert await scene.run(script) == 1
         assert scene.pauses == [1, 2, 4]
-        assert len([one for one in scene.lines if one.startswith(line)]) == 4
+        assert len([logged for logged in scene.lines if logged.startswith(line)]) == 4
 
     play(scenario)
 
@@ -224,16 +224,16 @@ def test_a_second_signal_ends_what_takes_its_time(play: Callable[[Play], None]) 
     play(scenario)
 
 
-@pytest.mark.parametrize(("script", "said"), [(STUBBORN, ["it is killed"]), (POLITE, [])])
+@pytest.mark.parametrize(("script", "expected"), [(STUBBORN, ["it is killed"]), (POLITE, [])])
 def test_a_server_that_does_not_end_is_killed_with_a_line(
     play: Callable[[Play], None],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     script: str,
-    said: list[str],
+    expected: list[str],
 ) -> None:
     """If a server ignores the signal, it is killed some seconds after its drain time, and a warning says so."""
-    monkeypatch.setattr(supervision, "_GRACE", 0.1 if said else 60)
+    monkeypatch.setattr(supervision, "_GRACE", 0.1 if expected else 60)
 
     async def scenario(scene: Scene) -> None:
         serving = scene.run(script, drain_s=0)
@@ -246,7 +246,7 @@ def test_a_server_that_does_not_end_is_killed_with_a_line(
 
     play(scenario)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert [line.rpartition(": ")[2] for line in warnings] == said
+    assert [line.rpartition(": ")[2] for line in warnings] == expected
 
 
 def test_what_a_server_leaves_is_cleared_away(play: Callable[[Play], None], tmp_path: Path) -> None:

@@ -44,8 +44,8 @@ def snapshot(device: int, **models: tuple[str, int]) -> pb.WatchStateResponse:
 
 def failures(**failed: str) -> pb.WatchStateResponse:
     """Return an update with models that are not as their bundles say, with the reasons."""
-    found = [pb.Failure(name=name, text=text) for name, text in failed.items()]
-    return pb.WatchStateResponse(failures=pb.Failures(failures=found))
+    records = [pb.Failure(name=name, text=text) for name, text in failed.items()]
+    return pb.WatchStateResponse(failures=pb.Failures(failures=records))
 
 
 def said(changes: Changes, update: pb.WatchStateResponse, **lives: str) -> list[str]:
@@ -57,8 +57,8 @@ def said(changes: Changes, update: pb.WatchStateResponse, **lives: str) -> list[
 
 def counts(changes: Changes, loaded: Collection[str] | None = None, **lives: str) -> tuple[int, int, int]:
     """Return the numbers of ready, failed and cold models."""
-    found = changes.counts(lives, loaded)
-    return found["ready"], found["failed"], found["cold"]
+    numbers = changes.counts(lives, loaded)
+    return numbers["ready"], numbers["failed"], numbers["cold"]
 
 
 def test_a_model_that_falls_back_to_cold_is_not_removed() -> None:
@@ -111,7 +111,7 @@ def test_a_model_of_a_device_that_sleeps_is_asleep() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "text"),
+    ("numbers", "text"),
     [
         ({"ready": 3}, "Serving 3 of 3 models"),
         (
@@ -122,13 +122,13 @@ def test_a_model_of_a_device_that_sleeps_is_asleep() -> None:
         ({}, "Serving 0 of 0 models"),
     ],
 )
-def test_the_line_of_a_server_counts_models_that_take_requests(found: dict[str, int], text: str) -> None:
+def test_the_line_of_a_server_counts_models_that_take_requests(numbers: dict[str, int], text: str) -> None:
     """The line about served models counts only models that accept requests, and not failed or starting models."""
-    assert view._serving(Counter(found), Counter()) == text
+    assert view._serving(Counter(numbers), Counter()) == text
 
 
 @pytest.mark.parametrize(
-    ("devices", "found", "text"),
+    ("devices", "numbers", "text"),
     [
         (["cpu"], {"ready": 1}, "Serving 1 of 1 models on the CPU"),
         (["cpu", "cpu"], {"ready": 1}, "Serving 1 of 1 models on the CPU as 2 devices"),
@@ -137,12 +137,12 @@ def test_the_line_of_a_server_counts_models_that_take_requests(found: dict[str, 
     ],
 )
 def test_the_line_of_a_server_names_its_devices(
-    tmp_path: Path, devices: list[str], found: dict[str, int], text: str
+    tmp_path: Path, devices: list[str], numbers: dict[str, int], text: str
 ) -> None:
     """A user who expects a GPU sees at once that the CPU serves."""
     assert view._devices(tmp_path) == {}
     (tmp_path / DEVICES).write_text(json.dumps(devices))
-    assert view._serving(Counter(found), view._devices(tmp_path)) == text
+    assert view._serving(Counter(numbers), view._devices(tmp_path)) == text
 
 
 def test_each_change_is_shown_once() -> None:
@@ -215,15 +215,15 @@ def test_endpoints_are_what_a_client_here_connects_to() -> None:
         "grpc": Address("127.0.0.1", 8001),
         "metrics": Address("10.0.0.1", 9002),
     }
-    shown = endpoints(replace(planned(), ports=ports), None, Path("serve.log")).split("\n")
-    assert [line.split()[1] for line in shown[:4]] == [
+    lines = endpoints(replace(planned(), ports=ports), None, Path("serve.log")).split("\n")
+    assert [line.split()[1] for line in lines[:4]] == [
         "http://localhost:9000",
         "localhost:8001",
         "http://10.0.0.1:9002/metrics",
         "serve.log",
     ]
-    assert "operator-key" in shown[4]
-    assert "other machines reach 0.0.0.0 and 10.0.0.1, without TLS" in shown[5]
+    assert "operator-key" in lines[4]
+    assert "other machines reach 0.0.0.0 and 10.0.0.1, without TLS" in lines[5]
 
 
 def test_a_server_for_this_machine_is_not_called_open() -> None:
@@ -262,8 +262,8 @@ def test_the_reason_why_no_runtime_starts_is_shown_at_once(
         with socket.create_server(("127.0.0.1", 0)) as http:
             ports = {"http": Address("127.0.0.1", http.getsockname()[1])}
             plan = replace(planned(), ports=ports, repository=tmp_path / "models")
-            async with aclosing(view.follow(plan, os.getpid(), {})) as found:
-                return [(await anext(found)).text for _ in range(2)]
+            async with aclosing(view.follow(plan, os.getpid(), {})) as updates:
+                return [(await anext(updates)).text for _ in range(2)]
 
     assert asyncio.run(lines()) == ["the runtime did not start: no XLA", "Serving 0 of 1 models, 1 failed"]
 
@@ -302,17 +302,17 @@ def test_a_model_is_ready_when_its_model_py_is_imported(
         control_pb2_grpc.add_ControlServicer_to_server(control, server)
         server.add_insecure_port(f"unix:{tmp_path / CONTROL_SOCKET}")
         await server.start()
-        async with aclosing(view.follow(plan, os.getpid(), {})) as found:
-            first = await anext(found)
-            second = asyncio.ensure_future(anext(found))
+        async with aclosing(view.follow(plan, os.getpid(), {})) as updates:
+            first = await anext(updates)
+            second = asyncio.ensure_future(anext(updates))
             for _ in range(3):
                 control.asked.clear()
                 await control.asked.wait()
             assert not second.done()
             control.imported = True
-            shown = [first.text, (await second).text]
+            texts = [first.text, (await second).text]
         await server.stop(None)
-        return shown
+        return texts
 
     assert asyncio.run(asyncio.wait_for(lines(), PATIENCE_S)) == ["plain is ready", "hooked is ready"]
 

@@ -51,8 +51,8 @@ def apart(model: Any, tensors: Tensors, scale: float) -> Any:
         if (inner := tensors.get(f"base_model.model.{name}.lora_A.weight")) is not None:
             outer = tensors[f"base_model.model.{name}.lora_B.weight"]
             module.register_forward_hook(
-                lambda _, given, output, inner=inner, outer=outer: (
-                    output + scale * (given[0] @ inner.T @ outer.T)
+                lambda _, inputs, output, inner=inner, outer=outer: (
+                    output + scale * (inputs[0] @ inner.T @ outer.T)
                 )
             )
     with torch.no_grad():
@@ -78,12 +78,12 @@ def test_a_merged_model_answers_as_its_base_with_the_adapter_apart(stable: bool,
     plain.bert.encoder.layer[0].attention.self.query.bias.data = bias
     expected = apart(plain, tensors, 6 / (RANK**0.5 if stable else RANK))
 
-    found = merged(open_directory(folder), made, tmp_path / "merged")
+    directory = merged(open_directory(folder), made, tmp_path / "merged")
     with torch.no_grad():
-        logits = network.from_pretrained(found.path).eval()(IDS).logits
+        logits = network.from_pretrained(directory.path).eval()(IDS).logits
     torch.testing.assert_close(logits, expected)
-    assert found.labels == ["a", "b", "c"]
-    assert found.has("tokenizer.json")
+    assert directory.labels == ["a", "b", "c"]
+    assert directory.has("tokenizer.json")
 
 
 @pytest.mark.parametrize("fan_in_fan_out", [True, False])
@@ -94,9 +94,9 @@ def test_layers_with_turned_weights_are_merged(fan_in_fan_out: bool, tmp_path: P
     made = adapter(tmp_path / "adapter", tensors, fan_in_fan_out=fan_in_fan_out)
     network: Any = transformers.GPT2ForSequenceClassification
     expected = apart(network.from_pretrained(folder), tensors, 6 / RANK)
-    found = merged(open_directory(folder), made, tmp_path / "merged")
+    directory = merged(open_directory(folder), made, tmp_path / "merged")
     with torch.no_grad():
-        torch.testing.assert_close(network.from_pretrained(found.path).eval()(IDS).logits, expected)
+        torch.testing.assert_close(network.from_pretrained(directory.path).eval()(IDS).logits, expected)
 
 
 @pytest.mark.long
@@ -120,7 +120,9 @@ def matrices(
     inner: torch.Tensor, outer: torch.Tensor, path: str = "bert.encoder.layer.0.attention.self.query"
 ) -> Tensors:
     """Return the two matrices of an adapter for a layer, by their names in the file."""
-    return {f"base_model.model.{path}.lora_{name}.weight": one for name, one in (("A", inner), ("B", outer))}
+    return {
+        f"base_model.model.{path}.lora_{name}.weight": matrix for name, matrix in (("A", inner), ("B", outer))
+    }
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Tensors, str]] = {

@@ -93,8 +93,8 @@ def test_networks_that_are_not_known_are_refused(tmp_path: Path) -> None:
 
 def test_a_chat_template_becomes_the_prompt_of_one_question() -> None:
     """The template is rendered with jinja2's sandbox, as transformers renders it."""
-    found = prompt_template("{{ bos_token }}" + CHAT + "{# \n #}", {"bos_token": "<b>"})
-    assert found == "<b><s>user\n{text}</s>\n<s>assistant\n"
+    prompt = prompt_template("{{ bos_token }}" + CHAT + "{# \n #}", {"bos_token": "<b>"})
+    assert prompt == "<b><s>user\n{text}</s>\n<s>assistant\n"
 
 
 def test_prompts_are_those_of_transformers() -> None:

@@ -181,8 +181,8 @@ def test_a_plain_directory_is_read(tmp_path: Path) -> None:
         "config.json": config,
         "tokenizer_config.json": cached,
     }
-    found = open_directory(plain(tmp_path / "model", **contents))
-    assert (found.architecture, found.modules, found.parameters) == ("BertModel", (), 1)
+    directory = open_directory(plain(tmp_path / "model", **contents))
+    assert (directory.architecture, directory.modules, directory.parameters) == ("BertModel", (), 1)
 
 
 def test_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:

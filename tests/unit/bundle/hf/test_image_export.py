@@ -209,7 +209,7 @@ def test_pictures_of_many_sizes_are_answered_and_bombs_are_not(tmp_path: Path) -
         json.loads(served(row(image=file(*size)))["detections"][0, 0]) for size in ((32, 32), (90, 50))
     ]
     assert answers[0]
-    assert {key for found in answers[1] for key in found} == {"score", "label", "box"}
+    assert {key for detection in answers[1] for key in detection} == {"score", "label", "box"}
     with pytest.raises(BadInput, match="more than 50000000 pixels"):
         served(row(image=file(10_000, 8_000)))
     with pytest.raises(BadInput, match="image 0 is not a JPEG, PNG or WebP file"):
@@ -256,7 +256,7 @@ def test_a_detector_with_a_mask_keeps_proportions(
     together = np.concatenate([row(image=file(*size))["image"] for size in ((90, 20), (30, 60))])
     served = ServedBundle(bundle)
     first, second, alone = (
-        [found["score"] for found in json.loads(answer)]
+        [detection["score"] for detection in json.loads(answer)]
         for pictures in (together, together[1:])
         for answer in served({"image": pictures})["detections"][:, 0]
     )

@@ -128,7 +128,7 @@ def _processes(part_input: PartInput) -> Iterator[_Start]:
         def start(bundle: Path) -> None:
             process = stack.enter_context(
                 subprocess.Popen(
-                    [sys.executable, str(MODEL), str(bundle), part_input.device.platform],
+                    [sys.executable, "-P", str(MODEL), str(bundle), part_input.device.platform],
                     env=part_input.environment,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,

@@ -102,7 +102,8 @@ def _finding(name: str, rows: int, rates: dict[str, _Rate], torch: str) -> Findi
 def _torch(part_input: PartInput) -> Iterator[tuple[str, _Torch | None]]:
     """Run PyTorch until the block ends. Yield its version and, if it has the device, a function that measures."""
     process = subprocess.Popen(
-        [sys.executable, str(_TORCH), part_input.device.platform],
+        # With -P, torch.compile does not import rsrv's triton.py, which is next to the script, in place of the package triton.
+        [sys.executable, "-P", str(_TORCH), part_input.device.platform],
         env=part_input.environment,
         text=True,
         stdin=subprocess.PIPE,

@@ -21,7 +21,7 @@ from tests.status import read_status
 from tests.waiting import PATIENCE_S, wait_until
 
 #: Number of steps of a request that executes for weeks, and of a request that executes long enough to be seen.
-ENDLESS, LONG = 2**31 - 1, 2000
+ENDLESS, LONG = 2**31 - 1, 20_000
 CLIENTS = 16
 
 

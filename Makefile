@@ -10,8 +10,8 @@ export RSRV_RUNTIME__COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
 # The theme warns about its successor; the documentation's tools are pinned.
 export NO_MKDOCS_2_WARNING := 1
 
-# Processes that share the tests, one more than two cores: tests of servers wait, and a third process computes meanwhile.
-WORKERS ?= 3
+# Processes that share the tests, two more than two cores, because tests of servers wait.
+WORKERS ?= 4
 
 SERVING := .venv/.serving
 VENV := .venv/.stamp
@@ -20,6 +20,11 @@ TRITON := .triton/.stamp
 BROWSER := .browser/.stamp
 GPU := .gpu/.stamp
 NATIVE := triton_backend/rsrv/native/libtriton_rsrv.so
+
+# tritonserver is installed and the native front built at the same time.
+ifneq (,$(filter demo serve,$(MAKECMDGOALS)))
+MAKEFLAGS += --jobs=2
+endif
 
 .DEFAULT_GOAL := help
 .PHONY: help lock bundles native demo serve gpu-folder test test-unit test-gpu test-native test-long test-wheel check-gpu check-structure chaos fuzz bench zoo pages lint docs dist

@@ -24,7 +24,7 @@ def test_results_are_counted_by_what_the_user_had_to_do() -> None:
     some = {entry.name: entry for entry in entries() if entry.package == "torchvision"}
     dynamic, changed = (some[f"torchvision {name}"] for name in ("fcos_resnet50_fpn", "RoIAlign"))
     done = {"failed": "", "error": 1e-6, "cpu_s": 3.0, "bytes": 1, "version": "1.0", "licence": "BSD"}
-    results = [
+    results: list[dict[str, Any]] = [
         {"name": "torchvision resnet18", **done},
         {"name": changed.name, **done, "error": 2e-5, "first": "refused", "change": "do this"},
         {"name": dynamic.name, "failed": "forward decides by a tensor's values"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from rsrv.text import nearest
@@ -61,6 +62,7 @@ def other_models(folder: Path) -> list[str]:
     """Return a line for each model in a directory of bundles that is not a bundle, with the remedy. Raises OSError."""
     lines = []
     for entry in sorted(folder.iterdir()):
+        models: list[str] = []
         if not reader.may_be_bundle(entry.name) or (entry / manifest.FILE).exists():
             continue
         if entry.is_file():
@@ -68,7 +70,8 @@ def other_models(folder: Path) -> list[str]:
         elif _is_from_hugging_face(entry):
             kind = f"a Hugging Face directory; serve it with `rsrv serve --hf {entry}`"
         else:
-            models = [file.name for file in sorted(entry.iterdir()) if file.suffix.lower() in _KINDS]
+            with suppress(OSError):
+                models = [file.name for file in sorted(entry.iterdir()) if file.suffix.lower() in _KINDS]
             kind = (
                 f"not a bundle: {models[0]} in it is {_KINDS[Path(models[0]).suffix.lower()]}"
                 if models

@@ -91,7 +91,7 @@ def read_bundle(path: str | os.PathLike[str], *, digest: bool = True, verify: bo
     if manifest_file.FILE not in files:
         problems.add(manifest_file.FILE, "", "is missing; every bundle needs one")
         raise BundleError(problems.lines)
-    for inner in sorted(path for path in files if path.endswith(f"/{manifest_file.FILE}")):
+    for inner in _inner_bundles(files):
         # `mv new old` moves `new` into `old` if `old` exists. Without this check, the old model would be served as the new one.
         problems.add(
             inner,
@@ -158,6 +158,23 @@ def read_bundle(path: str | os.PathLike[str], *, digest: bool = True, verify: bo
     if not digest:
         return bundle
     return replace(bundle, digest=_digest(files, checksums(bundle) if verify else manifest.sha256))
+
+
+def _inner_bundles(files: Mapping[str, Path]) -> list[str]:
+    """Return the folders directly in a bundle that are bundles: they have a manifest and a bundle's other files.
+
+    A manifest.yaml alone may be another program's.
+    """
+    folders: dict[str, set[str]] = {}
+    for path in files:
+        folder, _, name = path.partition("/")
+        folders.setdefault(folder, set()).add(name)
+    return sorted(
+        folder
+        for folder, names in folders.items()
+        if manifest_file.FILE in names
+        and any(name in (HOOKS_FILE, weights_file.FILE) or _MODULE.fullmatch(name) for name in names)
+    )
 
 
 def _check_strings(manifest: Manifest, hooks: Path, problems: Problems) -> None:

@@ -86,6 +86,8 @@ def test_models_among_the_bundles_are_named(tmp_path: Path) -> None:
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).touch()
 
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+
     folder, moods, old = other_models(tmp_path)
 
     assert folder.startswith(

@@ -114,8 +114,16 @@ def test_a_bundle_that_was_moved_into_its_predecessor_is_reported(tmp_path: Path
     made = make_bundle(tmp_path, name="cats")
     make_bundle(tmp_path, name="new").rename(made / ".cats.new")
     (line,) = problems_of(made)
-    assert line.startswith(".cats.new/manifest.yaml: is a bundle inside this bundle.")
+    assert line.startswith(".cats.new: is a bundle inside this bundle.")
     assert "Rename cats to a name that starts with '.'" in line
+
+
+def test_a_file_for_hooks_may_be_called_manifest_yaml(tmp_path: Path) -> None:
+    """A folder with a manifest.yaml and none of a bundle's other files is not a bundle."""
+    made = make_bundle(tmp_path)
+    (made / "images").mkdir()
+    (made / "images" / "manifest.yaml").touch()
+    assert read_bundle(made).name == made.name
 
 
 def test_a_directory_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:

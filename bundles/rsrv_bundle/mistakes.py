@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -58,28 +58,35 @@ def mistaken(path: Path, *, single: bool = False) -> str:
     return ""
 
 
-def other_models(folder: Path) -> list[str]:
-    """Return a line for each model in a directory of bundles that is not a bundle, with the remedy. Raises OSError."""
+def other_models(folder: Path, served: Collection[str] = ()) -> list[str]:
+    """Return a line for each model in a directory of bundles that is not a bundle, with the remedy. Raises OSError.
+
+    A model whose name is in `served` is left out, because it is probably the source of that bundle.
+    """
     lines = []
     for entry in sorted(folder.iterdir()):
-        models: list[str] = []
-        if not reader.may_be_bundle(entry.name) or (entry / manifest.FILE).exists():
+        if not reader.may_be_bundle(entry.name) or not {entry.name, entry.stem}.isdisjoint(served):
             continue
-        if entry.is_file():
-            kind = _KINDS.get(entry.suffix.lower(), "")
-        elif _is_from_hugging_face(entry):
-            kind = f"a Hugging Face directory; serve it with `rsrv serve --hf {entry}`"
-        else:
-            with suppress(OSError):
-                models = [file.name for file in sorted(entry.iterdir()) if file.suffix.lower() in _KINDS]
-            kind = (
-                f"not a bundle: {models[0]} in it is {_KINDS[Path(models[0]).suffix.lower()]}"
-                if models
-                else ""
-            )
-        if kind:
-            lines.append(f"{entry} is not served, because it is {kind}")
+        # A folder of another user may not be readable.
+        with suppress(OSError):
+            if kind := _other_kind(entry):
+                lines.append(f"{entry} is not served, because it is {kind}")
     return lines
+
+
+def _other_kind(entry: Path) -> str:
+    """Return the kind of a model that is not a bundle, with the remedy, or an empty text. Raises OSError."""
+    if (entry / manifest.FILE).exists():
+        return ""
+    if not entry.is_dir():
+        return _KINDS.get(entry.suffix.lower(), "")
+    if _is_from_hugging_face(entry):
+        return f"a Hugging Face directory; serve it with `rsrv serve --hf {entry}`"
+    names = sorted(file.name for file in entry.iterdir())
+    if any(name.endswith(".mlir") for name in names):
+        return f"a bundle without {manifest.FILE}; copy the whole bundle"
+    models = [name for name in names if Path(name).suffix.lower() in _KINDS]
+    return f"not a bundle: {models[0]} in it is {_KINDS[Path(models[0]).suffix.lower()]}" if models else ""
 
 
 def _any_is_file(entries: Iterable[Path], name: str) -> bool:

@@ -54,7 +54,7 @@ def unserved_models(sources: Sources) -> list[str]:
     for path in sources.given:
         if path not in sources.unusable and not (path / "manifest.yaml").is_file():
             with suppress(OSError):
-                lines += other_models(path)
+                lines += other_models(path, {*sources.good, *sources.broken})
     return lines
 
 

@@ -338,7 +338,11 @@ def embed(directory: Directory, options: HubOptions) -> HubRecipe:
     ask = _ask("image-feature-extraction", network, pictures, pool=pooling == "pooler")
     recipe = pictures.recipe("feature-extraction", network, answer, ask, reference, "embedding")
     source = "the model's own pooling" if pooling == "pooler" else "the vector of the first token"
-    note = "" if options.pooling else f"the embedding is {source}; --pooling cls or mean makes another"
+    note = (
+        ""
+        if options.pooling
+        else f"the embedding is {source}; rsrv-bundle export --pooling cls or mean makes another"
+    )
     return replace(recipe, note=note)
 
 

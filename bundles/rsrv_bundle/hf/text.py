@@ -273,7 +273,7 @@ def embed(directory: Directory, options: HubOptions) -> HubRecipe:
     note = (
         ""
         if options.pooling
-        else "the embedding is the mean of the token vectors; --pooling cls or last makes another"
+        else "the embedding is the mean of the token vectors; rsrv-bundle export --pooling cls or last makes another"
     )
     return replace(recipe, note=note)
 

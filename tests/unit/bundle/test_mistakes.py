@@ -76,10 +76,13 @@ def test_models_among_the_bundles_are_named(tmp_path: Path) -> None:
     make_bundle(tmp_path, name="cats")
     (tmp_path / "cats" / "extra.onnx").touch()
     for path in (
+        "cats.onnx",
         "old.onnx",
         "notes.txt",
         ".copy/a.onnx",
         "folder/model.onnx",
+        "half/model.mlir",
+        "half/weights.safetensors",
         "moods/config.json",
         "moods/model.safetensors",
     ):
@@ -88,10 +91,14 @@ def test_models_among_the_bundles_are_named(tmp_path: Path) -> None:
 
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
 
-    folder, moods, old = other_models(tmp_path)
+    folder, half, moods, old = other_models(tmp_path, ["cats"])
 
     assert folder.startswith(
         f"{tmp_path}/folder is not served, because it is not a bundle: model.onnx in it is an ONNX model; "
+    )
+    assert (
+        half
+        == f"{tmp_path}/half is not served, because it is a bundle without manifest.yaml; copy the whole bundle"
     )
     assert moods.startswith(f"{tmp_path}/moods is not served, because it is a Hugging Face directory; ")
     assert old.startswith(

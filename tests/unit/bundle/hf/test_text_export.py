@@ -112,7 +112,7 @@ def test_a_directory_becomes_a_bundle(kind: str, make: Make, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "note"),
     [
-        (HubOptions(), "the embedding is the mean of the token vectors; --pooling cls"),
+        (HubOptions(), "the embedding is the mean of the token vectors; rsrv-bundle export --pooling cls"),
         (HubOptions(pooling="cls"), ""),
     ],
 )

@@ -1,7 +1,6 @@
 """The lines that `rsrv serve` prints when a model's state changes."""
 
 import asyncio
-import json
 import os
 import re
 import socket
@@ -20,7 +19,7 @@ from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.serve import view
 from rsrv.serve.view import Changes, endpoints
-from rsrv.wire.paths import CONTROL_SOCKET, DEVICES, FAILURE
+from rsrv.wire.paths import CONTROL_SOCKET, FAILURE
 from rsrv_gen.plan import BUNDLE_FOLDER
 from tests.unit.serve.test_plan import planned
 from tests.waiting import PATIENCE_S
@@ -132,17 +131,22 @@ def test_the_line_of_a_server_counts_models_that_take_requests(numbers: dict[str
     [
         (["cpu"], {"ready": 1}, "Serving 1 of 1 models on the CPU"),
         (["cpu", "cpu"], {"ready": 1}, "Serving 1 of 1 models on the CPU as 2 devices"),
-        (["GPU-1", "GPU-2", "cpu"], {"ready": 1}, "Serving 1 of 1 models on 2 GPUs and the CPU"),
-        (["MIG-1"], {"ready": 1, "failed": 1}, "Serving 1 of 2 models, 1 failed, on one GPU"),
+        (
+            ["NVIDIA H100 (GPU-1)", "NVIDIA H100 (GPU-2)", "cpu:0 (cpu)"],
+            {"ready": 1},
+            "Serving 1 of 1 models on 2 GPUs and the CPU",
+        ),
+        (["NVIDIA H100 (MIG-1)"], {"ready": 1, "failed": 1}, "Serving 1 of 2 models, 1 failed, on one GPU"),
     ],
 )
 def test_the_line_of_a_server_names_its_devices(
-    tmp_path: Path, devices: list[str], numbers: dict[str, int], text: str
+    devices: list[str], numbers: dict[str, int], text: str
 ) -> None:
     """A user who expects a GPU sees at once that the CPU serves."""
-    assert view._devices(tmp_path) == {}
-    (tmp_path / DEVICES).write_text(json.dumps(devices))
-    assert view._serving(Counter(numbers), view._devices(tmp_path)) == text
+    status = pb.GetStatusResponse()
+    for name in ("", *devices):
+        status.devices.add().record.memory.name = name
+    assert view._serving(Counter(numbers), view._devices(status)) == text
 
 
 def test_each_change_is_shown_once() -> None:

@@ -23,7 +23,7 @@ from rsrv.serve.child_probes import listens
 from rsrv.serve.plan import ServerPlan
 from rsrv.serve.repositories import model_folders
 from rsrv.text import one_line, some
-from rsrv.wire.paths import CONTROL_SOCKET, FAILURE, SOCKET, read_devices, runtime_directory
+from rsrv.wire.paths import CONTROL_SOCKET, FAILURE, SOCKET, runtime_directory
 from rsrv.wire.stub_process import living_stubs
 from rsrv_gen.plan import BUNDLE_FOLDER
 from rsrv_gen.write import is_alias
@@ -338,13 +338,15 @@ async def follow(
         while True:
             hooks = [planned.repository / name / BUNDLE_FOLDER / "model.py" for name in changes.ready()]
             for text in changes.lines(
-                await _lives(control) if changes.left() or any(map(Path.exists, hooks)) else {}
+                lives(await _status(control)) if changes.left() or any(map(Path.exists, hooks)) else {}
             ):
                 silence.note(clock())
                 yield Line(text)
             if not serves and (waited := silence.waited(clock())) is not None:
                 starting = {
-                    name for name, life in (await _lives(control)).items() if life.startswith("starting")
+                    name
+                    for name, life in (lives(await _status(control))).items()
+                    if life.startswith("starting")
                 }
                 processes = await asyncio.to_thread(_processes, pid)
                 runtime, count = (directory / SOCKET).exists(), len(model_folders(planned.repository))
@@ -365,10 +367,11 @@ async def follow(
                     # Models that were ready when the server began to listen get their lines before the line about serving.
                     for text in (*changes.lines(), *changes.lines()):
                         yield Line(text)
-                    counts = Counter[str](failed=len(models))
+                    counts, devices = Counter[str](failed=len(models)), Counter[str]()
                     if not shown:
-                        counts = changes.counts(await _lives(control), await _loaded(pid))
-                    text = _serving(counts, _devices(directory)) if known or shown else _UNKNOWN
+                        status = await _status(control)
+                        counts, devices = changes.counts(lives(status), await _loaded(pid)), _devices(status)
+                    text = _serving(counts, devices) if known or shown else _UNKNOWN
                     yield Line(text, "serves")
             elif not serves:
                 listening = await listens(planned.ports["http"])
@@ -378,12 +381,10 @@ async def follow(
         await channel.close()
 
 
-def _devices(directory: Path) -> Counter[str]:
-    """Return the number of the server's devices of each kind, GPU and CPU. There are none before a runtime has resolved them."""
-    try:
-        return Counter("CPU" if device == "cpu" else "GPU" for device in read_devices(directory))
-    except OSError:
-        return Counter()
+def _devices(status: pb.GetStatusResponse) -> Counter[str]:
+    """Return the number of devices of each kind, GPU and CPU. A device counts when its runtime has opened it."""
+    names = [device.record.memory.name for device in status.devices]
+    return Counter("CPU" if name.startswith("cpu") else "GPU" for name in names if name)
 
 
 def _serving(counts: Counter[str], devices: Counter[str]) -> str:
@@ -436,11 +437,12 @@ async def _watch(control: control_pb2_grpc.ControlStub, changes: Changes) -> NoR
         await asyncio.sleep(POLL_S)
 
 
-async def _lives(control: control_pb2_grpc.ControlStub) -> dict[str, str]:
-    """Return the state of each model. Empty if the control service does not answer."""
+async def _status(control: control_pb2_grpc.ControlStub) -> pb.GetStatusResponse:
+    """Return the status of the server. Empty if the control service does not answer."""
     with suppress(grpc.RpcError):
-        return lives(await control.GetStatus(pb.GetStatusRequest(), timeout=_STATUS_S))
-    return {}
+        status: pb.GetStatusResponse = await control.GetStatus(pb.GetStatusRequest(), timeout=_STATUS_S)
+        return status
+    return pb.GetStatusResponse()
 
 
 async def _loaded(pid: int) -> set[str] | None:

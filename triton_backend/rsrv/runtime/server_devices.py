@@ -128,16 +128,19 @@ def _listed(
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     gpus: Sequence[InstalledGpu] = ()
     if named := [device for device in listed if device != _CPU]:
-        if platform == "auto" and find_card({}) is None and not environment.get("JAX_PLATFORMS"):
-            # Otherwise, the CPU would silently serve in place of the GPU.
-            raise DevicesError(
-                f"{_KEY}: {named[0]}: this machine or container has no device node of an NVIDIA card. Start a container with "
-                "--gpus all. If the models should run on the CPU, write cpu"
-            )
+        platforms = environment.get("JAX_PLATFORMS")
+        if platform == "auto" and platforms == _CPU:
+            raise DevicesError(f"{_KEY}: {named[0]} is a GPU, and JAX_PLATFORMS is cpu; remove one of them")
         try:
             gpus = list_gpus()
         except GpusUnknown:
             gpus = ()  # Use the names as they are listed, because only CUDA can resolve them.
+        if platform == "auto" and not gpus and not platforms and find_card({}) is None:
+            # Without this check, the CPU would silently serve in place of the GPU.
+            raise DevicesError(
+                f"{_KEY}: {named[0]}: this machine or container has no device node of an NVIDIA card. Start a container with "
+                "--gpus all. If there is a card, set runtime.platform: cuda. If the models should run on the CPU, write cpu"
+            )
     chosen: list[str] = []
     for device in listed:
         devices = _wanted(device, visible, gpus)

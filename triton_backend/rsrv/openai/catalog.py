@@ -50,6 +50,7 @@ class TaskCatalog:
         except ApiError as error:
             # Without the list, update at least the models that are known already.
             names, problem = set(self._models), str(error)
+            self._starting = set()
         if problem and problem != self.problem:
             log.warning("the models of %s cannot be listed: %s", self._backend.address, problem)
         self.problem = problem

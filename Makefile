@@ -21,8 +21,8 @@ BROWSER := .browser/.stamp
 GPU := .gpu/.stamp
 NATIVE := triton_backend/rsrv/native/libtriton_rsrv.so
 
-# tritonserver is installed and the native front built at the same time.
-ifneq (,$(filter demo serve,$(MAKECMDGOALS)))
+# tritonserver is installed and the native front built at the same time. Several goals are made one after the other.
+ifneq (,$(filter demo serve,$(if $(filter 1,$(words $(MAKECMDGOALS))),$(MAKECMDGOALS))))
 MAKEFLAGS += --jobs=2
 endif
 

@@ -37,7 +37,7 @@ NOT_RUN = {
         ("rsrv record", "rsrv replay", "rsrv plan"),
         "takes the time of a record; tests of the control service run it",
     ),
-    **dict.fromkeys(("cp", "mv"), "changes a bundle; a test of the lifecycle runs it"),
+    **dict.fromkeys(("cp", "mv", "rm"), "changes a bundle; a test of the lifecycle runs it"),
     "rsrv triton": "would fetch 100 MB; make does the same for the tests",
     "rsrv openai": "serves until Ctrl-C; its own tests run it; flags are checked",
     "rsrv serve": "its own tests run it; flags are checked",

@@ -212,9 +212,10 @@ def test_a_bundle_is_rolled_back_as_the_page_says(
     texts = [
         command.text.replace("pictures", "weighty")
         for command in commands()
-        if command.program in ("cp", "mv")
+        if command.program in ("cp", "mv", "rm") and command.page == "operating.md"
     ]
-    assert [text.split()[0] for text in texts] == ["cp", *["mv"] * 4]
+    assert [text.split()[0] for text in texts] == ["rm", "cp", *["mv"] * 4]
+    replace, roll_back = texts[:4], texts[4:]
     shutil.copytree(versions["other"], bundles.parent / "exported" / "weighty")
     stop = threading.Event()
     answered: set[tuple[int, int]] = set()
@@ -233,11 +234,15 @@ def test_a_bundle_is_rolled_back_as_the_page_says(
         asking = pool.submit(ask)
         try:
             wait_until(lambda: (1, 0) in answered or asking.done(), what="load")
-            for text in texts[:3]:
+            for text in replace:
                 run(text)
             wait_until(lambda: (3, 3) in answered or asking.done(), what="the other version")
             compiled = read_status(server.pid)["compiled"]
-            for text in texts[3:]:
+            for text in roll_back:
+                run(text)
+            assert_becomes(call, "weighty", (1, 0))
+            for text in (*replace, *roll_back):
+                # A second replacement finds the copies of the first one.
                 run(text)
             assert_becomes(call, "weighty", (1, 0))
         finally:
@@ -246,7 +251,7 @@ def test_a_bundle_is_rolled_back_as_the_page_says(
     assert answered == {(1, 0), (3, 3)}
     assert read_status(server.pid)["compiled"] == compiled
     assert not life.failures
-    shutil.rmtree(bundles / ".weighty.new")
+    shutil.rmtree(bundles / ".weighty.bad")
 
 
 def test_what_does_not_load_leaves_the_old_version_serving(

@@ -19,7 +19,7 @@ from rsrv.desired import document_of
 from rsrv.runtime.device import Array
 from rsrv.runtime.loop import Loop, ServerProcess
 from rsrv.settings import load_settings
-from rsrv.stub.connection import Greeted, Rejected, RuntimeConnection, greet
+from rsrv.stub.connection import Cold, Greeted, Rejected, RuntimeConnection, greet
 from rsrv.wire import frames
 from rsrv.wire.frames import Kind, ProtocolError, Status, Submission
 from rsrv.wire.generation import Generate, pack_generate
@@ -224,7 +224,7 @@ def _hear(rng: Random) -> str:
         ours.shutdown(socket.SHUT_WR)
         try:
             outcome = listens(theirs)
-        except (Closed, ProtocolError, SharedMemoryError, Rejected, TimeoutError) as error:
+        except (Closed, ProtocolError, SharedMemoryError, Cold, Rejected, TimeoutError) as error:
             outcome = type(error).__name__
     assert _descriptors() <= before, "descriptors are lost"
     return outcome

@@ -51,11 +51,8 @@ def mistaken(path: Path, *, single: bool = False) -> str:
     for folder in (path, *entries):
         if _is_from_hugging_face(folder):
             where = "this" if folder is path else f"{folder.name} in it"
-            return f"{where} is a Hugging Face directory; serve it with `rsrv serve --hf {folder}`"
-    for entry in entries:
-        if entry.suffix.lower() in _KINDS:
-            return f"{entry.name} in it is {_KINDS[entry.suffix.lower()]}"
-    return ""
+            return f"{where} is {_hugging_face(folder)}"
+    return _first_model(entries)
 
 
 def other_models(folder: Path, served: Collection[str] = ()) -> list[str]:
@@ -81,12 +78,23 @@ def _other_kind(entry: Path) -> str:
     if not entry.is_dir():
         return _KINDS.get(entry.suffix.lower(), "")
     if _is_from_hugging_face(entry):
-        return f"a Hugging Face directory; serve it with `rsrv serve --hf {entry}`"
-    names = sorted(file.name for file in entry.iterdir())
-    if any(name.endswith(".mlir") for name in names):
+        return _hugging_face(entry)
+    entries = sorted(entry.iterdir())
+    if any(file.suffix == ".mlir" for file in entries):
         return f"a bundle without {manifest.FILE}; copy the whole bundle"
-    models = [name for name in names if Path(name).suffix.lower() in _KINDS]
-    return f"not a bundle: {models[0]} in it is {_KINDS[Path(models[0]).suffix.lower()]}" if models else ""
+    model = _first_model(entries)
+    return f"not a bundle: {model}" if model else ""
+
+
+def _hugging_face(folder: Path) -> str:
+    """Return the kind of a directory of Hugging Face, and the remedy."""
+    return f"a Hugging Face directory; serve it with `rsrv serve --hf {folder}`"
+
+
+def _first_model(entries: Iterable[Path]) -> str:
+    """Return the first file of a known kind with its kind and the remedy, or an empty text."""
+    known = ((entry.name, _KINDS.get(entry.suffix.lower())) for entry in entries)
+    return next((f"{name} in it is {kind}" for name, kind in known if kind), "")
 
 
 def _any_is_file(entries: Iterable[Path], name: str) -> bool:

@@ -161,9 +161,9 @@ def read_bundle(path: str | os.PathLike[str], *, digest: bool = True, verify: bo
 
 
 def _inner_bundles(files: Mapping[str, Path]) -> list[str]:
-    """Return the folders directly in a bundle that are bundles: they have a manifest and a bundle's other files.
+    """Return the folders of a bundle that are themselves bundles. Such a folder has a manifest, and modules, weights or hooks.
 
-    A manifest.yaml alone may be another program's.
+    A manifest.yaml alone may belong to another program.
     """
     folders: dict[str, set[str]] = {}
     for path in files:

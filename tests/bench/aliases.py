@@ -2,7 +2,7 @@
 
 Run from the project's root: python -m tests.bench.aliases
 
-Two models have the same module and weights. For the latency, one client asks by each name in turns. For CPU and throughput, 16
+Two models have the same module and weights. For the latency, one client sends requests by each name in turn. For CPU and throughput, 16
 clients ask by one name after the other.
 """
 

@@ -98,7 +98,7 @@ class Relay:
         return f"drain_{self.nbytes}"
 
     def meta(self, *, keep: bool) -> str:
-        """Return the name of the meta model. With `keep`, it is the one that keeps the tensor on the device."""
+        """Return the name of the meta model. With `keep`, this meta model keeps the tensor on the device."""
         return f"{'keep' if keep else 'relay'}_{self.nbytes}"
 
     @property

@@ -9,7 +9,7 @@ STAGES = ("stage_0", "stage_1", "stage_2")
 
 
 class TritonPythonModel:
-    """A model x: f32 [n, 256] -> logits: f32 [n, 256]. Each stage gets the output of the previous one."""
+    """A model x: f32 [n, 256] -> logits: f32 [n, 256]. Each stage gets the output of the previous stage."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Keep Triton's module. There are no weights to load."""

@@ -1,6 +1,6 @@
 """The detector on a Triton without rsrv: a model that calls two others. Each of these computes in its own process.
 
-Its steps are those of the bundle. They use nothing of rsrv except the functions of `rsrv.hooks`, which are in the stubs'
+It has the same steps as the bundle. The steps use nothing of rsrv except the functions of `rsrv.hooks`, which are in the stubs'
 environment.
 """
 

@@ -114,7 +114,7 @@ class BundlesChange(_Catalogue):
             self._change(house, number, number)
 
     def _change(self, house: House, number: int, like: int = 0) -> None:
-        """Ask until an answer is that of the changed bundle. Its weights are those of the item `like`."""
+        """Ask until the changed bundle answers. It has the same weights as the item `like`."""
         try:
             wait_until(
                 lambda: self._ask(house, number, like) == RIGHT, 30, what="answers of the changed bundle"

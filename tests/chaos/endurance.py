@@ -26,7 +26,7 @@ from tests.chaos.load import Load, clients
 from tests.waiting import wait_until
 
 #: Time limits in seconds: for all models to answer again, and for a spare to start. On a quiet server, a spare starts 30 s after the end
-#: of the previous one.
+#: of the previous spare.
 _PATIENCE, _SPARE_PATIENCE = 60.0, 90.0
 #: Longest pause in seconds between the models' return and the next kill. In some pauses a spare starts, and in others it does not.
 _LONGEST_PAUSE = 6.0

@@ -33,7 +33,7 @@ HEAVY, LIGHT = 2**25, 2**18
 HEAVY_FACTORS = {"heavy_a": 2654435761, "heavy_b": 2246822519}
 #: Factors of the light models.
 LIGHT_FACTORS = {f"light{number:02}": 2654435761 + 2 * number for number in range(13)}
-#: Number of elements in the weights of a catalogue's model (256 KiB). These models have such factors, too.
+#: Number of elements in the weights of a catalogue's model (256 KiB).
 ITEM = 2**16
 #: Number of models that clients of `catalogue` ask by Zipf's law. With the Python front, each model is a process.
 ITEMS = 1000 if os.environ.get("RSRV_STUB__FRONT") == "native" else 50

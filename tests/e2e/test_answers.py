@@ -148,7 +148,7 @@ def test_a_bundle_of_format_2_answers_exactly(triton: RunningTriton, protocol: s
 def test_hooks_of_the_digits_model_classify_unseen_images(
     triton: RunningTriton, example_bundles: Path
 ) -> None:
-    """The postprocess hook converts logits to class and score. They equal those of a direct computation."""
+    """The postprocess hook converts logits to class and score. Both equal the results of a direct computation."""
     images, labels = digits.held_out()
     params = digits.params_of(example_bundles / "digits")
     right = 0

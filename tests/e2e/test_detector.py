@@ -19,7 +19,7 @@ pytestmark = pytest.mark.long
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_it_finds_the_shapes_in_unseen_images(pipelines: RunningTriton, protocol: str) -> None:
-    """For requests of 1 to 20 images from several clients, recall and precision equal those of the detector's maker."""
+    """For requests of 1 to 20 images from several clients, recall and precision equal the figures of the detector's maker."""
     known = detector.held_out()
     rng = np.random.default_rng(5)
     starts = [0, *np.cumsum(rng.integers(1, 21, 100))]

@@ -1,4 +1,4 @@
-"""The measured models, and requests to them. This module imports neither jax nor torch, because the client uses it, too."""
+"""The measured models, and requests to them. This module imports neither jax nor torch, because the client also uses it."""
 
 from __future__ import annotations
 

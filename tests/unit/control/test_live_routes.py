@@ -24,7 +24,7 @@ class FakeSource:
     """Sends the events in `told`. Then the stream waits until `more` is set, and ends."""
 
     def __init__(self) -> None:
-        self.told = [("w", "log", '{"t": 1, "text": "</script>"}')]
+        self.live_events = [("w", "log", '{"t": 1, "text": "</script>"}')]
         self.more = asyncio.Event()
         self.watchers = 0
         self.steered: list[tuple[str, str, str]] = []
@@ -32,7 +32,7 @@ class FakeSource:
     async def events(self) -> AsyncGenerator[tuple[str, str, str], None]:
         self.watchers += 1
         try:
-            for event in self.told:
+            for event in self.live_events:
                 yield event
             await self.more.wait()
         finally:

@@ -40,21 +40,21 @@ class Weights:
         #: Records of all answers so far.
         self._said: list[dict[str, bytes]] = []
         #: Models of the last answer.
-        self.told: set[str] = set()
+        self.changed: set[str] = set()
 
     def record(self, since: int) -> pb.DeviceRecord:
         now = {name: load.SerializeToString() for name, load in self.loads.items()}
         before = self._said[since - 1] if since else {}
         if before.keys() != now.keys():
             since, before = 0, {}
-        self.told = {name for name, data in now.items() if before.get(name) != data}
+        self.changed = {name for name, data in now.items() if before.get(name) != data}
         self.known.append(since)
         self._said.append(now)
         record = pb.DeviceRecord(instance=self.instance, since=since, next=len(self._said))
         if self.budget is not None:
             record.memory.budget_bytes = self.budget
         record.memory.physical_bytes = sum(self.loads[name].device_bytes for name in self.resident)
-        record.models.extend(self.loads[name] for name in self.told)
+        record.models.extend(self.loads[name] for name in self.changed)
         for name, models in self.calls.items():
             record.models.add(name=name, meta=True, calls_models=models)
         return record
@@ -148,11 +148,11 @@ async def test_only_what_changes_is_asked_for(tmp_path: Path) -> None:
         await world.rounds(4)
         assert all(device.weights.known[0] == 0 and all(device.weights.known[1:]) for device in world.devices)
         await world.rounds(2, a=0.5)
-        assert [{*device.weights.told} for device in world.devices if device.weights.told] == [{"a"}]
+        assert [{*device.weights.changed} for device in world.devices if device.weights.changed] == [{"a"}]
         weights = world.devices[0].weights
         weights.loads["new"] = new("new")
         await world.rounds()
-        assert (weights.known[-1], weights.told) == (0, {*weights.loads})
+        assert (weights.known[-1], weights.changed) == (0, {*weights.loads})
 
         world.now += 10.0
         await world.rounds()

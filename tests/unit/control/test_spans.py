@@ -68,20 +68,20 @@ class Device:
 
     def __init__(self, instance: str = "first") -> None:
         self.instance = instance
-        self.told: list[Span] = []
+        self.spans: list[Span] = []
         self.dropped = 0
         self.down = False
 
     def answer(self, instance: str, since: int) -> dict[str, Any]:
-        end = len(self.told)
+        end = len(self.spans)
         first = max(min(since if instance == self.instance else 0, end), end - 3)
-        spans = self.told[first : first + 2]
+        spans = self.spans[first : first + 2]
         header = {"instance": self.instance, "first": first, "next": first + len(spans), "end": end}
         answer: dict[str, Any] = json.loads(json.dumps({**header, "dropped": self.dropped, "spans": spans}))
         return answer
 
     def new(self) -> None:
-        self.instance, self.told, self.dropped = "second", [], 0
+        self.instance, self.spans, self.dropped = "second", [], 0
 
 
 class FakeRuntimes:
@@ -124,19 +124,19 @@ async def test_spans_are_sent_once_and_losses_counted() -> None:
     """Each span is sent once. Spans that the runtime, a stub or the collector loses are counted."""
     runtime, sink = Device(), Sink()
     exporting = export(sink, runtime)
-    runtime.told = [part(name) for name in "ab"]
+    runtime.spans = [part(name) for name in "ab"]
     await all_of(exporting)
     await all_of(exporting)
     assert (sink.names, sink.instances) == (["a", "b"], {("first", 0)})
 
-    runtime.told += [part(name) for name in "cdefg"]
+    runtime.spans += [part(name) for name in "cdefg"]
     runtime.dropped = 4
     await all_of(exporting)
     assert sink.names == ["a", "b", "e", "f", "g"]
     assert exporting.counts == {"exported": 5, "failed": 0, "dropped": 2 + 4}
 
     sink.well = False
-    runtime.told.append(part("h"))
+    runtime.spans.append(part("h"))
     await all_of(exporting)
     assert exporting.counts == {"exported": 5, "failed": 1, "dropped": 6}
 
@@ -148,7 +148,7 @@ async def test_a_new_control_process_counts_no_losses_of_the_time_before_it() ->
     before = export(sink, runtime)
     runtime.dropped = 4
     for name in "abcdefgh":
-        runtime.told.append(part(name))
+        runtime.spans.append(part(name))
         await all_of(before)
     after = export(sink, runtime)
     await all_of(after)
@@ -156,7 +156,7 @@ async def test_a_new_control_process_counts_no_losses_of_the_time_before_it() ->
     assert "".join(sink.names) == "abcdefgh" + "fgh"
     assert after.counts == {"exported": 3, "failed": 0, "dropped": 0}
 
-    runtime.told += [part(name) for name in "ijklm"]
+    runtime.spans += [part(name) for name in "ijklm"]
     runtime.dropped += 1
     await all_of(after)
     assert after.counts == {"exported": 6, "failed": 0, "dropped": 2 + 1}
@@ -167,7 +167,7 @@ async def test_another_runtimes_spans_are_all_new() -> None:
     """All spans of a new runtime are sent, although their numbers begin again. Without a runtime, nothing is sent."""
     runtime, sink = Device(), Sink()
     exporting = export(sink, runtime, pause=0.001)
-    runtime.told = [part(name) for name in "abc"]
+    runtime.spans = [part(name) for name in "abc"]
     running = asyncio.create_task(exporting.run())
 
     async def exported(count: int) -> None:
@@ -178,7 +178,7 @@ async def test_another_runtimes_spans_are_all_new() -> None:
     runtime.down = True
     await asyncio.sleep(0)
     runtime.new()
-    runtime.told, runtime.dropped, runtime.down = [part("d")], 1, False
+    runtime.spans, runtime.dropped, runtime.down = [part("d")], 1, False
     await exported(4)
     running.cancel()
 
@@ -192,13 +192,13 @@ async def test_spans_of_all_devices_are_sent() -> None:
     """Spans of each device are read from the device's own position on. They name their device, and another device's end loses none."""
     first, second, sink = Device("first"), Device("other"), Sink()
     exporting = export(sink, first, second)
-    first.told, second.told = [part(name) for name in "abc"], [part("x")]
+    first.spans, second.spans = [part(name) for name in "abc"], [part("x")]
     await all_of(exporting)
     first.down = True
-    second.told.append(part("y"))
+    second.spans.append(part("y"))
     await all_of(exporting)
     first.new()
-    first.down, first.told = False, [part("d")]
+    first.down, first.spans = False, [part("d")]
     await all_of(exporting)
 
     assert sorted(sink.names) == ["a", "b", "c", "d", "x", "y"]

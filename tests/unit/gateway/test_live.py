@@ -24,7 +24,7 @@ class PageControl(FakeControl):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[tuple[str, Any]] = [("begin", None)]
+        self.live_events: list[tuple[str, Any]] = [("begin", None)]
         self.more: asyncio.Queue[tuple[str, Any] | None] = asyncio.Queue()
         self.watchers = 0
         self.gone = asyncio.Event()
@@ -35,7 +35,7 @@ class PageControl(FakeControl):
         self.token = dict(context.invocation_metadata()).get("authorization")
         self.watchers += 1
         try:
-            for name, content in self.told:
+            for name, content in self.live_events:
                 yield pb.WatchPageResponse(event=name, json=json.dumps(content))
             while (event := await self.more.get()) is not None:
                 yield pb.WatchPageResponse(event=event[0], json=json.dumps(event[1]))
@@ -140,7 +140,7 @@ async def find(events: AsyncGenerator[Event, None], server: str, name: str) -> A
 async def test_each_worker_sends_its_events_while_a_page_is_watched() -> None:
     """While a page is watched, each worker's events arrive. A worker without a control service is shown as such."""
     async with fleet("a", "b") as (_, workers, controls):
-        controls["a"].told.append(("state", {"up": True, "t": 1}))
+        controls["a"].live_events.append(("state", {"up": True, "t": 1}))
         async with aclosing(workers.events()) as events:
             assert await find(events, "a:8001", "state") == {"up": True, "t": 1}
             assert "no control service" in (await find(events, "bare:8001", "state"))["why"]

@@ -139,7 +139,7 @@ def test_jaxs_own_variables_win(environment: dict[str, str], expected: dict[str,
 def test_two_servers_share_a_card_by_jaxs_variables(environment: dict[str, str], expected: float) -> None:
     """Each of jax's two variables sets the share of the card's memory.
 
-    An empty one is ignored. jax itself refuses one that is no number.
+    An empty value is ignored. jax itself refuses a value that is not a number.
     """
     assert memory_fraction(0.8, environment) == expected
 

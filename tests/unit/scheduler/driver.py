@@ -387,7 +387,7 @@ class Driver:
     def finish_all(self) -> list[Execute]:
         """Finish executions until the device is idle.
 
-        Return those in flight before and those started meanwhile, oldest first.
+        Return the executions that were in flight before the call, and the executions that started during it, the oldest first.
         """
         started = [*self.executing.values()]
         while self.executing:

@@ -215,7 +215,7 @@ def test_the_second_time_requests_for_the_load_fail_and_no_others() -> None:
 def test_a_model_that_never_finds_memory_does_not_evict_all_others_each_time() -> None:
     """Requests of a model that never finds memory are refused for 1 s, 2 s, and so on up to a minute.
 
-    Others stay meanwhile.
+    Other models stay on the device.
     """
     driver = driver_of()
     driver.add(program("a"), program("b"))

@@ -62,7 +62,7 @@ class Work:
         self.requests += latest.answered - was.answered
         self.errors += max(0, latest.errors - was.errors)
         self.misses += max(0, latest.misses - was.misses)
-        if not latest.meta:  # Its seconds are those of the called models.
+        if not latest.meta:  # The called models have its seconds.
             self.device_s += latest.device_seconds - was.device_seconds
             self.request.add(now.request if before is None else now.request.since(before.request))
 

@@ -19,8 +19,8 @@ _MIN_CHECK_S, _MAX_CHECK_S = 1.0, 60.0
 _FALLS = 16
 #: Minimum number of seconds between two groups of idle models that fall back.
 _NEXT_FALLS_S = 0.25
-#: The same while memory is short. It is shorter, because a fast machine starts ten models in 0.25 s, and the kernel would end the
-#: runtime.
+#: Minimum number of seconds between two groups of models that fall back because memory is short. A fast machine starts ten models in
+#: 0.25 s, so with a longer pause the kernel may kill the runtime.
 _NEXT_RELIEF_S = 0.05
 #: After a stub ignores a dismissal, wait this many seconds before asking it again. Such a stub has requests,
 #: or imports model.py.

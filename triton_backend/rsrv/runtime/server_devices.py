@@ -136,7 +136,7 @@ def _listed(
         except GpusUnknown:
             gpus = ()  # Use the names as they are listed, because only CUDA can resolve them.
         if platform == "auto" and not gpus and not platforms and find_card({}) is None:
-            # Without this check, the CPU would silently serve in place of the GPU.
+            # Without this check, the CPU would silently serve in place of the GPU. CUDA_VISIBLE_DEVICES has its own errors below.
             raise DevicesError(
                 f"{_KEY}: {named[0]}: this machine or container has no device node of an NVIDIA card. Start a container with "
                 "--gpus all. If there is a card, set runtime.platform: cuda. If the models should run on the CPU, write cpu"

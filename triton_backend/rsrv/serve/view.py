@@ -345,7 +345,7 @@ async def follow(
             if not serves and (waited := silence.waited(clock())) is not None:
                 starting = {
                     name
-                    for name, life in (lives(await _status(control))).items()
+                    for name, life in lives(await _status(control)).items()
                     if life.startswith("starting")
                 }
                 processes = await asyncio.to_thread(_processes, pid)
@@ -382,7 +382,7 @@ async def follow(
 
 
 def _devices(status: pb.GetStatusResponse) -> Counter[str]:
-    """Return the number of devices of each kind, GPU and CPU. A device counts when its runtime has opened it."""
+    """Return the number of devices of each kind, GPU and CPU. Devices that no runtime has opened yet are left out."""
     names = [device.record.memory.name for device in status.devices]
     return Counter("CPU" if name.startswith("cpu") else "GPU" for name in names if name)
 

@@ -278,7 +278,7 @@ def test_state_stays_where_memory_is_not_plentiful_again(
         reads += 1
         return spare
 
-    monkeypatch.setattr("rsrv.runtime.idle_models._NEXT_RELIEF_S", 0.0)
+    monkeypatch.setattr("rsrv.runtime.idle_models._NEXT_FALLS_S", 0.0)
     monkeypatch.setattr("rsrv.runtime.host_memory.total_memory", lambda: 16 << 30)
     monkeypatch.setattr("rsrv.runtime.weight_mover.spare_memory", read)
     runtime, client = start_five()

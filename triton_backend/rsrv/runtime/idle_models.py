@@ -17,11 +17,8 @@ from rsrv.scheduler.scheduler import Scheduler
 _MIN_CHECK_S, _MAX_CHECK_S = 1.0, 60.0
 #: Maximum number of models that fall back at one check. Each unload blocks the loop for milliseconds.
 _FALLS = 16
-#: Minimum number of seconds between two groups of idle models that fall back.
+#: Minimum number of seconds between two groups of models that fall back. Until then, measurements may be older than the freed memory.
 _NEXT_FALLS_S = 0.25
-#: Minimum number of seconds between two groups of models that fall back because memory is short. A fast machine starts ten models in
-#: 0.25 s, so with a longer pause the kernel may kill the runtime.
-_NEXT_RELIEF_S = 0.05
 #: After a stub ignores a dismissal, wait this many seconds before asking it again. Such a stub has requests,
 #: or imports model.py.
 _STAYS_S = 30.0
@@ -67,7 +64,7 @@ class IdleModels:
         `idle.executable` lets them fall back. Only a few models fall back at a time, because only the next measurement shows
         how much memory this frees.
         """
-        if self._catalog.is_dismissing or now < self._relieved + _NEXT_RELIEF_S:
+        if self._catalog.is_dismissing or now < self._relieved + _NEXT_FALLS_S:
             return None
         self._relieved = now
         warm = self._warm(registered, self._catalog.policy.settings.may_be_cold)

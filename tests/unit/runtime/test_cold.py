@@ -22,7 +22,8 @@ from rsrv.front.rules import DOWN
 from rsrv.front.states import ServingState
 from rsrv.hooks.loader import Arrays, HookError, Hooks
 from rsrv.limits import total_memory
-from rsrv.runtime import host_copies, host_weights, weight_mover
+from rsrv.runtime import host_copies, host_weights, idle_models, weight_mover
+from rsrv.runtime.host_copies import Shortage
 from rsrv.runtime.start_queue import Urgency
 from rsrv.settings import Settings, load_settings
 from rsrv.stub import engine
@@ -510,7 +511,8 @@ def relieve(runtime: Runtime) -> bool:
     """Let the runtime free memory as if memory were short. Return whether a model falls back."""
     answers: list[bool] = []
     registry = runtime.loop._registry
-    runtime.loop._inbox.post(lambda: answers.append(registry.relieve(time.monotonic(), "memory is short")))
+    shortage = Shortage("memory is short", outdated=False)
+    runtime.loop._inbox.post(lambda: answers.append(registry.relieve(shortage, time.monotonic())))
     wait_until(lambda: bool(answers))
     return answers[0]
 
@@ -529,12 +531,14 @@ def test_models_fall_back_one_after_another_while_memory_is_short(
     request = stubs["d"].send(1.0)
     runtime.device.gate.wait_until_held()
 
-    wait_until(lambda: relieve(runtime) and models() == dict.fromkeys("abd", "ready"))
+    wait_until(lambda: relieve(runtime))
+    wait_until(lambda: models() == dict.fromkeys("abd", "ready"))
     wait_until(lambda: not relieve(runtime))
     runtime.device.gate.set()
     assert answer_of(request).error is None
 
-    wait_until(lambda: relieve(runtime) and models() == dict.fromkeys("ab", "ready"))
+    wait_until(lambda: relieve(runtime))
+    wait_until(lambda: models() == dict.fromkeys("ab", "ready"))
     assert stubs["d"].ask(2.0).error is None
 
 
@@ -559,7 +563,8 @@ def test_a_model_that_stays_keeps_no_other_one_warm(
 
     assert relieve(lazy)
     monkeypatch.setattr(lazy.loop._catalog, "_clock", lambda: time.monotonic() + 3.0)
-    wait_until(lambda: relieve(lazy) and models() == {"a": "ready"})
+    wait_until(lambda: relieve(lazy))
+    wait_until(lambda: models() == {"a": "ready"})
     wait_until(lambda: not relieve(lazy))
     imported.set()
     assert answer_of(request).error is None
@@ -597,6 +602,46 @@ def test_a_scarcity_of_memory_ends_when_models_have_fallen_back(
     assert stubs[0].ask(2.0).error is None
 
 
+def test_no_further_model_falls_back_until_the_memory_of_the_last_one_is_free(
+    start_runtime: StartRuntime,
+    start_stub: StartStub,
+    doublings: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The runtime chooses no further model because of measurements that are older than the freed memory."""
+    runtime = start_runtime(load_settings(LAZY))
+    begun, may_free, freed, measurements = threading.Event(), threading.Event(), threading.Event(), 0
+
+    def spare() -> int:
+        nonlocal measurements
+        measurements += 1
+        return total_memory() // 20 if begun.is_set() and not freed.is_set() else total_memory()
+
+    def give_back() -> None:
+        if begun.is_set() and threading.current_thread().name == "host copies":
+            may_free.wait(300)
+            freed.set()
+
+    for module in (weight_mover, host_weights):
+        monkeypatch.setattr(module, "spare_memory", spare)
+    monkeypatch.setattr(weight_mover, "give_back", give_back)
+    monkeypatch.setattr(idle_models, "_FREED_S", inf)
+    monkeypatch.setattr(host_copies, "REVIEW_S", 0.01)
+    stubs = [start_stub(runtime, doublings[name]) for name in "abc"]
+    for stub in stubs:
+        assert stub.ask().error is None
+    wait_until(lambda: all(stub.engine.idle for stub in stubs))
+
+    begun.set()
+    wait_until(lambda: models() == {"b": "ready", "c": "ready"})
+    before = measurements
+    wait_until(lambda: measurements > before + 50)
+    may_free.set()
+    wait_until(lambda: freed.is_set() and runtime.loop._weights.copies.shortage is None)
+
+    assert models() == {"b": "ready", "c": "ready"}
+
+
 def test_models_fall_back_before_the_process_has_no_mapping_left(
     start_runtime: StartRuntime,
     start_stub: StartStub,
@@ -620,7 +665,7 @@ def test_models_fall_back_before_the_process_has_no_mapping_left(
         assert stub.ask().error is None
 
     wait_until(lambda: models() == {"c": "ready"})
-    wait_until(lambda: not runtime.loop._weights.copies.shortage)
+    wait_until(lambda: runtime.loop._weights.copies.shortage is None)
     assert "vm.max_map_count: 1000" in caplog.text
 
 

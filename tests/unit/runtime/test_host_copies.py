@@ -132,7 +132,7 @@ def test_what_the_last_runtime_left_leaves_before_copies(left_bytes: int, droppe
     copies.begin(mover)
 
     copies.measure(10.0, 0)
-    copies.measured(HostMemoryMeasured(1000), 10.0)
+    copies.measured(HostMemoryMeasured(1000, 10.0), 10.0)
 
     assert [call.args for call in mover.forget_left.call_args_list] == ([(20,)] if left_bytes else [])
     assert [host for (dropped_hosts,), _ in mover.drop_copies.call_args_list for host in dropped_hosts] == [

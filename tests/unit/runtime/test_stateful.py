@@ -264,7 +264,13 @@ def test_state_leaves_a_full_host_while_models_leave_for_want_of_mappings(
     monkeypatch.setattr("rsrv.runtime.registry.Registry.relieve", lambda *_: True)
     runtime, _ = start_five("runtime: {host_memory_bytes: 30}")
     wait_until(lambda: counts()["stored"] == 1)
-    wait_until(lambda: runtime.loop._weights.copies.shortage == "the runtime has few memory mappings left")
+    copies = runtime.loop._weights.copies
+    wait_until(
+        lambda: (
+            copies.shortage is not None
+            and copies.shortage.reason == "the runtime has few memory mappings left"
+        )
+    )
 
 
 def test_state_stays_where_memory_is_not_plentiful_again(
@@ -278,7 +284,6 @@ def test_state_stays_where_memory_is_not_plentiful_again(
         reads += 1
         return spare
 
-    monkeypatch.setattr("rsrv.runtime.idle_models._NEXT_FALLS_S", 0.0)
     monkeypatch.setattr("rsrv.runtime.host_memory.total_memory", lambda: 16 << 30)
     monkeypatch.setattr("rsrv.runtime.weight_mover.spare_memory", read)
     runtime, client = start_five()

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from rsrv.runtime.catalog import Catalog
 from rsrv.runtime.models import CompiledModel
-from rsrv.runtime.weight_mover import CopiesDropped, CopyMade, HostMemoryMeasured, WeightMover
+from rsrv.runtime.weight_mover import CopiesDropped, CopyMade, HostMemoryMeasured, ModelClosed, WeightMover
 from rsrv.scheduler import events as ev
 from rsrv.scheduler.scheduler import Scheduler
 
@@ -108,6 +108,15 @@ def choose_cold(idle: Iterable[WarmModel], users: Mapping[int, int], most: int) 
     return (list(chosen.values()) or every)[:most]
 
 
+class Shortage(NamedTuple):
+    """Reason why models fall back to cold."""
+
+    #: What is short, for the log.
+    reason: str
+    #: True if unloaded models have freed memory since the shortage was measured, or are about to free it.
+    outdated: bool
+
+
 class HostCopies:
     """Decides about the host copies of all models. Belongs to the loop. The weight mover carries out the decisions."""
 
@@ -129,6 +138,8 @@ class HostCopies:
         self._reviewed = -inf
         #: True if memory is short although all copies that may be dropped are dropped.
         self.is_short = False
+        #: Time of the latest measurement.
+        self._measured_at = -inf
 
     def begin(self, mover: WeightMover) -> None:
         self._mover = mover
@@ -151,6 +162,9 @@ class HostCopies:
         `is_short` is true, models must fall back to cold for the same reason.
         """
         assert self._mover is not None
+        if isinstance(message, ModelClosed):
+            self._mover.closed(message)
+        self._measured_at = message.at
         host, lacking = self._mover.host, 0
         spare = message.spare - host.promised
         short = host.limit is not None and host.limit.lacking(spare, ends=self.is_short) > 0
@@ -192,12 +206,14 @@ class HostCopies:
             self._catalog.touched.add(model.key)
 
     @property
-    def shortage(self) -> str:
-        """Reason why models fall back to cold, or "" if there is none."""
-        if self.is_short:
-            return "memory is short"
-        lacks = self._mover is not None and self._mover.lacks_mappings
-        return "the runtime has few memory mappings left" if lacks else ""
+    def shortage(self) -> Shortage | None:
+        """Reason why models fall back to cold. None: there is enough memory."""
+        mover = self._mover
+        if mover is not None and self.is_short:
+            return Shortage("memory is short", mover.is_outdated(self._measured_at))
+        if mover is not None and mover.lacks_mappings:
+            return Shortage("the runtime has few memory mappings left", mover.is_outdated(mover.counted_at))
+        return None
 
     def built(self) -> None:
         """Start a measurement of the memory, because a new model's executables have taken some."""

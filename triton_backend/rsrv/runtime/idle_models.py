@@ -10,15 +10,18 @@ from itertools import chain
 from math import inf
 
 from rsrv.runtime.catalog import Catalog
-from rsrv.runtime.host_copies import WarmModel, choose_cold
+from rsrv.runtime.host_copies import Shortage, WarmModel, choose_cold
 from rsrv.scheduler.scheduler import Scheduler
 
 #: Minimum and maximum seconds between two checks for idle models.
 _MIN_CHECK_S, _MAX_CHECK_S = 1.0, 60.0
 #: Maximum number of models that fall back at one check. Each unload blocks the loop for milliseconds.
 _FALLS = 16
-#: Minimum number of seconds between two groups of models that fall back. Until then, measurements may be older than the freed memory.
+#: Seconds between two groups of idle models that fall back.
 _NEXT_FALLS_S = 0.25
+#: If memory is short, the next group of models falls back when the memory of the last group is free. If that takes longer than this
+#: many seconds, because a disk is slow, the next group does not wait for it.
+_FREED_S = 2.0
 #: After a stub ignores a dismissal, wait this many seconds before asking it again. Such a stub has requests,
 #: or imports model.py.
 _STAYS_S = 30.0
@@ -57,14 +60,16 @@ class IdleModels:
             again = min(again, due)
         return idle, max(again, now + _MIN_CHECK_S)
 
-    def choose_for_shortage(self, registered: RegisteredModels, now: float) -> list[WarmModel] | None:
-        """Return models that fall back because memory is short, the least recently used first.
+    def choose_for_shortage(
+        self, shortage: Shortage, registered: RegisteredModels, now: float
+    ) -> list[WarmModel] | None:
+        """Return models that fall back because of a shortage, the least recently used first.
 
         None: models were dismissed a moment ago, so no model is chosen now. Models that start with the server stay, unless
         `idle.executable` lets them fall back. Only a few models fall back at a time, because only the next measurement shows
         how much memory this frees.
         """
-        if self._catalog.is_dismissing or now < self._relieved + _NEXT_FALLS_S:
+        if self._catalog.is_dismissing or (shortage.outdated and now < self._relieved + _FREED_S):
             return None
         self._relieved = now
         warm = self._warm(registered, self._catalog.policy.settings.may_be_cold)

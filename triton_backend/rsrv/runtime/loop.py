@@ -332,7 +332,8 @@ class Loop:
                 now = self._clock()
                 lacking = self._weights.measured(message, now)
                 copies = self._weights.copies
-                relieved = bool(copies.shortage) and self._registry.relieve(now, copies.shortage)
+                shortage = copies.shortage
+                relieved = shortage is not None and self._registry.relieve(shortage, now)
                 # If models fall back to cold because mappings are scarce, this frees no memory for state.
                 if not (relieved and copies.is_short):
                     self.stateful.drop_states(lacking)

@@ -9,7 +9,7 @@ from typing import Any
 from rsrv.logs import fields
 from rsrv.runtime.catalog import Catalog, ModelEntry
 from rsrv.runtime.handover import Handover
-from rsrv.runtime.host_copies import WarmModel
+from rsrv.runtime.host_copies import Shortage, WarmModel
 from rsrv.runtime.idle_models import IdleModels, RegisteredModels
 from rsrv.runtime.model_builder import (
     BundlesRead,
@@ -216,11 +216,11 @@ class Registry:
             self._fall_back(model, "idle")
         return again
 
-    def relieve(self, now: float, shortage: str) -> bool:
-        """Dismiss models because of a `shortage`. Return whether models are falling back to cold."""
-        chosen = self._idle.choose_for_shortage(self._registered(), now)
+    def relieve(self, shortage: Shortage, now: float) -> bool:
+        """Dismiss models because of a shortage. Return whether models are falling back to cold."""
+        chosen = self._idle.choose_for_shortage(shortage, self._registered(), now)
         for model in chosen or ():
-            self._fall_back(model, shortage)
+            self._fall_back(model, shortage.reason)
         return chosen is None or bool(chosen)
 
     def _fall_back(self, model: WarmModel, why: str) -> None:

@@ -130,7 +130,7 @@ _SLOWEST_BYTES_PER_S = 1e9
 #: hundred mappings, and XLA aborts a process that gets none.
 _SCARCE_MAPPINGS = 1 / 8
 #: Minimum number of seconds between two counts of the mappings.
-_COUNT_S = 2.0
+_COUNT_S = 0.5
 
 LoadEvent = ev.WeightsLoaded | ev.LoadFailed | ev.LoadAbandoned
 
@@ -160,6 +160,13 @@ class HostMemoryMeasured:
 
     #: Bytes that are free.
     spare: int
+    #: Monotonic time just before the measurement.
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelClosed(HostMemoryMeasured):
+    """An unloaded model's weights are closed, and all memory of the model is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,9 +268,13 @@ class WeightMover:
         #: True if this process had few mappings left at the latest count.
         self.lacks_mappings = False
         #: Time of the latest count of mappings.
-        self._counted_at = -inf
+        self.counted_at = -inf
         #: True if the next measurement must count the mappings.
         self._uncounted = False
+        #: Number of unloaded models whose memory is not free yet.
+        self._closing = 0
+        #: Time of the latest `ModelClosed`.
+        self._closed_at = -inf
 
     def load(self, model: CompiledModel, epoch: int) -> None:
         """Load a model's weights. Ends in `LoadEnded`."""
@@ -339,11 +350,11 @@ class WeightMover:
         self._uncounted |= mappings
         self._host_memory_thread.put(partial(self._measure, HostMemoryMeasured))
 
-    def _measure(self, message: Callable[[int], HostMemoryMeasured]) -> None:
+    def _measure(self, message: Callable[[int, float], HostMemoryMeasured]) -> None:
         # Reading the kernel's files takes milliseconds, so this does not run on the loop.
         now = time.monotonic()
-        if self._uncounted and now >= self._counted_at + _COUNT_S:
-            self._counted_at, self._uncounted = now, False
+        if self._uncounted and now >= self.counted_at + _COUNT_S:
+            self.counted_at, self._uncounted = now, False
             left, most = spare_mappings()
             lacked, self.lacks_mappings = self.lacks_mappings, left < most * _SCARCE_MAPPINGS
             if self.lacks_mappings and not lacked:
@@ -353,21 +364,33 @@ class WeightMover:
                     left,
                     most,
                 )
-        self._inbox.post(message(spare_memory()))
+        self._inbox.post(message(spare_memory(), now))
 
     def forget_left(self, excess: int) -> None:
         """Remove `excess` bytes of the tensors that an earlier runtime left for models that have not returned."""
         self._host_memory_thread.put(partial(self.host.forget_left, excess))
 
     def close(self, weights: HostWeights) -> None:
-        """Close a model's weights on the host, after earlier calls that free or copy them."""
+        """Close an unloaded model's weights on the host, after earlier calls that free or copy them. Ends in `ModelClosed`."""
+        self._closing += 1
         self._device_thread.put(partial(self._close, weights))
 
     def _close(self, weights: HostWeights) -> None:
         self._disk_thread.put(weights.close)
         # The thread runs this after the close, when no reference to the model is left.
         self._disk_thread.put(give_back)
-        self._disk_thread.put(partial(self._measure, HostMemoryMeasured))
+        self._disk_thread.put(partial(self._measure, ModelClosed))
+
+    def closed(self, message: ModelClosed) -> None:
+        """Record that the memory of one more unloaded model is free."""
+        self._closing -= 1
+        self._closed_at = max(self._closed_at, message.at)
+        # Unloaded models have also freed mappings, so a shortage of mappings must be counted again.
+        self._uncounted |= self.lacks_mappings
+
+    def is_outdated(self, at: float) -> bool:
+        """Return whether unloaded models have freed memory after the time `at`, or are about to free it."""
+        return self._closing > 0 or at < self._closed_at
 
 
 def _read(

@@ -96,6 +96,22 @@ def test_a_target_that_gets_more_takes_none_of_its_own_requests_away() -> None:
     assert [Split("other", {"v7": 70, "v8": 30}).choose(sticky_request) for sticky_request in values] != after
 
 
+@pytest.mark.parametrize("weight", [10, 90])
+def test_a_changed_weight_moves_no_sticky_requests_between_other_targets(weight: int) -> None:
+    """If one of three weights changes, requests with sticky values move only to its target or away from it, and no more than needed."""
+    values = [request(number) for number in range(2000)]
+    before = Split("fraud", {"v7": 50, "v8": 30, "v9": 20})
+    after = Split("fraud", {"v7": 50, "v8": 30, "v9": weight})
+
+    moves = Counter((before.choose(value), after.choose(value)) for value in values)
+
+    moved = {(was, now) for was, now in moves if was != now}
+    assert moved == ({("v9", "v7"), ("v9", "v8")} if weight < 20 else {("v7", "v9"), ("v8", "v9")})
+    share = abs(weight / (80 + weight) - 0.2)
+    count = sum(moves[pair] for pair in moved)
+    assert abs(count - 2000 * share) < 4 * (2000 * share * (1 - share)) ** 0.5
+
+
 @pytest.mark.parametrize("parameters", ["[", "[1]", '{"rsrv_sticky": [{}]}', '{"rsrv_sticky": "\\ud800"}'])
 def test_parameters_of_any_kind_find_a_target(parameters: str) -> None:
     """A request with wrong parameters goes to one of the targets, which then refuses it."""

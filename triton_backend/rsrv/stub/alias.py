@@ -9,6 +9,7 @@ is lost.
 import asyncio  # noqa: F401  Triton's stub imports it lazily, as in `model`
 import json
 import logging
+import math
 import random
 import threading
 from bisect import bisect_right
@@ -62,41 +63,45 @@ class Split:
         self, alias: str, weights: Mapping[str, float | str], draw: Callable[[], float] = random.random
     ) -> None:
         """`draw` returns a number from 0 below 1."""
-        #: Makes the hash differ between aliases.
-        self._salt = f"{alias}\0"
+        #: Part of the hash, so that aliases divide the same sticky values differently.
+        self._alias = alias
         self._shares = {
             name: float(weight) for name, weight in weights.items() if weight and weight != SHADOW
         }
         #: Targets that get requests.
         self.names = list(self._shares)
-        #: Sums of the weights up to each target. With two targets, if a weight grows, sticky requests move only to its target.
+        #: Sums of the weights up to each target, for the draw.
         self._ends = list(accumulate(self._shares.values()))
         self._draw = draw
 
     def among(self, names: Collection[str]) -> "Split":
         """Return a choice among these targets only. It divides the requests of the other targets among these by weight."""
         shares = {name: weight for name, weight in self._shares.items() if name in names}
-        return Split(f"{self._salt}\0", shares, self._draw)
+        return Split(self._alias, shares, self._draw)
 
     def choose(self, request: Any) -> str:
-        """Return the target of one of Triton's requests; never raises."""
+        """Return the target of one of Triton's requests; never raises.
+
+        A sticky value goes to the target with the smallest `_distance` (weighted rendezvous hashing). So if one weight changes,
+        sticky requests move only to its target or away from it.
+        """
         if len(self.names) == 1:
             return self.names[0]
-        point = self._sticky_point(request)
-        if point is None:
-            point = self._draw()
-        return self.names[min(bisect_right(self._ends, point * self._ends[-1]), len(self.names) - 1)]
-
-    def _sticky_point(self, request: Any) -> float | None:
         try:
             text = request.parameters()
             value = parse_parameters(text).get(STICKY) if len(text) > 2 else None
         except Exception:  # noqa: BLE001 - the target refuses the request
-            return 0.0
+            return self.names[0]
         if value is None:
-            return None
-        digest = blake2b(f"{self._salt}{value}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
-        return int.from_bytes(digest) / 2**64
+            point = self._draw() * self._ends[-1]
+            return self.names[min(bisect_right(self._ends, point), len(self.names) - 1)]
+        return min(self.names, key=lambda name: self._distance(name, value))
+
+    def _distance(self, name: str, value: object) -> float:
+        """Return an exponentially distributed number for a target and a sticky value. Its rate is the target's weight."""
+        text = f"{self._alias}\0{name}\0{value}".encode("utf-8", "surrogatepass")
+        digest = blake2b(text, digest_size=8).digest()
+        return -math.log((int.from_bytes(digest) + 1) / 2**64) / self._shares[name]
 
 
 class Alias:

@@ -8,6 +8,7 @@
 //   like ID OTHER           sends a request of one row with the inputs of another one
 //   cancel ID               cancels the request
 //   jam                     lets the next submission fail as if the kernel had no memory
+//   hold                    -> holds     (the reader keeps the next frame until the next `close` has ended)
 //   copy                    copies all sockets, as a fork() of another thread does until the child executes a program
 //   close                   -> closed    (after the last answer)
 //
@@ -61,6 +62,9 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t released = PTHREAD_COND_INITIALIZER;
 static int outstanding;
 static atomic_bool jammed;
+// Whether the reader keeps the next frame, or has kept it.
+static enum { PASSES, HOLDS, HELD } gate;
+static pthread_cond_t gate_changed = PTHREAD_COND_INITIALIZER;
 
 static void fail(const char* what) {
     fprintf(stderr, "driver: %s\n", what);
@@ -88,6 +92,19 @@ ssize_t sendmsg(int fd, const struct msghdr* message, int flags) {
         return -1;
     }
     return syscall(SYS_sendmsg, fd, message, flags);
+}
+
+// The front is compiled with this function in recvmsg's place.
+ssize_t recvmsg(int fd, struct msghdr* message, int flags) {
+    ssize_t length = syscall(SYS_recvmsg, fd, message, flags);
+    pthread_mutex_lock(&lock);
+    if (length > 0 && gate == HOLDS) {
+        gate = HELD;
+        pthread_cond_broadcast(&gate_changed);
+        while (gate == HELD) pthread_cond_wait(&gate_changed, &lock);
+    }
+    pthread_mutex_unlock(&lock);
+    return length;
 }
 
 // --- Triton's functions ---------------------------------------------------------------------------------------------
@@ -276,6 +293,11 @@ int main(int count, char** arguments) {
             instance = &instances[number];
         } else if (strncmp(line, "jam", 3) == 0) {
             atomic_store(&jammed, true);
+        } else if (strncmp(line, "hold", 4) == 0) {
+            pthread_mutex_lock(&lock);
+            gate = HOLDS;
+            pthread_mutex_unlock(&lock);
+            say("holds", "-", NULL, 0, 0, 0);
         } else if (strncmp(line, "copy", 4) == 0) {
             for (int fd = 3; fd < COPIES; fd++)
                 if (is_socket(fd) && dup2(fd, COPIES + fd) < 0) fail("a socket is not copied");
@@ -302,9 +324,14 @@ int main(int count, char** arguments) {
         } else if (strncmp(line, "close", 5) == 0) {
             pthread_mutex_lock(&lock);
             while (outstanding) pthread_cond_wait(&released, &lock);
+            while (gate == HOLDS) pthread_cond_wait(&gate_changed, &lock);
             pthread_mutex_unlock(&lock);
             if (TRITONBACKEND_ModelFinalize(model)) fail("the model does not end");
             model->state = NULL;
+            pthread_mutex_lock(&lock);
+            gate = PASSES;
+            pthread_cond_broadcast(&gate_changed);
+            pthread_mutex_unlock(&lock);
             say("closed", "-", NULL, 0, 0, 0);
         } else
             fail("no such command");

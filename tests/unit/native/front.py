@@ -75,8 +75,9 @@ def _build(program: Path, sanitizer: str, sources: Sequence[Path]) -> None:
         "-Wall",
         "-Wextra",
         "-pthread",
-        # The program replaces sendmsg, so that it can let the front's frames fail.
+        # The program replaces these functions, so that it can let the front's frames fail, and hold the runtime's frames.
         "-Dsendmsg=driver_sendmsg",
+        "-Drecvmsg=driver_recvmsg",
         *SANITIZERS[sanitizer],
     )
     new = program.with_suffix(".new")

@@ -17,7 +17,17 @@ import pytest
 from rsrv.placement.device_choice import PINNED
 from rsrv.wire import paths
 from rsrv.wire.blackbox import ASLEEP_AT, BYTES
-from rsrv.wire.frames import HEADER, Kind, StartProgress, pack_rejected, pack_starting, unpack_json
+from rsrv.wire.frames import (
+    HEADER,
+    Completion,
+    Kind,
+    StartProgress,
+    Status,
+    pack_completions,
+    pack_rejected,
+    pack_starting,
+    unpack_json,
+)
 from rsrv.wire.placement_table import PlacementWriter
 from rsrv.wire.socket import Closed, send
 from tests.unit.native.front import Behaviour, Connection, Front, behave, described, driver
@@ -224,6 +234,34 @@ def test_a_model_is_unloaded_while_it_starts(program: Path, tmp_path: Path) -> N
             (refused,) = front.ask(f"send {number} 1 reactant_timeout_ns=100000000")
             assert refused.startswith(f"answer {number} 4 [rsrv:DEADLINE] ")
             assert front.ask("close") == ["closed - ok 0 0"]
+
+
+@pytest.mark.parametrize("kind", [Kind.COLD, Kind.DONE])
+def test_a_frame_that_is_handled_after_its_model_was_unloaded(
+    program: Path, tmp_path: Path, kind: Kind
+) -> None:
+    """A model is unloaded while the reader has a frame of the runtime in its hands. The front then serves the next model."""
+    may_send = threading.Event()
+
+    def late(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described())
+        assert may_send.wait(60)
+        if kind is Kind.COLD:
+            connection.dismiss()
+        else:
+            (frame,) = pack_completions([Completion(1, Status.OK, 8, 1, 1000)])
+            send(connection.sock, frame)
+
+    with Front(program, tmp_path, [late]) as front:
+        assert front.ask("open") == ["opened - ok 0 0"]
+        assert front.ask("hold") == ["holds - ok 0 0"]
+        may_send.set()
+        assert front.ask("close") == ["closed - ok 0 0"]
+        front.tell("use 1")
+        assert front.ask("open") == ["opened - ok 0 0"]
+        assert front.ask("send 1 1") == [doubled(1)]
+        assert front.ask("close") == ["closed - ok 0 0"]
 
 
 def test_a_start_that_failed_early_leaves_no_time_to_wait_for(tmp_path: Path) -> None:

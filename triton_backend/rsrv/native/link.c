@@ -244,7 +244,8 @@ static void take_rejected(struct link* link, const struct frame* frame) {
 // False: the link has no socket any more.
 static bool take_cold(struct link* link, int64_t start_timeout_ns) {
     pthread_mutex_lock(&link->lock);
-    atomic_store(&link->owner->start_timeout_ns, start_timeout_ns);
+    // A closed link may have frames left to read, but its owner is freed.
+    if (link->device.state != STATE_CLOSED) atomic_store(&link->owner->start_timeout_ns, start_timeout_ns);
     bool was_ready = link->device.state == STATE_READY, leaves = !link->first && device_cool(&link->device);
     if (leaves) {
         if (was_ready && link->measured) waiting_report(link, now_ns());

@@ -23,7 +23,7 @@ struct demand {
 // that each of them has one owner. When the last user drops the link, it is freed.
 struct link {
     atomic_int users;
-    struct replicas* owner;  // lives while a request of the model is not answered
+    struct replicas* owner;  // lives until the link is closed, and while a request of the model is not answered
     uint32_t number;  // number of the device
     char *model, *registration, *settings;
     struct link *next_due, *next_watched;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import itertools
 import json
@@ -119,7 +120,7 @@ def _change(rng: random.Random, body: dict[str, Any]) -> None:
         if key in keys and rng.random() < 0.2:
             del where[key]
         elif isinstance(where, dict) or key in keys:
-            where[key] = rng.choice(values)
+            where[key] = copy.deepcopy(rng.choice(values))
         return
 
 

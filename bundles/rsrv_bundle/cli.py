@@ -360,13 +360,13 @@ def _samples(arguments: argparse.Namespace) -> Any:
 
 
 def _bound(text: str) -> tuple[str, float]:
-    """Parse a tolerance of narrow bundles, which may also name a figure of a task."""
+    """Parse a tolerance for narrowing: TYPE=ERROR, or FIGURE=ERROR with a figure of TASK_BOUNDS."""
     from rsrv_bundle.narrowing import TASK_BOUNDS
 
     figure, _, number = text.partition("=")
     if figure not in TASK_BOUNDS:
         return _tolerance(text)
-    return figure, _tolerance(f"f32={number}")[1]
+    return figure, _error_bound(text, number)
 
 
 def _add_tolerance(options: Any, kind: Callable[[str], tuple[str, float]] | None = None) -> None:
@@ -384,15 +384,21 @@ def _tolerance(text: str) -> tuple[str, float]:
     from rsrv_bundle.dtypes import TOKENS, unknown
 
     dtype, _, number = text.partition("=")
+    error = _error_bound(text, number)
+    if dtype not in TOKENS:
+        raise argparse.ArgumentTypeError(f"'{text}': no element type '{dtype}'; {unknown(dtype)}")
+    return dtype, error
+
+
+def _error_bound(text: str, number: str) -> float:
+    """Parse the number of the tolerance `text`."""
     try:
         error = float(number)
     except ValueError:
         raise argparse.ArgumentTypeError(f"'{text}': write TYPE=ERROR, e.g. f32=1e-3") from None
-    if dtype not in TOKENS:
-        raise argparse.ArgumentTypeError(f"'{text}': no element type '{dtype}'; {unknown(dtype)}")
     if not 0 <= error < math.inf:
         raise argparse.ArgumentTypeError(f"'{text}': the error is a finite number of at least 0")
-    return dtype, error
+    return error
 
 
 #: Packages that --hf needs. The extra export-hf installs them.
@@ -457,7 +463,10 @@ def _target(arguments: argparse.Namespace) -> tuple[str, str]:
 
 
 def _source(kind: str, target: str) -> tuple[Callable[..., Any] | None, Mapping[str, Any]]:
-    """Return a function of the inputs, by name, and example inputs, if any."""
+    """Return the model to compare with, as a function of the inputs by name, and its example inputs.
+
+    Both are empty if there is no such model. Raises UsageError if the model cannot be loaded.
+    """
     from rsrv_bundle.commands.sources import LoadError, load, named
 
     if not kind:
@@ -472,7 +481,7 @@ def _source(kind: str, target: str) -> tuple[Callable[..., Any] | None, Mapping[
 
 
 def _need_jax(kind: str = "") -> None:
-    """Raise UsageError without jax, with the extra that also has the framework of a kind of model."""
+    """Raise UsageError if jax is not installed. Its text names the extra that installs jax and the framework of `kind`."""
     from importlib.util import find_spec
 
     if find_spec("jax") is None:
@@ -481,7 +490,7 @@ def _need_jax(kind: str = "") -> None:
 
 
 def _directories(*paths: str) -> None:
-    """Raise UsageError if a path is not a directory."""
+    """Raise UsageError with the remedy if a path is known not to be a bundle."""
     from rsrv_bundle.mistakes import mistaken
 
     for path in paths:

@@ -1,4 +1,4 @@
-"""The interface of a function that is being exported: the batch axes, fixed axes and variable axes, and their letters.
+"""Derive the interface of a function that is being exported: its batch axes, fixed axes and variable axes, and their letters.
 
 This module only computes with shapes. It runs and compiles nothing.
 """
@@ -20,7 +20,7 @@ LETTERS = "acdefghijklmopqrstuvwxyzACDEFGHIJKLMOPQRSTUVWXYZ"
 
 #: Element type token and shape.
 Value = tuple[str, tuple[int, ...]]
-#: Returns the outputs by name for the input shapes of a variant and a batch size.
+#: A function that returns the outputs by name for a variant and a batch size.
 OutputsAt = Callable[[int, int], Mapping[str, Value]]
 
 
@@ -45,7 +45,10 @@ class InputPlan:
                 yield variant, size
 
     def describe(self, variant: int, size: int) -> str:
-        """Return a module's sizes in words, such as `h=224, w=320, batch size 8`. Empty if there is only one module."""
+        """Return a module's sizes in words, such as `h=224, w=320, batch size 8`.
+
+        The text is empty without variants and without a batch axis.
+        """
         sizes = self.input_shapes[variant] if self.input_shapes else {}
         named = [f"{letter}={value}" for letter, value in sizes.items()]
         return ", ".join([*named, *([f"batch size {size}"] if self.batched else [])])
@@ -80,7 +83,7 @@ def plan_inputs(
         letters = axes.get(name)
         if letters is None:
             axis = batch_axis.get(name, 0) if isinstance(batch_axis, Mapping) else batch_axis
-            # Automatic letters are never variable axes.
+            # Letters that are chosen here never stand for variable axes, even if `input_shapes` has the same letter.
             specs.append(_spec(name, dtype, shape, _auto_letters(name, len(shape), axis), set()))
         elif len(letters) != len(shape):
             raise BundleError(f"axes: {name}: '{letters}' names {len(letters)} axes, the example has {shape}")
@@ -120,7 +123,7 @@ def plan_outputs(
     seen = {key: outputs_at(*key) for key in keys}
     probes = dict(seen)
     if len(inputs.batch_sizes) == 1:
-        # One size cannot distinguish a batch axis from a fixed one of the same length.
+        # With a single batch size, a batch axis looks like a fixed axis of this length. So also trace a larger size.
         larger = inputs.batch_sizes[0] + 1
         try:
             probes.update({(variant, larger): outputs_at(variant, larger) for variant, _ in keys})
@@ -192,7 +195,8 @@ def _output_spec(
             letters = f"{letters[:axis]}{padded}{letters[axis + 1 :]}"
     elif len(letters) != len(dims) or [i for i, letter in enumerate(letters) if letter in "nb"] != batch:
         raise BundleError(
-            f"axes: {name}: '{letters}' does not fit the output's shape {shape}, batch axis {axis}"
+            f"axes: {name}: '{letters}' does not fit the output's shape {shape}, "
+            + ("which has no batch axis" if batch_axis is None else f"whose batch axis is {batch_axis}")
         )
     elif any(letters[axis] != padded for axis in cut):
         raise BundleError(

@@ -233,7 +233,19 @@ def test_files_of_the_hooks_are_copied(tmp_path: Path) -> None:
         ({"batch_axis": 2}, "x: has 2 axes, so axis 2 cannot be its batch axis"),
         ({"axes": {"x": "nab"}}, "axes: x: 'nab' names 3 axes"),
         *(({"axes": {"x": letters}}, f"'{letters}' names two axes alike") for letters in ("nn", "nb", "aa")),
-        ({"axes": {"output": "cn"}}, "axes: output: 'cn' does not fit the output's shape"),
+        (
+            {"axes": {"output": "cn"}},
+            "axes: output: 'cn' does not fit the output's shape (1, 2), whose batch axis is 0",
+        ),
+        (
+            {
+                "fn": lambda p, x: x.sum(),
+                "batch_axis": None,
+                "batch_sizes": (),
+                "axes": {"output": "n"},
+            },
+            "axes: output: 'n' does not fit the output's shape (), which has no batch axis",
+        ),
         ({"input_shapes": [{"h": 2}]}, "input_shapes: h: no input has such an axis"),
         ({"outputs": ["b"]}, "outputs: b: the model returns output"),
         ({"output_names": ["a", "b"]}, "outputs: the model returns 1 arrays, output_names are ['a', 'b']"),

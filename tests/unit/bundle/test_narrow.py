@@ -283,6 +283,8 @@ def test_the_task_has_a_figure_of_its_own(tmp_path: Path, capsys: pytest.Capture
         r"task: cosine: 1 minus the smallest cosine of an embedding and its wide one is 0\.\d+; the bound is 0\.01\.",
         capsys.readouterr().err,
     )
+    assert cli.main([*command, "--tolerance", "cosine=much"]) == 2
+    assert "'cosine=much': write TYPE=ERROR" in capsys.readouterr().err
     assert cli.main([*command, "--tolerance", "f32=1", "--tolerance", "cosine=0.9"]) == 0
     assert "narrowed_task" in read_bundle(tmp_path / "narrow").manifest.numerics
 

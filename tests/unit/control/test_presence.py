@@ -109,6 +109,18 @@ def test_a_cold_model_whose_process_ends_is_lost() -> None:
     assert (presence.serving, presence.lost) == (set(), {"a"})
 
 
+def test_a_dismissed_model_whose_stub_is_not_seen_again_is_a_change() -> None:
+    """A poll that finds no process of a dismissed model reports a change, because the model is not cold any more."""
+    presence = up("a")
+    change(presence, "a", state="cold", stubs=[])
+    presence.devices[0].follow("a@1", None, 0.0)
+    assert presence.cold == {"a"}
+
+    assert presence.see(StubPoll(), 1000.0)[0]
+    assert presence.cold == set()
+    assert not presence.see(StubPoll(), 1001.0)[0]
+
+
 def test_a_model_whose_stub_has_not_returned_yet_is_not_cold() -> None:
     """After a runtime's end, a model does not serve, and is not cold, until its living stub has connected to the next runtime."""
     presence = up("a")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rsrv.control.runtime_state import ModelVersion
 
-#: Seconds between the two polls that must agree on a dead stub.
+#: A stub counts as dead if two polls at least this many seconds apart have found it dead.
 AGREE_S = 0.5
 #: `stub_monitor` needs at most this many seconds to see a dismissed stub alive without a connection.
 _SEEN_S = 10.0
@@ -47,12 +47,13 @@ class DevicePresence:
         self._connected: set[str] = set()
         #: Models that had a stub before the runtime last ended or stopped answering, and have had none since.
         self._before: set[str] = set()
-        #: Models whose stubs left until the next request, or have not connected since a sleep, with the time when they left.
+        #: Models whose stubs wait for the next request without a connection, with the time when the runtime dismissed the stubs
+        #: or the device fell asleep.
         self._dismissed: dict[str, float] = {}
 
     @property
     def dismissed(self) -> set[str]:
-        """Models whose stubs wait without a connection: this runtime, or the one before a sleep, asked them to leave."""
+        """Models whose stubs wait without a connection, because this runtime or the one before a sleep dismissed them."""
         return {*self._dismissed}
 
     @property
@@ -66,7 +67,10 @@ class DevicePresence:
 
     @property
     def attached(self) -> set[str]:
-        """Models with a stub. There is none while the runtime is down. During a sleep, stubs wait without a connection."""
+        """Models with a connected stub, or while the device sleeps, models with a waiting stub.
+
+        Empty while the runtime is down for another reason.
+        """
         if self.asleep_since is not None:
             return self.dismissed
         return set(self._connected) if self.up else set()
@@ -76,7 +80,7 @@ class DevicePresence:
         return self._versions.get(name, {}).values()
 
     def begin(self, entries: Mapping[str, ModelVersion], now: float) -> None:
-        """Replace all versions by the versions of a new connection to the runtime. `come_up` follows."""
+        """Replace all versions by the versions of a new connection to the runtime. The caller then calls `come_up`."""
         for names in (self._versions, self.ready, self.loading, self._connected):
             names.clear()
         for key, entry in entries.items():
@@ -84,9 +88,9 @@ class DevicePresence:
         self._server.end_starts()
 
     def follow(self, key: str, entry: ModelVersion | None, now: float) -> None:
-        """Record a version. None: the version is gone.
+        """Record a version. If `entry` is None, the version is gone.
 
-        If the runtime has asked the version's stubs to leave, its state becomes "leaving".
+        If the runtime has asked the stubs of the version to leave, the version's state becomes "leaving".
         """
         name = key.rpartition("@")[0]
         served, waited = self._server.serves(name), self._server.waits(name)
@@ -167,12 +171,15 @@ class Presence:
 
     @property
     def asleep(self) -> bool:
-        """True if no runtime answers, because devices sleep: their models serve as soon as requests come."""
+        """True if no runtime answers and a device sleeps. Its models serve as soon as a request wakes the device."""
         return not self.up and any(device.asleep_since is not None for device in self.devices)
 
     @property
     def attached(self) -> set[str]:
-        """Models with a stub. There is none while no runtime answers."""
+        """Models with a connected stub, or on a sleeping device, models with a waiting stub.
+
+        Empty while no runtime answers, unless a device sleeps.
+        """
         return set[str]().union(*(device.attached for device in self.devices if self.up or self.asleep))
 
     @property
@@ -192,7 +199,7 @@ class Presence:
 
     @property
     def serving(self) -> set[str]:
-        """Models that accept requests, as `serves`."""
+        """Models that accept requests, as defined by `serves`."""
         names = self.cold
         for device in self._known:
             names |= device.ready
@@ -202,7 +209,7 @@ class Presence:
     def serves(self, name: str) -> bool:
         """Return True if the model accepts requests.
 
-        Either a runtime has a ready version of it, even without a stub, or the model is cold, or it was cold and starts.
+        It does if a runtime has a ready version of it, even without a stub, if it is cold, or if it was cold and starts.
         """
         known = self._known
         if any(name in device.ready for device in known):
@@ -242,7 +249,7 @@ class Presence:
             self.lost.add(name)
 
     def end_starts(self) -> None:
-        """Forget the starts that no runtime continues."""
+        """Forget the started models that no runtime builds any more."""
         self._started &= set[str]().union(*(device.loading for device in self.devices))
 
     # --- reports of `stub_monitor` --------------------------------------------------------------------------
@@ -250,8 +257,8 @@ class Presence:
     def see(self, poll: StubPoll, now: float) -> tuple[bool, frozenset[str]]:
         """Record the result of a poll.
 
-        Returns two values: True if properties of this object have changed, and the models whose stub is dead. For these, two
-        polls have found that Triton calls them ready and that they have no process.
+        Returns two values: True if properties of this object have changed, and the models whose stub is dead. Two polls have
+        found that Triton calls such a model ready and that it has no process.
         """
         for device in self.devices:
             device.forget(poll.gone)
@@ -262,7 +269,7 @@ class Presence:
                 if device.up:
                     device.see(poll.unconnected, now)
             self._unconnected = frozenset(poll.unconnected) - self.returning
-            changed |= known != self._unconnected
+            changed |= known != self._unconnected or before != self._waiting
             if self.up:
                 self.lost |= {name for name in before - self._waiting if not self.serves(name)}
         self._new_stubs = {name: until for name, until in self._new_stubs.items() if until > now}

@@ -2,8 +2,9 @@
 
     python3.12 run.py --minutes 10
 
-The script installs all packages into the folder `installed` next to this file. It uses the PyTorch of the Python that runs it, and
-also its jax if the folder has no jax. The script imports only the standard library.
+The script installs all packages into the folder `installed` next to this file. If there is no wheel of jax next to this file, the
+check also uses the packages of the Python that runs the script. The check compares rsrv with the PyTorch of that Python, if it has
+PyTorch with CUDA. The script imports only the standard library.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _install() -> None:
     if not any(wheel.name.startswith("jax-") for wheel in wheels):
         (site,) = INSTALLED.glob("lib/python3.12/site-packages")
         folders = [path for path in sys.path if path.endswith("-packages")]
-        # The folder's own packages come first.
+        # Add the packages of this Python. The installed packages of the folder take precedence.
         (site / "others.pth").write_text("".join(f"{path}\n" for path in folders))
     pip = [sys.executable, "-m", "pip", "--python", str(BIN / "python"), "install", "--quiet", "--no-index"]
     subprocess.run([*pip, "--no-deps", "--disable-pip-version-check", *map(str, wheels)], check=True)

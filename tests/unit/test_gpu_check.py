@@ -6,16 +6,18 @@ import json
 import multiprocessing
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from rsrv.cli.main import main
-from rsrv.gpu import processes
+from rsrv.gpu import models, processes
 from rsrv.gpu.__main__ import Table
 from rsrv.gpu.report import PARTS, DeviceFacts, Finding, ends_of, heading, table_row, too_late
 from tests.waiting import wait_until
@@ -159,6 +161,27 @@ def test_a_finding_that_counts_further_replaces_the_one_before(
 
     assert capsys.readouterr().out == "| `correctness` | bundles | PASS: 2 of 2 | |\n"
     assert json.loads(file.read_text())["parts"]["correctness"]["seconds"] == 1.5
+
+
+def test_pytorch_of_the_python_outside_the_virtual_environment_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the check's own Python has no PyTorch with CUDA, the Python of which it is a virtual environment is tried."""
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\necho 2.9\nwhile read line; do echo 50.0 0.02; done\n")
+    python.chmod(0o755)
+    (tmp_path / "venv").mkdir()
+    without = tmp_path / "venv" / "python3"
+    without.write_text("#!/bin/sh\nexit 1\n")
+    without.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(without))
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
+
+    with models._torch(Mock(environment=dict(os.environ), device=Mock(platform="cuda"))) as (version, torch):
+        assert version == "torch 2.9"
+        assert torch is not None
+        assert torch("resnet18", "eager", 1, 1.0) == (50.0, 0.02)
 
 
 def start_a_server_and_hang(tell: Callable[[int], None]) -> None:

@@ -5,8 +5,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import IO
 
 from rsrv.gpu.report import Finding, PartInput, Tell
 from rsrv.runtime.cuda import MemoryShare
@@ -23,11 +25,11 @@ _NAMES = ("resnet18", "vit_tiny", "minilm_encoder")
 _TORCH = Path(__file__).with_name("torch_models.py")
 #: Number of executions before the measured executions.
 _WARM = 3
-#: Share of the part's time for each measurement: three ways to execute two sizes of three models.
+#: Share of the part's time for each of 18 measurements: rsrv and PyTorch in two modes, each with two sizes of three models.
 _MEASURING = 0.02
-#: Longest time that `torch.compile` takes, in seconds. If less time is left, it is not tried.
+#: Longest time that `torch.compile` takes, in seconds. If less time is left, `torch.compile` is not called.
 _COMPILE_S = 40.0
-#: Executions per second, and the median of their seconds.
+#: Executions per second, and the median duration of an execution in seconds.
 _Rate = tuple[float, float]
 #: Measures a model. Its arguments are the name, eager or compiled, the rows, and the seconds.
 _Torch = Callable[[str, str, int, float], _Rate]
@@ -100,27 +102,32 @@ def _finding(name: str, rows: int, rates: dict[str, _Rate], torch: str) -> Findi
 
 @contextmanager
 def _torch(part_input: PartInput) -> Iterator[tuple[str, _Torch | None]]:
-    """Run PyTorch until the block ends. Yield its version and, if it has the device, a function that measures."""
-    process = subprocess.Popen(
-        # With -P, torch.compile does not import rsrv's triton.py, which is next to the script, in place of the package triton.
-        [sys.executable, "-P", str(_TORCH), part_input.device.platform],
-        env=part_input.environment,
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    put, lines = process.stdin, process.stdout
+    """Run PyTorch until the block ends. Yield its version and, if it has the device, a function that measures.
 
-    def measure(name: str, how: str, rows: int, seconds: float) -> _Rate:
-        put.write(f"{name} {how} {rows} {seconds}\n")
-        put.flush()
-        per_s, p50 = map(float, lines.readline().split())
-        return per_s, p50
+    If this Python has no such PyTorch, try the Python from which the virtual environment was made.
+    """
+    base = Path(sys.base_prefix, "bin", Path(sys.executable).resolve().name)
+    for python in dict.fromkeys((sys.executable, str(base))):
+        process = subprocess.Popen(
+            # With -P, torch.compile imports the package triton, and not rsrv's triton.py in the folder of the script.
+            [python, "-P", str(_TORCH), part_input.device.platform],
+            env=part_input.environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with process:
+            if version := process.stdout.readline().strip():
+                yield f"torch {version}", partial(_measure, process.stdin, process.stdout)
+                return
+    yield "no torch with CUDA is installed", None
 
-    with process:
-        if version := lines.readline().strip():
-            yield f"torch {version}", measure
-        else:
-            yield "no torch with CUDA is installed", None
+
+def _measure(put: IO[str], lines: IO[str], name: str, how: str, rows: int, seconds: float) -> _Rate:
+    """Let PyTorch measure a network. Raises ValueError or OSError if PyTorch fails."""
+    put.write(f"{name} {how} {rows} {seconds}\n")
+    put.flush()
+    per_s, p50 = map(float, lines.readline().split())
+    return per_s, p50
